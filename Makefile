@@ -1,0 +1,36 @@
+# A newcomer needs Python 3.11, make and a C compiler; these targets do the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS := 1
+
+.PHONY: quickstart test check bench accept clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[trainer,report,dev]'
+	touch $@
+
+quickstart: $(VENV)/.installed ## train a policy through the bus, and watch it
+	$(BIN)/rolloutmq up examples/quickstart.toml
+
+test: $(VENV)/.installed ## every test, as a user runs them
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed ## style, types, and who may import whom
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed ## the figures, with their rivals in the same run
+	$(BIN)/python -m benchmarks
+
+accept: $(VENV)/.installed ## every figure that is promised, met or unmet
+	$(BIN)/python -m benchmarks.accept
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
+		.import_linter_cache .hypothesis runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

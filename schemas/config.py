@@ -1,0 +1,285 @@
+"""The configuration of a run: one frozen model for each process, and `RunConfig` that holds them.
+
+A run is configured once, by a TOML file, environment variables and `--set key=value` (see `launch.settings`), and the
+resolved result is written to `config.json` in the run directory, which every process of the run reads. The text under
+a field is its documentation: units are in the name, the reason for a default is in the text.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+MIB: Final = 1 << 20
+
+NameText = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, docstrings are the field descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    """`[run]`: what the run is called and where it leaves its files."""
+
+    name: NameText = "run"
+    """Name of the run; part of every group's identity."""
+    dir: Path = Path("runs/run")
+    """Where logs, metrics, checkpoints and sockets go, relative to where the command was started."""
+    seed: NonNegativeInt = 0
+    """Seed of everything random: initial weights, tasks, sampling."""
+    tracking_project: str = ""
+    """Project name for a tracker such as Weights & Biases; only passed on."""
+    tracking_group: str = ""
+    """Group name for a tracker; only passed on."""
+
+
+class BrokerConfig(Section):
+    """`[broker]`: the queue and its limits."""
+
+    transport: Literal["ipc", "tcp"] = "ipc"
+    """`ipc` for one machine, in a private directory; `tcp` binds `host` with ports of the system's choice."""
+    host: str = "127.0.0.1"
+    """Address to bind when the transport is tcp."""
+    insecure: bool = False
+    """Allow plain TCP on an address that other machines can reach. Without it that is refused."""
+    durability: Literal["memory"] = "memory"
+    """What an ack means. `memory`: a crash of the broker loses what it had accepted."""
+    high_bytes: PositiveInt = 256 * MIB
+    """Global mark: queued, leased and granted bytes of all environments stay below it."""
+    high_groups: PositiveInt = 100_000
+    """The same in groups; above it the broker stops reading."""
+    max_group_bytes: PositiveInt = 64 * MIB
+    """Largest group that is accepted."""
+    retain_bytes: PositiveInt = 256 * MIB
+    """Trained groups kept for a trainer that may come back from a checkpoint; above it a checkpoint is asked for."""
+    ack_interval_s: PositiveFloat = 0.25
+    """How often an ack is repeated while anything is unacked or blocked: an event may be lost, state may not."""
+    pressure_interval_s: PositiveFloat = 0.25
+    """How often `pressure` is published."""
+    lease_s: PositiveFloat = 120.0
+    """A leased step is taken back when its trainer makes no progress for that long."""
+    silence_s: PositiveFloat = 10.0
+    """A trainer or worker that sent no heartbeat for that long is taken for dead."""
+    max_deliveries: PositiveInt = 3
+    """A group whose lease failed that often goes to the dead letters."""
+    exact_wait_s: NonNegativeFloat = 5.0
+    """How long a pull waits for an exact combination of whole groups before it takes the largest below."""
+    silent_env_s: PositiveFloat = 30.0
+    """An environment that delivered nothing for that long gives up its minimum share."""
+
+
+class EnvironmentConfig(Section):
+    """`[environment.NAME]`: one environment and its workers."""
+
+    entry: str
+    """Class of the environment: `package.module:Class`, or `file.py:Class` next to the configuration file."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+    group_size: PositiveInt = 8
+    """Sequences sampled for one task."""
+    weight: NonNegativeFloat = 1.0
+    """Share of the batches, relative to the other environments."""
+    min_share: Fraction = 0.0
+    """Part of every batch kept for this environment."""
+    split: Literal["train", "eval"] = "train"
+    """Which stream its groups belong to."""
+    min_workers: NonNegativeInt = 1
+    """Fewest worker processes."""
+    max_workers: PositiveInt = 4
+    """Most worker processes."""
+    concurrency: PositiveInt = 8
+    """Rollouts that one worker has under way at once, credit permitting."""
+    max_staleness: NonNegativeInt = 4
+    """Most optimizer steps between the policy that sampled a group and the one that learns from it."""
+    pacing: bool = True
+    """Keep `max_staleness` by starting no rollout that would be too old when its turn comes."""
+    stale: Literal["drop", "pass"] = "drop"
+    """What happens to a group that is too old all the same: counted as expired, or trained on and counted."""
+    rollout_timeout_s: PositiveFloat = 600.0
+    """A rollout that takes longer is abandoned."""
+    failure_limit: PositiveInt = 20
+    """Rollouts in a row that may raise before the worker gives up and the run fails."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.min_workers > self.max_workers:
+            raise ValueError("min_workers must not exceed max_workers")
+        if self.entry.count(":") != 1:
+            raise ValueError("entry must be `package.module:Class` or `file.py:Class`")
+        return self
+
+
+class InferenceConfig(Section):
+    """`[inference]`: the server that samples from the policy."""
+
+    kind: Literal["tiny", "external"] = "tiny"
+    """`tiny` runs the policy of `[model]` in this run; `external` uses the server at `url`."""
+    url: str = ""
+    """Base address of an external OpenAI-compatible server, for example `http://127.0.0.1:8000/v1`."""
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port to bind; 0 lets the system choose."""
+    max_batch: PositiveInt = 512
+    """Sequences generated together at most."""
+    max_waiting: PositiveInt = 4096
+    """Requests that may wait; beyond it the server answers 503."""
+
+    @model_validator(mode="after")
+    def _external(self) -> Self:
+        if (self.kind == "external") != bool(self.url):
+            raise ValueError("url must be given if and only if kind is `external`")
+        return self
+
+
+class ModelConfig(Section):
+    """`[model]`: the policy, built from these numbers with random weights, or loaded from `path`."""
+
+    path: str = ""
+    """Local directory of a transformers model and its tokenizer; empty builds a small Llama."""
+    alphabet: str = "0123456789= "
+    """Characters of the built tokenizer; padding, begin and end are added."""
+    hidden_size: PositiveInt = 64
+    layers: PositiveInt = 2
+    heads: PositiveInt = 2
+    mlp_size: PositiveInt = 128
+    max_positions: PositiveInt = 128
+    """Longest sequence in tokens."""
+    vocab_size: PositiveInt = 32
+    """Rows of the embedding; at least the alphabet and the special tokens."""
+    initializer_range: PositiveFloat = 0.05
+    """Standard deviation of the initial weights."""
+    tie_embeddings: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type of the shared weights. The optimizer always works on float32."""
+
+    @model_validator(mode="after")
+    def _shapes(self) -> Self:
+        if self.hidden_size % self.heads:
+            raise ValueError("hidden_size must be a multiple of heads")
+        if len(set(self.alphabet)) + 3 > self.vocab_size:
+            raise ValueError("vocab_size must hold the alphabet and 3 special tokens")
+        return self
+
+
+class TrainerConfig(Section):
+    """`[trainer]`: what is learned from a batch and how."""
+
+    enabled: bool = True
+    """Start the trainer with the run; off for a trainer of your own."""
+    steps: PositiveInt = 400
+    """Optimizer steps of the run."""
+    batch_sequences: PositiveInt = 256
+    """Sequences of one step."""
+    learning_rate: NonNegativeFloat = 1e-3
+    warmup_steps: NonNegativeInt = 10
+    """Steps of linear warm-up."""
+    final_lr_fraction: Fraction = 0.05
+    """The learning rate falls linearly to this part of itself at the last step."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    weight_decay: NonNegativeFloat = 0.0
+    clip_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this global norm."""
+    advantage: Literal["dr_grpo", "grpo"] = "dr_grpo"
+    """`dr_grpo` centres the rewards of a group; `grpo` also divides by their standard deviation."""
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.28
+    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    entropy: NonNegativeFloat = 0.01
+    """Weight of the entropy bonus at the start."""
+    entropy_until: Fraction = 0.6
+    """The bonus falls linearly to zero at this part of the run."""
+    micro_batch_sequences: PositiveInt = 256
+    """Sequences of one forward pass; the result does not depend on it."""
+    checkpoint_interval: PositiveInt = 50
+    """Steps between checkpoints."""
+    keep_checkpoints: PositiveInt = 2
+    pull_wait_s: PositiveFloat = 10.0
+    """How long one pull waits at the broker before it is repeated."""
+    shuffle_rewards: bool = False
+    """A control: rewards are shuffled within each group, so that nothing can be learned."""
+
+
+class OrchestratorConfig(Section):
+    """`[orchestrator]`: how many workers live, and how they die."""
+
+    enabled: bool = True
+    """Start workers with the run; off where workers are started by hand."""
+    tick_s: PositiveFloat = 0.5
+    """Time between two decisions."""
+    low_pressure: NonNegativeFloat = 0.75
+    """Below it, in batches queued, a worker is added."""
+    high_pressure: PositiveFloat = 3.0
+    """Above it, in batches queued, a worker is drained."""
+    confirm_ticks: PositiveInt = 4
+    """Ticks in a row that must agree before the number changes."""
+    backoff_s: PositiveFloat = 0.5
+    """First pause before a crashed process is started again; doubles each time, with jitter."""
+    backoff_max_s: PositiveFloat = 30.0
+    crash_limit: PositiveInt = 5
+    """Crashes in a row, each within `stable_s` of its start, after which a process is given up for good."""
+    stable_s: PositiveFloat = 10.0
+    """A process that lived that long has started well."""
+    drain_deadline_s: PositiveFloat = 30.0
+    """Time that a worker gets to finish the rollouts in hand."""
+    term_grace_s: PositiveFloat = 5.0
+    """Time between SIGTERM and SIGKILL."""
+
+    @model_validator(mode="after")
+    def _band(self) -> Self:
+        if self.low_pressure >= self.high_pressure:
+            raise ValueError("low_pressure must be below high_pressure")
+        return self
+
+
+class TelemetryConfig(Section):
+    """`[telemetry]`: samples of the machine, and the record of what was published."""
+
+    interval_s: PositiveFloat = 1.0
+    """Time between two samples."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    broker: BrokerConfig = BrokerConfig()
+    environment: dict[NameText, EnvironmentConfig] = {}
+    """`[environment.NAME]` sections by name."""
+    inference: InferenceConfig = InferenceConfig()
+    model: ModelConfig = ModelConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    base_dir: Path = Path()
+    """Directory of the configuration file, to which `file.py:Class` entries are relative. Filled in by the loader."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        shares = sum(env.min_share for env in self.environment.values())
+        if shares > 1.0:
+            raise ValueError(f"environment.*.min_share: together {shares:g}, at most 1 allowed")
+        batch = self.trainer.batch_sequences
+        for name, env in self.environment.items():
+            if env.group_size > batch:
+                raise ValueError(
+                    f"environment.{name}.group_size: {env.group_size} exceeds trainer.batch_sequences {batch}"
+                )
+            if self.broker.high_groups * env.group_size < batch:
+                raise ValueError(
+                    f"broker.high_groups: {self.broker.high_groups} groups of environment.{name} never make a batch"
+                )
+        return self

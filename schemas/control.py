@@ -1,0 +1,239 @@
+"""Messages of the control plane: what a worker reports, what an operator asks, what the broker publishes."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from rolloutmq.schemas.envelope import Count, GroupHeader, Name, Seconds, Split
+from rolloutmq.schemas.message import Message
+
+
+class WorkerState(StrEnum):
+    """Life of a worker, in its order."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    """Finishes what is in hand and starts nothing new."""
+    GONE = "gone"
+    FAILED = "failed"
+    """It can never produce: the reason is in `WorkerBeat.error`."""
+
+
+class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
+    """A worker lives. Sent about once a second and at each change of state.
+
+    Attributes:
+        worker: Name of the worker; it is its producer's name too.
+        pid: Process id on `host`.
+        in_hand: Rollouts under way.
+        produced: Groups finished, accepted or not.
+        abandoned: Rollouts that raised, timed out or gave nothing.
+        blocked_s: Seconds spent waiting for credit, over all rollout slots.
+        error: Last error of the environment, one line.
+    """
+
+    worker: Name
+    env: Name
+    state: WorkerState
+    pid: Count = 0
+    host: str = ""
+    in_hand: Count = 0
+    produced: Count = 0
+    abandoned: Count = 0
+    blocked_s: Seconds = 0.0
+    error: Annotated[str, Meta(max_length=2000)] = ""
+
+
+class WorkerBeatReply(Message, tag="worker_beat_reply", frozen=True, kw_only=True):
+    """Whether the worker should be draining: the surest way for a drain to arrive."""
+
+    draining: bool = False
+
+
+class Drain(Message, tag="drain", frozen=True, kw_only=True):
+    """Tell a worker to finish and go. The broker repeats it on `control.<worker>/` until the worker reports it."""
+
+    worker: Name
+    reason: Annotated[str, Meta(max_length=200)] = "asked"
+
+
+class SetWorkers(Message, tag="set_workers", frozen=True, kw_only=True):
+    """Ask the orchestrator for a number of workers of an environment; None gives it back its own judgement."""
+
+    env: Name
+    count: Count | None
+
+
+class GetStatus(Message, tag="get_status", frozen=True, kw_only=True):
+    """Ask for everything that the broker knows of itself."""
+
+
+class LatestExample(Message, tag="latest_example", frozen=True, kw_only=True):
+    """Ask for the newest accepted group; its frames follow the reply."""
+
+    env: str = ""
+
+
+class LatestExampleReply(Message, tag="latest_example_reply", frozen=True, kw_only=True):
+    """The newest accepted group, or none yet. `table` is the msgpack of its `ColumnTable`."""
+
+    header: GroupHeader | None = None
+    env: str = ""
+    table: bytes = b""
+
+
+class Disconnect(Message, tag="disconnect", frozen=True, kw_only=True):
+    """An environment leaves: it gives up its minimum share and its place in the weights."""
+
+    env: Name
+
+
+class Reset(Message, tag="reset", frozen=True, kw_only=True):
+    """Forget the run: what is queued is counted as `discarded(reset)`, registrations and the step are cleared."""
+
+    reason: Annotated[str, Meta(max_length=200)] = "asked"
+
+
+class Shutdown(Message, tag="shutdown", frozen=True, kw_only=True):
+    """Save what is queued and end the broker."""
+
+
+class LedgerCounts(Message, tag="ledger_counts", frozen=True, kw_only=True):
+    """Where every accepted group is. `accepted` is the sum of all others but `lost_before_accept` and `rewound`."""
+
+    accepted: Count = 0
+    queued: Count = 0
+    leased: Count = 0
+    trained: Count = 0
+    """Learned from, not yet covered by a checkpoint."""
+    committed: Count = 0
+    filtered: Count = 0
+    expired: Count = 0
+    dead: Count = 0
+    discarded: Count = 0
+    rewound: Count = 0
+    """How many times a trained group came back because the trainer resumed before it."""
+    lost_before_accept: Count = 0
+    reasons: dict[str, int] = {}
+    """`state(reason)` to groups, for the states that have reasons."""
+
+
+class LaneStatus(Message, tag="lane_status", frozen=True, kw_only=True):
+    """One environment's queue."""
+
+    env: Name
+    split: Split
+    weight: float
+    min_share: float
+    producers: Count = 0
+    queued_groups: Count = 0
+    queued_sequences: Count = 0
+    queued_bytes: Count = 0
+    leased_groups: Count = 0
+    granted: Count = 0
+    """Rollouts that producers may begin or have begun, and that have not arrived yet."""
+    accepted_groups: Count = 0
+    trained_groups: Count = 0
+    oldest_age_s: Seconds = 0.0
+    accepted_per_s: float = 0.0
+    """Groups a second over the last ten seconds."""
+    wait: str = ""
+    """Why its producers wait, or empty."""
+
+
+class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
+    """What the broker last heard of a worker."""
+
+    worker: Name
+    env: Name
+    state: WorkerState
+    pid: Count
+    host: str
+    in_hand: Count
+    produced: Count
+    abandoned: Count
+    blocked_s: Seconds
+    silent_s: Seconds
+    draining: bool
+    error: str
+
+
+class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
+    """State of the queue against what the trainer eats; published on `pressure` four times a second.
+
+    `rollout_pressure` is queued sequences over the sequences of one batch: high means that fewer workers would do.
+    """
+
+    epoch: Count
+    number: Count
+    """Grows by one with each; a gap means that one was dropped."""
+    at: Seconds
+    rollout_pressure: float
+    queued_sequences: Count
+    batch_sequences: Count
+    queued_groups: Count
+    queued_bytes: Count
+    leased_bytes: Count
+    high_bytes: Count
+    step: Count
+    consumed_per_s: float
+    """Sequences a second that trainers settled, over the last ten seconds."""
+    produced_per_s: float
+    """Sequences a second that were accepted, over the last ten seconds."""
+    staleness_max: Count
+    """Largest distance in policy versions of any group handed out so far."""
+    trainer_wait: str
+    """Why the trainer waits now, or empty."""
+    waits_s: dict[str, float]
+    """Seconds waited so far by reason, trainers and producers together."""
+    ledger: LedgerCounts
+    lanes: tuple[LaneStatus, ...]
+    workers: tuple[WorkerStatus, ...]
+    wanted: dict[str, int | None] = {}
+    """Worker counts that an operator asked for by `SetWorkers`."""
+
+
+class StatusReply(Message, tag="status_reply", frozen=True, kw_only=True):
+    """Everything the broker knows of itself."""
+
+    pressure: Pressure
+    run: str
+    total_steps: Count
+    durability: str
+    uptime_s: Seconds
+    rejected_messages: Count
+    """Messages refused because they were not of the protocol, beyond a limit or a session's credit."""
+    rejected_by_reason: dict[str, int]
+
+
+class StepDone(Message, tag="step_done", frozen=True, kw_only=True):
+    """The trainer took a step; published on `step`."""
+
+    run: Name
+    incarnation: Count
+    step: Count
+    at: Seconds
+    reward: float
+    """Mean raw score of all groups of the batch, filtered ones included."""
+    loss: float
+    tokens: Count
+    groups: Count
+    filtered: Count
+    staleness_max: Count
+    staleness_mean: float
+    pull_s: Seconds
+    step_s: Seconds
+    extra: dict[str, float] = {}
+
+
+class ScaleDecision(Message, tag="scale_decision", frozen=True, kw_only=True):
+    """What the orchestrator decided for one environment, with what it saw; published on `telemetry.scale.<env>`."""
+
+    env: Name
+    at: Seconds
+    rollout_pressure: float
+    current: Count
+    target: Count
+    reason: str

@@ -1,0 +1,365 @@
+"""Requests and replies of the `serve` socket, and the ack that carries a producer's credit.
+
+Every request is one msgpack frame and gets exactly one reply; `Batch` alone is followed by the frames of its groups.
+Requests may be repeated: registering, syncing, pulling with the same `request_id` and settling the same lease again
+give the same answer and change nothing.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from rolloutmq.schemas.control import (
+    Disconnect,
+    Drain,
+    GetStatus,
+    LatestExample,
+    LatestExampleReply,
+    Reset,
+    SetWorkers,
+    Shutdown,
+    StatusReply,
+    WorkerBeat,
+    WorkerBeatReply,
+)
+from rolloutmq.schemas.envelope import (
+    ColumnTable,
+    Count,
+    GroupHeader,
+    GroupId,
+    Name,
+    PolicyVersion,
+    Split,
+)
+from rolloutmq.schemas.errors import ErrorCode
+from rolloutmq.schemas.message import Message
+
+GAP_WINDOW = 1024
+"""Sequence numbers above the cumulative one that a broker remembers; beyond it a group is refused."""
+
+
+class Wait(StrEnum):
+    """Why somebody waits. Producers wait for credit, trainers for a batch."""
+
+    NONE = "none"
+    LANE_FULL = "lane_full"
+    GLOBAL_FULL = "global_full"
+    NO_CREDIT = "no_credit"
+    STALE_GUARD = "stale_guard"
+    """One rollout more would be too old when its turn comes."""
+    NO_BATCH = "no_batch"
+    """Fewer sequences are queued than a batch has."""
+    NO_EXACT_FIT = "no_exact_fit"
+    """Enough sequences are queued, but no combination of whole groups has the number."""
+    MIN_SHARE = "min_share"
+    BATCH_EXCEEDS_CAP = "batch_exceeds_cap"
+    LEASED_ELSEWHERE = "leased_elsewhere"
+    """Another step of this consumer group is still leased."""
+
+
+class Ack(Message, tag="ack", frozen=True, kw_only=True):
+    """What the broker has of one session, and how far the session may go: absolute state, safe to repeat.
+
+    Attributes:
+        epoch: The broker's life; a new one means that the producer must sync.
+        session: The session this is about.
+        cumulative: Every group up to this number is accepted.
+        gaps: Bit `i` (least significant first) is set if number `cumulative + 2 + i` is accepted too.
+        byte_limit: Highest `GroupHeader.position` that will be accepted.
+        start_limit: How many rollouts the session may have begun in all, abandoned ones included.
+        step: Optimizer steps that the trainer has taken.
+        draining: The producer must begin nothing new.
+        wait: What holds the credit back, if anything does.
+    """
+
+    epoch: Count
+    session: Count
+    cumulative: Count
+    gaps: bytes = b""
+    byte_limit: Count
+    start_limit: Count
+    step: Count = 0
+    draining: bool = False
+    wait: Wait = Wait.NONE
+
+
+class RunInfo(Message, tag="run_info", frozen=True, kw_only=True):
+    """What a run is, as its trainer registered it. Zero and empty mean: not told yet."""
+
+    run: Name = "default"
+    tracking_project: str = ""
+    tracking_group: str = ""
+    batch_sequences: Count = 0
+    max_tokens: Count = 0
+    """Longest sequence that the trainer takes, in tokens; 0 is no limit."""
+    checkpoint_dir: str = ""
+    checkpoint_interval: Count = 0
+    starting_step: Count = 0
+    total_steps: Count = 0
+    started: bool = False
+    """A trainer has registered."""
+
+
+class RegisterProducer(Message, tag="register_producer", frozen=True, kw_only=True):
+    """Open a session. An older session of the same producer is fenced.
+
+    Attributes:
+        producer: Name of the producer; one session of it lives at a time.
+        slots: Rollouts that it would like to have under way at once.
+        group_size: Sequences that its groups usually have.
+        weight: Share of batches that the environment gets, relative to the others.
+        min_share: Part of every batch that is kept for the environment, 0 to 1.
+        max_tokens: Longest sequence that it produces, in tokens.
+        resume_session: A saved session whose unacked groups will be sent again.
+        pid, host: For people and for the orchestrator.
+    """
+
+    producer: Name
+    run: Name = "default"
+    env: Name
+    split: Split = Split.TRAIN
+    slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
+    group_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    weight: Annotated[float, Meta(ge=0.0)] = 1.0
+    min_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    max_tokens: Count = 0
+    resume_session: Count = 0
+    pid: Count = 0
+    host: str = ""
+
+
+class Registered(Message, tag="registered", frozen=True, kw_only=True):
+    """A session was opened."""
+
+    ack: Ack
+    info: RunInfo
+
+
+class DeclareTables(Message, tag="declare_tables", frozen=True, kw_only=True):
+    """Make column tables known to the broker; a group may name only a declared one."""
+
+    producer: Name
+    session: Count
+    tables: Annotated[tuple[ColumnTable, ...], Meta(max_length=64)]
+
+
+class Sync(Message, tag="sync", frozen=True, kw_only=True):
+    """Ask for the present ack; tells how many rollouts were begun and given up. Answered by `Ack`."""
+
+    producer: Name
+    session: Count
+    abandoned: Count = 0
+
+
+class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
+    """Close the session; what it had not got accepted is counted as lost before accept."""
+
+    producer: Name
+    session: Count
+    produced: Count = 0
+    abandoned: Count = 0
+
+
+class RegisterConsumer(Message, tag="register_consumer", frozen=True, kw_only=True):
+    """Join a consumer group. The same consumer registering again releases what it held.
+
+    Attributes:
+        resume: Set by a trainer that starts at a checkpoint: every batch that was settled for a later step, and
+            every batch still leased, comes back in the same composition and order.
+    """
+
+    consumer: Name
+    group: Name = "trainer"
+    rank: Count = 0
+    world_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    info: RunInfo = RunInfo()
+    resume: PolicyVersion | None = None
+
+
+class ConsumerRegistered(Message, tag="consumer_registered", frozen=True, kw_only=True):
+    """The consumer is known; `generation` fences what an earlier life of it may still say."""
+
+    epoch: Count
+    generation: Count
+    info: RunInfo
+
+
+class Pull(Message, tag="pull", frozen=True, kw_only=True):
+    """Ask for this rank's part of one step; answered when there is a batch, or after `wait_s`.
+
+    Attributes:
+        step: The optimizer step that the batch is for. All ranks of a step share its lease.
+        version: The policy that will learn from it, for staleness.
+        sequences: Number of sequences of the whole step, over all ranks.
+        request_id: Chosen by the consumer; a repeated pull with the same id gets the same batch.
+        wait_s: Longest time to wait, in seconds.
+        split: Which stream.
+    """
+
+    consumer: Name
+    group: Name = "trainer"
+    run: Name = "default"
+    rank: Count = 0
+    world_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    step: Count
+    version: PolicyVersion
+    sequences: Annotated[int, Meta(ge=1, le=1 << 24)]
+    request_id: Annotated[str, Meta(min_length=1, max_length=64)]
+    wait_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 10.0
+    split: Split = Split.TRAIN
+
+
+class Delivery(Message, tag="delivery", frozen=True, kw_only=True):
+    """One group of a batch; its frames follow the `Batch`, group after group."""
+
+    header: GroupHeader
+    env: Name
+    producer: Name
+    session: Count
+    deliveries: Count = 1
+    """How many times it has been handed out, this time included."""
+
+
+class Batch(Message, tag="batch", frozen=True, kw_only=True):
+    """This rank's part of a leased step."""
+
+    lease: Count
+    generation: Count
+    step: Count
+    groups: tuple[Delivery, ...]
+    tables: tuple[ColumnTable, ...]
+    short: bool = False
+    """Fewer sequences than asked: no combination of whole groups had the number in time."""
+    rewound: bool = False
+    """The batch was trained before, in a life of the trainer that was lost; it comes again unchanged."""
+
+
+class NoBatch(Message, tag="no_batch", frozen=True, kw_only=True):
+    """No batch could be formed in the time given."""
+
+    wait: Wait
+    queued_sequences: Count
+
+
+class Rejected(Message, tag="rejected", frozen=True, kw_only=True):
+    """A group that the trainer could not use at all, with the reason."""
+
+    group_id: GroupId
+    reason: Annotated[str, Meta(max_length=512)]
+
+
+class Settle(Message, tag="settle", frozen=True, kw_only=True):
+    """End a lease after the optimizer step. Every group of the rank's part is in exactly one of the three lists.
+
+    Attributes:
+        version: Policy that exists after the step; equal to the pulled one if no step was taken.
+        trained: Groups that the step learned from.
+        filtered: Groups without a signal (all rewards equal).
+        rejected: Groups that could not be used; they go to the dead letters.
+    """
+
+    consumer: Name
+    lease: Count
+    generation: Count
+    rank: Count = 0
+    version: PolicyVersion
+    trained: tuple[GroupId, ...] = ()
+    filtered: tuple[GroupId, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+
+
+class Settled(Message, tag="settled", frozen=True, kw_only=True):
+    """The lease is over. `commit_wanted` asks for a checkpoint soon: the broker holds much that is uncommitted."""
+
+    step: Count
+    commit_wanted: bool = False
+
+
+class Commit(Message, tag="commit", frozen=True, kw_only=True):
+    """A durable checkpoint covers every step up to and including `version.step`: its groups may be forgotten."""
+
+    consumer: Name
+    group: Name = "trainer"
+    run: Name = "default"
+    version: PolicyVersion
+
+
+class Release(Message, tag="release", frozen=True, kw_only=True):
+    """Give back whatever the consumer holds, at once; said by a consumer that stops."""
+
+    consumer: Name
+    reason: Annotated[str, Meta(max_length=512)] = ""
+
+
+class ConsumerBeat(Message, tag="consumer_beat", frozen=True, kw_only=True):
+    """The consumer lives; `progress` must grow, or a hung trainer would hold its lease for ever.
+
+    `waits` are seconds spent, by reason, since the start.
+    """
+
+    consumer: Name
+    progress: Count = 0
+
+
+class GetInfo(Message, tag="get_info", frozen=True, kw_only=True):
+    """Ask what the run is and where the broker's other sockets are."""
+
+
+class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
+    """Answer to `GetInfo`. The addresses are those to connect to."""
+
+    epoch: Count
+    info: RunInfo
+    ingest: str
+    events: str
+    publish: str
+    max_group_bytes: Count
+
+
+class Ok(Message, tag="ok", frozen=True, kw_only=True):
+    """Done; there is nothing to say."""
+
+
+class ErrorReply(Message, tag="error", frozen=True, kw_only=True):
+    """Not done."""
+
+    code: ErrorCode
+    detail: str = ""
+
+
+Request = (
+    RegisterProducer
+    | DeclareTables
+    | Sync
+    | Goodbye
+    | RegisterConsumer
+    | Pull
+    | Settle
+    | Commit
+    | Release
+    | ConsumerBeat
+    | GetInfo
+    | WorkerBeat
+    | Drain
+    | SetWorkers
+    | GetStatus
+    | LatestExample
+    | Disconnect
+    | Reset
+    | Shutdown
+)
+Reply = (
+    Registered
+    | Ack
+    | ConsumerRegistered
+    | Batch
+    | NoBatch
+    | Settled
+    | InfoReply
+    | WorkerBeatReply
+    | StatusReply
+    | LatestExampleReply
+    | Ok
+    | ErrorReply
+)

@@ -1,0 +1,232 @@
+"""The error tree, split by what the caller can do about it.
+
+    RolloutMQError
+    ├── RetryableError            nothing is wrong with the call: try again
+    │   └── BrokerUnavailableError     no answer within the deadline
+    ├── GivenUpError              the call can no longer succeed: stop, or start afresh
+    │   ├── SessionFencedError         a newer session of this producer took over
+    │   ├── LeaseLostError             the step went back to the queue; its work is void
+    │   ├── DrainingError              told to stop: start nothing new
+    │   └── ClosedError                the client was closed
+    ├── UsageError                the caller's own data or code is wrong
+    │   ├── ConfigError                a key of the configuration
+    │   ├── InvalidGroupError          a trajectory group that contradicts itself
+    │   ├── GroupTooLargeError         a group no credit could ever cover
+    │   └── RefusedError               the broker does not accept this request
+    ├── WireError                 the peer sent bytes that are not of this protocol
+    │   ├── MalformedError
+    │   ├── LimitExceededError
+    │   ├── VersionMismatchError
+    │   └── ChecksumError
+    └── ResourceError             something of this machine is missing or taken
+        ├── RunDirInUseError
+        ├── AddressInUseError
+        └── MissingError
+
+Exceptions carry fields and build their own text. Over the wire an error is an `ErrorCode` and that text.
+"""
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Why a request was not granted; the value travels in `ErrorReply.code`."""
+
+    MALFORMED = "malformed"
+    LIMIT = "limit"
+    VERSION = "version"
+    FENCED = "fenced"
+    LEASE_LOST = "lease_lost"
+    UNKNOWN = "unknown"
+    """The request names a producer, consumer, lease or worker that the broker does not know."""
+    CONFLICT = "conflict"
+    """The request contradicts what is already agreed, for example another world size for a step."""
+    INVALID = "invalid"
+
+
+class RolloutMQError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class RetryableError(RolloutMQError):
+    """Nothing is wrong with the call; the same call may succeed later."""
+
+
+class BrokerUnavailableError(RetryableError):
+    """No answer from the broker within the deadline."""
+
+    def __init__(self, address: str, waited_s: float) -> None:
+        self.address = address
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        return f"no answer from the broker at {self.address} within {self.waited_s:.1f} s"
+
+
+class GivenUpError(RolloutMQError):
+    """The call can no longer succeed in this session."""
+
+
+class SessionFencedError(GivenUpError):
+    """A newer session of the same producer registered; this one may send nothing more."""
+
+    def __init__(self, producer: str, session: int) -> None:
+        self.producer = producer
+        self.session = session
+
+    def __str__(self) -> str:
+        return f"session {self.session} of producer {self.producer} is fenced by a newer one"
+
+
+class LeaseLostError(GivenUpError):
+    """The leased step was returned to the queue; whatever was computed from it is void."""
+
+    def __init__(self, lease: int, why: str) -> None:
+        self.lease = lease
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"lease {self.lease} is lost: {self.why}"
+
+
+class DrainingError(GivenUpError):
+    """The worker is draining: finish what is in hand and start nothing new."""
+
+    def __str__(self) -> str:
+        return "draining: no new rollout may start"
+
+
+class ClosedError(GivenUpError):
+    """The client was closed."""
+
+    def __str__(self) -> str:
+        return "the client is closed"
+
+
+class UsageError(RolloutMQError):
+    """The caller's own data or code is wrong; retrying cannot help."""
+
+
+class ConfigError(UsageError):
+    """A configuration key is unknown, of a wrong type, or contradicts another."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        """Dotted path of the key, for example `broker.high_bytes`."""
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+class InvalidGroupError(UsageError):
+    """The columns of a trajectory group contradict each other or have an unusable type."""
+
+    def __init__(self, column: str, problem: str) -> None:
+        self.column = column
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"column {self.column}: {self.problem}"
+
+
+class GroupTooLargeError(UsageError):
+    """A group is larger than any credit could ever cover."""
+
+    def __init__(self, nbytes: int, limit: int) -> None:
+        self.nbytes = nbytes
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"a group of {self.nbytes} bytes exceeds the limit of {self.limit}"
+
+
+class RefusedError(UsageError):
+    """The broker refused the request."""
+
+    def __init__(self, code: ErrorCode, detail: str) -> None:
+        self.code = code
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"refused ({self.code.value}): {self.detail}"
+
+
+class WireError(RolloutMQError):
+    """The peer sent bytes that are not of this protocol."""
+
+    code = ErrorCode.MALFORMED
+
+    def __init__(self, detail: str) -> None:
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+class MalformedError(WireError):
+    """The bytes do not decode, or decode to values that cannot be."""
+
+
+class LimitExceededError(WireError):
+    """A frame, a count or a depth is above its limit; nothing was decoded."""
+
+    code = ErrorCode.LIMIT
+
+    def __init__(self, what: str, value: int, limit: int) -> None:
+        super().__init__(f"{what} is {value}, above the limit of {limit}")
+        self.what = what
+        self.value = value
+        self.limit = limit
+
+
+class VersionMismatchError(WireError):
+    """The peer speaks another version of the protocol."""
+
+    code = ErrorCode.VERSION
+
+    def __init__(self, theirs: int, ours: int) -> None:
+        super().__init__(f"protocol version {theirs}, this side speaks {ours}")
+        self.theirs = theirs
+        self.ours = ours
+
+
+class ChecksumError(WireError):
+    """A body does not have the checksum that its header names."""
+
+
+class ResourceError(RolloutMQError):
+    """Something of this machine is missing or taken."""
+
+
+class RunDirInUseError(ResourceError):
+    """Another run lives in this run directory."""
+
+    def __init__(self, path: str, owner: str) -> None:
+        self.path = path
+        self.owner = owner
+
+    def __str__(self) -> str:
+        return f"run directory {self.path} is in use by {self.owner}"
+
+
+class AddressInUseError(ResourceError):
+    """Another process is bound to this address."""
+
+    def __init__(self, address: str, owner: str = "another process") -> None:
+        self.address = address
+        self.owner = owner
+
+    def __str__(self) -> str:
+        return f"address {self.address} is in use by {self.owner}"
+
+
+class MissingError(ResourceError):
+    """Something that should be on this machine is not."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what = what
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.what} is missing: {self.remedy}"

@@ -1,0 +1,55 @@
+"""Names of the files of a run directory: one place, so that every process and every reader agrees.
+
+    config.json          the resolved configuration                         written by the launcher
+    run.json             who owns the run directory (ProcessIdentity)       launcher
+    processes.json       the processes that live (list of ProcessIdentity)  launcher; workers.json: orchestrator
+    endpoints.json       where the broker's sockets are                     broker, once they are bound
+    inference.json       where the policy is served                         inference server, once it is ready
+    weights.json         where the shared weights lie                       trainer
+    model/               configuration and tokenizer of the policy          trainer
+    checkpoints/         step-000050/ ...                                   trainer
+    trained.jsonl        each settled batch, with the ids of its groups     trainer
+    acks/<worker>.jsonl  the ids of the groups that were acked              each producer
+    dropped.jsonl        each group that left the queue untrained, and why  broker
+    saved.rmq            groups accepted but not trained, at the end        broker
+    metrics.jsonl        every event that was published                     telemetry
+    logs/<name>.log      what each process printed
+    sockets/             ipc endpoints, mode 0700
+    summary.json, report.png                                                launcher, at the end
+"""
+
+from pathlib import Path
+
+
+class RunLayout:
+    """Paths below one run directory. Makes nothing by itself."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.json"
+        self.owner = root / "run.json"
+        self.processes = root / "processes.json"
+        self.workers = root / "workers.json"
+        self.endpoints = root / "endpoints.json"
+        self.inference = root / "inference.json"
+        self.weights = root / "weights.json"
+        self.model = root / "model"
+        self.checkpoints = root / "checkpoints"
+        self.trained = root / "trained.jsonl"
+        self.acks = root / "acks"
+        self.dropped = root / "dropped.jsonl"
+        self.saved = root / "saved.rmq"
+        self.metrics = root / "metrics.jsonl"
+        self.logs = root / "logs"
+        self.sockets = root / "sockets"
+        self.spools = root / "spools"
+        self.summary = root / "summary.json"
+        self.report = root / "report.png"
+
+    def ack_log(self, producer: str) -> Path:
+        """File of the groups of `producer` that the broker acked."""
+        return self.acks / f"{producer}.jsonl"
+
+    def log(self, process: str) -> Path:
+        """File that the process writes its output to."""
+        return self.logs / f"{process}.log"

@@ -1,0 +1,60 @@
+"""What a process of a run is, before it is started, and how it is known again afterwards."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Role(StrEnum):
+    """What a process does; the launcher ends roles in a fixed order."""
+
+    BROKER = "broker"
+    ORCHESTRATOR = "orchestrator"
+    TELEMETRY = "telemetry"
+    INFERENCE = "inference"
+    WORKER = "worker"
+    TRAINER = "trainer"
+
+
+class Restart(StrEnum):
+    """What follows when a process ends by itself."""
+
+    NEVER = "never"
+    ON_FAILURE = "on_failure"
+    """Exit 0 is the end of its work; anything else starts it again."""
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How to start one process.
+
+    Attributes:
+        name: Unique in the run; its log is `logs/<name>.log`.
+        argv: Program and arguments.
+        env: Variables added to the environment.
+        log: Path that standard output and error are appended to: a file, never a pipe that could break.
+    """
+
+    name: str
+    role: Role
+    argv: tuple[str, ...]
+    env: dict[str, str] = {}
+    log: str
+    restart: Restart = Restart.ON_FAILURE
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that cannot be mistaken for another: pids are used again, start ticks of one boot are not.
+
+    Attributes:
+        pid: Process id; also its process group, since each process of a run leads its own session.
+        start_ticks: Field 22 of /proc/<pid>/stat.
+        boot_id: /proc/sys/kernel/random/boot_id at the start.
+        marker: Value of ROLLOUTMQ_PROCESS in its environment, which its children inherit.
+    """
+
+    name: str
+    role: Role
+    pid: int
+    start_ticks: int
+    boot_id: str
+    marker: str

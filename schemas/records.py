@@ -1,0 +1,71 @@
+"""Lines of the files that processes of a run leave for each other and for later."""
+
+import msgspec
+
+from rolloutmq.schemas.envelope import PolicyVersion
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """`endpoints.json`: addresses to connect to, and the broker that is bound to them."""
+
+    ingest: str
+    serve: str
+    events: str
+    publish: str
+    pid: int
+    epoch: int
+
+
+class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`inference.json`: where the policy is served."""
+
+    url: str
+    """Base address, without `/v1`."""
+    pid: int
+
+
+class WeightsAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`weights.json`: the shared segment of the weights, and the nonce that it must carry."""
+
+    path: str
+    nonce: str
+
+
+class AckedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """`acks/<worker>.jsonl`: one group that the broker accepted."""
+
+    group_id: str
+    session: int
+    seq: int
+    at: float
+
+
+class SettledBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """`trained.jsonl`: one batch that the trainer settled.
+
+    A line is written before the broker is told. `version` is the policy after the step; a batch without a signal is
+    no step and repeats the version. A trainer that resumes first writes a line with `resumed=True`: every earlier
+    line with a higher step is void, since the weights that it led to are gone.
+    """
+
+    at: float
+    version: PolicyVersion
+    trained: tuple[str, ...] = ()
+    filtered: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    staleness: tuple[int, ...] = ()
+    """Of each trained group, in policy versions."""
+    rewards: tuple[float, ...] = ()
+    """Mean raw score of each group, trained then filtered."""
+    resumed: bool = False
+    rewound: bool = False
+
+
+class DroppedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """`dropped.jsonl`: one group that left the queue without being trained."""
+
+    at: float
+    group_id: str
+    state: str
+    """`expired`, `dead` or `discarded`."""
+    reason: str

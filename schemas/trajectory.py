@@ -1,0 +1,317 @@
+"""Trajectory groups: the unit that environments produce and trainers consume.
+
+A group is `n` sequences sampled for one task, as named columns. A column is flat values plus the lengths that cut them
+into rows, so that nothing is padded and nothing is a Python list. `Group.build` makes columns from what an environment
+has (lists or arrays); every column keeps the type it came with.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolloutmq.schemas.envelope import (
+    COLUMNS_LIMIT,
+    SEQUENCES_LIMIT,
+    Dtype,
+    PolicyVersion,
+    RewardSummary,
+)
+from rolloutmq.schemas.errors import InvalidGroupError
+
+OPAQUE_COLUMNS: Final = frozenset(
+    {"messages", "images", "overrides", "group_overrides", "generation_params", "stop_reasons"}
+    | {"instance_ids", "repetition_ids"}
+)
+"""Columns whose values the bus carries without looking: any msgpack value, bit for bit."""
+
+COLUMN_DEPTH: Final[Mapping[str, int]] = {
+    "tokens": 1,
+    "mask": 1,
+    "scores": 0,
+    "inference_logprobs": 1,
+    "ref_logprobs": 1,
+    "advantages": 1,
+    "distill_token_ids": 2,
+    "distill_logprobs": 2,
+}
+"""Nesting of the columns that every trainer knows; any other name may have any depth."""
+
+_ALIGNED_WITH_TOKENS: Final = ("mask", "inference_logprobs", "ref_logprobs", "advantages")
+
+_NUMPY_OF: Final[Mapping[Dtype, str]] = {
+    Dtype.BOOL: "|b1",
+    Dtype.I8: "|i1",
+    Dtype.U8: "|u1",
+    Dtype.I16: "<i2",
+    Dtype.U16: "<u2",
+    Dtype.I32: "<i4",
+    Dtype.U32: "<u4",
+    Dtype.I64: "<i8",
+    Dtype.U64: "<u8",
+    Dtype.F16: "<f2",
+    Dtype.BF16: "<u2",
+    Dtype.F32: "<f4",
+    Dtype.F64: "<f8",
+}
+_DTYPE_OF: Final = {
+    np.dtype(code): dtype for dtype, code in _NUMPY_OF.items() if dtype is not Dtype.BF16
+}
+
+
+def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
+    """Return the little-endian numpy type in which values of `dtype` lie; BF16 lies as its 16 bits."""
+    return np.dtype(_NUMPY_OF[dtype])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """Values with their row lengths.
+
+    Attributes:
+        dtype: Element type on the wire.
+        values: Flat array `[total]`, or any Python value where `dtype` is OPAQUE.
+        lengths: One array per level of nesting: `()` for `[n]`; `(rows[n],)` for ragged; `(rows[n], cells[sum rows])`
+            for `[n][length][k]`. All u32.
+    """
+
+    dtype: Dtype
+    values: Any
+    lengths: tuple[NDArray[np.uint32], ...] = ()
+
+    @property
+    def depth(self) -> int:
+        return len(self.lengths)
+
+    def rows(self) -> list[Any]:
+        """Return one entry a sequence: scalars, views `[length]`, or lists of views. Copies no values."""
+        if self.dtype is Dtype.OPAQUE or not self.lengths:
+            return list(self.values)
+        cells: list[Any] = _cut(self.values, self.lengths[-1])
+        for lengths in reversed(self.lengths[:-1]):
+            ends = np.cumsum(lengths, dtype=np.int64)
+            cells = [
+                cells[int(e) - int(n) : int(e)] for e, n in zip(ends, lengths, strict=True)
+            ]
+        return cells
+
+    @classmethod
+    def opaque(cls, value: Any) -> "Column":
+        """Wrap any msgpack value: None, bool, int, float, str, bytes, lists and maps of them."""
+        return cls(Dtype.OPAQUE, value)
+
+    @classmethod
+    def build(cls, name: str, data: Any, depth: int | None = None) -> "Column":
+        """Make a column from nested lists or arrays.
+
+        Arrays keep their element type; Python ints become i32 where they fit and i64 where they do not, floats f64,
+        bools bool.
+
+        Raises:
+            InvalidGroupError: The data is not numeric or its nesting does not match `depth`.
+        """
+        if isinstance(data, Column):
+            return data
+        if isinstance(data, np.ndarray) and data.dtype != object:
+            return _from_array(name, data, depth)
+        rows = list(data)
+        found = _nesting(rows) if depth is None else depth
+        lengths: list[NDArray[np.uint32]] = []
+        for _ in range(found):
+            try:
+                lengths.append(np.fromiter(map(len, rows), np.uint32, len(rows)))
+            except TypeError:
+                raise InvalidGroupError(name, f"is not nested {found} deep") from None
+            rows = _joined(rows)
+        return _typed(name, rows, tuple(lengths))
+
+
+def _cut(values: NDArray[Any], lengths: NDArray[np.uint32]) -> list[NDArray[Any]]:
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    starts = [0, *ends[:-1]]
+    return [values[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _joined(rows: list[Any]) -> list[Any]:
+    if rows and all(isinstance(row, np.ndarray) for row in rows) and rows[0].ndim == 1:
+        return [np.concatenate(rows)]
+    return list(chain.from_iterable(rows))
+
+
+def _nesting(rows: Sequence[Any]) -> int:
+    depth = 0
+    level: Any = rows
+    while True:
+        inner = next((row for row in level if isinstance(row, list | tuple | np.ndarray)), None)
+        if inner is None:
+            return depth
+        depth += 1
+        level = next((r for r in level if isinstance(r, list | tuple | np.ndarray) and len(r)), ())
+
+
+def _from_array(name: str, data: NDArray[Any], depth: int | None) -> Column:
+    if depth is not None and data.ndim != depth + 1:
+        raise InvalidGroupError(name, f"has {data.ndim} dimensions, needs {depth + 1}")
+    if data.ndim == 0 or data.ndim > 3:
+        raise InvalidGroupError(name, f"has {data.ndim} dimensions, at most 3 can travel")
+    lengths = tuple(
+        np.full(int(np.prod(data.shape[: level + 1])), data.shape[level + 1], np.uint32)
+        for level in range(data.ndim - 1)
+    )
+    return _of_values(name, data.reshape(-1), lengths)
+
+
+def _typed(name: str, flat: list[Any], lengths: tuple[NDArray[np.uint32], ...]) -> Column:
+    if len(flat) == 1 and isinstance(flat[0], np.ndarray):
+        return _of_values(name, flat[0], lengths)
+    try:
+        values = np.array(flat) if flat else np.empty(0, np.float64)
+    except (ValueError, OverflowError) as error:
+        raise InvalidGroupError(name, str(error)) from None
+    if values.ndim != 1:
+        raise InvalidGroupError(name, "is nested deeper than its depth")
+    if not flat and name in {"tokens", "mask"}:
+        values = values.astype(np.int32)
+    if values.dtype == np.int64 and _fits_i32(values):
+        values = values.astype(np.int32)
+    return _of_values(name, values, lengths)
+
+
+def _fits_i32(values: NDArray[Any]) -> bool:
+    info = np.iinfo(np.int32)
+    return not values.size or bool(values.min() >= info.min and values.max() <= info.max)
+
+
+def _of_values(
+    name: str, values: NDArray[Any], lengths: tuple[NDArray[np.uint32], ...]
+) -> Column:
+    little = values.dtype.newbyteorder("<")
+    dtype = _DTYPE_OF.get(np.dtype(little))
+    if dtype is None:
+        raise InvalidGroupError(name, f"has elements of type {values.dtype}, which cannot travel")
+    if lengths and int(lengths[-1].sum(dtype=np.int64)) != values.size:
+        raise InvalidGroupError(name, f"has {values.size} values for its lengths")
+    return Column(dtype, np.ascontiguousarray(values, little), lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """`n` sequences sampled for one task, with where and when they came from.
+
+    Attributes:
+        group_id: Unique in the run.
+        columns: By name, in the order in which they travel.
+        oldest, newest: Policy versions of the first and the last sampled token.
+        started_at, finished_at: Wall-clock seconds of the rollout.
+        env: Environment it came from; filled in by the producer.
+        task: Id of the task it answers, empty if the environment drew its own.
+    """
+
+    group_id: str
+    columns: Mapping[str, Column]
+    oldest: PolicyVersion = PolicyVersion()
+    newest: PolicyVersion = PolicyVersion()
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    env: str = ""
+    task: str = ""
+    sequences: int = field(default=0)
+    tokens: int = field(default=0)
+
+    @classmethod
+    def build(
+        cls,
+        group_id: str,
+        *,
+        tokens: Any,
+        mask: Any,
+        scores: Any,
+        oldest: PolicyVersion = PolicyVersion(),
+        newest: PolicyVersion | None = None,
+        started_at: float = 0.0,
+        finished_at: float = 0.0,
+        task: str = "",
+        **columns: Any,
+    ) -> "Group":
+        """Make a group from lists or arrays and check that its columns agree.
+
+        Args:
+            group_id: Unique in the run.
+            tokens: `[n][length]` token ids.
+            mask: `[n][length]`, what of it is trained on (bool, 0 and 1, or labels as the environment has them).
+            scores: `[n]` rewards.
+            oldest: Policy version of the first sampled token.
+            newest: Policy version of the last one; `oldest` if not given.
+            started_at: Wall-clock seconds at which the rollout began.
+            finished_at: Wall-clock seconds at which it was scored.
+            task: Id of the task it answers.
+            columns: Any of the other columns of the design, or columns of your own. None means absent.
+
+        Raises:
+            InvalidGroupError: A column has an unusable type or contradicts another.
+        """
+        given = {"tokens": tokens, "mask": mask, "scores": scores, **columns}
+        built = {
+            name: Column.opaque(data)
+            if name in OPAQUE_COLUMNS
+            else Column.build(name, data, COLUMN_DEPTH.get(name))
+            for name, data in given.items()
+            if data is not None
+        }
+        group = cls(
+            group_id,
+            built,
+            oldest,
+            newest if newest is not None else oldest,
+            started_at,
+            finished_at,
+            task=task,
+            sequences=len(built["scores"].values),
+            tokens=int(built["tokens"].values.size),
+        )
+        group.check()
+        return group
+
+    def check(self) -> None:
+        """Raise InvalidGroupError unless the columns agree with each other and with the limits."""
+        if not 1 <= self.sequences <= SEQUENCES_LIMIT:
+            raise InvalidGroupError("scores", f"{self.sequences} sequences, 1 to {SEQUENCES_LIMIT} allowed")
+        if len(self.columns) > COLUMNS_LIMIT:
+            raise InvalidGroupError("*", f"{len(self.columns)} columns, at most {COLUMNS_LIMIT} allowed")
+        for name, column in self.columns.items():
+            if column.dtype is Dtype.OPAQUE:
+                continue
+            rows = len(column.lengths[0]) if column.lengths else len(column.values)
+            if rows != self.sequences:
+                raise InvalidGroupError(name, f"has {rows} rows for {self.sequences} scores")
+        if not np.isfinite(self.columns["scores"].values).all():
+            raise InvalidGroupError("scores", "is not finite")
+        self._check_lengths(_ALIGNED_WITH_TOKENS)
+
+    def _check_lengths(self, names: Iterable[str]) -> None:
+        rows = self.columns["tokens"].lengths[0]
+        for name in names:
+            column = self.columns.get(name)
+            if column is not None and column.lengths[0].tolist() != rows.tolist():
+                raise InvalidGroupError(name, "has other lengths than tokens")
+
+    @property
+    def scores(self) -> NDArray[Any]:
+        """Rewards `[n]`, in the element type they came with."""
+        values: NDArray[Any] = self.columns["scores"].values
+        return values
+
+    def rewards(self) -> RewardSummary:
+        """Summarise the scores for the header."""
+        scores = self.scores
+        return RewardSummary(float(scores.mean()), float(scores.min()), float(scores.max()))
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Return the rows of a column; KeyError if the group has none of that name."""
+        return self.columns[name].rows()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns

@@ -1,0 +1,57 @@
+"""RolloutMQ: the message bus for LLM reinforcement learning.
+
+The public names are loaded on first use, so that `import rolloutmq` costs nothing and never pulls in
+torch, a socket or a service.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rolloutmq.bus.consumer import Batch, BlockingConsumer, Consumer
+    from rolloutmq.bus.producer import BlockingProducer, Producer
+    from rolloutmq.schemas.trajectory import Column, Group
+    from rolloutmq.services.worker.environment import Environment, SingleTurn
+    from rolloutmq.services.worker.policy import Completion, Policy
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "Batch": "rolloutmq.bus.consumer",
+    "BlockingConsumer": "rolloutmq.bus.consumer",
+    "BlockingProducer": "rolloutmq.bus.producer",
+    "Column": "rolloutmq.schemas.trajectory",
+    "Completion": "rolloutmq.services.worker.policy",
+    "Consumer": "rolloutmq.bus.consumer",
+    "Environment": "rolloutmq.services.worker.environment",
+    "Group": "rolloutmq.schemas.trajectory",
+    "Policy": "rolloutmq.services.worker.policy",
+    "Producer": "rolloutmq.bus.producer",
+    "SingleTurn": "rolloutmq.services.worker.environment",
+}
+
+__all__ = [
+    "Batch",
+    "BlockingConsumer",
+    "BlockingProducer",
+    "Column",
+    "Completion",
+    "Consumer",
+    "Environment",
+    "Group",
+    "Policy",
+    "Producer",
+    "SingleTurn",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'rolloutmq' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

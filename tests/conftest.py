@@ -1,0 +1,77 @@
+"""Fixtures that every test gets: whatever a test leaves behind fails it."""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHM = Path("/dev/shm")
+LEAK_DEADLINE_S = 5.0
+"""How long a process or thread that is already ending may take to be gone."""
+
+
+def _processes() -> set[int]:
+    return {
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    }
+
+
+def _descriptors() -> set[str]:
+    """Open sockets, event descriptors and shared memory of this process, as the kernel names them."""
+    found = set()
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            target = os.readlink(entry.path)
+        except OSError:
+            continue
+        if target.startswith(("socket:", "/dev/shm/")):
+            found.add(target)
+        elif target in {"anon_inode:[eventfd]", "anon_inode:[eventpoll]"}:
+            found.add(f"{target} {entry.name}")
+    return found
+
+
+def _segments() -> set[str]:
+    return {path.name for path in SHM.glob("rolloutmq*")}
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
+
+
+PROBES: dict[str, Callable[[], set[int] | set[str]]] = {
+    "processes": _processes,
+    "descriptors": _descriptors,
+    "shared memory": _segments,
+    "threads": _threads,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail the test that leaves a process, a socket, a thread or shared memory behind."""
+    before = {what: probe() for what, probe in PROBES.items()}
+    yield
+    deadline = time.monotonic() + LEAK_DEADLINE_S
+    while True:
+        gc.collect()
+        leaked = {what: extra for what, probe in PROBES.items() if (extra := probe() - before[what])}  # type: ignore[operator]
+        if not leaked or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    assert not leaked, f"the test left behind: {leaked}"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """An empty run directory."""
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    return path
