@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.schemas.delivery import Ack, Reply, Request
 from rolloutmq.schemas.control import Drain
+from rolloutmq.schemas.delivery import Ack, Reply, Request
 from rolloutmq.schemas.envelope import (
     BIG_BLOCK_BYTES,
     ENVELOPE_LIMIT_BYTES,
@@ -83,9 +83,7 @@ def encode_group(group: Group, limit: int) -> EncodedGroup:
     if nbytes > limit:
         raise GroupTooLargeError(nbytes, limit)
     body = np.zeros(body_bytes, np.uint8)
-    directory = np.array(
-        [(frames_of[i], offsets[i], block.nbytes) for i, block in enumerate(blocks)], "<u8"
-    )
+    directory = np.array([(frames_of[i], offsets[i], block.nbytes) for i, block in enumerate(blocks)], "<u8")
     body[: directory.nbytes] = directory.reshape(-1).view(np.uint8)
     for index, block in enumerate(blocks):
         if frames_of[index] == 0:
@@ -94,9 +92,7 @@ def encode_group(group: Group, limit: int) -> EncodedGroup:
     return EncodedGroup(table, tuple(f.data for f in frames), nbytes, checksum(frames))
 
 
-def decode_group(
-    header: GroupHeader, table: ColumnTable, frames: Sequence[Buffer], env: str = ""
-) -> Group:
+def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffer], env: str = "") -> Group:
     """Make a group of views into `frames`, which stay alive as long as the group does.
 
     Raises:
@@ -236,8 +232,7 @@ def _read_column(
         lengths = owner.lengths
     else:
         lengths = tuple(
-            _view(spec.name, blocks[spec.name, level], np.dtype("<u4"))
-            for level in range(spec.depth)
+            _view(spec.name, blocks[spec.name, level], np.dtype("<u4")) for level in range(spec.depth)
         )
     values = _view(spec.name, raw, numpy_dtype(spec.dtype))
     _check_nesting(spec.name, lengths, values.size)

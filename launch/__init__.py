@@ -1,0 +1,1 @@
+"""Composition: from a configuration to running processes, and the command line."""

@@ -21,6 +21,7 @@
     └── ResourceError             something of this machine is missing or taken
         ├── RunDirInUseError
         ├── AddressInUseError
+        ├── DamagedFileError
         └── MissingError
 
 Exceptions carry fields and build their own text. Over the wire an error is an `ErrorCode` and that text.
@@ -219,6 +220,18 @@ class AddressInUseError(ResourceError):
 
     def __str__(self) -> str:
         return f"address {self.address} is in use by {self.owner}"
+
+
+class DamagedFileError(ResourceError):
+    """A line in the middle of a log of the run does not decode: what is joined from it would be wrong."""
+
+    def __init__(self, path: str, line: int, problem: str) -> None:
+        self.path = path
+        self.line = line
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.problem}"
 
 
 class MissingError(ResourceError):

@@ -1,21 +1,21 @@
 """Names of the files of a run directory: one place, so that every process and every reader agrees.
 
-    config.json          the resolved configuration                         written by the launcher
-    run.json             who owns the run directory (ProcessIdentity)       launcher
-    processes.json       the processes that live (list of ProcessIdentity)  launcher; workers.json: orchestrator
-    endpoints.json       where the broker's sockets are                     broker, once they are bound
-    inference.json       where the policy is served                         inference server, once it is ready
-    weights.json         where the shared weights lie                       trainer
-    model/               configuration and tokenizer of the policy          trainer
-    checkpoints/         step-000050/ ...                                   trainer
-    trained.jsonl        each settled batch, with the ids of its groups     trainer
-    acks/<worker>.jsonl  the ids of the groups that were acked              each producer
-    dropped.jsonl        each group that left the queue untrained, and why  broker
-    saved.rmq            groups accepted but not trained, at the end        broker
-    metrics.jsonl        every event that was published                     telemetry
-    logs/<name>.log      what each process printed
-    sockets/             ipc endpoints, mode 0700
-    summary.json, report.png                                                launcher, at the end
+config.json          the resolved configuration                         written by the launcher
+run.json             who owns the run directory (ProcessIdentity)       launcher
+processes.json       the processes that live (list of ProcessIdentity)  launcher; workers.json: orchestrator
+endpoints.json       where the broker's sockets are                     broker, once they are bound
+inference.json       where the policy is served                         inference server, once it is ready
+weights.json         where the shared weights lie                       trainer
+model/               configuration and tokenizer of the policy          trainer
+checkpoints/         step-000050/ ...                                   trainer
+trained.jsonl        each settled batch, with the ids of its groups     trainer
+acks/<worker>.jsonl  the ids of the groups that were acked              each producer
+dropped.jsonl        each group that left the queue untrained, and why  broker
+saved.rmq            groups accepted but not trained, at the end        broker
+metrics.jsonl        every event that was published                     telemetry
+logs/<name>.log      what each process printed
+sockets/             ipc endpoints, mode 0700
+summary.json, report.png                                                launcher, at the end
 """
 
 from pathlib import Path

@@ -57,9 +57,7 @@ _NUMPY_OF: Final[Mapping[Dtype, str]] = {
     Dtype.F32: "<f4",
     Dtype.F64: "<f8",
 }
-_DTYPE_OF: Final = {
-    np.dtype(code): dtype for dtype, code in _NUMPY_OF.items() if dtype is not Dtype.BF16
-}
+_DTYPE_OF: Final = {np.dtype(code): dtype for dtype, code in _NUMPY_OF.items() if dtype is not Dtype.BF16}
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
@@ -93,9 +91,7 @@ class Column:
         cells: list[Any] = _cut(self.values, self.lengths[-1])
         for lengths in reversed(self.lengths[:-1]):
             ends = np.cumsum(lengths, dtype=np.int64)
-            cells = [
-                cells[int(e) - int(n) : int(e)] for e, n in zip(ends, lengths, strict=True)
-            ]
+            cells = [cells[int(e) - int(n) : int(e)] for e, n in zip(ends, lengths, strict=True)]
         return cells
 
     @classmethod
@@ -185,9 +181,7 @@ def _fits_i32(values: NDArray[Any]) -> bool:
     return not values.size or bool(values.min() >= info.min and values.max() <= info.max)
 
 
-def _of_values(
-    name: str, values: NDArray[Any], lengths: tuple[NDArray[np.uint32], ...]
-) -> Column:
+def _of_values(name: str, values: NDArray[Any], lengths: tuple[NDArray[np.uint32], ...]) -> Column:
     little = values.dtype.newbyteorder("<")
     dtype = _DTYPE_OF.get(np.dtype(little))
     if dtype is None:

@@ -1,7 +1,6 @@
 """Fixtures that every test gets: whatever a test leaves behind fails it."""
 
 import gc
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +25,9 @@ def _processes() -> set[int]:
 def _descriptors() -> set[str]:
     """Open sockets, event descriptors and shared memory of this process, as the kernel names them."""
     found = set()
-    for entry in os.scandir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(entry.path)
+            target = str(entry.readlink())
         except OSError:
             continue
         if target.startswith(("socket:", "/dev/shm/")):

@@ -1,0 +1,265 @@
+"""The command line. Every command imports what it needs when it runs, so that `--help` answers at once.
+
+Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 130 interrupted.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from rolloutmq.schemas.errors import ConfigError, RolloutMQError
+
+EXIT_FAILED: Final = 1
+EXIT_CONFIG: Final = 2
+
+app = typer.Typer(
+    name="rolloutmq",
+    help="The message bus for LLM reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RUN = "Run"
+LOOK = "Look"
+STEER = "Steer"
+SERVICE = "One process of a run"
+
+ConfigFile = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)]
+RunDir = Annotated[
+    Path | None,
+    typer.Argument(help="Run directory; the one living run below runs/ if left out."),
+]
+RunDirOption = Annotated[Path, typer.Option("--run-dir", help="Run directory.")]
+RunOption = Annotated[
+    Path | None,
+    typer.Option("--run-dir", help="Run directory; the one living run below runs/ if left out."),
+]
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command(rich_help_panel=RUN)
+def up(
+    config: ConfigFile,
+    resume: Annotated[bool, typer.Option(help="Go on where the run directory left off.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run leaves its files.")] = None,
+    assignments: Assignments = None,
+    detach: Annotated[bool, typer.Option(help="Return once the run has started.")] = False,
+    plain: Annotated[bool, typer.Option(help="Progress lines instead of the live view.")] = False,
+) -> None:
+    """Start a whole run and watch it until it ends."""
+    from rolloutmq.launch import local
+    from rolloutmq.launch.settings import load
+
+    extra = list(assignments or [])
+    extra += [f"run.seed={seed}"] if seed is not None else []
+    extra += [f'run.dir="{run_dir}"'] if run_dir is not None else []
+    resolved = load(config, environ=os.environ, assignments=extra)
+    options = local.UpOptions(resume=resume, plain=plain)
+    if detach:
+        raise typer.Exit(local.detach(resolved, sys.argv[1:]))
+    raise typer.Exit(local.up(resolved, options))
+
+
+@app.command(rich_help_panel=RUN)
+def down(run_dir: RunDir = None) -> None:
+    """End a run in order; what is queued is saved."""
+    from rolloutmq.launch import local
+
+    raise typer.Exit(local.down(local.find_run(run_dir)))
+
+
+@app.command(rich_help_panel=RUN)
+def init(
+    directory: Annotated[Path, typer.Argument(help="Directory to write.")],
+    name: Annotated[str | None, typer.Option(help="Name of the environment.")] = None,
+) -> None:
+    """Write an environment of your own, a configuration and a test of it."""
+    from rolloutmq.launch.init import write_project
+
+    for path in write_project(directory, name or directory.resolve().name):
+        typer.echo(f"wrote {path}")
+
+
+@app.command(rich_help_panel=RUN)
+def doctor(as_json: Json = False) -> None:
+    """Tell what is missing on this machine and how to get it."""
+    from rolloutmq.launch import doctor as checks
+
+    raise typer.Exit(checks.report(as_json=as_json))
+
+
+@app.command(rich_help_panel=LOOK)
+def status(run_dir: RunDir = None, as_json: Json = False) -> None:
+    """Show the state of a run, and who waits for what."""
+    from rolloutmq.launch.local import find_run
+    from rolloutmq.services.monitor.status import status as show
+
+    raise typer.Exit(show(find_run(run_dir), as_json))
+
+
+@app.command(rich_help_panel=LOOK)
+def top(run_dir: RunDir = None) -> None:
+    """Watch a run live."""
+    from rolloutmq.launch.local import find_run
+    from rolloutmq.services.monitor.top import top as watch
+
+    raise typer.Exit(watch(find_run(run_dir)))
+
+
+@app.command(rich_help_panel=LOOK)
+def logs(
+    name: Annotated[str, typer.Argument(help="Process, for example broker or sort3-0.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
+    run_dir: RunOption = None,
+) -> None:
+    """Print the log of one process."""
+    from rolloutmq.launch.local import find_run
+    from rolloutmq.services.monitor.logs import logs as show
+
+    raise typer.Exit(show(find_run(run_dir, living=False), name, follow=follow))
+
+
+@app.command(rich_help_panel=LOOK)
+def tail(
+    topic: Annotated[str, typer.Argument(help="Topic or its beginning; all if empty.")] = "",
+    run_dir: RunOption = None,
+) -> None:
+    """Print events of the bus as JSON lines."""
+    from rolloutmq.launch.local import find_run
+    from rolloutmq.services.monitor.tail import tail as show
+
+    raise typer.Exit(show(find_run(run_dir), topic))
+
+
+@app.command(rich_help_panel=LOOK)
+def report(run_dir: RunDir = None) -> None:
+    """Write summary.json and report.png of a run again."""
+    from rolloutmq.launch import local
+
+    raise typer.Exit(local.report(local.find_run(run_dir, living=False)))
+
+
+@app.command(rich_help_panel=STEER)
+def drain(
+    worker: Annotated[str, typer.Argument(help="Worker, for example sort3-0.")],
+    run_dir: RunOption = None,
+) -> None:
+    """Let a worker finish what it has in hand and go."""
+    from rolloutmq.launch import local
+
+    raise typer.Exit(local.drain(local.find_run(run_dir), worker))
+
+
+@app.command(rich_help_panel=STEER)
+def scale(
+    env: Annotated[str, typer.Argument(help="Environment.")],
+    count: Annotated[str, typer.Argument(help="Number of workers, or `auto`.")],
+    run_dir: RunOption = None,
+) -> None:
+    """Ask for a number of workers, or give the orchestrator its judgement back."""
+    from rolloutmq.launch import local
+
+    if count != "auto" and not count.isdecimal():
+        raise typer.BadParameter("must be a number or `auto`", param_hint="count")
+    wanted = None if count == "auto" else int(count)
+    raise typer.Exit(local.scale(local.find_run(run_dir), env, wanted))
+
+
+@app.command(rich_help_panel=SERVICE)
+def broker(
+    run_dir: RunDirOption,
+    config: Annotated[Path | None, typer.Option(help="TOML file, if the run has none yet.")] = None,
+    assignments: Assignments = None,
+) -> None:
+    """Run the broker."""
+    from rolloutmq.launch.local import prepare_service
+    from rolloutmq.services.broker.server import main as run
+
+    prepare_service(run_dir, config, assignments or [])
+    raise typer.Exit(run(run_dir))
+
+
+@app.command(rich_help_panel=SERVICE)
+def orchestrator(run_dir: RunDirOption) -> None:
+    """Run the orchestrator."""
+    from rolloutmq.services.orchestrator.server import main as run
+
+    raise typer.Exit(run(run_dir))
+
+
+@app.command(rich_help_panel=SERVICE)
+def telemetry(run_dir: RunDirOption) -> None:
+    """Run the sampler of the machine and the recorder of events."""
+    from rolloutmq.services.telemetry.server import main as run
+
+    raise typer.Exit(run(run_dir))
+
+
+@app.command(rich_help_panel=SERVICE)
+def inference(run_dir: RunDirOption) -> None:
+    """Run the inference server."""
+    from rolloutmq.services.inference.tiny import main as run
+
+    raise typer.Exit(run(run_dir))
+
+
+@app.command(rich_help_panel=SERVICE)
+def worker(
+    run_dir: RunDirOption,
+    name: Annotated[str, typer.Option("--worker", help="Name: environment, dash, number.")],
+) -> None:
+    """Run one environment worker."""
+    from rolloutmq.services.worker.runtime import main as run
+
+    raise typer.Exit(run(run_dir, name))
+
+
+@app.command(rich_help_panel=SERVICE)
+def trainer(run_dir: RunDirOption) -> None:
+    """Run the trainer."""
+    from rolloutmq.trainer.loop import main as run
+
+    raise typer.Exit(run(run_dir))
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from rolloutmq import __version__
+
+        typer.echo(f"rolloutmq {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line and turn our errors into one line and an exit code."""
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, EXIT_CONFIG)
+    except RolloutMQError as error:
+        _fail(error, EXIT_FAILED)
+
+
+def _fail(error: RolloutMQError, code: int) -> None:
+    print(f"rolloutmq: {error}", file=sys.stderr)  # noqa: T201 - the command line's own voice
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

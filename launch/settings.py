@@ -1,0 +1,112 @@
+"""Where a configuration comes from: a TOML file, then environment variables, then `--set key=value`; the last wins.
+
+`broker.high_bytes` is `[broker] high_bytes = ...` in the file, `ROLLOUTMQ_BROKER__HIGH_BYTES=...` in the environment
+and `--set broker.high_bytes=...` on the command line. Values of the last two are TOML, or else plain text. Whatever is
+wrong becomes one `ConfigError` with the dotted path and what is allowed there.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.errors import ConfigError
+
+ENV_PREFIX: Final = "ROLLOUTMQ_"
+ENV_NESTING: Final = "__"
+
+
+def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable[str] = ()) -> RunConfig:
+    """Resolve a configuration.
+
+    Args:
+        file: TOML file, or None for the defaults alone.
+        environ: Environment variables; those with the prefix and a nesting mark count.
+        assignments: `key=value` texts, dotted keys.
+
+    Raises:
+        ConfigError: Unreadable file, unknown key, wrong type, or two values that contradict each other.
+    """
+    tree = _read(file) if file is not None else {}
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX) and ENV_NESTING in name:
+            path = name.removeprefix(ENV_PREFIX).lower().split(ENV_NESTING)
+            _assign(tree, path, _value(text))
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(assignment, "must be key=value with a dotted key")
+        _assign(tree, key.strip().split("."), _value(text.strip()))
+    if file is not None:
+        tree["base_dir"] = str(file.resolve().parent)
+    return validate(tree)
+
+
+def validate(tree: Mapping[str, Any]) -> RunConfig:
+    """Make a configuration of nested values; ConfigError with the first thing that is wrong."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _explained(error.errors(include_url=False)[0]) from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(file), f"is not TOML: {error}") from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for depth, key in enumerate(path[:-1]):
+        branch = tree.setdefault(key, {})
+        if not isinstance(branch, dict):
+            raise ConfigError(".".join(path[: depth + 1]), "is a value, it has no keys below it")
+        tree = branch
+    tree[path[-1]] = value
+
+
+def _explained(error: ErrorDetails) -> ConfigError:
+    location = [str(part) for part in error["loc"]]
+    path = ".".join(location) or "configuration"
+    problem = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return ConfigError(path, _unknown(location))
+    if error["type"] == "value_error":
+        named, colon, rest = problem.partition(": ")
+        return ConfigError(named, rest) if colon and not location else ConfigError(path, problem)
+    if error["type"] == "missing":
+        return ConfigError(path, "is required")
+    problem = problem[0].lower() + problem[1:]
+    return ConfigError(path, f"{problem.removeprefix('input ')} (got {error['input']!r})")
+
+
+def _unknown(location: list[str]) -> str:
+    allowed = _keys_beside(location)
+    close = difflib.get_close_matches(location[-1], allowed, n=1)
+    hint = f"did you mean `{close[0]}`? " if close else ""
+    return f"unknown key; {hint}allowed: {', '.join(sorted(allowed))}"
+
+
+def _keys_beside(location: list[str]) -> list[str]:
+    annotation: Any = RunConfig
+    for part in location[:-1]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = annotation.model_fields[part].annotation
+        else:  # a mapping from names to sections: the part is the name
+            annotation = get_args(annotation)[1]
+    return [key for key in annotation.model_fields if key != "base_dir"]

@@ -1,0 +1,46 @@
+"""What a configuration turns into."""
+
+from pathlib import Path
+
+from rolloutmq.launch.plan import STOP_ORDER, plan
+from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import Role
+
+ENVIRONMENT = {"sort3": {"entry": "env.py:Env"}}
+
+
+def roles(**sections: object) -> list[Role]:
+    config = validate({"environment": ENVIRONMENT, **sections})
+    return [spec.role for spec in plan(config, RunLayout(Path("/run")), "python")]
+
+
+def test_a_whole_run_starts_with_the_broker() -> None:
+    assert roles() == [
+        Role.BROKER,
+        Role.TELEMETRY,
+        Role.TRAINER,
+        Role.INFERENCE,
+        Role.ORCHESTRATOR,
+    ]
+
+
+def test_parts_that_run_elsewhere_are_left_out() -> None:
+    assert Role.TRAINER not in roles(trainer={"enabled": False})
+    assert Role.ORCHESTRATOR not in roles(orchestrator={"enabled": False})
+    assert Role.ORCHESTRATOR not in roles(environment={})
+    assert Role.INFERENCE not in roles(inference={"kind": "external", "url": "http://x/v1"})
+
+
+def test_every_role_ends_once_and_the_broker_after_the_workers() -> None:
+    ends = [role for together in STOP_ORDER for role in together]
+    assert sorted(ends) == sorted(set(Role) - {Role.WORKER})
+    orders = {role: place for place, together in enumerate(STOP_ORDER) for role in together}
+    assert orders[Role.ORCHESTRATOR] < orders[Role.BROKER]
+
+
+def test_each_process_logs_to_its_own_file() -> None:
+    config = validate({"environment": ENVIRONMENT})
+    specs = plan(config, RunLayout(Path("/run")), "python")
+    assert specs[0].argv[-3:] == ("broker", "--run-dir", "/run")
+    assert len({spec.log for spec in specs}) == len(specs)

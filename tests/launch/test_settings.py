@@ -1,0 +1,115 @@
+"""One definition of a configuration, three places to say it, one line when it is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.launch.settings import load
+from rolloutmq.schemas.errors import ConfigError
+
+FILE = """
+[run]
+name = "demo"
+[broker]
+high_bytes = 1000000
+[environment.sort3]
+entry = "env.py:Env"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(FILE)
+    return path
+
+
+def test_the_last_place_wins(file: Path) -> None:
+    environ = {"ROLLOUTMQ_BROKER__HIGH_BYTES": "2000000", "ROLLOUTMQ_RUN__SEED": "7"}
+    config = load(file, environ=environ, assignments=["broker.high_bytes=3000000"])
+    assert config.broker.high_bytes == 3_000_000
+    assert config.run.seed == 7
+    assert config.run.name == "demo"
+    assert config.base_dir == file.parent
+
+
+def test_names_of_environments_are_keys(file: Path) -> None:
+    config = load(
+        file,
+        environ={"ROLLOUTMQ_ENVIRONMENT__SORT3__WEIGHT": "2.5"},
+        assignments=["environment.sort3.max_workers=9", "environment.sort3.options.digits=4"],
+    )
+    env = config.environment["sort3"]
+    assert (env.weight, env.max_workers, env.options) == (2.5, 9, {"digits": 4})
+
+
+def test_text_that_is_no_toml_is_text(file: Path) -> None:
+    assert load(file, environ={}, assignments=["run.name=other-run"]).run.name == "other-run"
+
+
+def test_variables_without_nesting_are_not_ours(file: Path) -> None:
+    assert load(file, environ={"ROLLOUTMQ_PROCESS": "x/y", "PATH": "/bin"}).run.seed == 0
+
+
+@pytest.mark.parametrize(
+    ("assignment", "path", "words"),
+    [
+        ("broker.hig_bytes=1", "broker.hig_bytes", ["unknown key", "`high_bytes`", "lease_s"]),
+        ("brokr.high_bytes=1", "brokr", ["unknown key", "`broker`", "trainer"]),
+        ("environment.sort3.wieght=1", "environment.sort3.wieght", ["`weight`", "group_size"]),
+        ("broker.high_bytes=lots", "broker.high_bytes", ["integer", "'lots'"]),
+        ("broker.high_bytes=-1", "broker.high_bytes", ["greater than 0", "-1"]),
+        ("broker.transport=udp", "broker.transport", ["'ipc' or 'tcp'", "'udp'"]),
+        ("run.name=a/b", "run.name", ["match", "'a/b'"]),
+        ("environment.sort3.min_workers=5", "environment.sort3", ["must not exceed max_workers"]),
+        ("environment.sort3.entry=Env", "environment.sort3", ["package.module:Class"]),
+        (
+            "environment.sort3.group_size=512",
+            "environment.sort3.group_size",
+            ["512", "trainer.batch_sequences 256"],
+        ),
+        ("orchestrator.low_pressure=5", "orchestrator", ["below high_pressure"]),
+        ("model.heads=3", "model", ["multiple of heads"]),
+        ("inference.kind=external", "inference", ["url must be given"]),
+        ("environment.eval1.group_size=4", "environment.eval1.entry", ["is required"]),
+        ("run=3", "run", ["dictionary", "3"]),
+        ("run.name.x=3", "run.name", ["is a value"]),
+        ("seed", "seed", ["key=value"]),
+        ("run..seed=1", "run..seed=1", ["dotted key"]),
+    ],
+)
+def test_one_line_names_the_path_and_what_is_allowed(
+    file: Path, assignment: str, path: str, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ={}, assignments=[assignment])
+    text = str(caught.value)
+    assert caught.value.path == path
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+def test_shares_above_one_contradict(file: Path) -> None:
+    shares = ["environment.sort3.min_share=0.7"]
+    other = ["environment.b.entry=b.py:B", "environment.b.min_share=0.6"]
+    with pytest.raises(ConfigError, match=r"environment.\*.min_share: together 1.3"):
+        load(file, environ={}, assignments=shares + other)
+
+
+def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.toml: cannot be read"):
+        load(tmp_path / "none.toml", environ={})
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[run\n")
+    with pytest.raises(ConfigError, match=r"bad.toml: is not TOML"):
+        load(bad, environ={})
+    bad.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"bad.toml: is not TOML"):
+        load(bad, environ={})
+
+
+def test_the_quickstart_is_valid() -> None:
+    config = load(Path("examples/quickstart.toml"), environ={})
+    assert config.environment["sort3"].max_staleness == 4
+    assert config.trainer.batch_sequences == 16 * 16

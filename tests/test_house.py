@@ -1,0 +1,73 @@
+"""The plan of the house holds: links, public names, and what an import may cost."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import rolloutmq
+
+ROOT = Path(__file__).parent.parent
+FLOORS = ["bus", "launch", "schemas", "services", "trainer"]
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_the_package_is_links_to_the_top_folders(floor: str) -> None:
+    link = ROOT / "src" / "rolloutmq" / floor
+    assert link.is_symlink()
+    assert link.readlink() == Path("../..") / floor
+    assert (ROOT / floor / "__init__.py").is_file()
+
+
+def test_the_package_holds_nothing_else() -> None:
+    found = {path.name for path in (ROOT / "src" / "rolloutmq").iterdir()} - {"__pycache__"}
+    assert found == {"__init__.py", "py.typed", *FLOORS}
+
+
+def test_public_names_are_there_and_lazy() -> None:
+    for name in rolloutmq.__all__:
+        assert getattr(rolloutmq, name) is not None
+    assert dir(rolloutmq) == sorted(rolloutmq.__all__)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = rolloutmq.no_such_name
+
+
+def test_the_version_is_said_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == rolloutmq.__version__
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
+    ).stdout
+    return set(output.split())
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    loaded = loaded_by("import rolloutmq, rolloutmq.launch.cli")
+    assert not {"torch", "zmq", "numpy", "aiohttp", "pydantic"} & loaded
+    assert not [name for name in loaded if name.startswith("rolloutmq.services.")]
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        "broker.server",
+        "monitor.top",
+        "orchestrator.server",
+        "telemetry.server",
+        "worker.runtime",
+    ],
+)
+def test_services_load_no_torch(service: str) -> None:
+    loaded = loaded_by(f"import rolloutmq.services.{service}")
+    assert not {"torch", "transformers", "rolloutmq.trainer"} & loaded
+
+
+def test_no_source_file_is_longer_than_400_lines() -> None:
+    sources = [path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")]
+    assert not [p.name for p in sources if p.read_text().count("\n") > 400]
