@@ -48,33 +48,34 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command(rich_help_panel=RUN)
 def up(
     config: ConfigFile,
-    resume: Annotated[bool, typer.Option(help="Go on where the run directory left off.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run directory left off.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run leaves its files.")] = None,
     assignments: Assignments = None,
-    detach: Annotated[bool, typer.Option(help="Return once the run has started.")] = False,
-    plain: Annotated[bool, typer.Option(help="Progress lines instead of the live view.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once the run has started.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Progress lines instead of the live view.")] = False,
 ) -> None:
     """Start a whole run and watch it until it ends."""
-    from rolloutmq.launch import local
     from rolloutmq.launch.settings import load
 
     extra = list(assignments or [])
     extra += [f"run.seed={seed}"] if seed is not None else []
     extra += [f'run.dir="{run_dir}"'] if run_dir is not None else []
     resolved = load(config, environ=os.environ, assignments=extra)
-    options = local.UpOptions(resume=resume, plain=plain)
+    from rolloutmq.launch import local, steer
+
     if detach:
-        raise typer.Exit(local.detach(resolved, sys.argv[1:]))
-    raise typer.Exit(local.up(resolved, options))
+        raise typer.Exit(steer.detach(resolved, sys.argv[1:]))
+    raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain)))
 
 
 @app.command(rich_help_panel=RUN)
 def down(run_dir: RunDir = None) -> None:
     """End a run in order; what is queued is saved."""
-    from rolloutmq.launch import local
+    from rolloutmq.launch import steer
+    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(local.down(local.find_run(run_dir)))
+    raise typer.Exit(steer.down(find_run(run_dir)))
 
 
 @app.command(rich_help_panel=RUN)
@@ -100,7 +101,7 @@ def doctor(as_json: Json = False) -> None:
 @app.command(rich_help_panel=LOOK)
 def status(run_dir: RunDir = None, as_json: Json = False) -> None:
     """Show the state of a run, and who waits for what."""
-    from rolloutmq.launch.local import find_run
+    from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.status import status as show
 
     raise typer.Exit(show(find_run(run_dir), as_json))
@@ -109,7 +110,7 @@ def status(run_dir: RunDir = None, as_json: Json = False) -> None:
 @app.command(rich_help_panel=LOOK)
 def top(run_dir: RunDir = None) -> None:
     """Watch a run live."""
-    from rolloutmq.launch.local import find_run
+    from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.top import top as watch
 
     raise typer.Exit(watch(find_run(run_dir)))
@@ -122,7 +123,7 @@ def logs(
     run_dir: RunOption = None,
 ) -> None:
     """Print the log of one process."""
-    from rolloutmq.launch.local import find_run
+    from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.logs import logs as show
 
     raise typer.Exit(show(find_run(run_dir, living=False), name, follow=follow))
@@ -134,7 +135,7 @@ def tail(
     run_dir: RunOption = None,
 ) -> None:
     """Print events of the bus as JSON lines."""
-    from rolloutmq.launch.local import find_run
+    from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.tail import tail as show
 
     raise typer.Exit(show(find_run(run_dir), topic))
@@ -143,9 +144,10 @@ def tail(
 @app.command(rich_help_panel=LOOK)
 def report(run_dir: RunDir = None) -> None:
     """Write summary.json and report.png of a run again."""
-    from rolloutmq.launch import local
+    from rolloutmq.launch import steer
+    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(local.report(local.find_run(run_dir, living=False)))
+    raise typer.Exit(steer.report(find_run(run_dir, living=False)))
 
 
 @app.command(rich_help_panel=STEER)
@@ -154,9 +156,10 @@ def drain(
     run_dir: RunOption = None,
 ) -> None:
     """Let a worker finish what it has in hand and go."""
-    from rolloutmq.launch import local
+    from rolloutmq.launch import steer
+    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(local.drain(local.find_run(run_dir), worker))
+    raise typer.Exit(steer.drain(find_run(run_dir), worker))
 
 
 @app.command(rich_help_panel=STEER)
@@ -166,12 +169,13 @@ def scale(
     run_dir: RunOption = None,
 ) -> None:
     """Ask for a number of workers, or give the orchestrator its judgement back."""
-    from rolloutmq.launch import local
+    from rolloutmq.launch import steer
+    from rolloutmq.launch.rundir import find_run
 
     if count != "auto" and not count.isdecimal():
         raise typer.BadParameter("must be a number or `auto`", param_hint="count")
     wanted = None if count == "auto" else int(count)
-    raise typer.Exit(local.scale(local.find_run(run_dir), env, wanted))
+    raise typer.Exit(steer.scale(find_run(run_dir), env, wanted))
 
 
 @app.command(rich_help_panel=SERVICE)
@@ -181,7 +185,7 @@ def broker(
     assignments: Assignments = None,
 ) -> None:
     """Run the broker."""
-    from rolloutmq.launch.local import prepare_service
+    from rolloutmq.launch.settings import prepare_service
     from rolloutmq.services.broker.server import main as run
 
     prepare_service(run_dir, config, assignments or [])
@@ -257,7 +261,7 @@ def main() -> None:
 
 
 def _fail(error: RolloutMQError, code: int) -> None:
-    print(f"rolloutmq: {error}", file=sys.stderr)  # noqa: T201 - the command line's own voice
+    sys.stderr.write(f"rolloutmq: {error}\n")
     raise SystemExit(code)
 
 

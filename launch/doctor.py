@@ -136,10 +136,10 @@ def report(*, as_json: bool) -> int:
     """Print what was found; return 0 if a run can start here, else 1."""
     findings = examine()
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))  # noqa: T201
+        text = json.dumps([asdict(finding) for finding in findings], indent=2)
     else:
-        for finding in findings:
-            print(_line(finding))  # noqa: T201
+        text = "\n".join(_line(finding) for finding in findings)
+    sys.stdout.write(text + "\n")
     return int(any(finding.needed and not finding.fine for finding in findings))
 
 

@@ -6,8 +6,9 @@ wrong becomes one `ConfigError` with the dotted path and what is allowed there.
 """
 
 import difflib
+import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -16,6 +17,8 @@ from pydantic_core import ErrorDetails
 
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.runner import write_json
 
 ENV_PREFIX: Final = "ROLLOUTMQ_"
 ENV_NESTING: Final = "__"
@@ -53,6 +56,18 @@ def validate(tree: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise _explained(error.errors(include_url=False)[0]) from None
+
+
+def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]) -> None:
+    """Configure a run directory for a service that is started by hand, without a launcher.
+
+    A directory that is configured already is left as it is, unless a file or an assignment is given.
+    """
+    layout = RunLayout(run_dir)
+    if layout.config.exists() and file is None and not assignments:
+        return
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_json(layout.config, load(file, environ=os.environ, assignments=assignments))
 
 
 def _read(file: Path) -> dict[str, Any]:

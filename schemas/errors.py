@@ -2,17 +2,22 @@
 
     RolloutMQError
     ├── RetryableError            nothing is wrong with the call: try again
-    │   └── BrokerUnavailableError     no answer within the deadline
+    │   ├── BrokerUnavailableError     no answer within the deadline
+    │   └── PolicyUnavailableError     the inference server did not come back in time
     ├── GivenUpError              the call can no longer succeed: stop, or start afresh
     │   ├── SessionFencedError         a newer session of this producer took over
     │   ├── LeaseLostError             the step went back to the queue; its work is void
     │   ├── DrainingError              told to stop: start nothing new
-    │   └── ClosedError                the client was closed
+    │   ├── ClosedError                the client was closed
+    │   └── WorkersFailedError         no worker of an environment can work
     ├── UsageError                the caller's own data or code is wrong
     │   ├── ConfigError                a key of the configuration
     │   ├── InvalidGroupError          a trajectory group that contradicts itself
     │   ├── GroupTooLargeError         a group no credit could ever cover
-    │   └── RefusedError               the broker does not accept this request
+    │   ├── WeightsMismatchError       two sides of shared weights mean different tensors
+    │   ├── RefusedError               the broker does not accept this request
+    │   ├── PolicyRefusedError         the inference server does not accept this prompt
+    │   └── EnvironmentFailedError     an environment that only ever fails
     ├── WireError                 the peer sent bytes that are not of this protocol
     │   ├── MalformedError
     │   ├── LimitExceededError
@@ -21,6 +26,7 @@
     └── ResourceError             something of this machine is missing or taken
         ├── RunDirInUseError
         ├── AddressInUseError
+        ├── SegmentInUseError          another living process owns the shared memory
         ├── DamagedFileError
         └── MissingError
 
@@ -28,6 +34,8 @@ Exceptions carry fields and build their own text. Over the wire an error is an `
 """
 
 from enum import StrEnum
+
+from rolloutmq.schemas.envelope import PolicyVersion
 
 
 class ErrorCode(StrEnum):
@@ -62,6 +70,55 @@ class BrokerUnavailableError(RetryableError):
 
     def __str__(self) -> str:
         return f"no answer from the broker at {self.address} within {self.waited_s:.1f} s"
+
+
+class PolicyUnavailableError(RetryableError):
+    """The inference server gave no answer within the deadline, over all attempts."""
+
+    def __init__(self, address: str, waited_s: float, last: str) -> None:
+        self.address = address
+        self.waited_s = waited_s
+        self.last = last
+        """What went wrong with the last attempt."""
+
+    def __str__(self) -> str:
+        where = self.address or "an address that nobody has written yet"
+        return f"no answer from the policy at {where} within {self.waited_s:.1f} s: {self.last}"
+
+
+class SegmentGoneError(RetryableError):
+    """An address names shared memory that was removed or replaced; its owner will publish a new one."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"shared memory {self.path} is gone: {self.why}"
+
+
+class WeightsTornError(RetryableError):
+    """The weights are half-written and their writer is gone; they are garbage until it restored them."""
+
+    def __init__(self, last: PolicyVersion) -> None:
+        self.last = last
+        """Version of the last whole write."""
+
+    def __str__(self) -> str:
+        return f"the weights are half-written since version {self.last.incarnation}.{self.last.step}"
+
+
+class WeightsBusyError(RetryableError):
+    """Another process kept the shared weights for too long: it is stopped or hangs."""
+
+    def __init__(self, writer: int, waited_s: float) -> None:
+        self.writer = writer
+        """Process id of the writer at work or waiting, 0 for none."""
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        whose = f"writer {self.writer}" if self.writer else "a reader"
+        return f"the weights were not to be had within {self.waited_s:.1f} s: {whose} keeps them"
 
 
 class GivenUpError(RolloutMQError):
@@ -104,6 +161,18 @@ class ClosedError(GivenUpError):
         return "the client is closed"
 
 
+class WorkersFailedError(GivenUpError):
+    """Every worker of an environment was given up, so the run cannot go on."""
+
+    def __init__(self, env: str, worker: str, reason: str) -> None:
+        self.env = env
+        self.worker = worker
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"environment {self.env}: all its workers failed; {self.worker}: {self.reason}"
+
+
 class UsageError(RolloutMQError):
     """The caller's own data or code is wrong; retrying cannot help."""
 
@@ -142,6 +211,18 @@ class GroupTooLargeError(UsageError):
         return f"a group of {self.nbytes} bytes exceeds the limit of {self.limit}"
 
 
+class WeightsMismatchError(UsageError):
+    """A model and a set of shared weights are not of the same tensors; nothing was attached."""
+
+    def __init__(self, tensor: str, problem: str) -> None:
+        self.tensor = tensor
+        """Name of the tensor or configuration key."""
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.problem}"
+
+
 class RefusedError(UsageError):
     """The broker refused the request."""
 
@@ -151,6 +232,30 @@ class RefusedError(UsageError):
 
     def __str__(self) -> str:
         return f"refused ({self.code.value}): {self.detail}"
+
+
+class PolicyRefusedError(UsageError):
+    """The inference server does not accept the request, or its answer cannot be used; asking again cannot help."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        self.status = status
+        """HTTP status; 200 where the answer itself is unusable."""
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"the policy refused ({self.status}): {self.detail}"
+
+
+class EnvironmentFailedError(UsageError):
+    """An environment came to nothing so many times in a row that trying on makes no sense."""
+
+    def __init__(self, env: str, failures: int, last: str) -> None:
+        self.env = env
+        self.failures = failures
+        self.last = last
+
+    def __str__(self) -> str:
+        return f"environment.{self.env}: {self.failures} rollouts in a row came to nothing, the last: {self.last}"
 
 
 class WireError(RolloutMQError):
@@ -220,6 +325,17 @@ class AddressInUseError(ResourceError):
 
     def __str__(self) -> str:
         return f"address {self.address} is in use by {self.owner}"
+
+
+class SegmentInUseError(ResourceError):
+    """The shared memory belongs to another process that lives."""
+
+    def __init__(self, path: str, pid: int) -> None:
+        self.path = path
+        self.pid = pid
+
+    def __str__(self) -> str:
+        return f"shared memory {self.path} belongs to process {self.pid}, which lives"
 
 
 class DamagedFileError(ResourceError):

@@ -1,8 +1,12 @@
 """What a process of a run is, before it is started, and how it is known again afterwards."""
 
 from enum import StrEnum
+from typing import Final
 
 import msgspec
+
+PERMANENT_FAILURE: Final = 3
+"""Exit code of a process that can never work, however often it is started: its environment always raises, say."""
 
 
 class Role(StrEnum):
@@ -14,6 +18,7 @@ class Role(StrEnum):
     INFERENCE = "inference"
     WORKER = "worker"
     TRAINER = "trainer"
+    LAUNCHER = "launcher"
 
 
 class Restart(StrEnum):
@@ -32,6 +37,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         argv: Program and arguments.
         env: Variables added to the environment.
         log: Path that standard output and error are appended to: a file, never a pipe that could break.
+        hopeless: Exit codes after which starting it again cannot help; 2 is a wrong configuration.
     """
 
     name: str
@@ -40,6 +46,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
     log: str
     restart: Restart = Restart.ON_FAILURE
+    hopeless: tuple[int, ...] = (2, PERMANENT_FAILURE)
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):

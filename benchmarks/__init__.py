@@ -1,0 +1,1 @@
+"""What is promised and what is measured: `make accept` and `make bench`."""

@@ -1,0 +1,220 @@
+"""`make accept`: every promise with its bound, met or unmet. Exit 1 if one is unmet.
+
+    python -m benchmarks.accept            all of it
+    python -m benchmarks.accept seeds      only the scenarios whose name contains a word
+
+Promises are of two kinds: figures of real runs (the scenarios below), and tests by name (`promises.toml`).
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import scenario
+from benchmarks.scenario import LiveRun, ScenarioError
+
+ROOT: Final = Path(__file__).parent.parent
+PROMISES: Final = Path(__file__).parent / "promises.toml"
+SEEDS: Final = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One promised number."""
+
+    scenario: str
+    name: str
+    value: Any
+    bound: str
+    met: bool
+
+    def line(self) -> str:
+        verdict = "met  " if self.met else "UNMET"
+        return f"{verdict}  {self.scenario:<20} {self.name:<34} {self.value!s:>10}  {self.bound}"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run and what it must show."""
+
+    name: str
+    judge: Callable[[str, dict[str, Any]], list[Figure]]
+    assignments: Sequence[str] = ()
+    fault: Callable[[LiveRun], None] | None = None
+    code: int = 0
+
+
+def at_least(where: str, name: str, value: float, bound: float) -> Figure:
+    return Figure(where, name, round(value, 4), f">= {bound}", value >= bound)
+
+
+def at_most(where: str, name: str, value: float, bound: float) -> Figure:
+    return Figure(where, name, round(value, 4), f"<= {bound}", value <= bound)
+
+
+def equal(where: str, name: str, value: Any, bound: Any) -> Figure:
+    return Figure(where, name, value, f"== {bound}", value == bound)
+
+
+def nothing_lost(where: str, summary: dict[str, Any]) -> list[Figure]:
+    """What holds of every run, whatever happened to it."""
+    accounted = sum(
+        summary[f"groups_{state}"]
+        for state in ("trained", "filtered", "expired", "dead", "in_flight", "discarded", "lost")
+    )
+    return [
+        equal(where, "groups_lost", summary["groups_lost"], 0),
+        equal(where, "groups_trained_twice", summary["groups_trained_twice"], 0),
+        equal(where, "groups_accepted accounted for", accounted, summary["groups_accepted"]),
+        at_most(where, "staleness_max", summary["staleness_max"], summary["staleness_bound"]),
+    ]
+
+
+def learned(where: str, summary: dict[str, Any]) -> list[Figure]:
+    return [
+        at_most(where, "reward_first", summary["reward_first"], 0.3),
+        at_least(where, "reward_last", summary["reward_last"], 0.95),
+        at_most(where, "wall_s", summary["wall_s"], 60.0),
+        at_most(where, "staleness_bound", summary["staleness_bound"], 4),
+        at_least(where, "workers_min", summary["workers_min"], 2),
+        at_most(where, "workers_max", summary["workers_max"], 4),
+        *nothing_lost(where, summary),
+    ]
+
+
+def learned_nothing(where: str, summary: dict[str, Any]) -> list[Figure]:
+    return [at_most(where, "reward_last", summary["reward_last"], 0.3), *nothing_lost(where, summary)]
+
+
+def survived(where: str, summary: dict[str, Any]) -> list[Figure]:
+    return [at_least(where, "reward_last", summary["reward_last"], 0.95), *nothing_lost(where, summary)]
+
+
+def bound_is_broken(where: str, summary: dict[str, Any]) -> list[Figure]:
+    """Without pacing the staleness must exceed the bound, or the bound would prove nothing."""
+    return [at_least(where, "staleness_max without pacing", summary["staleness_max"], 5)]
+
+
+def kill_and_drain_workers(live: LiveRun) -> None:
+    """SIGKILL one worker and drain another by SIGUSR1, in the middle of the run."""
+    live.wait_for_step(100)
+    live.wait_for("two workers", lambda: len(live.workers()) >= 2)
+    first, second, *_ = live.workers()
+    live.kill(first, signal.SIGKILL)
+    live.kill(second, signal.SIGUSR1)
+
+
+def kill_trainer(live: LiveRun) -> None:
+    """SIGKILL the trainer between two checkpoints."""
+    live.wait_for_step(130)
+    live.kill("trainer", signal.SIGKILL)
+
+
+def trainer_resumed(where: str, summary: dict[str, Any]) -> list[Figure]:
+    return [at_least(where, "trainer_resumes", summary["trainer_resumes"], 1), *survived(where, summary)]
+
+
+SCENARIOS: Final = (
+    *(Scenario(f"seed {seed}", learned, (f"run.seed={seed}",)) for seed in SEEDS),
+    Scenario("control: rate 0", learned_nothing, ("trainer.learning_rate=0.0",)),
+    Scenario("control: shuffled", learned_nothing, ("trainer.shuffle_rewards=true",)),
+    Scenario(
+        "control: no pacing",
+        bound_is_broken,
+        ("environment.sort3.pacing=false", 'environment.sort3.stale="pass"'),
+    ),
+    Scenario("workers killed", survived, fault=kill_and_drain_workers),
+    Scenario("trainer killed", trainer_resumed, fault=kill_trainer),
+)
+
+
+def play(one: Scenario, directory: Path) -> list[Figure]:
+    """Run a scenario and judge it; a run that fails is an unmet figure, not an exception."""
+    run_dir = directory / one.name.replace(" ", "-").replace(":", "")
+    try:
+        code, summary = scenario.run(run_dir, one.assignments, fault=one.fault)
+    except ScenarioError as error:
+        return [Figure(one.name, "the run itself", "failed", str(error), met=False)]
+    return [equal(one.name, "exit code", code, one.code), *one.judge(one.name, summary)]
+
+
+def commands_answer() -> Iterator[Figure]:
+    """Time what a user waits for at every command; the best of five, on a machine that does other things too."""
+    commands = {
+        "import rolloutmq, s": [sys.executable, "-c", "import rolloutmq"],
+        "rolloutmq --help, s": [sys.executable, "-m", "rolloutmq.launch.cli", "--help"],
+    }
+    for name, command in commands.items():
+        yield at_most("commands", name, min(_seconds(command) for _ in range(5)), 0.5)
+
+
+def _seconds(command: Sequence[str]) -> float:
+    started = time.monotonic()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - started
+
+
+def promised_tests() -> Iterator[Figure]:
+    """Run the tests that promises name, once, and report each promise."""
+    promises = tomllib.loads(PROMISES.read_text())["promise"]
+    names = sorted({test for promise in promises for test in promise["tests"]})
+    with tempfile.NamedTemporaryFile(suffix=".xml") as file:
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", f"--junit-xml={file.name}", *names]
+        subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
+        passed = _passed(Path(file.name))
+    for promise in promises:
+        failing = [test for test in promise["tests"] if not passed(test)]
+        said = f"not passed: {', '.join(failing)}" if failing else f"{len(promise['tests'])} tests"
+        yield Figure(promise["issue"], promise["says"], "tests", said, not failing)
+
+
+def _passed(report: Path) -> Callable[[str], bool]:
+    import xml.etree.ElementTree as ElementTree
+
+    if not report.stat().st_size:
+        return lambda _test: False
+    verdicts: dict[str, list[bool]] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        module = str(case.get("classname")).replace(".", "/") + ".py"
+        name = str(case.get("name")).partition("[")[0]
+        verdicts.setdefault(f"{module}::{name}", []).append(not len(case))
+        verdicts.setdefault(module, []).append(not len(case))
+    return lambda test: bool(verdicts.get(test)) and all(verdicts[test])
+
+
+def main(words: Sequence[str]) -> int:
+    """Play what was asked for, print every figure, keep them, and say whether all were met."""
+    figures: list[Figure] = []
+    chosen = [one for one in SCENARIOS if not words or any(word in one.name for word in words)]
+    with tempfile.TemporaryDirectory(prefix="rolloutmq-accept-") as directory:
+        for one in chosen:
+            for figure in play(one, Path(directory)):
+                figures.append(figure)
+                print(figure.line(), flush=True)
+    parts = {"commands": commands_answer, "tests": promised_tests}
+    for part, judge in parts.items():
+        if not words or part in words:
+            for figure in judge():
+                figures.append(figure)
+                print(figure.line(), flush=True)
+    if not words:
+        rows = [
+            {key: getattr(figure, key) for key in ("scenario", "name", "value", "bound", "met")}
+            for figure in figures
+        ]
+        (Path(__file__).parent / "accepted.json").write_text(json.dumps(rows, indent=1) + "\n")
+    unmet = sum(not figure.met for figure in figures)
+    print(f"{len(figures) - unmet} met, {unmet} unmet")
+    return int(unmet > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

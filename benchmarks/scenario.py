@@ -1,0 +1,128 @@
+"""One run of the quickstart, started as a user starts it, with faults injected from outside.
+
+A scenario is the command line, what happens in the middle, and the summary that it leaves. Processes are found by the
+identities that the run itself keeps, and steps are counted in the trainer's own log.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import ProcessIdentity
+
+QUICKSTART: Final = Path(__file__).parent.parent / "examples" / "quickstart.toml"
+POLL_S: Final = 0.1
+RUN_DEADLINE_S: Final = 240.0
+
+
+class ScenarioError(Exception):
+    """The run did not do what the scenario waits for."""
+
+
+class LiveRun:
+    """A run under way, as a fault sees it."""
+
+    def __init__(self, layout: RunLayout, process: subprocess.Popen[bytes], deadline: float) -> None:
+        self.layout = layout
+        self.process = process
+        self.deadline = deadline
+
+    def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
+        """Block until the condition holds; ScenarioError if the run ends or the time is up."""
+        while not condition():
+            if self.process.poll() is not None:
+                raise ScenarioError(f"the run ended with {self.process.returncode} before {what}")
+            if time.monotonic() > self.deadline:
+                raise ScenarioError(f"no {what} in time")
+            time.sleep(POLL_S)
+
+    def wait_for_step(self, step: int) -> None:
+        """Block until the trainer has logged that step."""
+        self.wait_for(f"step {step}", lambda: steps_logged(self.layout) >= step)
+
+    def identity(self, name: str) -> ProcessIdentity:
+        """The living process of that name."""
+        for file in (self.layout.processes, self.layout.workers):
+            for known in msgspec.json.decode(file.read_bytes(), type=list[ProcessIdentity]):
+                if known.name == name:
+                    return known
+        raise ScenarioError(f"the run has no process {name}")
+
+    def kill(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to one process of the run."""
+        os.kill(self.identity(name).pid, number)
+
+    def workers(self) -> list[str]:
+        """Names of the workers that live."""
+        if not self.layout.workers.exists():
+            return []
+        known = msgspec.json.decode(self.layout.workers.read_bytes(), type=list[ProcessIdentity])
+        return sorted(identity.name for identity in known)
+
+
+def steps_logged(layout: RunLayout) -> int:
+    """Highest step in the trainer's log so far, 0 if there is none."""
+    if not layout.trained.exists():
+        return 0
+    lines = layout.trained.read_bytes().splitlines()
+    for line in reversed(lines[-2:]):
+        try:
+            return int(json.loads(line)["version"][1])
+        except (ValueError, KeyError, IndexError):
+            continue  # the last line may be half written
+    return 0
+
+
+def run(
+    run_dir: Path,
+    assignments: Sequence[str] = (),
+    *,
+    flags: Sequence[str] = (),
+    config: Path = QUICKSTART,
+    fault: Callable[[LiveRun], None] | None = None,
+    deadline_s: float = RUN_DEADLINE_S,
+) -> tuple[int, dict[str, Any]]:
+    """Run to the end and return the exit code and the summary.
+
+    Raises:
+        ScenarioError: The fault could not be injected, or the run did not end in time.
+    """
+    command = [sys.executable, "-m", "rolloutmq.launch.cli", "up", str(config), "--plain"]
+    command += ["--run-dir", str(run_dir), *flags]
+    for assignment in assignments:
+        command += ["--set", assignment]
+    deadline = time.monotonic() + deadline_s
+    output = run_dir.parent / f"{run_dir.name}.out"
+    with output.open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    layout = RunLayout(run_dir)
+    try:
+        if fault is not None:
+            fault(LiveRun(layout, process, deadline))
+        code = process.wait(max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise ScenarioError(f"the run did not end within {deadline_s:g} s; see {output}") from None
+    finally:
+        _end(process)
+    if not layout.summary.exists():
+        raise ScenarioError(f"the run ended with {code} and left no summary; see {output}")
+    return code, json.loads(layout.summary.read_bytes())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            process.wait(30)

@@ -1,0 +1,60 @@
+"""What can be known to fail before anything is started: said in one line, nothing left to clean up.
+
+The user's own code is not run here: an environment's class is loaded by its worker, in its own process.
+"""
+
+import errno
+import importlib.util
+import socket
+from typing import Final
+
+import psutil
+
+from rolloutmq.schemas.config import InferenceConfig, RunConfig
+from rolloutmq.schemas.errors import AddressInUseError, MissingError
+from rolloutmq.services.worker.entry import check_entry
+
+TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
+
+
+def check(config: RunConfig) -> None:
+    """Raise the first thing that would make the run fail.
+
+    Raises:
+        ConfigError: The entry of an environment names nothing.
+        MissingError: A package that the run needs is not installed.
+        AddressInUseError: Somebody listens where the inference server is to.
+    """
+    for name, environment in config.environment.items():
+        check_entry(name, environment, config.base_dir)
+    if config.trainer.enabled or config.inference.kind == "tiny":
+        for package in TRAINER_NEEDS:
+            if importlib.util.find_spec(package) is None:
+                raise MissingError(f"the package {package}", "pip install 'rolloutmq[trainer]'")
+    _check_port(config.inference)
+
+
+def _check_port(inference: InferenceConfig) -> None:
+    if inference.kind != "tiny" or inference.port == 0:
+        return
+    family = socket.AF_INET6 if ":" in inference.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((inference.host, inference.port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise MissingError(f"the address {inference.host}", str(error.strerror)) from None
+            address = f"{inference.host}:{inference.port} (inference.port)"
+            raise AddressInUseError(address, _listener(inference.port)) from None
+
+
+def _listener(port: int) -> str:
+    """Say who listens on a port, as far as this user may know."""
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            try:
+                return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
+            except psutil.Error:
+                break
+    return "another process"

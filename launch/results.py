@@ -1,0 +1,63 @@
+"""What a run leaves when it has ended: `summary.json`, `report.png`, and a few lines for the person who waited."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.errors import MissingError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.broker.saved import load
+from rolloutmq.services.monitor.report import write_report
+from rolloutmq.services.monitor.summary import summarise
+
+logger = logging.getLogger(__name__)
+
+
+def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | None) -> None:
+    """Write the summary and the picture of a run that has ended, and print what it came to.
+
+    Args:
+        config: Of the run.
+        layout: Of the run.
+        reason: Why it ended.
+        wall_s: Seconds from the start of the command to the end of its last process; None if nobody knows.
+    """
+    summary = summarise(layout, config, saved_ids=_saved_ids, wall_s=wall_s)
+    summary = {**summary, "ended": reason, "seed": config.run.seed}
+    layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    picture = _picture(config, layout, summary)
+    sys.stdout.write("\n".join(_lines(layout, summary, picture)) + "\n")
+
+
+def _saved_ids(path: Path) -> list[str]:
+    return [group.header.group_id for group in load(path, 0.0, 0.0).groups]
+
+
+def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> Path | None:
+    try:
+        write_report(layout, config, summary)
+    except MissingError as error:
+        logger.warning("no picture reason=%s", error)
+        return None
+    return layout.report
+
+
+def _lines(layout: RunLayout, summary: dict[str, Any], picture: Path | None) -> Iterator[str]:
+    yield f"ended      {summary['ended']}, after {summary['wall_s']:.1f} s"
+    if summary["reward_first"] is not None:
+        yield f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps"
+    yield (
+        f"groups     {summary['groups_accepted']} accepted: {summary['groups_trained']} trained, "
+        f"{summary['groups_filtered']} filtered, {summary['groups_expired']} expired, "
+        f"{summary['groups_dead']} dead, {summary['groups_in_flight']} in flight"
+    )
+    yield f"           {summary['groups_lost']} lost, {summary['groups_trained_twice']} trained twice"
+    yield f"staleness  {summary['staleness_max']} at most, the bound is {summary['staleness_bound']}"
+    yield f"workers    {summary['workers_min']} to {summary['workers_max']}"
+    yield f"summary    {layout.summary}"
+    if picture is not None:
+        yield f"picture    {picture}"

@@ -1,0 +1,112 @@
+"""Commands to a run that lives already: end it, drain a worker, ask for a number of workers."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.bus.client import BlockingClient
+from rolloutmq.bus.endpoint import resolve_blocking
+from rolloutmq.bus.segments import sweep
+from rolloutmq.launch.results import conclude
+from rolloutmq.launch.rundir import STRAY_GRACE_S, owner, recorded
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.control import Drain, SetWorkers
+from rolloutmq.schemas.delivery import Request
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.orchestrator.processes import end_strays, last_line
+from rolloutmq.services.runner import load_run
+
+ANSWER_S: Final = 5.0
+"""Longest wait for the broker's answer to a command."""
+START_S: Final = 60.0
+"""Longest wait for a detached run to have a broker."""
+LOOK_S: Final = 0.05
+
+
+def down(run_dir: Path) -> int:
+    """End a run and wait until it has ended. Where its launcher is gone, end what that left behind."""
+    layout = RunLayout(run_dir.resolve())
+    launcher = owner(layout)
+    if launcher is None:
+        ended = end_strays(recorded(layout), STRAY_GRACE_S)
+        sweep(layout.weights)
+        _say(f"no launcher lives; {ended} processes ended")
+        return 0
+    pidfd = os.pidfd_open(launcher.pid)
+    try:
+        # The identity is looked at again once the descriptor is held: only now can it not change.
+        if owner(layout) == launcher:
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        select.select([pidfd], [], [])
+    finally:
+        os.close(pidfd)
+    _say(f"ended {layout.root}")
+    return 0
+
+
+def detach(config: RunConfig, arguments: Sequence[str]) -> int:
+    """Start the same command in a session of its own and return once its broker answers.
+
+    Args:
+        config: Resolved from the same arguments.
+        arguments: Of this command line, `--detach` among them.
+    """
+    root = config.run.dir
+    root.parent.mkdir(parents=True, exist_ok=True)
+    output = root.with_name(f"{root.name}.out")
+    rest = [argument for argument in arguments if argument != "--detach"]
+    command = [sys.executable, "-m", "rolloutmq.launch.cli", *rest, "--plain"]
+    with output.open("wb") as log:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    until = time.monotonic() + START_S
+    layout = RunLayout(root)
+    while time.monotonic() < until:
+        if child.poll() is not None:
+            _say(last_line(output) or f"the run ended at once; see {output}")
+            return child.returncode or 0
+        launcher = owner(layout)
+        if launcher is not None and launcher.pid == child.pid and layout.endpoints.exists():
+            child.returncode = 0  # it lives on, and nobody waits for it here
+            _say(f"started {root} as process {child.pid}; output in {output}")
+            return 0
+        time.sleep(LOOK_S)
+    _say(f"not ready after {START_S:.0f} s; see {output}")
+    return 1
+
+
+def drain(run_dir: Path, worker: str) -> int:
+    """Let a worker finish and go."""
+    _ask(run_dir, Drain(worker=worker))
+    _say(f"draining {worker}")
+    return 0
+
+
+def scale(run_dir: Path, env: str, count: int | None) -> int:
+    """Ask for a number of workers of an environment; None gives the orchestrator its judgement back."""
+    _ask(run_dir, SetWorkers(env=env, count=count))
+    _say(f"{env}: {'as the pressure asks' if count is None else f'{count} workers asked for'}")
+    return 0
+
+
+def report(run_dir: Path) -> int:
+    """Write summary and picture again from what is in the run directory."""
+    config, layout = load_run(run_dir)
+    conclude(config, layout, "see up.log", None)
+    return 0
+
+
+def _ask(run_dir: Path, request: Request) -> None:
+    with BlockingClient(resolve_blocking(run_dir, ANSWER_S).serve) as client:
+        client.request(request, ANSWER_S)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")

@@ -1,0 +1,50 @@
+"""Exit codes and one-line errors of the command line, as a user meets them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def rolloutmq(*arguments: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "rolloutmq.launch.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, check=False)
+
+
+def test_help_names_every_command() -> None:
+    told = rolloutmq("--help")
+    assert told.returncode == 0
+    for command in ("up", "down", "status", "top", "logs", "doctor", "init", "drain", "scale", "broker"):
+        assert f" {command} " in told.stdout
+
+
+def test_version() -> None:
+    assert rolloutmq("--version").stdout.startswith("rolloutmq 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["up", "none.toml"], 2, "none.toml: cannot be read"),
+        (["up", "run.toml", "--set", "broker.hig_bytes=1"], 2, "broker.hig_bytes: unknown key"),
+        (["up", "run.toml", "--set", "environment.e.min_workers=9"], 2, "must not exceed max_workers"),
+        (["up", "run.toml", "--set", "environment.e.entry=none.py:E"], 2, "there is no file"),
+        (["up"], 2, "CONFIG"),
+        (["no-such-command"], 2, "no-such-command"),
+        (["status", "nowhere"], 1, "a run in nowhere is missing"),
+        (["down"], 1, "a living run below runs/ is missing"),
+        (["scale", "e", "many"], 2, "must be a number"),
+        (["worker", "--run-dir", "nowhere", "--worker", "e-0"], 1, "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line_and_a_code(
+    tmp_path: Path, arguments: list[str], code: int, words: str
+) -> None:
+    (tmp_path / "run.toml").write_text('[environment.e]\nentry = "e.py:E"\n')
+    (tmp_path / "e.py").write_text("class E: ...\n")
+    told = rolloutmq(*arguments, cwd=tmp_path)
+    assert told.returncode == code, told.stderr
+    assert words in told.stderr
+    assert "Traceback" not in told.stderr
+    assert not (tmp_path / "runs").exists()

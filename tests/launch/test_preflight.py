@@ -1,0 +1,47 @@
+"""What cannot work is said before anything is started."""
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolloutmq.launch.preflight import check
+from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError
+
+
+def config(tmp_path: Path, **sections: Any) -> RunConfig:
+    (tmp_path / "env.py").write_text("class Env:\n    pass\n")
+    environment = {"e": {"entry": "env.py:Env"}}
+    return validate({"environment": environment, "base_dir": str(tmp_path), **sections})
+
+
+def test_a_good_configuration_passes(tmp_path: Path) -> None:
+    check(config(tmp_path))
+
+
+def test_an_entry_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.e\.entry: there is no file"):
+        check(config(tmp_path, environment={"e": {"entry": "none.py:Env"}}))
+
+
+def test_a_port_in_use_names_its_owner(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(AddressInUseError) as caught:
+            check(config(tmp_path, inference={"port": port}))
+    assert f"127.0.0.1:{port}" in str(caught.value)
+    assert f"process {os.getpid()}" in str(caught.value)
+
+
+def test_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    with pytest.raises(MissingError, match=r"rolloutmq\[trainer\]"):
+        check(config(tmp_path))
+    external = {"kind": "external", "url": "http://127.0.0.1:1/v1"}
+    check(config(tmp_path, trainer={"enabled": False}, inference=external))
