@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rolloutmq.bus.opaque import check_values, encode_opaque
 from rolloutmq.schemas.control import Drain
 from rolloutmq.schemas.delivery import Ack, Reply, Request
 from rolloutmq.schemas.envelope import (
@@ -51,6 +52,8 @@ ALIGNMENT_BYTES: Final = 64
 """Offsets of blocks: a cache line, and enough for any vector instruction."""
 MESSAGE_LIMIT_BYTES: Final = 8 << 20
 """Largest control message; a status of 10,000 workers is 3 MB."""
+TABLE_LIMIT_BYTES: Final = 8 << 10
+"""Largest column table: 64 columns whose names, and the names whose lengths they share, are as long as can be."""
 
 _ROW: Final = 24
 _T = TypeVar("_T")
@@ -105,6 +108,8 @@ def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffe
     if checksum(arrays) != header.crc:
         raise ChecksumError(f"group {header.group_id}: checksum differs")
     blocks = _read_directory(table, arrays)
+    opaque = [spec for spec in table.columns if spec.dtype is Dtype.OPAQUE]
+    check_values(blocks[spec.name, spec.blocks - 1].data for spec in opaque)
     columns: dict[str, Column] = {}
     for spec in table.columns:
         columns[spec.name] = _read_column(spec, blocks, columns)
@@ -167,19 +172,12 @@ def _blocks(group: Group, table: ColumnTable) -> list[NDArray[np.uint8]]:
     for spec in table.columns:
         column = group.columns[spec.name]
         if spec.dtype is Dtype.OPAQUE:
-            blocks.append(np.frombuffer(_opaque_bytes(spec.name, column.values), np.uint8))
+            blocks.append(np.frombuffer(encode_opaque(spec.name, column.values), np.uint8))
             continue
         if not spec.lengths_of:
             blocks.extend(_bytes_of(lengths.astype("<u4", copy=False)) for lengths in column.lengths)
         blocks.append(_bytes_of(column.values))
     return blocks
-
-
-def _opaque_bytes(name: str, value: Any) -> bytes:
-    try:
-        return msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidGroupError(name, f"is not msgpack: {error}") from None
 
 
 def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -234,9 +232,7 @@ def _read_column(
         lengths = tuple(
             _view(spec.name, blocks[spec.name, level], np.dtype("<u4")) for level in range(spec.depth)
         )
-    values = _view(spec.name, raw, numpy_dtype(spec.dtype))
-    _check_nesting(spec.name, lengths, values.size)
-    return Column(spec.dtype, values, lengths)
+    return Column(spec.dtype, _view(spec.name, raw, numpy_dtype(spec.dtype)), lengths)
 
 
 def _view(name: str, raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -245,13 +241,6 @@ def _view(name: str, raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[An
     if dtype.kind == "b" and raw.size and raw.max() > 1:
         raise MalformedError(f"column {name}: a bool that is neither 0 nor 1")
     return raw.view(dtype)
-
-
-def _check_nesting(name: str, lengths: tuple[NDArray[np.uint32], ...], count: int) -> None:
-    sizes = [*(level.size for level in lengths[1:]), count]
-    for level, size in zip(lengths, sizes, strict=bool(lengths)):
-        if int(level.sum(dtype=np.int64)) != size:
-            raise MalformedError(f"column {name}: lengths do not add up")
 
 
 def checksum(frames: Sequence[Buffer | NDArray[np.uint8]]) -> int:
@@ -326,6 +315,6 @@ decode_reply = partial(_decoding, _reply, limit=MESSAGE_LIMIT_BYTES, what="reply
 decode_event = partial(_decoding, _event, limit=MESSAGE_LIMIT_BYTES, what="event")
 decode_ack = partial(_decoding, _ack, limit=ENVELOPE_LIMIT_BYTES, what="ack")
 decode_drain = partial(_decoding, _drain, limit=ENVELOPE_LIMIT_BYTES, what="drain")
-decode_table = partial(_decoding, _table, limit=ENVELOPE_LIMIT_BYTES, what="column table")
+decode_table = partial(_decoding, _table, limit=TABLE_LIMIT_BYTES, what="column table")
 decode_header = partial(_decoding, _header, limit=ENVELOPE_LIMIT_BYTES, what="group header")
 decode_value = partial(_decoding, _value, limit=1 << 30, what="opaque column")

@@ -8,8 +8,7 @@
     │   ├── SessionFencedError         a newer session of this producer took over
     │   ├── LeaseLostError             the step went back to the queue; its work is void
     │   ├── DrainingError              told to stop: start nothing new
-    │   ├── ClosedError                the client was closed
-    │   └── WorkersFailedError         no worker of an environment can work
+    │   └── ClosedError                the client was closed
     ├── UsageError                the caller's own data or code is wrong
     │   ├── ConfigError                a key of the configuration
     │   ├── InvalidGroupError          a trajectory group that contradicts itself
@@ -17,7 +16,9 @@
     │   ├── WeightsMismatchError       two sides of shared weights mean different tensors
     │   ├── RefusedError               the broker does not accept this request
     │   ├── PolicyRefusedError         the inference server does not accept this prompt
-    │   └── EnvironmentFailedError     an environment that only ever fails
+    │   ├── EnvironmentFailedError     an environment that only ever fails
+    │   ├── WorkersFailedError         no worker of an environment can work
+    │   └── NothingToLearnError        batch after batch without a signal
     ├── WireError                 the peer sent bytes that are not of this protocol
     │   ├── MalformedError
     │   ├── LimitExceededError
@@ -161,18 +162,6 @@ class ClosedError(GivenUpError):
         return "the client is closed"
 
 
-class WorkersFailedError(GivenUpError):
-    """Every worker of an environment was given up, so the run cannot go on."""
-
-    def __init__(self, env: str, worker: str, reason: str) -> None:
-        self.env = env
-        self.worker = worker
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"environment {self.env}: all its workers failed; {self.worker}: {self.reason}"
-
-
 class UsageError(RolloutMQError):
     """The caller's own data or code is wrong; retrying cannot help."""
 
@@ -256,6 +245,29 @@ class EnvironmentFailedError(UsageError):
 
     def __str__(self) -> str:
         return f"environment.{self.env}: {self.failures} rollouts in a row came to nothing, the last: {self.last}"
+
+
+class WorkersFailedError(UsageError):
+    """Every worker of an environment was given up, so the run cannot go on."""
+
+    def __init__(self, env: str, worker: str, reason: str) -> None:
+        self.env = env
+        self.worker = worker
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"environment {self.env}: all its workers failed; {self.worker}: {self.reason}"
+
+
+class NothingToLearnError(UsageError):
+    """Batch after batch gave no signal, so the trainer takes no step and never will."""
+
+    def __init__(self, batches: int, last: str) -> None:
+        self.batches = batches
+        self.last = last
+
+    def __str__(self) -> str:
+        return f"{self.batches} batches in a row had nothing to learn from, the last: {self.last}"
 
 
 class WireError(RolloutMQError):

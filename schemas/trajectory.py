@@ -5,6 +5,7 @@ into rows, so that nothing is padded and nothing is a Python list. `Group.build`
 has (lists or arrays); every column keeps the type it came with.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -39,6 +40,11 @@ COLUMN_DEPTH: Final[Mapping[str, int]] = {
     "distill_logprobs": 2,
 }
 """Nesting of the columns that every trainer knows; any other name may have any depth."""
+
+DEPTH_LIMIT: Final = 2
+"""Deepest nesting that travels: `[n][length][k]`."""
+ID_CHARS: Final = 128
+_COLUMN_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,47}")
 
 _ALIGNED_WITH_TOKENS: Final = ("mask", "inference_logprobs", "ref_logprobs", "advantages")
 
@@ -84,6 +90,13 @@ class Column:
     def depth(self) -> int:
         return len(self.lengths)
 
+    def numbers(self) -> NDArray[np.float64]:
+        """Return the values as doubles, whatever they travel as. Copies."""
+        if self.dtype is Dtype.BF16:
+            return (self.values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        found: NDArray[np.float64] = self.values.astype(np.float64)
+        return found
+
     def rows(self) -> list[Any]:
         """Return one entry a sequence: scalars, views `[length]`, or lists of views. Copies no values."""
         if self.dtype is Dtype.OPAQUE or not self.lengths:
@@ -113,16 +126,34 @@ class Column:
             return data
         if isinstance(data, np.ndarray) and data.dtype != object:
             return _from_array(name, data, depth)
-        rows = list(data)
+        try:
+            rows = list(data)
+        except TypeError:
+            raise InvalidGroupError(name, "is neither a list nor an array") from None
         found = _nesting(rows) if depth is None else depth
+        if found > DEPTH_LIMIT:
+            raise InvalidGroupError(name, f"is nested {found} deep, at most {DEPTH_LIMIT} can travel")
         lengths: list[NDArray[np.uint32]] = []
         for _ in range(found):
             try:
                 lengths.append(np.fromiter(map(len, rows), np.uint32, len(rows)))
-            except TypeError:
+                rows = _joined(rows)
+            except (TypeError, ValueError):
                 raise InvalidGroupError(name, f"is not nested {found} deep") from None
-            rows = _joined(rows)
         return _typed(name, rows, tuple(lengths))
+
+    def check(self, name: str) -> None:
+        """Raise InvalidGroupError unless values and lengths are of one piece."""
+        if self.dtype is Dtype.OPAQUE:
+            return
+        if not isinstance(self.values, np.ndarray) or self.values.dtype != numpy_dtype(self.dtype):
+            raise InvalidGroupError(name, f"does not hold {self.dtype.name} in little-endian order")
+        if self.depth > DEPTH_LIMIT:
+            raise InvalidGroupError(name, f"is nested {self.depth} deep, at most {DEPTH_LIMIT} can travel")
+        sizes = [*(level.size for level in self.lengths[1:]), self.values.size]
+        for level, size in zip(self.lengths, sizes, strict=bool(self.lengths)):
+            if level.dtype != np.uint32 or int(level.sum(dtype=np.int64)) != size:
+                raise InvalidGroupError(name, "has lengths that do not add up")
 
 
 def _cut(values: NDArray[Any], lengths: NDArray[np.uint32]) -> list[NDArray[Any]]:
@@ -151,8 +182,8 @@ def _nesting(rows: Sequence[Any]) -> int:
 def _from_array(name: str, data: NDArray[Any], depth: int | None) -> Column:
     if depth is not None and data.ndim != depth + 1:
         raise InvalidGroupError(name, f"has {data.ndim} dimensions, needs {depth + 1}")
-    if data.ndim == 0 or data.ndim > 3:
-        raise InvalidGroupError(name, f"has {data.ndim} dimensions, at most 3 can travel")
+    if not 1 <= data.ndim <= DEPTH_LIMIT + 1:
+        raise InvalidGroupError(name, f"has {data.ndim} dimensions, 1 to {DEPTH_LIMIT + 1} can travel")
     lengths = tuple(
         np.full(int(np.prod(data.shape[: level + 1])), data.shape[level + 1], np.uint32)
         for level in range(data.ndim - 1)
@@ -169,6 +200,8 @@ def _typed(name: str, flat: list[Any], lengths: tuple[NDArray[np.uint32], ...]) 
         raise InvalidGroupError(name, str(error)) from None
     if values.ndim != 1:
         raise InvalidGroupError(name, "is nested deeper than its depth")
+    if values.dtype.kind == "f" and flat and all(isinstance(value, int) for value in flat):
+        raise InvalidGroupError(name, "has integers that fit no type together")
     if not flat and name in {"tokens", "mask"}:
         values = values.astype(np.int32)
     if values.dtype == np.int64 and _fits_i32(values):
@@ -186,8 +219,6 @@ def _of_values(name: str, values: NDArray[Any], lengths: tuple[NDArray[np.uint32
     dtype = _DTYPE_OF.get(np.dtype(little))
     if dtype is None:
         raise InvalidGroupError(name, f"has elements of type {values.dtype}, which cannot travel")
-    if lengths and int(lengths[-1].sum(dtype=np.int64)) != values.size:
-        raise InvalidGroupError(name, f"has {values.size} values for its lengths")
     return Column(dtype, np.ascontiguousarray(values, little), lengths)
 
 
@@ -275,15 +306,31 @@ class Group:
             raise InvalidGroupError("scores", f"{self.sequences} sequences, 1 to {SEQUENCES_LIMIT} allowed")
         if len(self.columns) > COLUMNS_LIMIT:
             raise InvalidGroupError("*", f"{len(self.columns)} columns, at most {COLUMNS_LIMIT} allowed")
+        for name in ("group_id", "task"):
+            if len(getattr(self, name)) > ID_CHARS:
+                raise InvalidGroupError(name, f"is longer than {ID_CHARS} characters")
         for name, column in self.columns.items():
-            if column.dtype is Dtype.OPAQUE:
-                continue
-            rows = len(column.lengths[0]) if column.lengths else len(column.values)
-            if rows != self.sequences:
-                raise InvalidGroupError(name, f"has {rows} rows for {self.sequences} scores")
-        if not np.isfinite(self.columns["scores"].values).all():
+            if not _COLUMN_NAME.fullmatch(name):
+                raise InvalidGroupError(
+                    name, "is no name: a-z, 0-9 and _, at most 48, beginning with a letter"
+                )
+            self._check_column(name, column)
+        if self.columns["tokens"].values.dtype.kind not in "iu":
+            raise InvalidGroupError("tokens", "are not integers")
+        if not np.isfinite(self.columns["scores"].numbers()).all():
             raise InvalidGroupError("scores", "is not finite")
         self._check_lengths(_ALIGNED_WITH_TOKENS)
+
+    def _check_column(self, name: str, column: Column) -> None:
+        depth = COLUMN_DEPTH.get(name)
+        if depth is not None and (column.depth != depth or column.dtype is Dtype.OPAQUE):
+            raise InvalidGroupError(name, f"is not numbers nested {depth} deep")
+        column.check(name)
+        if column.dtype is Dtype.OPAQUE:
+            return
+        rows = len(column.lengths[0]) if column.lengths else len(column.values)
+        if rows != self.sequences:
+            raise InvalidGroupError(name, f"has {rows} rows for {self.sequences} scores")
 
     def _check_lengths(self, names: Iterable[str]) -> None:
         rows = self.columns["tokens"].lengths[0]
@@ -300,8 +347,13 @@ class Group:
 
     def rewards(self) -> RewardSummary:
         """Summarise the scores for the header."""
-        scores = self.scores
-        return RewardSummary(float(scores.mean()), float(scores.min()), float(scores.max()))
+        scores = self.columns["scores"].numbers()
+        with np.errstate(over="ignore"):
+            mean = float(scores.mean())
+        if not np.isfinite(mean):
+            # The sum of large scores overflows where their mean does not.
+            mean = float((scores / scores.size).sum())
+        return RewardSummary(mean, float(scores.min()), float(scores.max()))
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return the rows of a column; KeyError if the group has none of that name."""

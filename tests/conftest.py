@@ -1,6 +1,7 @@
 """Fixtures that every test gets: whatever a test leaves behind fails it."""
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from rolloutmq.bus.segments import Segment
 
 SHM = Path("/dev/shm")
 LEAK_DEADLINE_S = 5.0
@@ -38,7 +41,21 @@ def _descriptors() -> set[str]:
 
 
 def _segments() -> set[str]:
-    return {path.name for path in SHM.glob("rolloutmq*")}
+    """Segments of this process, of its children, and of the dead; other runs of this machine have their own."""
+    ours = _processes() | {os.getpid()}
+    return {path.name for path in SHM.glob("rolloutmq*") if _is_ours(path, ours)}
+
+
+def _is_ours(path: Path, ours: set[int]) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        owner = Segment(path, "", fd).owner()
+    finally:
+        os.close(fd)
+    return owner is None or owner.pid in ours or not owner.alive()
 
 
 def _threads() -> set[str]:

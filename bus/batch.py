@@ -1,0 +1,89 @@
+"""Batches as a trainer sees them: decoded groups with where they came from. Pure.
+
+Decoding copies nothing: the columns are views into the frames that arrived, which live as long as the batch. A group
+that does not decode is set aside with its reason, and is reported as rejected when the batch is settled; the others
+are delivered without it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rolloutmq.bus.codec import Buffer, decode_group
+from rolloutmq.schemas import delivery as wire
+from rolloutmq.schemas.delivery import Delivery, Rejected
+from rolloutmq.schemas.envelope import ColumnTable, PolicyVersion
+from rolloutmq.schemas.errors import MalformedError, WireError
+from rolloutmq.schemas.trajectory import Group
+
+REASON_CHARS = 512
+"""Longest reason of a rejection."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """This rank's part of a leased step.
+
+    Attributes:
+        groups: Decoded groups, zero-copy; read-only.
+        deliveries: What the broker says of each, in the same order.
+        rejected: Groups that did not decode; settling the batch reports them.
+        step: The step that it was pulled for.
+        version: The policy that it was pulled for.
+        lease, generation: Name it at the broker.
+        life: Registration of the consumer under which it was pulled.
+        short: Fewer sequences than asked: no combination of whole groups had the number in time.
+        rewound: It was trained before, in a life of the trainer that was lost.
+    """
+
+    groups: tuple[Group, ...]
+    deliveries: tuple[Delivery, ...]
+    rejected: tuple[Rejected, ...]
+    step: int
+    version: PolicyVersion
+    lease: int
+    generation: int
+    life: int
+    short: bool
+    rewound: bool
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of all groups together."""
+        return sum(group.sequences for group in self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all groups together."""
+        return sum(group.tokens for group in self.groups)
+
+    def staleness(self, version: PolicyVersion | None = None) -> tuple[int, ...]:
+        """Return for each group how many optimizer steps its oldest token is behind `version`, or the pulled one."""
+        policy = self.version if version is None else version
+        return tuple(policy.distance(delivery.header.oldest) for delivery in self.deliveries)
+
+
+def decode_groups(
+    reply: wire.Batch, frames: Sequence[Buffer]
+) -> tuple[list[Group], list[Delivery], list[Rejected]]:
+    """Decode the groups of a reply; returns groups, their deliveries, and what does not decode."""
+    tables = {table.id: table for table in reply.tables}
+    groups: list[Group] = []
+    deliveries: list[Delivery] = []
+    rejected: list[Rejected] = []
+    start = 0
+    for delivery in reply.groups:
+        own = frames[start : start + delivery.header.frames]
+        start += delivery.header.frames
+        try:
+            groups.append(_decoded(delivery, tables, own))
+            deliveries.append(delivery)
+        except WireError as error:
+            rejected.append(Rejected(group_id=delivery.header.group_id, reason=str(error)[:REASON_CHARS]))
+    return groups, deliveries, rejected
+
+
+def _decoded(delivery: Delivery, tables: Mapping[str, ColumnTable], frames: Sequence[Buffer]) -> Group:
+    table = tables.get(delivery.header.table)
+    if table is None:
+        raise MalformedError(f"group {delivery.header.group_id}: its column table is not in the batch")
+    return decode_group(delivery.header, table, frames, delivery.env)

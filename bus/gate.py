@@ -1,0 +1,144 @@
+"""Who waits for credit, in the order in which they came, and what wakes them. No socket; one event loop.
+
+Two queues: tasks that want to begin a rollout, and groups that want to come into the spool. `serve` is called
+whenever credit may have grown and gives out what there is; nobody polls. A waiter that is cancelled in the moment in
+which it was served gives its permit to the next; a group that was taken in stays taken in.
+"""
+
+import asyncio
+import time
+from collections import deque
+from contextlib import suppress
+from typing import NamedTuple
+
+from rolloutmq.bus.codec import EncodedGroup
+from rolloutmq.bus.credit import Permit
+from rolloutmq.bus.session import Session
+from rolloutmq.schemas.errors import ClosedError, DrainingError, UsageError
+from rolloutmq.schemas.trajectory import Group
+
+
+class _Sending(NamedTuple):
+    group: Group
+    encoded: EncodedGroup
+    permit: Permit
+    done: "asyncio.Future[None]"
+
+
+class Gate:
+    """The waiting of one producer."""
+
+    def __init__(self, session: Session) -> None:
+        self.draining = asyncio.Event()
+        """Nothing new may be begun."""
+        self.empty = asyncio.Event()
+        """Every group that was handed over is acked."""
+        self.empty.set()
+        self.waits_s = 0.0
+        """Seconds that tasks have waited, all of them together."""
+        self.failure: Exception | None = None
+        """Why nothing goes through any more, if so."""
+        self._session = session
+        self._starters: deque[asyncio.Future[Permit]] = deque()
+        self._senders: deque[_Sending] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anybody waits for credit."""
+        return bool(self._starters or self._senders)
+
+    async def acquire(self) -> Permit:
+        """Wait for a permit. Cancelled: it goes to the next who waits."""
+        self.require_open()
+        if self._session.draining:
+            raise DrainingError
+        if not self._starters and (permit := self._session.credit.begin()):
+            return permit
+        waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
+        self._starters.append(waiter)
+        began = time.monotonic()
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.put_back(waiter.result())
+            raise
+        finally:
+            self.waits_s += time.monotonic() - began
+            with suppress(ValueError):
+                self._starters.remove(waiter)
+
+    async def hand_over(self, group: Group, encoded: EncodedGroup, permit: Permit) -> None:
+        """Wait until the group is in the spool; that ends the permit. Cancelled: both happened, or neither.
+
+        Raises:
+            UsageError: The permit has ended already.
+        """
+        self.require_open()
+        if not permit.is_open:
+            raise UsageError("the permit has ended: its group was sent, or it was abandoned")
+        if not self._senders and self._session.may_spool(encoded.nbytes):
+            self._take_in(group, encoded, permit)
+            return
+        sending = _Sending(group, encoded, permit, asyncio.get_running_loop().create_future())
+        self._senders.append(sending)
+        self.empty.clear()
+        began = time.monotonic()
+        try:
+            await sending.done
+        finally:
+            self.waits_s += time.monotonic() - began
+            if sending in self._senders:
+                self._senders.remove(sending)
+                self.serve()
+
+    def _take_in(self, group: Group, encoded: EncodedGroup, permit: Permit) -> None:
+        self._session.spool.add(group, encoded)
+        self._session.credit.arrive(permit)
+        self.empty.clear()
+
+    def put_back(self, permit: Permit) -> None:
+        """Give a permit that nothing was begun with to the next who waits."""
+        self._session.credit.put_back(permit)
+        self.serve()
+
+    def serve(self) -> None:
+        """Give out what credit there is. Call it whenever there may be more."""
+        session = self._session
+        if session.draining:
+            self.draining.set()
+        while self._starters and session.draining:
+            _fail(self._starters.popleft(), DrainingError())
+        while self._starters and (permit := session.credit.begin()):
+            waiter = self._starters.popleft()
+            if waiter.done():
+                session.credit.put_back(permit)
+            else:
+                waiter.set_result(permit)
+        while self._senders and session.may_spool(self._senders[0].encoded.nbytes):
+            sending = self._senders.popleft()
+            if not sending.done.done():
+                self._take_in(sending.group, sending.encoded, sending.permit)
+                sending.done.set_result(None)
+        if not self._senders and not len(session.spool):
+            self.empty.set()
+
+    def shut(self, failure: Exception | None) -> None:
+        """Fail whoever waits or comes, with ClosedError if there was no failure."""
+        self.failure = failure or ClosedError()
+        while self._starters:
+            _fail(self._starters.popleft(), self.failure)
+        while self._senders:
+            _fail(self._senders.popleft().done, self.failure)
+        if failure is not None or not len(self._session.spool):
+            self.empty.set()
+
+    def require_open(self) -> None:
+        """Raise why nothing goes through any more, if so."""
+        if self.failure is not None:
+            raise self.failure
+
+
+def _fail(waiter: "asyncio.Future[Permit] | asyncio.Future[None]", error: Exception) -> None:
+    if not waiter.done():
+        waiter.set_exception(error)

@@ -1,0 +1,73 @@
+"""Opaque columns: msgpack of any value, bounded before it is decoded. Pure.
+
+A byte of msgpack can become a list or a map of 80 bytes in memory, so that the size of a block says little about what
+it costs to decode it. What costs is the number of values, and those can be counted without decoding: each begins with
+a byte that tells how long it is, and what is inside a list or a map follows it.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.schemas.errors import InvalidGroupError, LimitExceededError
+
+VALUES_LIMIT: Final = 1 << 20
+"""Most values in all opaque columns of a group together: about 100 MB of Python objects."""
+UNCOUNTED_BYTES: Final = 1 << 16
+"""Blocks that are smaller together cannot hold enough values to matter, and are not counted."""
+
+
+def _sizes() -> list[int]:
+    """Return the size of a value by its first byte; where a length follows, minus the width of that length."""
+    sizes = [1] * 256
+    for length in range(32):
+        sizes[0xA0 + length] = 1 + length
+    sizes[0xC4:0xC7] = sizes[0xC7:0xCA] = sizes[0xD9:0xDC] = [-1, -2, -4]
+    sizes[0xCA:0xD4] = [5, 9, 2, 3, 5, 9, 2, 3, 5, 9]
+    sizes[0xD4:0xD9] = [3, 4, 6, 10, 18]
+    sizes[0xDC:0xE0] = [3, 5, 3, 5]
+    return sizes
+
+
+_SIZES: Final = _sizes()
+_EXTENSIONS: Final = range(0xC7, 0xCA)
+
+
+def encode_opaque(name: str, value: Any) -> bytes:
+    """Encode the value of a column; InvalidGroupError if it is not msgpack, or too many values."""
+    try:
+        data = msgspec.msgpack.encode(value)
+        check_values([data])
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise InvalidGroupError(name, f"is not msgpack: {error}") from None
+    except LimitExceededError as error:
+        raise InvalidGroupError(name, str(error)) from None
+    return data
+
+
+def check_values(blocks: Iterable[bytes | memoryview]) -> None:
+    """Raise LimitExceededError if blocks hold more values together than may be decoded."""
+    counted = [memoryview(block) for block in blocks]
+    if sum(block.nbytes for block in counted) <= UNCOUNTED_BYTES:
+        return
+    count = 0
+    for block in counted:
+        count = _count(block, count)
+
+
+def _count(data: memoryview, count: int) -> int:
+    """Add the number of values to `count`; stops at the limit. What is no msgpack is counted somehow."""
+    at, end = 0, data.nbytes
+    while at < end:
+        count += 1
+        if count > VALUES_LIMIT:
+            raise LimitExceededError("number of opaque values", count, VALUES_LIMIT)
+        first = data[at]
+        size = _SIZES[first]
+        if size < 0:
+            start = at + 1
+            at = start - size + (first in _EXTENSIONS) + int.from_bytes(data[start : start - size], "big")
+        else:
+            at += size
+    return count

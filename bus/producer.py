@@ -1,0 +1,378 @@
+"""The environment's side of the bus: begin rollouts when there is room for them, and bring every group home.
+
+A producer holds each group in a byte-bounded spool until the broker acks it, sends again what was lost, and finds the
+broker again when it comes back. Two things are waited for, and both are credits of the broker: leave to begin another
+rollout (`acquire`), and room for its group (`send`). All waiting ends by an event, and first come is first served.
+Nothing here blocks the event loop but the disk at the end. One producer serves any number of tasks of one loop.
+
+`where` is a run directory or the address of a broker's `serve`.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from rolloutmq.bus.acklog import AckLog
+from rolloutmq.bus.blocking import Facade
+from rolloutmq.bus.codec import encode_group
+from rolloutmq.bus.credit import Permit
+from rolloutmq.bus.endpoint import Where
+from rolloutmq.bus.gate import Gate
+from rolloutmq.bus.saved import SpoolFile
+from rolloutmq.bus.session import Session
+from rolloutmq.bus.spool import Entry, Spool
+from rolloutmq.bus.uplink import Uplink
+from rolloutmq.schemas.delivery import RegisterProducer, RunInfo, Wait
+from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.errors import RolloutMQError
+from rolloutmq.schemas.trajectory import Group
+
+logger = logging.getLogger(__name__)
+
+SPOOL_BYTES: Final = 64 << 20
+"""Default bound of unacked groups in memory."""
+DRAIN_S: Final = 10.0
+"""Default time that leaving the block may take until everything is acked."""
+GOODBYE_S: Final = 2.0
+"""A broker that does not answer a goodbye for that long takes the silence for one."""
+
+
+class Producer:
+    """Sends the groups of one environment. Made by `Producer.open`, or by `Producer.blocking` for threads."""
+
+    def __init__(
+        self,
+        where: Where,
+        register: RegisterProducer,
+        *,
+        spool_bytes: int,
+        ack_log: Path | None,
+        save_to: Path | None,
+        drain_s: float,
+    ) -> None:
+        self.accepted = 0
+        """Groups that were acked."""
+        self._session = Session(register, Spool(spool_bytes))
+        self._gate = Gate(self._session)
+        self._uplink = Uplink(where, self._session, self._on_accepted, lambda: self._gate.waiting)
+        self._uplink.on_registered = self._on_registered
+        self._drain_s = drain_s
+        self._file = SpoolFile(save_to, self._session)
+        self._log = AckLog(ack_log)
+        self._registered = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        where: Where,
+        *,
+        env: str,
+        producer: str = "",
+        run: str = "default",
+        split: Split = Split.TRAIN,
+        group_size: int = 1,
+        slots: int = 1,
+        weight: float = 1.0,
+        min_share: float = 0.0,
+        max_tokens: int = 0,
+        ack_log: Path | None = None,
+        save_to: Path | None = None,
+        spool_bytes: int = SPOOL_BYTES,
+        drain_s: float = DRAIN_S,
+    ) -> AsyncIterator["Producer"]:
+        """Register a producer; it is closed when the block is left.
+
+        Waits for the broker as long as it takes, and, if an earlier life left groups in `save_to`, until those are
+        acked. Leaving waits up to `drain_s` until all groups are acked; cancelling that goes straight to saving.
+
+        Args:
+            where: Run directory, or address of the broker's `serve` socket.
+            env: Environment that the groups come from.
+            producer: Name; a producer that opens under the name of another fences it. Default: env, host and pid.
+            run: Name of the run.
+            split: Whether the groups are for training or for evaluation.
+            group_size: Sequences that a group usually has.
+            slots: Rollouts that it would like to have under way at once.
+            weight: Share of the batches, relative to other environments.
+            min_share: Part of every batch that is kept for the environment, 0 to 1.
+            max_tokens: Longest sequence that it produces, in tokens.
+            ack_log: File that gets one `AckedGroup` line for each acked group.
+            save_to: File for the groups that were not acked in time; needs a `producer` of your own choice.
+            spool_bytes: Most bytes of unacked groups in memory; also the largest group.
+            drain_s: Longest time that leaving may wait for acks, in seconds.
+
+        Raises:
+            RefusedError: The broker does not take this producer.
+        """
+        host = socket.gethostname()
+        register = RegisterProducer(
+            producer=producer or f"{env[:24]}-{host.partition('.')[0][:24]}-{os.getpid()}",
+            run=run,
+            env=env,
+            split=split,
+            slots=slots,
+            group_size=group_size,
+            weight=weight,
+            min_share=min_share,
+            max_tokens=max_tokens,
+            pid=os.getpid(),
+            host=host,
+        )
+        made = cls(
+            where, register, spool_bytes=spool_bytes, ack_log=ack_log, save_to=save_to, drain_s=drain_s
+        )
+        try:
+            await made._start()
+            yield made
+        finally:
+            await made.close()
+
+    @staticmethod
+    def blocking(where: Where, **options: Any) -> "BlockingProducer":
+        """Like `open`, with the same options, for code without an event loop: `with Producer.blocking(...) as p`."""
+        return BlockingProducer(lambda: Producer.open(where, **options), "rolloutmq producer")
+
+    @property
+    def draining(self) -> asyncio.Event:
+        """Set when nothing new may be begun: the broker said so, or `start_draining`."""
+        return self._gate.draining
+
+    @property
+    def info(self) -> RunInfo:
+        """What the run is, as the broker knew it when the producer registered."""
+        return self._uplink.info
+
+    @property
+    def session(self) -> int:
+        """Number of the session."""
+        return self._session.number
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the trainer has taken, as the broker last said."""
+        return self._session.credit.step
+
+    @property
+    def wait(self) -> Wait:
+        """What holds credit back now, as the broker last said."""
+        return self._session.credit.wait
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds that calls of `acquire` and `send` have waited, over all tasks."""
+        return self._gate.waits_s
+
+    @property
+    def unacked(self) -> int:
+        """Groups in the spool."""
+        return len(self._session.spool)
+
+    @property
+    def abandoned(self) -> int:
+        """Rollouts of this session that came to nothing."""
+        return self._session.credit.abandoned
+
+    async def acquire(self) -> Permit:
+        """Wait until another rollout may begin. Cancelled: the permit goes to the next who waits.
+
+        The permit ends when its group is sent or it is abandoned; as a context manager it ends with the block.
+
+        Raises:
+            DrainingError: Nothing new may be begun.
+            SessionFencedError, ClosedError: The producer can do nothing more.
+        """
+        return await self._gate.acquire()
+
+    async def send(self, group: Group, permit: Permit | None = None) -> None:
+        """Hand over a group; returns when it is in the spool, from where it arrives by itself.
+
+        Waits while the spool is full or the broker gives no credit, and for a permit if none is given. Arrays of the
+        group belong to the bus until it is acked: large ones are not copied. Cancelled: either the group was handed
+        over and the permit has ended, or neither.
+
+        Raises:
+            GroupTooLargeError: It can never be sent; raised at once.
+            InvalidGroupError: It holds what cannot travel.
+            UsageError: The permit has ended.
+            DrainingError: No permit was given, and none is given any more.
+            SessionFencedError, ClosedError: The producer can do nothing more.
+        """
+        self._gate.require_open()
+        encoded = encode_group(group, min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes))
+        own = await self.acquire() if permit is None else None
+        try:
+            await self._gate.hand_over(group, encoded, own or permit)  # type: ignore[arg-type]
+        finally:
+            if own is not None and own.is_open:
+                self._gate.put_back(own)
+        self._uplink.send()
+        # A send that need not wait still gives the loop its turn: acks must be heard, and other tasks must run.
+        await asyncio.sleep(0)
+
+    def abandon(self, permit: Permit) -> None:
+        """End a permit whose rollout came to nothing; the broker gives another in its place. May be repeated."""
+        self._session.credit.abandon(permit)
+
+    async def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every group is acked and its line is in the ack log; False if that took longer.
+
+        Raises:
+            SessionFencedError, RefusedError: The producer can do nothing more.
+        """
+        self._gate.require_open()
+        done = await _happens(self._gate.empty, timeout_s)
+        self._gate.require_open()
+        return done
+
+    def start_draining(self) -> None:
+        """Begin nothing new: whoever waits in `acquire` gets DrainingError. What is in hand can still be sent."""
+        self._session.draining = True
+        self._gate.serve()
+
+    async def _start(self) -> None:
+        restored = self._file.load()
+        if restored:
+            self._gate.empty.clear()
+        self._task = asyncio.create_task(self._run(), name=f"producer {self._session.register.producer}")
+        await self._registration()
+        if restored:
+            await self.flush()
+            self._file.remove()
+            # New groups get a session of their own: if this process were killed, the next life of it would number
+            # its groups from the file and use numbers again.
+            self._registered.clear()
+            self._uplink.renew()
+            await self._registration()
+
+    async def _registration(self) -> None:
+        await self._registered.wait()
+        self._gate.require_open()
+
+    async def _run(self) -> None:
+        try:
+            await self._uplink.run()
+        except Exception as error:
+            # The boundary of the task: the error comes out of every call from now on.
+            failure = _cause(error)
+            logger.error(
+                "producer failed error=%s", failure, exc_info=not isinstance(failure, RolloutMQError)
+            )
+            self._gate.shut(failure)
+            self._registered.set()
+
+    def _on_registered(self) -> None:
+        self._file.renew()
+        self._registered.set()
+
+    def _on_accepted(self, entries: list[Entry]) -> None:
+        self._log.write(entries, self._session.number)
+        self.accepted += len(entries)
+        if self._session.draining and not self.draining.is_set():
+            logger.info("draining producer=%s", self._session.register.producer)
+        self._gate.serve()
+        self._uplink.send()
+
+    async def close(self) -> None:
+        """Wait up to `drain_s` for acks, save what is still unacked, say goodbye. May be called twice."""
+        task, self._task = self._task, None
+        alive = task is not None and self._gate.failure is None and self._registered.is_set()
+        try:
+            if alive:
+                self._gate.shut(None)
+                await _happens(self._gate.empty, self._drain_s)
+        finally:
+            await self._end(task, alive)
+
+    async def _end(self, task: "asyncio.Task[None] | None", alive: bool) -> None:
+        if task is not None:
+            # From here no ack is taken in, so that none is logged whose group is saved.
+            task.cancel()
+            await asyncio.wait({task})
+        if alive:
+            self._file.leave()
+            await self._uplink.goodbye(GOODBYE_S)
+        await self._uplink.close()
+        self._log.close()
+
+
+async def _happens(event: asyncio.Event, timeout_s: float | None) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
+
+
+def _cause(error: Exception) -> Exception:
+    """Return the first error that is not a group of errors."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class BlockingProducer(Facade[Producer]):
+    """`Producer` for code without an event loop: the same names, and every call blocks until it is done.
+
+    Calls may come from several threads. A call that Ctrl-C interrupts has the effect of a cancelled one.
+    """
+
+    def acquire(self) -> Permit:
+        """See `Producer.acquire`; `send` without a permit does it by itself."""
+        return self._run(self._object.acquire())
+
+    def send(self, group: Group, permit: Permit | None = None) -> None:
+        """See `Producer.send`."""
+        self._run(self._object.send(group, permit))
+
+    def abandon(self, permit: Permit) -> None:
+        """See `Producer.abandon`."""
+        self._call(self._object.abandon, permit)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """See `Producer.flush`."""
+        return self._run(self._object.flush(timeout_s))
+
+    def start_draining(self) -> None:
+        """See `Producer.start_draining`."""
+        self._call(self._object.start_draining)
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new may be begun."""
+        return self._object.draining.is_set()
+
+    @property
+    def info(self) -> RunInfo:
+        """See `Producer.info`."""
+        return self._object.info
+
+    @property
+    def session(self) -> int:
+        """See `Producer.session`."""
+        return self._object.session
+
+    @property
+    def step(self) -> int:
+        """See `Producer.step`."""
+        return self._object.step
+
+    @property
+    def accepted(self) -> int:
+        """See `Producer.accepted`."""
+        return self._object.accepted
+
+    @property
+    def unacked(self) -> int:
+        """See `Producer.unacked`."""
+        return self._object.unacked
+
+    @property
+    def waits_s(self) -> float:
+        """See `Producer.waits_s`."""
+        return self._object.waits_s

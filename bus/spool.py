@@ -1,0 +1,170 @@
+"""What a producer has sent, or means to send, and the broker has not acked. Pure: no socket, no clock.
+
+The law: a group leaves the spool only by an ack that names its number. Groups are numbered from 1 in the order in
+which they came, and the position of a group is the bytes of all groups of the session up to its end. A group may be
+sent when its position is within the credit, and its number within the window that the broker remembers. What was sent
+and is still unacked after `RESEND_S` is overdue: the producer syncs, and what the broker then still lacks is sent
+again, after a pause that doubles, since a broker that reads slowly is not helped by more messages.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.bus.codec import EncodedGroup
+from rolloutmq.schemas.delivery import GAP_WINDOW, Ack
+from rolloutmq.schemas.envelope import ColumnTable, GroupHeader
+from rolloutmq.schemas.trajectory import Group
+
+RESEND_S: Final = 1.0
+"""A group that was sent and is not acked for that long may be lost; four ack intervals."""
+RESEND_MAX_S: Final = 15.0
+"""Longest pause between two sends of one group."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One unacked group."""
+
+    header: GroupHeader
+    table: ColumnTable
+    frames: tuple[Any, ...]
+    sent_at: float = 0.0
+    """Monotonic seconds of the last send; meaningless while `sends` is 0."""
+    sends: int = 0
+
+    def overdue(self, now: float) -> bool:
+        """Whether it was sent so long ago that it may be lost."""
+        pause = min(RESEND_S * 2 ** (self.sends - 1), RESEND_MAX_S) if self.sends else 0.0
+        return self.sends > 0 and now - self.sent_at >= pause
+
+
+class Spool:
+    """Unacked groups of one session, bounded in bytes."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.nbytes = 0
+        """Bytes of the unacked groups."""
+        self.last = 0
+        """Number of the newest group; 0 before the first."""
+        self.position = 0
+        """Position of the newest group, in bytes."""
+        self.cumulative = 0
+        """Every group up to this number is acked."""
+        self._entries: OrderedDict[int, Entry] = OrderedDict()
+        self._unsent: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Yield the unacked groups in their order."""
+        return iter(self._entries.values())
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room for a group of that size."""
+        return self.nbytes + nbytes <= self.capacity_bytes
+
+    def add(self, group: Group, encoded: EncodedGroup) -> Entry:
+        """Take in a group and number it. The caller has asked `fits`."""
+        self.last += 1
+        self.position += encoded.nbytes
+        header = GroupHeader(
+            seq=self.last,
+            position=self.position,
+            group_id=group.group_id,
+            table=encoded.table.id,
+            frames=len(encoded.frames),
+            nbytes=encoded.nbytes,
+            crc=encoded.crc,
+            sequences=group.sequences,
+            tokens=group.tokens,
+            oldest=group.oldest,
+            newest=group.newest,
+            started_at=group.started_at,
+            finished_at=group.finished_at,
+            rewards=group.rewards(),
+            task=group.task,
+        )
+        entry = Entry(header, encoded.table, encoded.frames)
+        self._entries[self.last] = entry
+        self._unsent.append(self.last)
+        self.nbytes += encoded.nbytes
+        return entry
+
+    def restore(self, entries: Iterable[Entry], last: int, position: int) -> None:
+        """Fill an empty spool with what an earlier process saved; all of it is to be sent."""
+        self._entries = OrderedDict((entry.header.seq, entry) for entry in entries)
+        self._unsent = deque(self._entries)
+        self.nbytes = sum(entry.header.nbytes for entry in self._entries.values())
+        self.last, self.position = last, position
+
+    def accepted(self, ack: Ack) -> list[Entry]:
+        """Remove and return what an ack of this session covers. An older ack than the last covers nothing."""
+        self.cumulative = max(self.cumulative, ack.cumulative)
+        done = list(takewhile(lambda seq: seq <= ack.cumulative, self._entries))
+        if ack.gaps:
+            done += [seq for seq in _numbers(ack) if seq in self._entries]
+        entries = [self._entries.pop(seq) for seq in done]
+        self.nbytes -= sum(entry.header.nbytes for entry in entries)
+        return entries
+
+    def next_unsent(self, byte_limit: int) -> Entry | None:
+        """Return the next group that may be sent now; call `sent` when it was."""
+        while self._unsent:
+            entry = self._entries.get(self._unsent[0])
+            if entry is None:
+                self._unsent.popleft()
+                continue
+            within = entry.header.position <= byte_limit and entry.header.seq <= self.cumulative + GAP_WINDOW
+            return entry if within else None
+        return None
+
+    def sent(self, entry: Entry, now: float) -> None:
+        """Note that the group which `next_unsent` returned is on its way."""
+        self._unsent.popleft()
+        entry.sends += 1
+        entry.sent_at = now
+
+    def overdue(self, now: float) -> bool:
+        """Whether anything that was sent may be lost."""
+        return any(entry.overdue(now) for entry in self._entries.values())
+
+    def send_overdue_again(self, now: float) -> list[Entry]:
+        """Queue again what is overdue; the caller has synced just now. Returns what was queued."""
+        waiting = set(self._unsent)
+        again = [e for seq, e in self._entries.items() if seq not in waiting and e.overdue(now)]
+        self._unsent = deque(sorted(waiting | {entry.header.seq for entry in again}))
+        return again
+
+    def send_all_again(self) -> None:
+        """Queue everything again: the pipe that it was sent into is gone."""
+        for entry in self._entries.values():
+            entry.sends = 0
+        self._unsent = deque(self._entries)
+
+    def renumber(self) -> None:
+        """Make the unacked groups the first ones of a new session, all of them to be sent."""
+        entries = list(self._entries.values())
+        self.position = 0
+        for seq, entry in enumerate(entries, 1):
+            self.position += entry.header.nbytes
+            entry.header = msgspec.structs.replace(entry.header, seq=seq, position=self.position)
+        self._entries = OrderedDict((entry.header.seq, entry) for entry in entries)
+        self.last = len(entries)
+        self.cumulative = 0
+        self.send_all_again()
+
+
+def _numbers(ack: Ack) -> Iterator[int]:
+    """Yield the numbers that the gap bitmap names."""
+    bits = int.from_bytes(ack.gaps[: GAP_WINDOW // 8], "little")
+    while bits:
+        lowest = bits & -bits
+        yield ack.cumulative + 1 + lowest.bit_length()
+        bits ^= lowest

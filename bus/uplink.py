@@ -1,0 +1,281 @@
+"""The sockets and tasks of one producer: they carry out what its `Session` decides.
+
+Three tasks live as long as the connection: `listen` applies published acks, `transmit` sends what has credit,
+`keep` asks when the session must. When the broker falls silent or comes back in another life, the sockets are closed,
+it is looked for again, and the session is registered anew where needed. What lay in the old pipe is in the spool still.
+
+PUSH loss argument: see `bus.sockets.producer_push`; nothing counts before its ack.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from typing import Final, NamedTuple
+
+import msgspec
+import zmq
+
+from rolloutmq.bus import codec, topics
+from rolloutmq.bus.client import BrokerClient
+from rolloutmq.bus.discovery import reach
+from rolloutmq.bus.endpoint import Where
+from rolloutmq.bus.events import Subscriber
+from rolloutmq.bus.session import Session
+from rolloutmq.bus.sockets import Channel, make_context, producer_push
+from rolloutmq.bus.spool import Entry
+from rolloutmq.schemas.delivery import Ack, DeclareTables, Registered, Reply, Request, RunInfo
+from rolloutmq.schemas.envelope import ColumnTable
+from rolloutmq.schemas.errors import (
+    BrokerUnavailableError,
+    ErrorCode,
+    RefusedError,
+    RolloutMQError,
+    WireError,
+)
+
+logger = logging.getLogger(__name__)
+
+TICK_S: Final = 0.25
+"""How often the session is asked whether it must sync."""
+PATIENCE_S: Final = 3.0
+"""A broker that answers nothing for that long is looked for again."""
+REPEAT_S: Final = 0.5
+"""Pause after which an unanswered request is sent again."""
+BURST: Final = 16
+"""Groups that are sent at once before the event loop gets its turn."""
+
+
+class _Lost(Exception):  # noqa: N818 - it never leaves this module
+    """The broker, or what it knew of the session, is gone: connect again."""
+
+
+class _Sockets(NamedTuple):
+    client: BrokerClient
+    push: Channel
+    acks: Subscriber
+    stack: AsyncExitStack
+
+
+class Uplink:
+    """Connection of one session to whatever broker is there.
+
+    Args:
+        where: Run directory or address of `serve`.
+        session: The state that this carries out.
+        on_accepted: Called with the groups that an ack covered, possibly none, after each ack.
+        waiting: Whether somebody waits for credit.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        session: Session,
+        on_accepted: Callable[[list[Entry]], None],
+        waiting: Callable[[], bool],
+    ) -> None:
+        self.info = RunInfo()
+        self.max_group_bytes = 0
+        self.on_registered: Callable[[], None] = lambda: None
+        """Called after each registration, before anything is sent under it."""
+        self._where = where
+        self._session = session
+        self._on_accepted = on_accepted
+        self._waiting = waiting
+        self._context = make_context()
+        self._sockets: _Sockets | None = None
+        self._turn = asyncio.Lock()
+        """Registering and syncing never overlap: a sync that is overtaken would be told that it is fenced."""
+        self._ask = asyncio.Event()
+        self._work = asyncio.Event()
+
+    async def connect(self) -> None:
+        """Find the broker and open or go on with the session; waits as long as it takes.
+
+        Raises:
+            RefusedError: The broker does not take this producer.
+        """
+        while True:
+            await self._disconnect()
+            try:
+                async with self._turn:
+                    await self._connect()
+            except BrokerUnavailableError as error:
+                logger.warning("broker lost while connecting error=%s", error)
+            else:
+                return
+
+    async def _connect(self) -> None:
+        producer = self._session.register.producer
+        client, place = await reach(self._where, self._context)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(client.close)
+            push = Channel(producer_push(self._context, place.ingest))
+            stack.callback(push.close)
+            acks = Subscriber(place.events, [topics.ack(producer)], self._context)
+            await stack.enter_async_context(acks)
+            self.max_group_bytes = place.max_group_bytes
+            self.info = place.info
+            self._session.spool.send_all_again()
+            if place.epoch != self._session.epoch:
+                await self._register(client, self._session.number)
+            self._sockets = _Sockets(client, push, acks, stack.pop_all())
+        self._work.set()
+
+    async def _register(self, client: BrokerClient, resume: int) -> None:
+        session = self._session
+        asked = msgspec.structs.replace(session.register, resume_session=resume)
+        reply = await client.request(asked, PATIENCE_S, REPEAT_S)
+        if not isinstance(reply, Registered):
+            raise WireError(f"the broker answered {type(reply).__name__} to RegisterProducer")
+        if not session.goes_on(reply.ack):
+            await self._register(client, resume=0)
+            return
+        was = session.number
+        accepted = session.registered(reply.ack, time.monotonic())
+        self.info = reply.info
+        logger.info(
+            "registered producer=%s session=%d was=%d epoch=%d unacked=%d",
+            asked.producer,
+            session.number,
+            was,
+            session.epoch,
+            len(session.spool),
+        )
+        self.on_registered()
+        self._on_accepted(accepted)
+
+    def renew(self) -> None:
+        """Open a new session in place of the present one, which has nothing unacked; `on_registered` tells when."""
+        self._session.forget()
+        self._ask.set()
+
+    async def run(self) -> None:
+        """Listen, transmit and keep until cancelled; connects again by itself.
+
+        Raises:
+            SessionFencedError, RefusedError: The session can do nothing more.
+        """
+        while True:
+            if self._sockets is None:
+                await self.connect()
+            try:
+                await self._work_on()
+            except* (_Lost, BrokerUnavailableError) as lost:
+                logger.warning("broker lost, looking for it again error=%s", lost.exceptions[0])
+                await self._disconnect()
+
+    async def _work_on(self) -> None:
+        assert self._sockets is not None
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._listen(self._sockets.acks), name="acks of the producer")
+            tasks.create_task(self._transmit(self._sockets), name="groups of the producer")
+            tasks.create_task(self._keep(self._sockets.client), name="syncs of the producer")
+
+    async def _listen(self, acks: Subscriber) -> None:
+        async for _, payload in acks:
+            try:
+                ack = codec.decode_ack(payload)
+            except WireError as error:
+                logger.warning("malformed ack error=%s", error)
+                continue
+            if self._session.strange(ack):
+                self._ask.set()
+            else:
+                self._on_accepted(self._session.acked(ack, time.monotonic()))
+
+    async def _transmit(self, sockets: _Sockets) -> None:
+        while True:
+            self._work.clear()
+            entry = self._session.next_unsent()
+            if entry is None:
+                await self._work.wait()
+            elif entry.header.table not in self._session.declared:
+                await self._declare(sockets.client, entry.table)
+            elif not self._send(sockets.push, entry):
+                await sockets.push.ready(zmq.POLLOUT)
+            else:
+                self.send()
+                await asyncio.sleep(0)
+
+    async def _declare(self, client: BrokerClient, table: ColumnTable) -> None:
+        async with self._turn:
+            session = self._session
+            tables = DeclareTables(
+                producer=session.register.producer, session=session.number, tables=(table,)
+            )
+            await self._granted(client, tables)
+            session.declared.add(table.id)
+
+    def send(self) -> None:
+        """Send what can be sent at once; the rest follows by itself. Never waits."""
+        if self._sockets is None:
+            return
+        session, entry = self._session, None
+        for _ in range(BURST):
+            entry = session.next_unsent()
+            if entry is None:
+                return
+            if entry.header.table not in session.declared or not self._send(self._sockets.push, entry):
+                break
+        self._work.set()
+
+    def _send(self, push: Channel, entry: Entry) -> bool:
+        if not push.try_send([self._session.envelope(entry), *entry.frames], copy=False):
+            return False
+        self._session.spool.sent(entry, time.monotonic())
+        return True
+
+    async def _keep(self, client: BrokerClient) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._ask.wait()
+            if self._ask.is_set() or self._session.must_ask(time.monotonic(), self._waiting()):
+                self._ask.clear()
+                if not self._session.number:
+                    raise _Lost("a new session is wanted")
+                async with self._turn:
+                    await self._sync(client)
+
+    async def _sync(self, client: BrokerClient) -> None:
+        asked = self._session.ask(time.monotonic())
+        reply = await self._granted(client, asked)
+        if not isinstance(reply, Ack):
+            raise WireError(f"the broker answered {type(reply).__name__} to Sync")
+        if reply.epoch != self._session.epoch:
+            raise _Lost("the broker has a new life")
+        accepted, again = self._session.synced(reply, asked, time.monotonic())
+        if again:
+            logger.warning("sending again groups=%d first=%s", len(again), again[0].header.group_id)
+        self._on_accepted(accepted)
+
+    async def _granted(self, client: BrokerClient, message: Request) -> Reply:
+        """Ask; a broker that does not know the session is as good as another one."""
+        try:
+            return await client.request(message, PATIENCE_S, REPEAT_S)
+        except RefusedError as error:
+            if error.code is not ErrorCode.UNKNOWN:
+                raise
+            self._session.epoch = 0
+            raise _Lost("the broker does not know the session") from None
+
+    async def goodbye(self, timeout_s: float) -> None:
+        """Close the session at the broker, if it answers in time."""
+        if self._sockets is None:
+            return
+        try:
+            await self._sockets.client.request(self._session.goodbye(), timeout_s, REPEAT_S)
+        except RolloutMQError as error:
+            logger.warning("goodbye failed producer=%s error=%s", self._session.register.producer, error)
+
+    async def _disconnect(self) -> None:
+        sockets, self._sockets = self._sockets, None
+        if sockets is not None:
+            await sockets.stack.aclose()
+
+    async def close(self) -> None:
+        """Close the sockets. `run` has ended before."""
+        await self._disconnect()
+        self._context.term()

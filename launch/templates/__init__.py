@@ -1,0 +1,1 @@
+"""Files that `rolloutmq init` writes; `$name` is the name of the environment, `$title` that of its class."""

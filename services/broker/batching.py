@@ -1,0 +1,210 @@
+"""Composing a batch: which whole groups make exactly so many sequences.
+
+Each lane has a wish: its share by weight, at least its floor (the minimum share), corrected by what earlier batches
+owed it. First the wishes are met with the oldest groups; in the usual case, where group sizes divide the batch, that
+is exact and costs one step a group. Otherwise subset sums decide: lanes with a floor get a total that keeps it,
+the others any, and each lane fills its total as nearly oldest-first as its sizes allow. What a lane does not use,
+the others may: weights say who comes first, floors are kept.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from math import gcd
+from typing import Final
+
+import msgspec
+
+from rolloutmq.services.broker.fit import (
+    contains,
+    extend,
+    fit,
+    members,
+    nearest,
+    reach,
+    sumset,
+)
+
+SUMSET_LIMIT: Final = 4096
+"""Targets, in units of the common divisor of the sizes, up to which floors enter the exact search."""
+
+Counts = dict[int, int]
+"""Number of groups by size."""
+
+
+class Supply(msgspec.Struct):
+    """What one lane offers to a batch.
+
+    Attributes:
+        counts: Groups queued, by size; the size of the oldest group comes first.
+        ages: Makes an iterator over the sizes of the queued groups, oldest first.
+        weight: Share relative to the others; 0 only fills what the others leave.
+        floor: Sequences that it must get.
+        carry: Sequences that earlier batches owe it.
+    """
+
+    counts: Counts
+    ages: Callable[[], Iterator[int]]
+    weight: float = 1.0
+    floor: int = 0
+    carry: float = 0.0
+
+    @property
+    def available(self) -> int:
+        return sum(size * count for size, count in self.counts.items())
+
+
+def quotas(supplies: Sequence[Supply], target: int) -> list[float]:
+    """Share `target` out by weight, within what each lane must get and can give."""
+    supply = [float(s.available) for s in supplies]
+    weights = [s.weight for s in supplies]
+    if not any(weights):
+        weights = [1.0] * len(supplies)
+    quota = [min(float(s.floor), have) for s, have in zip(supplies, supply, strict=True)]
+    open_ = [i for i, weight in enumerate(weights) if weight > 0]
+    left = target - sum(quota[i] for i in range(len(supplies)) if i not in open_)
+    while open_:
+        total = sum(weights[i] for i in open_)
+        wish = {i: left * weights[i] / total + supplies[i].carry for i in open_}
+        fixed = [i for i in open_ if wish[i] >= supply[i]] or [i for i in open_ if wish[i] < quota[i]]
+        if not fixed:
+            for i in open_:
+                quota[i] = wish[i]
+            break
+        for i in fixed:
+            quota[i] = supply[i] if wish[i] >= supply[i] else quota[i]
+            left -= quota[i]
+        open_ = [i for i in open_ if i not in fixed]
+    return quota
+
+
+class _Walk:
+    """Takes from one supply, oldest first, and stops at the first group that does not fit."""
+
+    def __init__(self, supply: Supply) -> None:
+        self.taken: Counter[int] = Counter()
+        self.total = 0
+        self._ages = supply.ages()
+        self._counts = supply.counts
+        self._next = next(self._ages, 0)
+
+    def up_to(self, limit: int) -> None:
+        """Take while the total stays within `limit`."""
+        if len(self._counts) == 1 and self._next:
+            ((size, count),) = self._counts.items()
+            more = min(count - self.taken[size], (limit - self.total) // size)
+            if more > 0:
+                self.taken[size] += more
+                self.total += more * size
+            return
+        while self._next and self.total + self._next <= limit:
+            self._take()
+
+    def one(self, room: int) -> int:
+        """Take the next group if it fits into `room`; return its size, 0 if it does not."""
+        if len(self._counts) == 1:
+            before = self.total
+            size = next(iter(self._counts))
+            self.up_to(self.total + min(room, size))
+            return self.total - before
+        size = self._next
+        if not size or size > room:
+            return 0
+        self._take()
+        return size
+
+    def _take(self) -> None:
+        self.taken[self._next] += 1
+        self.total += self._next
+        self._next = next(self._ages, 0)
+
+
+def greedy(supplies: Sequence[Supply], target: int) -> tuple[list[Counts], int]:
+    """Meet the wishes with the oldest groups; return the counts, and how many sequences are missing."""
+    wishes = quotas(supplies, target) if len(supplies) > 1 else [float(target)]
+    walks = [_Walk(supply) for supply in supplies]
+    left = target
+    for walk, wish in zip(walks, wishes, strict=True):
+        walk.up_to(min(left, int(wish + 1e-6)))
+        left -= walk.total
+    hungry = list(zip(walks, wishes, strict=True))
+    while left and hungry:
+        hungry.sort(key=lambda pair: pair[0].total - pair[1])
+        got = hungry[0][0].one(left)
+        left -= got
+        if not got:
+            hungry.pop(0)
+    return [dict(walk.taken) for walk in walks], left
+
+
+def compose(supplies: Sequence[Supply], target: int) -> list[Counts] | None:
+    """Choose whole groups with exactly `target` sequences together, or return None if none have."""
+    plan, left = greedy(supplies, target)
+    if not left and _keeps_floors(plan, supplies):
+        return plan
+    unit = gcd(*(size for supply in supplies for size in supply.counts)) or 1
+    if target % unit:
+        return None
+    totals = _lane_totals(supplies, plan, target, unit)
+    if totals is None:
+        return None
+    composed: list[Counts] = []
+    for supply, wish, total in zip(supplies, plan, totals, strict=True):
+        counts = fit(list(supply.counts.items()), wish, total)
+        if counts is None:
+            return None
+        composed.append(counts)
+    return composed
+
+
+def largest_below(supplies: Sequence[Supply], target: int) -> int:
+    """Return the largest number of sequences up to `target` that whole groups have; floors are not looked at."""
+    counts: Counter[int] = Counter()
+    for supply in supplies:
+        counts.update(supply.counts)
+    return reach(counts, target).bit_length() - 1
+
+
+def _keeps_floors(plan: Sequence[Counts], supplies: Sequence[Supply]) -> bool:
+    return all(
+        not supply.floor or sum(size * n for size, n in counts.items()) >= supply.floor
+        for counts, supply in zip(plan, supplies, strict=True)
+    )
+
+
+def _lane_totals(
+    supplies: Sequence[Supply], plan: Sequence[Counts], target: int, unit: int
+) -> list[int] | None:
+    """Choose how many sequences each lane gives, near to what it gives in `plan`."""
+    limit = target // unit
+    mask = (1 << (limit + 1)) - 1
+    exact = limit <= SUMSET_LIMIT
+    own = [
+        reach({size // unit: n for size, n in supply.counts.items()}, limit)
+        >> (low := -(-supply.floor // unit) if exact else 0)
+        << low
+        for supply in supplies
+    ]
+    suffix = [1]
+    for supply, sums in zip(reversed(supplies), reversed(own), strict=True):
+        suffix.append(_joined(suffix[-1], supply, sums, unit, mask, exact))
+    suffix.reverse()
+    if not suffix[0] >> limit & 1:
+        return None
+    totals = []
+    left = limit
+    for counts, sums, rest in zip(plan, own, suffix[1:], strict=True):
+        wish = min(left, sum(size * n for size, n in counts.items()) // unit)
+        mine, others = members(sums, limit), members(rest, limit)
+        total = next(t for t in nearest(wish, 0, left) if contains(mine, t) and contains(others, left - t))
+        totals.append(total * unit)
+        left -= total
+    return totals
+
+
+def _joined(bits: int, supply: Supply, sums: int, unit: int, mask: int, exact: bool) -> int:
+    """Return what the later lanes and this one reach together."""
+    if supply.floor and exact:
+        return sumset(sums, bits, mask)
+    for size, count in supply.counts.items():
+        bits = extend(bits, (size // unit, min(count, mask.bit_length() // (size // unit))), mask)
+    return bits

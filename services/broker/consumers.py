@@ -1,0 +1,114 @@
+"""Consumers: who they are, whether they live, and the pulls that wait for a batch."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from rolloutmq.schemas.delivery import Pull, RegisterConsumer, Wait
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.services.broker.actions import Route
+from rolloutmq.services.broker.forming import Stream
+
+CONSUMERS_LIMIT: Final = 1 << 16
+"""Consumers that are remembered; a step has at most as many ranks."""
+
+
+class Consumer(msgspec.Struct, eq=False):
+    """One registered consumer; `heard_at` is its last sign of life."""
+
+    name: str
+    group: str
+    rank: int
+    world_size: int
+    heard_at: float
+    progress: int = 0
+
+
+class Waiting(msgspec.Struct, eq=False):
+    """A pull that waits, with the reason that holds it now."""
+
+    route: Route
+    pull: Pull
+    stream: Stream
+    deadline: float
+    counted_at: float
+    wait: Wait = Wait.NO_BATCH
+
+
+class Consumers:
+    """Registered consumers by name, and at most one waiting pull of each."""
+
+    def __init__(self) -> None:
+        self._consumers: dict[str, Consumer] = {}
+        self._waiting: dict[str, Waiting] = {}
+        self._resumed: dict[str, tuple[PolicyVersion, set[str]]] = {}
+
+    def find(self, name: str) -> Consumer | None:
+        return self._consumers.get(name)
+
+    def heard(self, name: str, now: float) -> Consumer | None:
+        """Note a sign of life and return the consumer, if it is known."""
+        consumer = self._consumers.get(name)
+        if consumer is not None:
+            consumer.heard_at = now
+        return consumer
+
+    def register(self, request: RegisterConsumer, now: float) -> bool:
+        """Note a new life of a consumer; False if there is no place for one more."""
+        if request.consumer not in self._consumers and len(self._consumers) >= CONSUMERS_LIMIT:
+            return False
+        self._consumers[request.consumer] = Consumer(
+            request.consumer, request.group, request.rank, request.world_size, now
+        )
+        return True
+
+    def resumes(self, request: RegisterConsumer) -> bool:
+        """Whether this registration rewinds, or joins another rank that has done so already."""
+        if request.resume is None:
+            return False
+        version, joined = self._resumed.get(request.group, (None, set[str]()))
+        if version == request.resume and request.consumer not in joined:
+            joined.add(request.consumer)
+            return False
+        self._resumed[request.group] = (request.resume, {request.consumer})
+        return True
+
+    def moved_on(self, group: str) -> None:
+        """Note that a batch was settled: from now on, any resume of the group is a new one."""
+        self._resumed.pop(group, None)
+
+    def wait(self, waiting: Waiting) -> Waiting | None:
+        """Let a pull wait; return the one of the same consumer that it takes the place of."""
+        former = self._waiting.pop(waiting.pull.consumer, None)
+        self._waiting[waiting.pull.consumer] = waiting
+        return former
+
+    def waiting(self) -> Iterator[Waiting]:
+        """Yield the pulls that wait, the first to come first."""
+        return iter(list(self._waiting.values()))
+
+    @property
+    def any_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def stop_waiting(self, consumer: str) -> Waiting | None:
+        """Forget the waiting pull of a consumer and return it."""
+        return self._waiting.pop(consumer, None)
+
+    def silent_since(self, name: str, moment: float) -> bool:
+        """Whether a consumer gave no sign of life since `moment`, or is not known."""
+        consumer = self._consumers.get(name)
+        return consumer is None or consumer.heard_at <= moment
+
+    def sweep(self, moment: float, holders: set[str]) -> None:
+        """Forget consumers that gave no sign since `moment` and neither wait nor hold anything."""
+        for name in [n for n, c in self._consumers.items() if c.heard_at <= moment]:
+            if name not in holders and name not in self._waiting:
+                del self._consumers[name]
+
+    def clear(self) -> None:
+        """Forget all; the caller has answered those that waited."""
+        self._consumers.clear()
+        self._waiting.clear()
+        self._resumed.clear()

@@ -1,0 +1,236 @@
+"""The broker's core, sans I/O: events in, actions out. This file only composes.
+
+    producing   sessions, groups coming in        sessions, windows, admission, lanes
+    consuming   pulls, leases, settlements        consumers, leases, forming, batching, shards, settlement, retained
+    operating   workers, drains, status, reset    workers, status, runs, ledger
+
+Every call takes the clock: `now` in monotonic seconds decides, `wall` is for records. The core keeps groups as opaque
+frames and opens none. It is deterministic, it logs nothing, and whatever a peer says ends in a reply or a count.
+
+The seam of the journal: between a change and the reply that tells of it. `ingest` publishes acks only in `tick`, and
+replies leave in the actions of a call, so that a shell can make both wait for the disk.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from rolloutmq.bus import topics
+from rolloutmq.schemas import delivery
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.control import (
+    Disconnect,
+    Drain,
+    GetStatus,
+    LatestExample,
+    Reset,
+    SetWorkers,
+    Shutdown,
+    WorkerBeat,
+)
+from rolloutmq.schemas.delivery import (
+    Commit,
+    ConsumerBeat,
+    DeclareTables,
+    GetInfo,
+    Goodbye,
+    Ok,
+    Pull,
+    RegisterConsumer,
+    RegisterProducer,
+    Release,
+    Settle,
+    Sync,
+)
+from rolloutmq.schemas.envelope import Envelope
+from rolloutmq.schemas.records import Endpoints
+from rolloutmq.services.broker.actions import Action, Publish, Route
+from rolloutmq.services.broker.audit import audit
+from rolloutmq.services.broker.consuming import Consuming
+from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.operating import Operating
+from rolloutmq.services.broker.producing import Producing
+from rolloutmq.services.broker.state import State
+from rolloutmq.services.broker.status import Status
+
+POUR_S: Final = 0.05
+"""How often room is looked for on behalf of producers that wait for it."""
+SWEEP_S: Final = 1.0
+"""How often the silent are looked for."""
+
+
+class BrokerCore:
+    """The broker without its sockets.
+
+    Args:
+        config: The run's configuration.
+        epoch: Number of this life of the broker; larger than that of any life before.
+        endpoints: Addresses to tell to those who ask.
+
+    Attributes:
+        shutdown: Somebody asked the broker to save what it holds and end.
+    """
+
+    def __init__(self, config: RunConfig, *, epoch: int, endpoints: Endpoints | None = None) -> None:
+        self.shutdown = False
+        self._pressure_s = config.broker.pressure_interval_s
+        self._ack_s = config.broker.ack_interval_s
+        self._state = State(config, epoch, endpoints)
+        self._producing = Producing(self._state)
+        self._consuming = Consuming(self._state)
+        self._operating = Operating(self._state, self._producing, self._consuming)
+        self._status = Status(config, self._state, self._consuming)
+        self._handlers = self._table()
+        self._pressure: Publish | None = None
+        self._pressure_due = self._pour_due = self._sweep_due = 0.0
+
+    def _table(self) -> "dict[type, Callable[[Any, float, float], delivery.Reply]]":
+        """Return who answers which request. A pull is missing: it may be answered later."""
+        producing, consuming, operating = self._producing, self._consuming, self._operating
+        return {
+            RegisterProducer: lambda r, now, _: producing.register(r, now),
+            DeclareTables: lambda r, now, _: producing.declare(r, now),
+            Sync: lambda r, now, _: producing.sync(r, now),
+            Goodbye: lambda r, now, _: producing.goodbye(r, now),
+            RegisterConsumer: consuming.register,
+            Settle: consuming.settle,
+            Commit: lambda r, now, _: consuming.commit(r, now),
+            Release: consuming.release,
+            ConsumerBeat: lambda r, now, _: consuming.beat(r, now),
+            GetInfo: lambda *_: operating.info(),
+            WorkerBeat: lambda r, now, _: operating.beat(r, now),
+            Drain: lambda r, *_: operating.drain(r),
+            SetWorkers: lambda r, *_: operating.set_workers(r),
+            GetStatus: lambda _, now, wall: self._status.report(now, wall),
+            Disconnect: lambda r, *_: operating.disconnect(r),
+            Reset: lambda r, _, wall: operating.reset(r, wall),
+            Shutdown: lambda *_: self._end(),
+        }
+
+    def ingest(self, envelope: Envelope, frames: Sequence[Any], now: float, wall: float) -> list[Action]:
+        """Take in the groups of one message. Their acks come with the next `tick`, which is due at once.
+
+        Args:
+            envelope: The decoded envelope.
+            frames: The frames after it: opaque, kept until the groups are settled.
+            now: Monotonic seconds.
+            wall: Seconds since the epoch.
+        """
+        if self._producing.ingest(envelope, frames, now, wall) and self._state.consumers.any_waiting:
+            self._consuming.serve(now, wall)
+        return self._state.outbox.take()
+
+    def request(self, route: Route, request: delivery.Request, now: float, wall: float) -> list[Action]:
+        """Serve one request; a pull may be answered by a later call. `route` is opaque and comes back."""
+        if isinstance(request, Pull):
+            self._consuming.pull(route, request, now, wall)
+        elif isinstance(request, LatestExample):
+            self._state.outbox.reply(route, *self._operating.latest(request))
+        else:
+            self._state.outbox.reply(route, self._handlers[type(request)](request, now, wall))
+        return self._state.outbox.take()
+
+    def _end(self) -> Ok:
+        self.shutdown = True
+        return Ok()
+
+    def tick(self, now: float, wall: float) -> list[Action]:
+        """Do what time demands: expiries, credit, acks, drains, `pressure`."""
+        state = self._state
+        self._status.begin(now)
+        self._consuming.tick(now, wall)
+        if now >= self._sweep_due:
+            self._sweep_due = now + SWEEP_S
+            self._producing.sweep(now)
+            self._consuming.sweep(now)
+            state.workers.sweep(now)
+        if state.repace or now >= self._pour_due:
+            self._pour_due = now + POUR_S
+            state.admission.pour(now)
+        if state.repace:
+            state.repace = False
+            self._producing.pace(now)
+        self._publish_acks(now)
+        self._publish_pressure(now, wall)
+        return state.outbox.take()
+
+    def _publish_acks(self, now: float) -> None:
+        state = self._state
+        for session in state.acks.due(now):
+            state.outbox.publish(topics.ack(session.producer), state.acks.of(session))
+        for drain in state.workers.due(now, self._ack_s):
+            state.outbox.publish(topics.control(drain.worker), drain)
+
+    def _publish_pressure(self, now: float, wall: float) -> None:
+        if now >= self._pressure_due:
+            self._pressure_due = now + self._pressure_s
+            self._pressure = Publish(topics.PRESSURE, self._status.pressure(now, wall))
+            self._state.outbox.publish(self._pressure.topic, self._pressure.message)
+
+    def next_deadline(self, now: float) -> float:
+        """Return the monotonic time at which `tick` has something to do; not after it if that is now."""
+        state = self._state
+        if state.repace:
+            return now
+        return min(
+            state.acks.next_due(),
+            self._pressure_due,
+            self._sweep_due,
+            self._pour_due,
+            self._consuming.next_deadline(),
+            state.former.deadline(now) if state.consumers.any_waiting else math.inf,
+            state.workers.next_due(),
+        )
+
+    def subscribed(self, topic: bytes) -> list[Action]:
+        """Return the last value of every state topic that a new subscription to `topic` matches."""
+        state = self._state
+        found: list[Action] = []
+        if self._pressure is not None and topics.PRESSURE.startswith(topic):
+            found.append(self._pressure)
+        for session in state.sessions:
+            name = topics.ack(session.producer)
+            if session.alive and name.startswith(topic):
+                found.append(Publish(name, state.acks.of(session)))
+        for drain in state.workers.told():
+            name = topics.control(drain.worker)
+            if name.startswith(topic):
+                found.append(Publish(name, drain))
+        return found
+
+    def reading(self) -> bool:
+        """Whether the shell may read `ingest`: the global mark is the last resort, credits come first."""
+        return not self._state.admission.full()
+
+    def rejected(self, reason: str) -> None:
+        """Count a message that the shell could not decode."""
+        self._state.rejected[reason] += 1
+
+    def saved(self) -> Iterator[StoredGroup]:
+        """Yield every group that is accepted and not settled, first those that are pulled first."""
+        state = self._state
+        for lease in state.leases:
+            if lease.rewound:
+                yield from lease.groups
+        for batch in state.retained.all_returning():
+            yield from batch.groups
+        rest = [g for lease in state.leases if not lease.rewound for g in lease.groups]
+        for lane in state.lanes:
+            rest.extend(lane.in_order())
+        yield from sorted(rest, key=lambda group: group.order)
+
+    def restore(self, groups: Iterable[StoredGroup], now: float, wall: float) -> None:
+        """Queue what an earlier life saved. Before anything else; sessions of that life are unknown now."""
+        state = self._state
+        for group in groups:
+            group.accepted_at = now - max(0.0, wall - group.accepted_wall)
+            lane = state.lanes.open(group.env, group.split, now)
+            state.lanes.accept(lane, group, now)
+            state.ledger.accept()
+            state.known[group.header.group_id] = group
+            state.newest[group.env] = group
+            state.sessions.reserve_above(group.session)
+
+    def validate(self) -> None:
+        """Assert every invariant; for tests."""
+        audit(self._state)

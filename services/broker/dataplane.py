@@ -1,0 +1,288 @@
+"""The data plane: one thread that owns the broker's four sockets and drives the core.
+
+    wait      blocking poll until a socket is readable, the core's next deadline, or a request to stop
+    round     a bounded burst from each readable socket, control first, so that no peer starves another
+    carry out replies and events at once; a peer that left or does not read is counted, never waited for
+
+What a peer sends is held against the limits before anything of it is decoded, and a message that fails is counted by
+reason and dropped. Nothing here keeps state of the run; that is the core's. While the core is above its global mark
+`ingest` is not polled: its pipes fill and the producers block.
+"""
+
+import errno
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+import zmq
+
+from rolloutmq.bus import codec, topics
+from rolloutmq.bus.sockets import Socket
+from rolloutmq.schemas.delivery import ErrorReply
+from rolloutmq.schemas.delivery import Reply as ReplyMessage
+from rolloutmq.schemas.envelope import ENVELOPE_LIMIT_BYTES, FRAMES_LIMIT
+from rolloutmq.schemas.errors import LimitExceededError, MalformedError, WireError
+from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply, Route
+from rolloutmq.services.broker.core import BrokerCore
+
+logger = logging.getLogger(__name__)
+
+BURST_MESSAGES: Final = 64
+"""Most messages taken from one socket in a round."""
+BURST_BYTES: Final = 16 << 20
+"""Most bytes of groups taken in a round; at memory speed that is a few milliseconds."""
+COPY_BELOW_BYTES: Final = 64 << 10
+"""A smaller frame is copied: the library would keep its whole receive buffer for it. A larger one is kept as it is."""
+ROUTE_LIMIT_FRAMES: Final = 8
+"""Most frames of a return address, the peer's and its own correlation frames together."""
+ROUTE_LIMIT_BYTES: Final = 1024
+REQUEST_LIMIT_BYTES: Final = 1 << 20
+"""Largest request: a settlement of 10,000 groups is about half of it."""
+EVENT_LIMIT_BYTES: Final = 64 << 10
+"""Largest event of another service; they are samples of a few hundred bytes."""
+DRAIN_S: Final = 2.0
+"""At the end, longest time to take in what has already arrived."""
+QUIET_MS: Final = 20
+"""At the end, what still arrives within this after the last has arrived too: it was in the kernel or in the library."""
+IDLE_S: Final = 60.0
+"""Longest wait without a deadline."""
+
+
+@dataclass(frozen=True)
+class BrokerSockets:
+    """The four sockets, bound."""
+
+    ingest: Socket
+    serve: Socket
+    events: Socket
+    publish: Socket
+
+    def close(self) -> None:
+        for socket in (self.ingest, self.serve, self.events, self.publish):
+            socket.close()
+
+
+class Log(Protocol):
+    """Where lines for people go: `dropped.jsonl`."""
+
+    def write(self, data: bytes, /) -> int: ...
+
+
+class Arrival(msgspec.Struct):
+    """One message of a producer, within its limits."""
+
+    first: bytes
+    frames: list[bytes | zmq.Frame]
+    nbytes: int
+
+
+class DataPlane:
+    """Runs the core on its sockets. All methods but `stop` belong to one thread."""
+
+    def __init__(self, core: BrokerCore, sockets: BrokerSockets, dropped: Log, max_group_bytes: int) -> None:
+        self.core = core
+        self.unsent: dict[str, int] = {}
+        """Replies that could not be sent, by kind and reason."""
+        self.rejections: dict[str, int] = {}
+        """Messages that were not of the protocol, by socket and reason."""
+        self._sockets = sockets
+        self._dropped = dropped
+        self._max_group_bytes = max_group_bytes
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        for socket in (sockets.serve, sockets.events, sockets.publish):
+            self._poller.register(socket, zmq.POLLIN)
+        self._reading = False
+
+    def stop(self) -> None:
+        """Ask `run` to return. For any thread, and for signal handlers."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+
+    def close(self) -> None:
+        """Release the wake-up descriptor, after `run` returned."""
+        os.close(self._wake)
+
+    def run(self) -> None:
+        """Serve until stopped or until the core was told to shut down, then take in what has arrived."""
+        while not self._stopping and not self.core.shutdown:
+            due = self.core.next_deadline(time.monotonic())
+            self._round(self._wait(due))
+            self._tick(due)
+        self._drain()
+        logger.info("data plane ended rejected=%s unsent=%s", self.rejections, self.unsent)
+
+    def _wait(self, due: float) -> set[object]:
+        reading = self.core.reading()
+        if reading != self._reading:
+            if reading:
+                self._poller.register(self._sockets.ingest, zmq.POLLIN)
+            else:
+                self._poller.unregister(self._sockets.ingest)
+                logger.warning("not reading ingest reason=global_full")
+            self._reading = reading
+        left_s = min(max(due - time.monotonic(), 0.0), IDLE_S)
+        return {socket for socket, _ in self._poller.poll(math.ceil(left_s * 1e3))}
+
+    def _round(self, readable: set[object]) -> None:
+        sockets = self._sockets
+        if sockets.serve in readable:
+            self._burst(self._serve_one)
+        if sockets.events in readable:
+            self._burst(self._events_one)
+        if sockets.publish in readable:
+            self._burst(self._publish_one)
+        if sockets.ingest in readable:
+            self._ingest(BURST_MESSAGES, BURST_BYTES)
+
+    def _tick(self, due: float) -> None:
+        # What came in meanwhile may have moved the deadline, forward or back: the earlier one counts.
+        now = time.monotonic()
+        if now >= due or now >= self.core.next_deadline(now):
+            self._carry_out(self.core.tick(now, time.time()))
+
+    def _drain(self) -> None:
+        until = time.monotonic() + DRAIN_S
+        while self.core.reading() and self._sockets.ingest.poll(QUIET_MS) and time.monotonic() < until:
+            self._ingest(BURST_MESSAGES, BURST_BYTES)
+        self._burst(self._serve_one)
+        self._carry_out(self.core.tick(time.monotonic(), time.time()))
+
+    def _burst(self, take_one: Callable[[], None]) -> None:
+        try:
+            for _ in range(BURST_MESSAGES):
+                take_one()
+        except zmq.Again:
+            return
+
+    def _ingest(self, messages: int, nbytes: int) -> None:
+        """Take in up to that much of what has arrived."""
+        try:
+            while messages > 0 and nbytes > 0 and self.core.reading():
+                messages -= 1
+                try:
+                    message = self._receive(self._sockets.ingest, self._max_group_bytes)
+                    nbytes -= message.nbytes
+                    envelope = codec.decode_envelope(message.first, len(message.frames), message.nbytes)
+                except WireError as error:
+                    self._reject(f"ingest: {error.code.value}")
+                    continue
+                self._carry_out(self.core.ingest(envelope, message.frames, time.monotonic(), time.time()))
+        except zmq.Again:
+            return
+
+    def _serve_one(self) -> None:
+        frames = self._receive_small(self._sockets.serve, REQUEST_LIMIT_BYTES)
+        route = _route(frames)
+        if route is None:
+            self._reject("serve: malformed")
+            return
+        try:
+            if len(frames) != len(route) + 1:
+                raise MalformedError("a request is exactly one frame after the empty one")
+            request = codec.decode_request(frames[-1])
+        except WireError as error:
+            self._reject(f"serve: {error.code.value}")
+            self._send_reply(route, ErrorReply(code=error.code, detail=error.detail[:500]))
+            return
+        self._carry_out(self.core.request(route, request, time.monotonic(), time.time()))
+
+    def _events_one(self) -> None:
+        frame = self._sockets.events.recv(zmq.NOBLOCK)
+        if frame[:1] == b"\x01":
+            self._carry_out(self.core.subscribed(frame[1:]))
+
+    def _publish_one(self) -> None:
+        frames = self._receive_small(self._sockets.publish, EVENT_LIMIT_BYTES)
+        if len(frames) != 2 or not topics.is_forwarded(frames[0]):
+            self._reject("publish: not forwarded")
+            return
+        try:
+            codec.decode_event(frames[1])
+        except WireError as error:
+            self._reject(f"publish: {error.code.value}")
+            return
+        self._sockets.events.send_multipart(frames, zmq.NOBLOCK)
+
+    def _receive(self, socket: Socket, limit_bytes: int) -> Arrival:
+        """Take one message of a producer; LimitExceededError, and none of it kept, if it is beyond a limit."""
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        more = frame.more
+        if len(frame) > ENVELOPE_LIMIT_BYTES:
+            _skip(socket, more)
+            raise LimitExceededError("size of the envelope", len(frame), ENVELOPE_LIMIT_BYTES)
+        message = Arrival(frame.bytes, [], 0)
+        while more:
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            more = frame.more
+            message.nbytes += len(frame)
+            if len(message.frames) + 2 > FRAMES_LIMIT:
+                _skip(socket, more)
+                raise LimitExceededError("frames of a message", FRAMES_LIMIT + 1, FRAMES_LIMIT)
+            if message.nbytes > limit_bytes:
+                _skip(socket, more)
+                raise LimitExceededError("bytes of a message", message.nbytes, limit_bytes)
+            message.frames.append(frame if len(frame) >= COPY_BELOW_BYTES else frame.bytes)
+        return message
+
+    def _receive_small(self, socket: Socket, limit_bytes: int) -> list[bytes]:
+        """Take one control message; empty if it is beyond a limit."""
+        frames: list[bytes] = []
+        nbytes = 0
+        more = True
+        while more:
+            frame = socket.recv(zmq.NOBLOCK)
+            more = bool(socket.getsockopt(zmq.RCVMORE))
+            nbytes += len(frame)
+            if len(frames) > ROUTE_LIMIT_FRAMES or nbytes > limit_bytes:
+                _skip(socket, more)
+                return []
+            frames.append(frame)
+        return frames
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Reply(route, message, frames):
+                    self._send_reply(route, message, frames)
+                case Publish(topic, message):
+                    self._sockets.events.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
+                case Dropped(record):
+                    self._dropped.write(msgspec.json.encode(record) + b"\n")
+
+    def _send_reply(self, route: Route, message: ReplyMessage, frames: tuple[Any, ...] = ()) -> None:
+        try:
+            self._sockets.serve.send_multipart([*route, codec.encode(message), *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in {errno.EHOSTUNREACH, errno.EAGAIN}:
+                raise
+            self._count(self.unsent, f"{type(message).__name__}: {error.strerror}")
+
+    def _reject(self, reason: str) -> None:
+        self.core.rejected(reason)
+        self._count(self.rejections, reason)
+
+    def _count(self, counts: dict[str, int], reason: str) -> None:
+        count = counts[reason] = counts.get(reason, 0) + 1
+        if count & (count - 1) == 0:  # a peer that repeats itself must not fill the log
+            logger.warning("dropped reason=%s count=%d", reason, count)
+
+
+def _route(frames: list[bytes]) -> Route | None:
+    """Return the frames up to and including the first empty one, the peer's identity being the first of all."""
+    if b"" not in frames[1:]:
+        return None
+    route = tuple(frames[: frames.index(b"", 1) + 1])
+    return route if sum(map(len, route)) <= ROUTE_LIMIT_BYTES else None
+
+
+def _skip(socket: Socket, more: bool) -> None:
+    while more:
+        more = socket.recv(zmq.NOBLOCK, copy=False).more

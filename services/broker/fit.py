@@ -1,0 +1,97 @@
+"""Bounded subset sums over group sizes, with counts: can whole groups add up to exactly so many sequences?
+
+Sets of reachable sums are bits of one integer, so that a size with any count costs a logarithmic number of shifts.
+The work depends on the number of distinct sizes and on the target, never on the number of groups.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+CELLS_LIMIT: Final = 1 << 28
+"""Distinct sizes times target. Above it only the first sizes, the oldest, are considered: 32 MiB of bits."""
+
+Item = tuple[int, int]
+"""A size and how many groups have it."""
+
+
+def extend(bits: int, item: Item, mask: int) -> int:
+    """Return the sums reachable from `bits` with up to `count` further groups of a size."""
+    size, left = item
+    step = 1
+    while left > 0 and bits:
+        take = min(step, left)
+        bits |= (bits << size * take) & mask
+        left -= take
+        step *= 2
+    return bits
+
+
+def reach(counts: Mapping[int, int], limit: int) -> int:
+    """Return the set of sums up to `limit`."""
+    bits, mask = 1, (1 << (limit + 1)) - 1
+    for size, count in counts.items():
+        bits = extend(bits, (size, min(count, limit // size)), mask)
+    return bits
+
+
+def sumset(one: int, other: int, mask: int) -> int:
+    """Return all sums of a member of one set and a member of the other."""
+    if one.bit_count() > other.bit_count():
+        one, other = other, one
+    result = 0
+    while one:
+        low = one & -one
+        result |= (other << (low.bit_length() - 1)) & mask
+        one ^= low
+    return result
+
+
+def members(bits: int, limit: int) -> bytes:
+    """Return the set as bytes, in which `contains` looks in constant time."""
+    return bits.to_bytes(limit // 8 + 1, "little")
+
+
+def contains(cells: bytes, value: int) -> bool:
+    """Whether a value is in a set made by `members`."""
+    return value >= 0 and bool(cells[value >> 3] >> (value & 7) & 1)
+
+
+def nearest(preferred: int, low: int, high: int) -> Iterator[int]:
+    """Yield the values from `low` to `high`, the nearest to `preferred` first."""
+    if low <= preferred <= high:
+        yield preferred
+    for step in range(1, max(preferred - low, high - preferred) + 1):
+        if low <= preferred - step <= high:
+            yield preferred - step
+        if low <= preferred + step <= high:
+            yield preferred + step
+
+
+def fit(items: Sequence[Item], preferred: Mapping[int, int], target: int) -> dict[int, int] | None:
+    """Choose counts of sizes that add up to exactly `target`, near the preferred ones.
+
+    Args:
+        items: Distinct sizes with their counts; the first ones get what is preferred, the last ones give way.
+        preferred: Counts by size that would be taken if no sum had to be met.
+        target: The sum, at least 0.
+
+    Returns:
+        Counts by size, or None where no combination has the sum.
+    """
+    items = items[: max(1, CELLS_LIMIT // (target + 1))]
+    mask = (1 << (target + 1)) - 1
+    suffix = [1]
+    for size, count in reversed(items):
+        suffix.append(extend(suffix[-1], (size, min(count, target // size)), mask))
+    suffix.reverse()
+    if not suffix[0] >> target & 1:
+        return None
+    chosen: dict[int, int] = {}
+    left = target
+    for (size, count), rest in zip(items, suffix[1:], strict=True):
+        cells = members(rest, target)
+        most = min(count, left // size)
+        wish = min(preferred.get(size, 0), most)
+        chosen[size] = next(k for k in nearest(wish, 0, most) if contains(cells, left - k * size))
+        left -= chosen[size] * size
+    return chosen

@@ -1,0 +1,227 @@
+"""Lanes: the queue of one environment and split, indexed by the size of its groups.
+
+The cost of a pull does not grow with the length of a queue: groups of one size lie in one deque, oldest first, and a
+batch is composed from counts of sizes. A group that comes back takes its old place in the order. The lane counts what
+is queued and what is leased; rewound batches are kept apart, because their bytes belong to `retain_bytes`.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from heapq import merge
+from operator import attrgetter
+from typing import Final
+
+from rolloutmq.schemas.config import EnvironmentConfig
+from rolloutmq.schemas.envelope import Split
+from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.rates import Rate
+
+_order: Final = attrgetter("order")
+
+
+class Load:
+    """Groups, sequences and bytes of some groups together."""
+
+    __slots__ = ("groups", "nbytes", "sequences")
+
+    def __init__(self) -> None:
+        self.groups = 0
+        self.sequences = 0
+        self.nbytes = 0
+
+    def add(self, group: StoredGroup, sign: int = 1) -> None:
+        """Count one group in, or out with `sign` -1."""
+        self.groups += sign
+        self.sequences += sign * group.header.sequences
+        self.nbytes += sign * group.header.nbytes
+
+    def as_tuple(self) -> tuple[int, int, int]:
+        return self.groups, self.sequences, self.nbytes
+
+
+class Lane:
+    """One environment's queue and what it may take of every batch."""
+
+    def __init__(self, env: str, split: Split, rule: EnvironmentConfig, now: float) -> None:
+        self.env = env
+        self.split = split
+        self.rule = rule
+        self.weight = rule.weight
+        self.min_share = rule.min_share
+        self.group_size = rule.group_size
+        self.connected = True
+        self.queued = Load()
+        self.leased = Load()
+        self.rewinding = Load()
+        """Groups of rewound batches, waiting or leased again."""
+        self.granted = 0
+        """Rollouts that live producers may begin or have begun, and that have not arrived."""
+        self.carry = 0.0
+        """Sequences that batches still owe the lane; negative if it had more than its share."""
+        self.accepted_groups = 0
+        self.trained_groups = 0
+        self.largest_bytes = 0
+        self.arrived_at = now
+        """When it last got a group, or its first producer."""
+        self.arrivals = Rate()
+        self.sizes: dict[int, deque[StoredGroup]] = {}
+
+    def accept(self, group: StoredGroup, now: float) -> None:
+        """Queue a new group at the end."""
+        header = group.header
+        self.accepted_groups += 1
+        self.arrived_at = now
+        self.arrivals.add(1, now)
+        self.largest_bytes = max(self.largest_bytes, header.nbytes)
+        self.append(group)
+
+    def append(self, group: StoredGroup) -> None:
+        """Queue a group behind all others of its size."""
+        self.sizes.setdefault(group.header.sequences, deque()).append(group)
+        self.queued.add(group)
+
+    def take(self, size: int, count: int) -> list[StoredGroup]:
+        """Remove the oldest `count` groups of a size from the queue; there must be that many."""
+        queue = self.sizes[size]
+        taken = [queue.popleft() for _ in range(count)]
+        if not queue:
+            del self.sizes[size]
+        for group in taken:
+            self.queued.add(group, -1)
+        return taken
+
+    def put_back(self, groups: Iterable[StoredGroup]) -> None:
+        """Return groups to their old places in the queue."""
+        back: dict[int, list[StoredGroup]] = {}
+        for group in groups:
+            back.setdefault(group.header.sequences, []).append(group)
+            self.queued.add(group)
+        for size, returned in back.items():
+            returned.sort(key=_order)
+            queue = self.sizes.setdefault(size, deque())
+            if queue and queue[0].order < returned[-1].order:
+                self.sizes[size] = deque(merge(returned, queue, key=_order))
+            else:
+                queue.extendleft(reversed(returned))
+
+    def in_order(self) -> Iterator[StoredGroup]:
+        """Yield what is queued, oldest first."""
+        if len(self.sizes) == 1:
+            return iter(next(iter(self.sizes.values())))
+        return merge(*self.sizes.values(), key=_order)
+
+    def oldest(self) -> StoredGroup | None:
+        """Return the head of the queue."""
+        return min((queue[0] for queue in self.sizes.values()), key=_order, default=None)
+
+    @property
+    def pending_sequences(self) -> int:
+        """Sequences between grant and settlement, with those that are granted at their usual size."""
+        waiting = self.queued.sequences + self.leased.sequences + self.rewinding.sequences
+        return waiting + self.granted * self.group_size
+
+    def silent(self, now: float, limit_s: float) -> bool:
+        """Whether nothing came for so long that others need not wait for this lane."""
+        return now - self.arrived_at > limit_s
+
+    def validate(self) -> None:
+        """Assert that the counts are those of the containers."""
+        load = Load()
+        for size, queue in self.sizes.items():
+            assert queue, f"empty deque for size {size}"
+            orders = [group.order for group in queue]
+            assert orders == sorted(orders), f"{self.env}: size {size} out of order"
+            for group in queue:
+                assert group.header.sequences == size
+                load.add(group)
+        assert load.as_tuple() == self.queued.as_tuple(), self.env
+        assert min(self.leased.as_tuple() + self.rewinding.as_tuple()) >= 0, self.env
+        assert self.granted >= 0, self.env
+
+
+class Lanes:
+    """All lanes, and their sums."""
+
+    def __init__(self, environments: dict[str, EnvironmentConfig]) -> None:
+        self._rules = environments
+        self._lanes: dict[tuple[str, Split], Lane] = {}
+        self.held_groups = 0
+        """Groups queued or leased, rewound batches not counted."""
+        self.held_bytes = 0
+        self._next_order = 1
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes.values())
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def find(self, env: str, split: Split) -> Lane | None:
+        return self._lanes.get((env, split))
+
+    def open(self, env: str, split: Split, now: float) -> Lane:
+        """Return the lane, made on first use by the rules of the configuration."""
+        lane = self._lanes.get((env, split))
+        if lane is None:
+            rule = self._rules.get(env) or EnvironmentConfig(entry="unknown:Unknown")
+            lane = self._lanes[env, split] = Lane(env, split, rule, now)
+        return lane
+
+    def configured(self, env: str) -> bool:
+        """Whether the configuration names the environment; then its numbers win over a producer's."""
+        return env in self._rules
+
+    def of(self, group: StoredGroup) -> Lane:
+        """Return the lane that a stored group belongs to."""
+        return self._lanes[group.env, group.split]
+
+    def of_split(self, split: Split) -> list[Lane]:
+        return [lane for lane in self._lanes.values() if lane.split is split]
+
+    def accept(self, lane: Lane, group: StoredGroup, now: float) -> None:
+        """Queue a new group and give it its place in the order."""
+        group.order = self._next_order
+        self._next_order += 1
+        self.held_groups += 1
+        self.held_bytes += group.header.nbytes
+        lane.accept(group, now)
+
+    def lease(self, lane: Lane, groups: Iterable[StoredGroup]) -> None:
+        """Count groups that were taken from a queue as leased."""
+        for group in groups:
+            lane.leased.add(group)
+
+    def unlease(self, group: StoredGroup) -> Lane:
+        """Count a leased group out; it goes back to a queue by `Lane.put_back`, or `let_go` ends it."""
+        lane = self.of(group)
+        lane.leased.add(group, -1)
+        return lane
+
+    def put_back(self, groups: Iterable[StoredGroup]) -> None:
+        """Return groups that were taken to their old places in their queues."""
+        back: dict[Lane, list[StoredGroup]] = {}
+        for group in groups:
+            back.setdefault(self.of(group), []).append(group)
+        for lane, returned in back.items():
+            lane.put_back(returned)
+
+    def let_go(self, group: StoredGroup) -> None:
+        """Forget the bytes of a group that is neither queued nor leased any more."""
+        self.held_groups -= 1
+        self.held_bytes -= group.header.nbytes
+
+    def queued_sequences(self, split: Split) -> int:
+        return sum(lane.queued.sequences for lane in self._lanes.values() if lane.split is split)
+
+    def clear(self) -> None:
+        """Forget every lane and what is in it."""
+        self._lanes.clear()
+        self.held_groups = self.held_bytes = 0
+
+    def validate(self) -> None:
+        """Assert the sums over all lanes."""
+        for lane in self:
+            lane.validate()
+        loads = [(lane.queued, lane.leased) for lane in self]
+        assert self.held_groups == sum(q.groups + leased.groups for q, leased in loads)
+        assert self.held_bytes == sum(q.nbytes + leased.nbytes for q, leased in loads)

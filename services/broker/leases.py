@@ -1,0 +1,186 @@
+"""Leases: one step handed to all ranks of a consumer group, and how it ends.
+
+A lease fixes composition and shards. It ends settled, when every rank has said what became of its part, or lost: then
+its groups go back to their old places in the queue, and whatever its ranks still say is fenced by the generation.
+Each rank must live and make progress; a hung one cannot hold the others for ever.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from rolloutmq.schemas.delivery import Pull, Settle
+from rolloutmq.schemas.envelope import PolicyVersion, Split
+from rolloutmq.services.broker.forming import Stream
+from rolloutmq.services.broker.groups import StoredGroup
+
+REMEMBERED: Final = 64
+"""Ended leases that are remembered, so that a repeated request gets the same answer."""
+
+
+class Part(msgspec.Struct, eq=False):
+    """One rank's part of a lease.
+
+    Attributes:
+        consumer: Who pulled it; empty until then.
+        progress_at: When the rank last showed progress; before its pull, when the lease was formed.
+        settle: What became of it, once the rank has said so.
+    """
+
+    groups: list[StoredGroup]
+    progress_at: float
+    consumer: str = ""
+    request_id: str = ""
+    settle: Settle | None = None
+
+
+class Lease(msgspec.Struct, eq=False, kw_only=True):
+    """One leased step."""
+
+    number: int
+    generation: int
+    stream: Stream
+    step: int
+    version: PolicyVersion
+    sequences: int
+    parts: list[Part]
+    short: bool = False
+    rewound: bool = False
+
+    @property
+    def split(self) -> Split:
+        return self.stream[1]
+
+    @property
+    def groups(self) -> Iterator[StoredGroup]:
+        return (group for part in self.parts for group in part.groups)
+
+    @property
+    def settled(self) -> bool:
+        return all(part.settle is not None for part in self.parts)
+
+    def held_by(self, consumer: str) -> Iterator[Part]:
+        """Yield the parts that a consumer has pulled and not settled."""
+        return (p for p in self.parts if p.consumer == consumer and p.settle is None)
+
+    def fits(self, pull: Pull) -> bool:
+        """Whether a pull is for this very step."""
+        return (self.step, self.sequences, len(self.parts)) == (
+            pull.step,
+            pull.sequences,
+            pull.world_size,
+        )
+
+    def expired(self, now: float, lease_s: float) -> bool:
+        """Whether some rank made no progress for too long."""
+        return self.expires_at(lease_s) <= now
+
+    def expires_at(self, lease_s: float) -> float:
+        """Return when the lease is lost, if no rank shows progress until then."""
+        pending = (part.progress_at for part in self.parts if part.settle is None)
+        return min(pending, default=float("inf")) + lease_s
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What is remembered of a lease that is over."""
+
+    generation: int
+    step: int
+    settles: tuple[Settle, ...]
+    requests: frozenset[tuple[str, str]]
+
+
+class Leases:
+    """Open leases by stream and by number, and the last ones that ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Lease] = {}
+        self._of_stream: dict[Stream, Lease] = {}
+        self._ended: OrderedDict[int, Ended] = OrderedDict()
+        self._next = 1
+        self._generation = 0
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(list(self._open.values()))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def next_generation(self) -> int:
+        """Return a number that is higher than any before."""
+        self._generation += 1
+        return self._generation
+
+    def of(self, stream: Stream) -> Lease | None:
+        """Return the open lease of a stream."""
+        return self._of_stream.get(stream)
+
+    def find(self, number: int, generation: int) -> Lease | Ended | None:
+        """Return the lease, open or settled, if the generation is right."""
+        lease: Lease | Ended | None = self._open.get(number) or self._ended.get(number)
+        return lease if lease is not None and lease.generation == generation else None
+
+    def open(
+        self,
+        stream: Stream,
+        pull: Pull,
+        shards: list[list[StoredGroup]],
+        now: float,
+        *,
+        short: bool,
+        rewound: bool,
+    ) -> Lease:
+        """Lease shards for the step that a pull asks for."""
+        lease = Lease(
+            number=self._next,
+            generation=self.next_generation(),
+            stream=stream,
+            step=pull.step,
+            version=pull.version,
+            sequences=pull.sequences,
+            parts=[Part(groups, now) for groups in shards],
+            short=short,
+            rewound=rewound,
+        )
+        self._next += 1
+        self._open[lease.number] = lease
+        self._of_stream[stream] = lease
+        for group in lease.groups:
+            group.deliveries += 1
+        return lease
+
+    def end(self, lease: Lease) -> None:
+        """Close a lease that is settled, and remember how."""
+        self.lose(lease)
+        self._ended[lease.number] = Ended(
+            lease.generation,
+            lease.step,
+            tuple(part.settle for part in lease.parts if part.settle is not None),
+            frozenset((part.consumer, part.request_id) for part in lease.parts),
+        )
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def lose(self, lease: Lease) -> None:
+        """Close a lease without an outcome: nothing of it is remembered, so its ranks are fenced."""
+        del self._open[lease.number]
+        del self._of_stream[lease.stream]
+
+    def over(self, consumer: str, request_id: str) -> bool:
+        """Whether a request was answered by a lease that is settled: its batch is gone."""
+        return any((consumer, request_id) in ended.requests for ended in self._ended.values())
+
+    def clear(self) -> None:
+        """Forget everything but the numbers."""
+        self._open.clear()
+        self._of_stream.clear()
+        self._ended.clear()
+
+    def validate(self) -> None:
+        """Assert that both indexes hold the same leases and that no group is in two of them."""
+        assert {lease.number for lease in self._of_stream.values()} == set(self._open)
+        ids = [id(group) for lease in self for group in lease.groups]
+        assert len(ids) == len(set(ids))
+        assert not any(lease.settled for lease in self)

@@ -1,0 +1,71 @@
+"""The ledger: where every accepted group is, at every instant.
+
+    accepted = queued + leased + trained + committed + filtered + expired + dead + discarded
+
+A group enters by `accept` and changes its state by `move`, and by nothing else, so that the sum cannot drift. What
+leaves the stream says why.
+"""
+
+from collections import Counter
+from enum import StrEnum
+
+from rolloutmq.schemas.control import LedgerCounts
+
+
+class State(StrEnum):
+    """Where an accepted group is."""
+
+    QUEUED = "queued"
+    LEASED = "leased"
+    TRAINED = "trained"
+    COMMITTED = "committed"
+    FILTERED = "filtered"
+    EXPIRED = "expired"
+    DEAD = "dead"
+    DISCARDED = "discarded"
+
+
+class Ledger:
+    """Counts of groups by state, and by reason where a state has reasons."""
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.rewound = 0
+        self.lost = 0
+        """Groups that ended sessions had finished and never got accepted."""
+        self.forgotten = 0
+        """Trained groups that no checkpoint will ever cover: the run was reset."""
+        self.counts = dict.fromkeys(State, 0)
+        self.reasons: Counter[str] = Counter()
+
+    def accept(self, groups: int = 1) -> None:
+        """Count new groups, which are queued."""
+        self.accepted += groups
+        self.counts[State.QUEUED] += groups
+
+    def move(self, old: State, new: State, groups: int = 1, reason: str = "") -> None:
+        """Move groups from one state to another."""
+        self.counts[old] -= groups
+        self.counts[new] += groups
+        if reason:
+            self.reasons[f"{new.value}({reason})"] += groups
+
+    def rewind(self, old: State, groups: int) -> None:
+        """Bring settled groups back to the queue, because the trainer resumed before them."""
+        self.move(old, State.QUEUED, groups)
+        self.rewound += groups
+
+    def report(self, lost_now: int = 0) -> LedgerCounts:
+        """Return the counts; `lost_now` is added for sessions that are silent but not over."""
+        return LedgerCounts(
+            accepted=self.accepted,
+            rewound=self.rewound,
+            lost_before_accept=self.lost + lost_now,
+            reasons=dict(self.reasons),
+            **{state.value: count for state, count in self.counts.items()},
+        )
+
+    def validate(self) -> None:
+        """Assert the ledger's equation."""
+        assert min(self.counts.values()) >= 0, self.counts
+        assert self.accepted == sum(self.counts.values()), (self.accepted, self.counts)

@@ -1,0 +1,120 @@
+"""Serving workers, the orchestrator and people: beats, drains, status, and what changes a run by hand."""
+
+import math
+from typing import Any
+
+from rolloutmq.bus.codec import encode
+from rolloutmq.schemas.control import (
+    Disconnect,
+    Drain,
+    LatestExample,
+    LatestExampleReply,
+    Reset,
+    SetWorkers,
+    WorkerBeat,
+    WorkerBeatReply,
+    WorkerState,
+)
+from rolloutmq.schemas.delivery import ErrorReply, InfoReply, Ok
+from rolloutmq.schemas.errors import ErrorCode
+from rolloutmq.services.broker.consuming import Consuming
+from rolloutmq.services.broker.producing import LANES_LIMIT, Producing
+from rolloutmq.services.broker.state import State, refuse
+
+
+class Operating:
+    """What is asked by those who neither produce nor consume."""
+
+    def __init__(self, state: State, producing: Producing, consuming: Consuming) -> None:
+        self._state = state
+        self._producing = producing
+        self._consuming = consuming
+
+    def beat(self, beat: WorkerBeat, now: float) -> WorkerBeatReply | ErrorReply:
+        """Note how a worker is; its session lives as long as it does."""
+        state = self._state
+        if not math.isfinite(beat.blocked_s):
+            return refuse(ErrorCode.INVALID, "blocked_s must be a finite number")
+        if not state.workers.beat(beat, now):
+            return refuse(ErrorCode.LIMIT, "too many workers")
+        session = state.sessions.current(beat.worker)
+        if session is not None and not session.closed and beat.pid == session.pid:
+            session.produced = max(0, beat.produced - session.produced_before)
+            if beat.state is WorkerState.DRAINING and not session.draining:
+                session.draining = True
+                session.touch()
+            if beat.state not in {WorkerState.GONE, WorkerState.FAILED}:
+                self._producing.alive(session, now)
+        return WorkerBeatReply(draining=state.workers.draining(beat.worker))
+
+    def drain(self, drain: Drain) -> Ok | ErrorReply:
+        """Tell a worker to finish and go, until it says that it does."""
+        state = self._state
+        session = state.sessions.current(drain.worker)
+        if session is None and state.workers.last(drain.worker) is None:
+            return refuse(ErrorCode.UNKNOWN, f"worker {drain.worker} is not known")
+        state.workers.tell(drain)
+        if session is not None and session.alive:
+            session.draining = True
+            session.touch()
+            state.repace = True
+        return Ok()
+
+    def set_workers(self, request: SetWorkers) -> Ok | ErrorReply:
+        """Remember how many workers an operator wants; the orchestrator reads it from `pressure`."""
+        wanted = self._state.wanted
+        if request.env not in wanted and len(wanted) >= LANES_LIMIT:
+            return refuse(ErrorCode.LIMIT, "too many environments")
+        wanted[request.env] = request.count
+        return Ok()
+
+    def info(self) -> InfoReply:
+        """Say what the run is and where the other sockets are."""
+        state = self._state
+        places = state.endpoints
+        return InfoReply(
+            epoch=state.epoch,
+            info=state.run.info,
+            ingest=places.ingest if places else "",
+            events=places.events if places else "",
+            publish=places.publish if places else "",
+            max_group_bytes=state.admission.largest,
+        )
+
+    def latest(self, request: LatestExample) -> tuple[LatestExampleReply, tuple[Any, ...]]:
+        """Return the newest accepted group, of one environment or of all."""
+        newest = self._state.newest
+        if request.env:
+            found = newest.get(request.env)
+        else:
+            found = max(newest.values(), key=lambda group: group.order, default=None)
+        if found is None:
+            return LatestExampleReply(), ()
+        reply = LatestExampleReply(header=found.header, env=found.env, table=encode(found.table))
+        return reply, found.frames
+
+    def disconnect(self, request: Disconnect) -> Ok | ErrorReply:
+        """Take an environment out of the weights; what it has queued only fills up batches."""
+        lanes = [lane for lane in self._state.lanes if lane.env == request.env]
+        if not lanes:
+            return refuse(ErrorCode.UNKNOWN, f"environment {request.env} is not known")
+        for lane in lanes:
+            lane.connected, lane.min_share = False, 0.0
+        self._state.repace = True
+        return Ok()
+
+    def reset(self, request: Reset, wall: float) -> Ok:  # noqa: ARG002 - the reason is for the shell's log
+        """Forget the run. Session numbers and the ledger go on, so that nothing old passes for new."""
+        state = self._state
+        self._consuming.reset()
+        state.ledger.lost += state.sessions.lost_of_silent()
+        state.admission.clear()
+        state.acks.clear()
+        state.sessions.clear()
+        state.settlement.reset(wall)
+        state.workers.clear()
+        state.run.reset()
+        state.newest.clear()
+        state.wanted.clear()
+        state.admission.batch_sequences = state.run.batch_sequences
+        return Ok()

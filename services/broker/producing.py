@@ -1,0 +1,231 @@
+"""Serving producers: sessions, and the groups that come in.
+
+A group is accepted only for a known, current session of its environment, once, in its window, within its credit, with
+a table that was declared. Whatever else arrives is counted by reason and changes nothing for anybody else.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rolloutmq.schemas.delivery import (
+    Ack,
+    DeclareTables,
+    ErrorReply,
+    Goodbye,
+    Ok,
+    Registered,
+    RegisterProducer,
+    Sync,
+)
+from rolloutmq.schemas.envelope import Envelope, GroupHeader
+from rolloutmq.schemas.errors import ErrorCode
+from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.lanes import Lane
+from rolloutmq.services.broker.sessions import Session
+from rolloutmq.services.broker.state import State, refuse
+
+LANES_LIMIT: Final = 1024
+"""Environments of one broker; names come from peers."""
+
+
+class Producing:
+    """What producers ask and send."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def register(self, request: RegisterProducer, now: float) -> Registered | ErrorReply:
+        """Open a session, or bring a saved one back."""
+        state = self._state
+        if (error := self._unacceptable(request)) is not None:
+            return error
+        lane = self._lane(request, now)
+        former = state.sessions.current(request.producer)
+        keeps_draining = former is not None and former.draining and request.pid == former.pid != 0
+        if former is not None and former.alive:
+            state.admission.retire(former)
+        session = state.sessions.open(request, lane, now)
+        if keeps_draining:
+            session.draining = True
+        else:
+            state.workers.untell(request.producer)
+        beat = state.workers.last(request.producer)
+        if beat is not None and beat.pid == request.pid:
+            session.produced_before = beat.produced - session.window.accepted
+        state.admission.revive(session, now)
+        state.acks.schedule(session, now)
+        self.pace(now)
+        return Registered(ack=state.acks.of(session), info=state.run.info)
+
+    def _unacceptable(self, request: RegisterProducer) -> ErrorReply | None:
+        state = self._state
+        if not math.isfinite(request.weight):
+            return refuse(ErrorCode.INVALID, "weight must be a finite number")
+        if not state.run.serves(request.run):
+            return refuse(ErrorCode.INVALID, f"this broker serves run {state.run.name}")
+        if state.sessions.full(request.producer):
+            return refuse(ErrorCode.LIMIT, "too many producers")
+        lanes = state.lanes
+        if lanes.find(request.env, request.split) is None and len(lanes) >= LANES_LIMIT:
+            return refuse(ErrorCode.LIMIT, "too many environments")
+        return None
+
+    def _lane(self, request: RegisterProducer, now: float) -> Lane:
+        state = self._state
+        lane = state.lanes.open(request.env, request.split, now)
+        lane.connected = True
+        if not state.admission.producers(lane):
+            lane.arrived_at = now
+        if state.lanes.configured(request.env):
+            lane.weight, lane.min_share = lane.rule.weight, lane.rule.min_share
+        else:
+            lane.weight, lane.min_share = request.weight, request.min_share
+            lane.group_size = request.group_size
+        return lane
+
+    def declare(self, request: DeclareTables, now: float) -> Ok | ErrorReply:
+        """Remember column tables of a session."""
+        session = self.heard(request.producer, request.session, now)
+        if isinstance(session, ErrorReply):
+            return session
+        if not session.declare(request.tables):
+            return refuse(ErrorCode.LIMIT, "too many column tables in one session")
+        return Ok()
+
+    def sync(self, request: Sync, now: float) -> Ack | ErrorReply:
+        """Return the present ack."""
+        session = self.heard(request.producer, request.session, now)
+        if isinstance(session, ErrorReply):
+            return session
+        if request.abandoned > session.abandoned:
+            self._state.admission.abandoned(session, request.abandoned)
+            self.pace(now)
+        return self._state.acks.of(session)
+
+    def goodbye(self, request: Goodbye, now: float) -> Ok | ErrorReply:
+        """Close a session; the same again changes nothing."""
+        state = self._state
+        current = state.sessions.current(request.producer)
+        if current is not None and current.number == request.session and current.closed:
+            return Ok()
+        session = self.heard(request.producer, request.session, now)
+        if isinstance(session, ErrorReply):
+            return session
+        state.admission.abandoned(session, request.abandoned)
+        session.produced = request.produced
+        session.closed = True
+        state.admission.retire(session)
+        self.pace(now)
+        return Ok()
+
+    def heard(self, producer: str, number: int, now: float) -> Session | ErrorReply:
+        """Return the session with a fresh sign of life, or the refusal."""
+        session = self._state.sessions.find(producer, number)
+        if isinstance(session, ErrorCode):
+            known = "is fenced by a newer one" if session is ErrorCode.FENCED else "is not known"
+            return refuse(session, f"session {number} of producer {producer} {known}")
+        self.alive(session, now)
+        return session
+
+    def alive(self, session: Session, now: float) -> None:
+        """Note a sign of life; a session that was taken for dead is back."""
+        session.heard_at = now
+        if not session.alive:
+            self._state.admission.revive(session, now)
+            self._state.acks.schedule(session, now)
+
+    def ingest(self, envelope: Envelope, frames: Sequence[Any], now: float, wall: float) -> bool:
+        """Take in the groups of one message; return whether any was accepted."""
+        session = self._sender(envelope, frames, now)
+        if isinstance(session, str):
+            self._state.rejected[session] += 1
+            return False
+        accepted = False
+        start = 0
+        for header in envelope.groups:
+            end = start + header.frames
+            refusal = self._refusal(session, header)
+            if not refusal:
+                self._accept(session, header, tuple(frames[start:end]), now, wall)
+                accepted = True
+            else:
+                self._state.rejected[refusal] += 1
+            start = end
+        session.touch()
+        return accepted
+
+    def _sender(self, envelope: Envelope, frames: Sequence[Any], now: float) -> Session | str:
+        session = self._state.sessions.find(envelope.producer, envelope.session)
+        if isinstance(session, ErrorCode):
+            return "fenced" if session is ErrorCode.FENCED else "unknown_session"
+        if not self._state.run.serves(envelope.run):
+            return "wrong_run"
+        if (envelope.env, envelope.split) != (session.lane.env, session.lane.split):
+            return "wrong_environment"
+        if sum(header.frames for header in envelope.groups) != len(frames):
+            return "frames"
+        self.alive(session, now)
+        return session
+
+    def _refusal(self, session: Session, header: GroupHeader) -> str:
+        if header.table not in session.tables:
+            return "duplicate" if session.window.seen(header.seq) else "unknown_table"
+        return session.window.refusal(header) or self._state.admission.refusal(session, header)
+
+    def _accept(
+        self,
+        session: Session,
+        header: GroupHeader,
+        frames: tuple[Any, ...],
+        now: float,
+        wall: float,
+    ) -> None:
+        state, lane = self._state, session.lane
+        session.window.accept(header)
+        if self._held_already(session, header):
+            state.rejected["duplicate"] += 1
+            state.admission.arrived(session, now)
+            return
+        group = StoredGroup(
+            header=header,
+            env=lane.env,
+            split=lane.split,
+            run=state.run.name,
+            producer=session.producer,
+            session=session.number,
+            table=session.tables[header.table],
+            frames=frames,
+            accepted_at=now,
+            accepted_wall=wall,
+        )
+        state.lanes.accept(lane, group, now)
+        state.ledger.accept()
+        state.known[header.group_id] = group
+        state.produced.add(header.sequences, now)
+        state.newest[lane.env] = group
+        state.admission.arrived(session, now)
+        state.repace |= header.sequences != lane.group_size
+
+    def _held_already(self, session: Session, header: GroupHeader) -> bool:
+        """Whether the same group came under another session of the producer and is still here."""
+        held = self._state.known.get(header.group_id)
+        return (
+            held is not None
+            and held.producer == session.producer
+            and held.session != session.number
+            and (held.header.crc, held.header.nbytes) == (header.crc, header.nbytes)
+        )
+
+    def pace(self, now: float) -> None:
+        """Grant rollouts in every lane."""
+        for lane in self._state.lanes:
+            self._state.admission.pace(lane, now)
+
+    def sweep(self, now: float) -> None:
+        """Take the grants of silent producers back; who speaks again gets them again."""
+        moment = now - self._state.config.broker.silence_s
+        for session in list(self._state.sessions):
+            if session.alive and session.heard_at <= moment:
+                self._state.admission.retire(session)
+        self.pace(now)

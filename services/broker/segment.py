@@ -1,0 +1,191 @@
+"""Segments: files of records that end up whole or are known to be damaged. `saved.rmq` is one.
+
+    file    magic 8, nonce 8, CRC32C of both 4, zero 4, then records, each at a multiple of 8
+    record  magic 4, version u16, kind u16, meta length u32, frames u32, payload length u64,
+            CRC32C of the payload u32, CRC32C of the header u32, then the payload:
+            frame lengths u64 each, meta, frames; zeros up to the next multiple of 8
+
+Little-endian. The checksum of a header also covers the file's nonce and the record's offset, so that bytes which look
+like a record, in a group's body or left over at another place, are none. What is read back is a record that was
+written, or nothing: a damaged stretch is skipped and reported as `Damage`. A stretch that reaches the end of a segment
+that was still being written is its torn tail, and nothing is wrong with that; in a sealed one it is damage too.
+The functions on buffers are pure; the two on files are thin.
+"""
+
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from rolloutmq.bus.codec import checksum
+
+FILE_MAGIC: Final = b"RMQSEG\r\n"
+RECORD_MAGIC: Final = b"\xa7RMQ"
+VERSION: Final = 1
+ALIGNMENT_BYTES: Final = 8
+NONCE_BYTES: Final = 8
+
+_FILE: Final = struct.Struct("<8s8sII")
+_HEADER: Final = struct.Struct("<4sHHIIQI")
+_CRC: Final = struct.Struct("<I")
+_PLACE: Final = struct.Struct("<8sQ")
+HEADER_BYTES: Final = _HEADER.size + _CRC.size
+
+Buffer = Any
+"""Bytes, or whatever has the buffer protocol: a memoryview, a frame of the socket library."""
+
+
+class Record(NamedTuple):
+    """One record as it was written; `meta` and `frames` are views of the segment."""
+
+    offset: int
+    kind: int
+    meta: memoryview
+    frames: tuple[memoryview, ...]
+
+
+class Damage(NamedTuple):
+    """A stretch of a segment that holds no record any more."""
+
+    offset: int
+    nbytes: int
+    torn: bool
+    """It is the end of a segment that was still being written: cut it off."""
+
+
+def file_header(nonce: bytes) -> bytes:
+    """Begin a segment; the nonce is 8 random bytes of its own."""
+    return _FILE.pack(FILE_MAGIC, nonce, checksum([FILE_MAGIC, nonce]), 0)
+
+
+def encode_record(
+    nonce: bytes, offset: int, kind: int, meta: bytes, frames: Sequence[Buffer]
+) -> list[Buffer]:
+    """Lay out one record as buffers to be written in this order at `offset`, without copying the frames."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    lengths = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
+    nbytes = len(lengths) + len(meta) + sum(view.nbytes for view in views)
+    header = _HEADER.pack(
+        RECORD_MAGIC,
+        VERSION,
+        kind,
+        len(meta),
+        len(views),
+        nbytes,
+        checksum([lengths, meta, *views]),
+    )
+    crc = _CRC.pack(_header_crc(nonce, offset, header))
+    return [header + crc + lengths + meta, *views, bytes(-nbytes % ALIGNMENT_BYTES)]
+
+
+def scan(data: Buffer, *, sealed: bool) -> Iterator[Record | Damage]:
+    """Read a segment from its beginning, in the order it was written.
+
+    Args:
+        data: The whole file.
+        sealed: It was finished, so that a missing end is damage and not a torn tail.
+    """
+    view = memoryview(data).cast("B").toreadonly()
+    nonce = _nonce(view)
+    if nonce is None:
+        yield Damage(0, view.nbytes, torn=not sealed and view.nbytes < _FILE.size)
+        return
+    offset = _FILE.size
+    while offset < view.nbytes:
+        found = _record_at(view, nonce, offset)
+        if found is not None:
+            record, offset = found
+            yield record
+            continue
+        if not np.frombuffer(view[offset:], np.uint8).any():
+            return  # preallocated, never written
+        following = _next_record(view, nonce, offset + 1)
+        end = view.nbytes if following is None else following
+        yield Damage(offset, end - offset, torn=not sealed and following is None)
+        offset = end
+
+
+def write_segment(path: Path, records: Iterable[tuple[int, bytes, Sequence[Buffer]]]) -> int:
+    """Write (kind, meta, frames) records as one sealed segment, and return how many there were.
+
+    The file appears whole under its name, and on disk, or not at all.
+    """
+    nonce = os.urandom(NONCE_BYTES)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    count = 0
+    try:
+        with unfinished.open("wb") as file:
+            file.write(file_header(nonce))
+            for count, (kind, meta, frames) in enumerate(records, 1):  # noqa: B007
+                file.writelines(encode_record(nonce, file.tell(), kind, meta, frames))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    _sync_directory(path.parent)
+    return count
+
+
+def read_segment(path: Path) -> Iterator[Record | Damage]:
+    """Scan a sealed segment; what comes are views, and keep the whole file in memory until they are gone."""
+    return scan(path.read_bytes(), sealed=True)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _nonce(view: memoryview) -> bytes | None:
+    if view.nbytes < _FILE.size:
+        return None
+    magic, nonce, crc, _ = _FILE.unpack_from(view)
+    if magic != FILE_MAGIC or crc != checksum([magic, nonce]):
+        return None
+    return bytes(nonce)
+
+
+def _header_crc(nonce: bytes, offset: int, header: bytes) -> int:
+    return checksum([_PLACE.pack(nonce, offset), header])
+
+
+def _record_at(view: memoryview, nonce: bytes, offset: int) -> tuple[Record, int] | None:
+    """Return the record at an offset and where the next one would begin, or None if there is none."""
+    start = offset + HEADER_BYTES
+    if start > view.nbytes or offset % ALIGNMENT_BYTES:
+        return None
+    header = bytes(view[offset : offset + _HEADER.size])
+    (crc,) = _CRC.unpack_from(view, offset + _HEADER.size)
+    magic, version, kind, meta_length, count, nbytes, payload_crc = _HEADER.unpack(header)
+    if magic != RECORD_MAGIC or version != VERSION or crc != _header_crc(nonce, offset, header):
+        return None
+    payload = view[start : start + nbytes]
+    if payload.nbytes != nbytes or payload_crc != checksum([payload]):
+        return None
+    cursor = count * 8 + meta_length
+    if cursor > nbytes:
+        return None
+    meta = payload[count * 8 : cursor]
+    frames = []
+    for length in struct.unpack_from(f"<{count}Q", payload):
+        frames.append(payload[cursor : cursor + length])
+        cursor += length
+    if cursor != nbytes:
+        return None
+    return Record(offset, kind, meta, tuple(frames)), start + nbytes + -nbytes % ALIGNMENT_BYTES
+
+
+def _next_record(view: memoryview, nonce: bytes, offset: int) -> int | None:
+    """Return where the first whole record at or after an offset begins."""
+    for match in re.finditer(re.escape(RECORD_MAGIC), view[offset:]):
+        if _record_at(view, nonce, offset + match.start()) is not None:
+            return offset + match.start()
+    return None

@@ -1,0 +1,107 @@
+"""What the broker says of itself: `Pressure`, and the status that contains it."""
+
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.control import LaneStatus, Pressure, StatusReply
+from rolloutmq.schemas.delivery import Wait
+from rolloutmq.services.broker.consuming import Consuming
+from rolloutmq.services.broker.lanes import Lane
+from rolloutmq.services.broker.state import State
+
+UNCOUNTED = frozenset({"duplicate"})
+"""Refusals that are no fault: a group that was sent twice to be safe."""
+
+
+class Status:
+    """Reads everything, changes only the clocks of the waits."""
+
+    def __init__(self, config: RunConfig, state: State, consuming: Consuming) -> None:
+        self._config = config
+        self._state = state
+        self._consuming = consuming
+        self._started_at: float | None = None
+        self._counted_at = 0.0
+        self._number = 0
+
+    def begin(self, now: float) -> None:
+        """Start the clock of a life at its first event."""
+        if self._started_at is None:
+            self._started_at = self._counted_at = now
+
+    def pressure(self, now: float, wall: float) -> Pressure:
+        """Return the state of the queue against what the trainer eats."""
+        state = self._state
+        self.begin(now)
+        trainer_wait = self._consuming.waits(now)
+        self._count_waits(now)
+        lanes = list(state.lanes)
+        queued = sum(lane.queued.sequences + lane.rewinding.sequences for lane in lanes)
+        leased_again = sum(g.header.sequences for le in state.leases if le.rewound for g in le.groups)
+        queued -= leased_again
+        batch = max(1, state.run.batch_sequences)
+        self._number += 1
+        silent = state.sessions.lost_of_silent() + state.sessions.lost_of_collapsed
+        return Pressure(
+            epoch=state.epoch,
+            number=self._number,
+            at=wall,
+            rollout_pressure=queued / batch,
+            queued_sequences=queued,
+            batch_sequences=state.run.batch_sequences,
+            queued_groups=state.ledger.report().queued,
+            queued_bytes=sum(lane.queued.nbytes for lane in lanes),
+            leased_bytes=sum(lane.leased.nbytes for lane in lanes),
+            high_bytes=self._config.broker.high_bytes,
+            step=state.run.step,
+            consumed_per_s=state.settlement.consumed.per_s(now),
+            produced_per_s=state.produced.per_s(now),
+            staleness_max=state.former.staleness_max,
+            trainer_wait=trainer_wait,
+            waits_s=dict(state.waits_s),
+            ledger=state.ledger.report(silent),
+            lanes=tuple(self._lane(lane, now) for lane in lanes),
+            workers=state.workers.statuses(now),
+            wanted=dict(state.wanted),
+        )
+
+    def report(self, now: float, wall: float) -> StatusReply:
+        """Return everything."""
+        state = self._state
+        rejected = state.rejected
+        return StatusReply(
+            pressure=self.pressure(now, wall),
+            run=state.run.name,
+            total_steps=state.run.info.total_steps,
+            durability=self._config.broker.durability,
+            uptime_s=now - (self._started_at or now),
+            rejected_messages=sum(n for why, n in rejected.items() if why not in UNCOUNTED),
+            rejected_by_reason=dict(rejected),
+        )
+
+    def _count_waits(self, now: float) -> None:
+        seconds = now - self._counted_at
+        self._counted_at = now
+        for session in self._state.sessions:
+            if session.alive:
+                self._state.waited(session.wait, seconds)
+
+    def _lane(self, lane: Lane, now: float) -> LaneStatus:
+        producers = self._state.admission.producers(lane)
+        oldest = lane.oldest()
+        wait = next((s.wait for s in producers if s.wait is not Wait.NONE), None)
+        return LaneStatus(
+            env=lane.env,
+            split=lane.split,
+            weight=lane.weight if lane.connected else 0.0,
+            min_share=lane.min_share,
+            producers=len(producers),
+            queued_groups=lane.queued.groups,
+            queued_sequences=lane.queued.sequences,
+            queued_bytes=lane.queued.nbytes,
+            leased_groups=lane.leased.groups,
+            granted=lane.granted,
+            accepted_groups=lane.accepted_groups,
+            trained_groups=lane.trained_groups,
+            oldest_age_s=max(0.0, now - oldest.accepted_at) if oldest else 0.0,
+            accepted_per_s=lane.arrivals.per_s(now),
+            wait=wait.value if wait else "",
+        )

@@ -1,0 +1,69 @@
+"""Which groups of a session have been accepted, in bounded memory.
+
+Numbers start at 1. All up to `cumulative` are accepted; above it at most `GAP_WINDOW` numbers are remembered one by
+one, and what lies beyond is refused: its producer still has it. Positions must agree with sizes, since credits are
+positions.
+"""
+
+from rolloutmq.schemas.delivery import GAP_WINDOW
+from rolloutmq.schemas.envelope import GroupHeader
+
+
+class SequenceWindow:
+    """Accepted sequence numbers of one session.
+
+    Attributes:
+        cumulative: Every number up to this one is accepted.
+        accepted: How many groups are accepted in all.
+        nbytes: How many bytes they have together.
+    """
+
+    __slots__ = ("_above", "_position", "accepted", "cumulative", "nbytes")
+
+    def __init__(self) -> None:
+        self.cumulative = 0
+        self.accepted = 0
+        self.nbytes = 0
+        self._position = 0
+        self._above: dict[int, int] = {}
+
+    def seen(self, seq: int) -> bool:
+        """Whether this number was accepted before."""
+        return seq <= self.cumulative or seq in self._above
+
+    def refusal(self, header: GroupHeader) -> str:
+        """Return why the group cannot be accepted, or an empty string."""
+        missing = header.seq - self.cumulative - 1
+        if missing < 0 or header.seq in self._above:
+            return "duplicate"
+        if missing >= GAP_WINDOW:
+            return "beyond_window"
+        least = self._position + header.nbytes + missing
+        if header.position < least or (not missing and header.position != least):
+            return "position"
+        return ""
+
+    def accept(self, header: GroupHeader) -> None:
+        """Remember a group that `refusal` has nothing against."""
+        self.accepted += 1
+        self.nbytes += header.nbytes
+        if header.seq != self.cumulative + 1:
+            self._above[header.seq] = header.position
+            return
+        self.cumulative += 1
+        self._position = header.position
+        while self._above and (position := self._above.pop(self.cumulative + 1, None)) is not None:
+            self.cumulative += 1
+            self._position = position
+
+    def gaps(self) -> bytes:
+        """Return the bitmap of `Ack.gaps`: bit `i` is number `cumulative + 2 + i`."""
+        if not self._above:
+            return b""
+        bits = sum(1 << (seq - self.cumulative - 2) for seq in self._above)
+        return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+
+    def validate(self) -> None:
+        """Assert that the numbers above are above, and few."""
+        assert all(1 < seq - self.cumulative <= GAP_WINDOW for seq in self._above)
+        assert self.accepted == self.cumulative + len(self._above)

@@ -1,0 +1,132 @@
+"""Requests that wait are generated together, in one thread, so that the event loop stays free.
+
+First come, first served: what arrives while a batch is generated goes into the next one, as much as fits. A request
+whose caller has gone is not begun, or leaves its batch at the next step. If the weights cannot be read, the whole
+batch fails with the reason and its callers try again: nothing is kept that may have come from half-written weights.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self, TypeVar
+
+from rolloutmq.schemas.errors import ClosedError, RetryableError
+from rolloutmq.services.inference.generate import Job
+from rolloutmq.services.inference.protocol import ApiError
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+Generate = Callable[[Sequence[Job], Callable[[list[Job]], None]], None]
+"""`Generator.generate`."""
+
+
+class Batcher:
+    """A queue of jobs and the thread that works on them. An async context; `run` is its one task.
+
+    Args:
+        generate: Called in the thread with jobs of at most `max_rows` sequences together.
+        max_waiting: Jobs that may wait; beyond it they are refused.
+    """
+
+    def __init__(self, generate: Generate, *, max_rows: int, max_waiting: int) -> None:
+        self._generate = generate
+        self._max_rows = max_rows
+        self._max_waiting = max_waiting
+        self._waiting: deque[Job] = deque()
+        self._futures: dict[Job, asyncio.Future[None]] = {}
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Refuse what waits, drop what is being generated, and wait for the thread to see it."""
+        self._closed = True
+        self._waiting.clear()
+        for job, future in self._futures.items():
+            job.cancelled = True
+            if not future.done():
+                future.set_exception(ClosedError())
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def sample(self, job: Job) -> None:
+        """Wait until the job has its results. Cancelling it takes the job out of its batch.
+
+        Raises:
+            ApiError: Too many wait already, or generating failed.
+            RetryableError: The weights could not be read.
+            ClosedError: The server is ending.
+        """
+        if self._closed:
+            raise ClosedError
+        if len(self._waiting) >= self._max_waiting:
+            raise ApiError(503, f"{len(self._waiting)} requests wait already", "overloaded")
+        future = self._futures[job] = asyncio.get_running_loop().create_future()
+        self._waiting.append(job)
+        self._arrived.set()
+        try:
+            await future
+        finally:
+            del self._futures[job]
+            if not future.done() or future.cancelled():
+                self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        job.cancelled = True
+        if job in self._waiting:
+            self._waiting.remove(job)
+
+    async def call(self, work: Callable[[], _T]) -> _T:
+        """Run something in the thread, between two batches."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def run(self) -> None:
+        """Generate batch after batch until cancelled."""
+        while True:
+            await self._arrived.wait()
+            if batch := self._take():
+                await self._work(batch)
+            else:
+                self._arrived.clear()
+
+    def _take(self) -> list[Job]:
+        batch, rows = [], 0
+        while self._waiting and rows + self._waiting[0].rows <= self._max_rows:
+            rows += self._waiting[0].rows
+            batch.append(self._waiting.popleft())
+        return batch
+
+    async def _work(self, batch: list[Job]) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_done(jobs: list[Job]) -> None:
+            loop.call_soon_threadsafe(self._deliver, jobs)
+
+        try:
+            await loop.run_in_executor(self._thread, self._generate, batch, on_done)
+        except RetryableError as error:
+            logger.warning("batch failed jobs=%d why=%s", len(batch), error)
+            self._fail(batch, error)
+        except Exception:
+            logger.exception("batch failed jobs=%d", len(batch))
+            self._fail(batch, ApiError(500, "generating failed; the log of the server tells why", "failed"))
+
+    def _deliver(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            future = self._futures.get(job)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    def _fail(self, jobs: list[Job], error: Exception) -> None:
+        for job in jobs:
+            future = self._futures.get(job)
+            if future is not None and not future.done():
+                future.set_exception(error)

@@ -1,0 +1,109 @@
+"""The policy as this server has it: built from `model/` without weights of its own, bound to those of the trainer.
+
+The trainer may come later, die, and come back. A segment that it takes over again needs nothing here. A segment that
+was replaced by another is attached anew; until then the old weights are served, under the version that they are.
+"""
+
+import logging
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from rolloutmq.bus import segments
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import SegmentGoneError, WeightsMismatchError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.inference.generate import Generator
+from rolloutmq.services.inference.protocol import Limits
+from rolloutmq.services.inference.text import Text
+from rolloutmq.trainer.weights.posix_shm import WeightShare
+
+logger = logging.getLogger(__name__)
+
+MODEL: Final = "policy"
+"""Name under which it is served."""
+
+
+class ServedPolicy:
+    """One attachment: the policy, its tokenizer, and what it can serve. Made by `attach`."""
+
+    def __init__(
+        self, policy: Any, share: WeightShare, text: Text, limits: Limits, generator: Generator
+    ) -> None:
+        self.text = text
+        self.limits = limits
+        self.generate = generator.generate
+        """See `Generator.generate`. For one thread at a time."""
+        self._policy = policy
+        self._share = share
+
+    @classmethod
+    def attach(cls, layout: RunLayout, *, max_rows: int, seed: int) -> "ServedPolicy | None":
+        """Attach to the weights of a run, or return None as long as they are not there. Blocks, some 50 ms.
+
+        Raises:
+            WeightsMismatchError: A living trainer shares weights that are not of the model in `model/`.
+            MissingError: `model/` has no tokenizer.
+        """
+        if not (layout.model / "config.json").is_file() or not layout.weights.is_file():
+            return None
+        config = AutoConfig.from_pretrained(layout.model, local_files_only=True)
+        with torch.device("meta"):
+            policy = AutoModelForCausalLM.from_config(config, dtype=config.dtype).eval()
+        try:
+            share = WeightShare.attach(policy, layout.weights)
+        except SegmentGoneError:
+            return None
+        except WeightsMismatchError:
+            if _owner_lives(layout):
+                raise
+            return None  # of an earlier run: the trainer will replace it
+        logger.info(
+            "attached segment=%s version=%d.%d",
+            share.path.name,
+            share.version.incarnation,
+            share.version.step,
+        )
+        text = Text(layout.model)
+        sizes = config.get_text_config()
+        limits = Limits(MODEL, int(sizes.max_position_embeddings), int(sizes.vocab_size), max_rows)
+        generator = Generator(policy, share, _end_ids(layout, config), text.decode, seed)
+        return cls(policy, share, text, limits, generator)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Version of the last whole write."""
+        return self._share.version
+
+    def is_torn(self) -> bool:
+        """Tell whether the weights are half-written and nobody is at work on them."""
+        return self._share.is_torn()
+
+    def is_replaced(self) -> bool:
+        """Tell whether the trainer shares another segment by now."""
+        return self._share.is_replaced()
+
+    def close(self) -> None:
+        """Let go of the weights."""
+        self._share.close()
+
+
+def _owner_lives(layout: RunLayout) -> bool:
+    address = segments.read_address(layout.weights)
+    if address is None:
+        return False
+    owner = segments.owner_of(address)
+    return owner is not None and owner.alive()
+
+
+def _end_ids(layout: RunLayout, config: Any) -> list[int]:
+    """Return the tokens that end a sequence; what is said for generation goes before what is said of the model."""
+    if (layout.model / "generation_config.json").is_file():
+        said = GenerationConfig.from_pretrained(layout.model, local_files_only=True).eos_token_id
+    else:
+        said = None
+    found = said if said is not None else config.get_text_config().eos_token_id
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)

@@ -1,0 +1,246 @@
+"""The tiny inference server: the policy of a run, behind the OpenAI dialect, on one core.
+
+    trainer --(shared memory)--> ServedPolicy <--(thread)-- Batcher <-- HTTP handlers <-- workers
+
+It starts in any order with the trainer: it waits for `weights.json` and `model/`, listens, generates once so that the
+first request finds everything warm, and only then says in `inference.json` where it is. It goes back to the port that
+it had before, so that those who know it need not look again. While the weights are half-written by a trainer that died,
+every request and `/health` are answered 503, to be tried again.
+"""
+
+import asyncio
+import errno
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import torch
+from aiohttp import web
+
+from rolloutmq.schemas.config import InferenceConfig
+from rolloutmq.schemas.errors import AddressInUseError, ClosedError, ConfigError, RetryableError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import InferenceAddress
+from rolloutmq.services.inference import answers, protocol
+from rolloutmq.services.inference.batcher import Batcher
+from rolloutmq.services.inference.generate import Job
+from rolloutmq.services.inference.protocol import ApiError, ChatRequest, TextRequest
+from rolloutmq.services.inference.sampling import Sampling
+from rolloutmq.services.inference.served import MODEL, ServedPolicy
+from rolloutmq.services.runner import FILE_POLL_S, Stop, load_run, read_json, run_service, write_json
+
+logger = logging.getLogger(__name__)
+
+WATCH_S: Final = 0.25
+"""How often it is looked whether the trainer shares another segment."""
+RETRY_AFTER_S: Final = 1
+"""What a client is told to wait when the weights are not to be read."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class TinyServer:
+    """The HTTP side of one served policy."""
+
+    def __init__(self, served: ServedPolicy, config: InferenceConfig) -> None:
+        self.served = served
+        self.batcher = Batcher(
+            lambda jobs, on_done: self.served.generate(jobs, on_done),
+            max_rows=config.max_batch,
+            max_waiting=config.max_waiting,
+        )
+        self.ready = False
+        self._numbers = itertools.count(1)
+        self._created = int(time.time())
+
+    def app(self) -> web.Application:
+        """Make the application with its routes."""
+        app = web.Application(middlewares=[_errors], client_max_size=protocol.BODY_LIMIT_BYTES)
+        app.router.add_post("/v1/completions", self._text)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        return app
+
+    async def warm_up(self) -> None:
+        """Generate a few tokens, as soon as there are weights to do it with."""
+        self.served.text.warm_up()
+        while True:
+            try:
+                await self.batcher.sample(Job([[0], [0, 0]], Sampling(n=2, max_tokens=2)))
+            except RetryableError:
+                await asyncio.sleep(FILE_POLL_S)
+            else:
+                self.ready = True
+                return
+
+    async def follow(self, layout: RunLayout, seed: int) -> None:
+        """Attach anew whenever the trainer shares another segment, until cancelled."""
+        while True:
+            # The address is another process's file: there is no event to wait for.
+            await asyncio.sleep(WATCH_S)
+            if not self.served.is_replaced():
+                continue
+            rows = self.served.limits.max_rows
+            fresh = await self.batcher.call(partial(ServedPolicy.attach, layout, max_rows=rows, seed=seed))
+            if fresh is not None:
+                old, self.served = self.served, fresh
+                await self.batcher.call(old.close)
+
+    async def _text(self, request: web.Request) -> web.Response:
+        asked = protocol.text_request(await request.read())
+        return await self._answer(asked, protocol.prompts_of(asked, self.served.text.encode))
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        asked = protocol.chat_request(await request.read())
+        return await self._answer(asked, [self.served.text.encode_chat(asked.messages)])
+
+    async def _answer(self, asked: TextRequest | ChatRequest, prompts: list[list[int]]) -> web.Response:
+        served = self.served
+        job = protocol.job_of(asked, prompts, served.limits)
+        await self.batcher.sample(job)
+        number, now = next(self._numbers), int(time.time())
+        return _json(answers.answer(asked, job, served.text, model=MODEL, number=number, created=now))
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        return _json(answers.models(MODEL, self._created, self.served.limits.positions))
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        torn = self.served.is_torn()
+        status = "torn" if torn else "ok" if self.ready else "starting"
+        return _json(answers.health(status, self.served.version), 200 if status == "ok" else 503)
+
+
+def _json(body: bytes, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer every error as OpenAI does."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        status, message, code = error.status, error.message, error.code
+    except (RetryableError, ClosedError) as error:
+        status, message, code = 503, str(error), "unavailable"
+    except web.HTTPException as error:
+        status, message, code = error.status, error.reason, error.reason.lower().replace(" ", "_")
+    except Exception:
+        logger.exception("request failed path=%s", request.path)
+        status, message, code = 500, "the server failed; its log tells why", "failed"
+    response = _json(answers.error_body(status, message, code), status)
+    if status == 503:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response
+
+
+@asynccontextmanager
+async def listening(app: web.Application, host: str, port: int, before: int | None) -> AsyncIterator[int]:
+    """Listen as long as the block lasts, and yield the port.
+
+    Args:
+        port: 0 for any.
+        before: The port to prefer where any will do.
+
+    Raises:
+        AddressInUseError: Somebody else has the port.
+    """
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        wanted = [port] if port else [before, 0] if before else [0]
+        for candidate in wanted:
+            try:
+                await web.TCPSite(runner, host, candidate).start()
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or candidate == 0:
+                    raise
+        else:
+            raise AddressInUseError(f"{host}:{port}")
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+def _port_before(layout: RunLayout) -> int | None:
+    with suppress(ValueError, json.JSONDecodeError):
+        known = read_json(layout.inference, InferenceAddress)
+        return urlsplit(known.url).port if known else None
+    return None
+
+
+def _url(host: str, port: int) -> str:
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+async def serve(run_dir: Path, stop: Stop) -> None:
+    """Serve the policy of a run until asked to stop.
+
+    Raises:
+        ConfigError: This run uses an external server.
+        AddressInUseError: Somebody else has the configured port.
+        WeightsMismatchError: The trainer's weights are not of the model in `model/`.
+    """
+    run, layout = load_run(run_dir)
+    if run.inference.kind != "tiny":
+        raise ConfigError("inference.kind", "this run uses an external server")
+    served = await _attached(layout, run.inference, run.run.seed, stop)
+    if served is None:
+        return
+    server = TinyServer(served, run.inference)
+    try:
+        async with server.batcher, asyncio.TaskGroup() as tasks:
+            work = [
+                tasks.create_task(server.batcher.run()),
+                tasks.create_task(server.follow(layout, run.run.seed)),
+            ]
+            await _serve_http(server, layout, run.inference, stop)
+            for task in work:
+                task.cancel()
+    finally:
+        server.served.close()
+
+
+async def _attached(layout: RunLayout, config: InferenceConfig, seed: int, stop: Stop) -> ServedPolicy | None:
+    logger.info("waiting for=%s", layout.weights)
+    while not stop.event.is_set():
+        served = ServedPolicy.attach(layout, max_rows=config.max_batch, seed=seed)
+        if served is not None:
+            return served
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.event.wait(), FILE_POLL_S)
+    return None
+
+
+async def _serve_http(server: TinyServer, layout: RunLayout, config: InferenceConfig, stop: Stop) -> None:
+    async with listening(server.app(), config.host, config.port, _port_before(layout)) as port:
+        warming = asyncio.create_task(server.warm_up(), name="warm-up")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        try:
+            await asyncio.wait({warming, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if warming.done():
+                warming.result()
+                url = _url(config.host, port)
+                write_json(layout.inference, InferenceAddress(url=url, pid=os.getpid()))
+                logger.info("serving url=%s", url)
+                await stopping
+        finally:
+            warming.cancel()
+            stopping.cancel()
+
+
+def main(run_dir: Path) -> int:
+    """Run the server as a process; return its exit code."""
+    torch.set_num_threads(1)  # a second one would spin for the core that the trainer needs
+    return run_service("inference", lambda stop: serve(run_dir, stop))

@@ -1,0 +1,141 @@
+"""What is known of a run at this moment: events in, state out. Pure; times are given, on any steady clock."""
+
+from collections import deque
+from typing import Final
+
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.control import Pressure, ScaleDecision, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.telemetry import (
+    Event,
+    GpuAbsence,
+    GpuSample,
+    HostSample,
+    ProcessSample,
+)
+
+RATE_WINDOW_S: Final = 10.0
+"""Steps a second are measured over this long: short enough to show a stall, long enough not to jump."""
+REWARDS_KEPT: Final = 4096
+STALE_S: Final = 3.0
+"""Pressure comes four times a second; without any for this long, what is shown is old and says so."""
+
+
+class Board:
+    """Collects the events of one run.
+
+    Args:
+        name: Name of the run.
+        total_steps: Steps that it shall have; 0 if nobody said.
+        low, high: Band of the rollout pressure in which the number of workers is left alone.
+        staleness_bound: The largest `max_staleness`.
+    """
+
+    def __init__(self, name: str, total_steps: int, low: float, high: float, staleness_bound: int) -> None:
+        self.name = name
+        self.total_steps = total_steps
+        self.low = low
+        self.high = high
+        self.staleness_bound = staleness_bound
+        self.pressure: Pressure | None = None
+        self.step: StepDone | None = None
+        self.host: HostSample | None = None
+        self.gpu_absence: GpuAbsence | None = None
+        self.gpus: dict[str, GpuSample] = {}
+        self.processes: dict[str, ProcessSample] = {}
+        self.decisions: dict[str, ScaleDecision] = {}
+        self.started_at: float | None = None
+        self._pressure_at = 0.0
+        self._rewards: deque[tuple[int, float]] = deque(maxlen=REWARDS_KEPT)
+        self._steps: deque[tuple[float, int]] = deque()
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "Board":
+        """Make a board for a configured run."""
+        bounds = [env.max_staleness for env in config.environment.values() if env.split == "train"]
+        return cls(
+            config.run.name,
+            config.trainer.steps if config.trainer.enabled else 0,
+            config.orchestrator.low_pressure,
+            config.orchestrator.high_pressure,
+            max(bounds, default=0),
+        )
+
+    def feed(self, event: Event, now: float) -> None:
+        """Take one event that arrived at `now`."""
+        if self.started_at is None:
+            self.started_at = now
+        match event:
+            case Pressure():
+                self.pressure = event
+                self._pressure_at = now
+            case StepDone():
+                self._take_step(event, now)
+            case HostSample():
+                self.host = event
+            case ProcessSample():
+                self.processes[event.name] = event
+            case GpuSample():
+                self.gpus[event.uuid] = event
+                self.gpu_absence = None
+            case GpuAbsence():
+                self.gpu_absence = event
+                self.gpus.clear()
+            case ScaleDecision():
+                self.decisions[event.env] = event
+
+    def _take_step(self, step: StepDone, now: float) -> None:
+        while self._rewards and self._rewards[-1][0] >= step.step:
+            self._rewards.pop()  # A trainer that resumed takes these steps again.
+        if self._steps and self._steps[-1][1] >= step.step:
+            self._steps.clear()
+        self.step = step
+        self._rewards.append((step.step, step.reward))
+        self._steps.append((now, step.step))
+
+    @property
+    def steps_done(self) -> int:
+        """Steps as far as anybody said: an event may be lost, pressure repeats the number."""
+        return max(
+            self.step.step if self.step else 0,
+            self.pressure.step if self.pressure and not self.step else 0,
+        )
+
+    def rewards(self) -> list[float]:
+        """Return the rewards of the steps that were seen, oldest first."""
+        return [reward for _, reward in self._rewards]
+
+    def reward(self, steps: int = 10) -> float | None:
+        """Return the mean reward of the last few steps; None before the first."""
+        last = self.rewards()[-steps:]
+        return sum(last) / len(last) if last else None
+
+    def steps_per_s(self, now: float) -> float:
+        """Return the rate over the last ten seconds, waiting included."""
+        while len(self._steps) > 1 and now - self._steps[0][0] > RATE_WINDOW_S:
+            self._steps.popleft()
+        if len(self._steps) < 2:
+            return 0.0
+        (since, first), (_, last) = self._steps[0], self._steps[-1]
+        return (last - first) / max(now - since, 1e-9)
+
+    def elapsed_s(self, now: float) -> float:
+        """Return the seconds since the first event."""
+        return 0.0 if self.started_at is None else now - self.started_at
+
+    def left_s(self, now: float) -> float | None:
+        """Return the seconds that the remaining steps take at the present rate; None if that is unknown."""
+        rate = self.steps_per_s(now)
+        if not self.total_steps or rate <= 0.0:
+            return None
+        return max(0, self.total_steps - self.steps_done) / rate
+
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        """Return the workers that have not gone."""
+        if self.pressure is None:
+            return ()
+        return tuple(one for one in self.pressure.workers if one.state is not WorkerState.GONE)
+
+    def silent_s(self, now: float) -> float:
+        """Return for how long the broker has been silent, if that is longer than it should be; else 0."""
+        silence = now - self._pressure_at
+        return silence if self.pressure is not None and silence > STALE_S else 0.0

@@ -1,0 +1,77 @@
+"""Progress as plain lines, where there is no terminal: a log that a person can read afterwards. Pure.
+
+A line is due after 25 steps, or after 2 seconds in which something changed, or after 30 in any case, so that a fast run
+does not flood a log and a stuck one does not go silent.
+"""
+
+from typing import Final
+
+from rolloutmq.schemas.control import WorkerState
+from rolloutmq.services.monitor import figures, waits
+from rolloutmq.services.monitor.board import Board
+
+EVERY_STEPS: Final = 25
+EVERY_S: Final = 2.0
+AT_LEAST_S: Final = 0.5
+"""Not more often than that, however fast the steps are."""
+AT_MOST_S: Final = 30.0
+
+
+class Progress:
+    """Decides when a line is due, and writes it."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._said_at: float | None = None
+        self._said_step = 0
+        self._said = ""
+
+    def line(self, now: float) -> str | None:
+        """Return the line to print now, or None if none is due."""
+        step = self._board.steps_done
+        body = describe(self._board, now)
+        if self._said_at is not None:
+            silence = now - self._said_at
+            many = step - self._said_step >= EVERY_STEPS and silence >= AT_LEAST_S
+            news = body != self._said and silence >= EVERY_S
+            if not (many or news or silence >= AT_MOST_S):
+                return None
+        self._said_at, self._said_step, self._said = now, step, body
+        return f"[{figures.clock(self._board.elapsed_s(now)):>5}] {body}"
+
+
+def describe(board: Board, now: float) -> str:
+    """Return the state of a run in one line."""
+    pressure = board.pressure
+    if pressure is None:
+        return "waiting for the broker"
+    total = f"/{board.total_steps}" if board.total_steps else ""
+    reward = board.reward()
+    parts = [
+        f"step {board.steps_done:>{len(total) - 1 if total else 1}}{total}",
+        f"reward {reward:.3f}" if reward is not None else "reward -----",
+        f"{board.steps_per_s(now):4.1f} steps/s",
+        f"pressure {pressure.rollout_pressure:4.2f}",
+        f"staleness {board.step.staleness_max if board.step else 0}/{board.staleness_bound}",
+        f"workers {_workers(board)}",
+    ]
+    if silent := board.silent_s(now):
+        return "  ".join([*parts, f"the broker is silent for {silent:.0f} s"])
+    return "  ".join([*parts, *_waits(board)])
+
+
+def _workers(board: Board) -> str:
+    counts: dict[WorkerState, int] = {}
+    for worker in board.workers():
+        counts[worker.state] = counts.get(worker.state, 0) + 1
+    others = [f"+{count} {state}" for state, count in counts.items() if state is not WorkerState.READY]
+    return " ".join([str(counts.get(WorkerState.READY, 0)), *others])
+
+
+def _waits(board: Board) -> list[str]:
+    pressure = board.pressure
+    if pressure is None:
+        return []
+    reasons = dict.fromkeys(lane.wait for lane in pressure.lanes if waits.is_waiting(lane.wait))
+    trainer = [f"trainer waits: {pressure.trainer_wait}"] if waits.trainer(pressure) else []
+    return trainer + [f"workers wait: {reason}" for reason in reasons]

@@ -1,0 +1,207 @@
+"""`report.png`: a run in one picture - reward, pressure, staleness and workers over the same time.
+
+Four panels share their time axis, so that a cause in one lines up with its effect in another: a worker that dies (mark)
+lowers the workers, then the pressure, and the reward should not notice. Drawn without a display; matplotlib is loaded
+when a picture is asked for, and `write_report` says `MissingError` where it is not installed.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.errors import MissingError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.services.monitor.lines import read_lines
+from rolloutmq.services.monitor.metrics import MarkKind, Metrics, read_metrics
+from rolloutmq.services.monitor.summary import TrainerLog, read_trainer_log
+
+INK: Final = "#1f2933"
+QUIET: Final = "#7b8794"
+GRID: Final = "#e4e7eb"
+REWARD: Final = "#2563a8"
+PRESSURE: Final = "#c05621"
+STALENESS: Final = "#6b46a3"
+WORKERS: Final = "#2f855a"
+BAND: Final = "#f6ad55"
+DRAIN: Final = "#b7791f"
+KILL: Final = "#c53030"
+_Series = tuple[list[float], list[float]]
+
+WIDTH_PX: Final = 1200
+HEIGHT_PX: Final = 1000
+DPI: Final = 150
+SMOOTHED_STEPS: Final = 20
+"""Window of the reward curve: one step is 16 groups and jumps."""
+
+
+def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) -> Path:
+    """Draw a run that has ended and return the path of the picture.
+
+    Args:
+        layout: Where `metrics.jsonl` and `trained.jsonl` are, and where the picture goes.
+        config: Gives the band and the bound.
+        summary: Key figures of the title, as `summarise` returns them.
+
+    Raises:
+        MissingError: matplotlib is not installed.
+        DamagedFileError: A log is damaged.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingError("matplotlib", "pip install 'rolloutmq[report]'") from None
+    metrics = read_metrics(layout.metrics)
+    log = read_trainer_log(read_lines(layout.trained, SettledBatch))
+    figure = Figure(figsize=(WIDTH_PX / DPI, HEIGHT_PX / DPI), dpi=DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(
+        4, 1, sharex=True, gridspec_kw={"height_ratios": (3.2, 2.0, 1.4, 1.4), "hspace": 0.16}
+    )
+    figure.subplots_adjust(left=0.085, right=0.975, top=0.865, bottom=0.07)
+    start = _start(metrics, log)
+    _title(figure, config, summary)
+    _reward(panels[0], log, start)
+    _pressure(panels[1], metrics, config, start)
+    _staleness(panels[2], log, summary, start)
+    _workers(panels[3], metrics, start)
+    _marks(panels, metrics, log, start)
+    for panel in panels:
+        _dress(panel)
+    panels[-1].set_xlabel("seconds since the first event", color=QUIET, fontsize=7)
+    figure.savefig(layout.report, dpi=DPI)
+    return layout.report
+
+
+def _start(metrics: Metrics, log: TrainerLog) -> float:
+    times = [batch.at for batch in log.batches[:1]] + ([metrics.first_t] if metrics.first_t else [])
+    return min(times, default=0.0)
+
+
+def _title(figure: Any, config: RunConfig, summary: dict[str, Any]) -> None:
+    figure.text(0.085, 0.96, config.run.name, fontsize=13, fontweight="bold", color=INK, va="center")
+    figure.text(0.085, 0.92, key_figures(summary), fontsize=7.5, color=QUIET, va="center")
+
+
+def key_figures(summary: dict[str, Any]) -> str:
+    """Return the figures of the title; what a summary lacks is left out."""
+    parts = []
+    if summary.get("reward_last") is not None:
+        parts.append(f"reward {summary['reward_first']:.2f} to {summary['reward_last']:.2f}")
+    if summary.get("steps"):
+        parts.append(f"{summary['steps']} steps in {summary.get('wall_s', 0):.0f} s")
+    if "groups_accepted" in summary:
+        parts.append(f"{summary['groups_accepted']:,} groups accepted")
+        parts.append(f"{summary.get('groups_lost', 0)} lost")
+        parts.append(f"{summary.get('groups_trained_twice', 0)} trained twice")
+    if summary.get("staleness_bound") is not None:
+        parts.append(f"staleness {summary.get('staleness_max', 0)} of {summary['staleness_bound']}")
+    return "   ·   ".join(parts)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Return the mean over the `window` values around each place; over fewer at the ends."""
+    sums = [0.0, *accumulate(values)]
+    out = []
+    for index in range(len(values)):
+        first, last = max(0, index - window // 2), min(len(values), index + window // 2 + 1)
+        out.append((sums[last] - sums[first]) / (last - first))
+    return out
+
+
+def _broken(times: Sequence[float], values: Sequence[float], breaks: Sequence[float]) -> _Series:
+    """Return the series with a hole at each break, so that no line is drawn over time without a trainer."""
+    points = sorted([*zip(times, values, strict=True), *((at, math.nan) for at in breaks)])
+    return [at for at, _ in points], [value for _, value in points]
+
+
+def _reward(panel: Any, log: TrainerLog, start: float) -> None:
+    points = log.step_points()
+    times = [at - start for at, _ in points]
+    rewards = [reward for _, reward in points]
+    breaks = [at - start for at in log.resumed_at]
+    void = [batch for batch in log.voided if batch.rewards]
+    lost = [sum(batch.rewards) / len(batch.rewards) for batch in void]
+    panel.plot([batch.at - start for batch in void], lost, ".", color=QUIET, alpha=0.6, markersize=2)
+    panel.plot(*_broken(times, rewards, breaks), color=REWARD, alpha=0.25, linewidth=0.8)
+    panel.plot(*_broken(times, smoothed(rewards, SMOOTHED_STEPS), breaks), color=REWARD, linewidth=1.8)
+    if rewards:
+        panel.set_ylim(min(0.0, *rewards, *lost) - 0.03, max(1.0, *rewards, *lost) + 0.05)
+    retaken = "; grey: steps taken again" if void else ""
+    _label(panel, "reward", f"mean raw score of a step; bold: mean of {SMOOTHED_STEPS}{retaken}", REWARD)
+
+
+def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float) -> None:
+    low, high = config.orchestrator.low_pressure, config.orchestrator.high_pressure
+    times = [point.t - start for point in metrics.pressures]
+    values = [point.pressure for point in metrics.pressures]
+    panel.axhspan(low, high, color=BAND, alpha=0.16, linewidth=0)
+    panel.plot(times, values, color=PRESSURE, linewidth=1.1)
+    panel.set_ylim(0, max([high * 1.15, *values]) * 1.03)
+    _label(panel, "rollout pressure", f"batches queued; band {low:g} to {high:g}", PRESSURE)
+
+
+def _staleness(panel: Any, log: TrainerLog, summary: dict[str, Any], start: float) -> None:
+    batches = [batch for batch in log.batches if batch.staleness]
+    times = [batch.at - start for batch in batches]
+    worst = [max(batch.staleness) for batch in batches]
+    mean = [sum(batch.staleness) / len(batch.staleness) for batch in batches]
+    bound = summary.get("staleness_bound")
+    if bound is not None:
+        panel.axhline(bound, color=KILL, linewidth=0.9, linestyle=(0, (4, 3)))
+    panel.plot(times, worst, ".", color=STALENESS, alpha=0.45, markersize=2.2)
+    breaks = [at - start for at in log.resumed_at]
+    panel.plot(*_broken(times, smoothed(mean, SMOOTHED_STEPS), breaks), color=STALENESS, linewidth=1.4)
+    panel.set_ylim(-0.3, max([bound or 0, 1, *worst]) + 0.8)
+    _label(
+        panel, "staleness", "policy versions; dots: largest of a step, line: mean, dashed: bound", STALENESS
+    )
+
+
+def _workers(panel: Any, metrics: Metrics, start: float) -> None:
+    times = [point.t - start for point in metrics.pressures]
+    ready = [point.ready for point in metrics.pressures]
+    total = [point.ready + point.draining for point in metrics.pressures]
+    panel.fill_between(times, ready, step="post", color=WORKERS, alpha=0.18, linewidth=0)
+    panel.plot(times, total, drawstyle="steps-post", color=DRAIN, linewidth=1.0, alpha=0.9)
+    panel.plot(times, ready, drawstyle="steps-post", color=WORKERS, linewidth=1.6)
+    panel.set_ylim(0, max([2, *total]) * 1.5)
+    _label(panel, "workers", "green: ready, amber: with those that drain", WORKERS)
+
+
+def _marks(panels: Sequence[Any], metrics: Metrics, log: TrainerLog, start: float) -> None:
+    """Show what happened to workers and trainer while there was training."""
+    end = log.batches[-1].at if log.batches else metrics.last_t
+    top = panels[-1].get_ylim()[1]
+    for index, mark in enumerate(mark for mark in metrics.marks if mark.t <= end):
+        colour = DRAIN if mark.kind is MarkKind.DRAINED else KILL
+        for panel in panels:
+            panel.axvline(mark.t - start, color=colour, linewidth=0.8, alpha=0.55, zorder=1)
+        # Two heights by turns, so that the words of two marks in a row do not cover each other.
+        place = (mark.t - start, top * (0.97 - 0.14 * (index % 2)))
+        panels[-1].annotate(f" {mark.worker} {mark.kind}", place, fontsize=6, color=colour, va="top")
+    for at in log.resumed_at:
+        for panel in panels:
+            panel.axvline(at - start, color=INK, linewidth=0.8, alpha=0.5, linestyle=(0, (2, 2)))
+        top = panels[0].get_ylim()[1]
+        panels[0].annotate(" trainer resumed", (at - start, top * 0.06), fontsize=6, color=INK)
+
+
+def _label(panel: Any, name: str, meaning: str, colour: str) -> None:
+    panel.set_title(name, loc="left", fontsize=8, fontweight="bold", color=colour, pad=3)
+    panel.set_title(meaning, loc="right", fontsize=6.5, color=QUIET, pad=3)
+
+
+def _dress(panel: Any) -> None:
+    panel.grid(axis="y", color=GRID, linewidth=0.7)
+    panel.set_axisbelow(True)
+    panel.margins(x=0.01)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)
+    panel.spines["bottom"].set_color(GRID)
+    panel.tick_params(colors=QUIET, labelsize=7, length=0)
+    panel.yaxis.get_major_locator().set_params(nbins=4, integer=False)

@@ -1,0 +1,86 @@
+"""`rolloutmq status`: what the broker knows of itself, for a person or as JSON for a program."""
+
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.bus.client import BlockingClient
+from rolloutmq.schemas.control import GetStatus, LaneStatus, StatusReply, WorkerState
+from rolloutmq.schemas.errors import RolloutMQError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.monitor import figures, waits
+from rolloutmq.services.monitor.exits import FAILED, USAGE, complain, reader_may_leave
+from rolloutmq.services.telemetry.feed import endpoints_of
+
+PATIENCE_S: Final = 3.0
+"""A broker that lives answers in milliseconds."""
+
+
+def status(where: Path, as_json: bool) -> int:
+    """Print the status of a run directory's broker; returns the exit code. Blocks for three seconds at most."""
+    if not where.is_dir():
+        return complain(f"{where} is no run directory", USAGE)
+    endpoints = endpoints_of(RunLayout(where))
+    if endpoints is None:
+        return complain(f"no broker runs in {where}", FAILED)
+    try:
+        with BlockingClient(endpoints.serve) as client:
+            reply = client.request(GetStatus(), timeout_s=PATIENCE_S)
+    except RolloutMQError as error:
+        return complain(str(error), FAILED)
+    if not isinstance(reply, StatusReply):
+        return complain("the broker gave no status", FAILED)
+    text = msgspec.json.format(msgspec.json.encode(status_json(reply)), indent=2).decode()
+    with reader_may_leave():
+        sys.stdout.write((text if as_json else status_text(reply)) + "\n")
+    return 0
+
+
+def status_json(reply: StatusReply) -> dict[str, Any]:
+    """Return the reply as plain data, with `why`: one line on who waits for what."""
+    fields: dict[str, Any] = msgspec.to_builtins(reply)
+    del fields["kind"], fields["pressure"]["kind"]
+    return {"why": waits.explain(reply.pressure), **fields}
+
+
+def status_text(reply: StatusReply) -> str:
+    """Return the reply for a person: a few lines, the reason of waiting among them."""
+    pressure = reply.pressure
+    total = f" of {reply.total_steps}" if reply.total_steps else ""
+    held = pressure.queued_bytes + pressure.leased_bytes
+    rows = [
+        ("run", f"{reply.run}, up {figures.clock(reply.uptime_s)}, durability {reply.durability}"),
+        ("step", f"{pressure.step}{total}"),
+        (
+            "queue",
+            f"{pressure.queued_sequences} sequences in {pressure.queued_groups} groups,"
+            f" {pressure.rollout_pressure:.2f} batches of {pressure.batch_sequences};"
+            f" {figures.amount(held)} of {figures.amount(pressure.high_bytes)}",
+        ),
+        (
+            "flow",
+            f"in {pressure.produced_per_s:.0f}, out {pressure.consumed_per_s:.0f} sequences a second",
+        ),
+        ("why", waits.explain(pressure)),
+        ("groups", figures.accounts(pressure.ledger)),
+        *(("lane", _lane(lane)) for lane in pressure.lanes),
+        ("workers", _workers(reply)),
+    ]
+    if reply.rejected_messages:
+        reasons = ", ".join(f"{why} {count}" for why, count in reply.rejected_by_reason.items())
+        rows.append(("refused", f"{reply.rejected_messages} messages ({reasons})"))
+    return "\n".join(f"{label:<9}{text}" for label, text in rows)
+
+
+def _lane(lane: LaneStatus) -> str:
+    return (
+        f"{lane.env}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} under way"
+        f" at {lane.producers} producers, {lane.accepted_per_s:.1f} groups a second"
+    )
+
+
+def _workers(reply: StatusReply) -> str:
+    states = [worker.state for worker in reply.pressure.workers]
+    return ", ".join(f"{states.count(state)} {state}" for state in WorkerState if state in states) or "none"

@@ -1,0 +1,255 @@
+"""`summary.json`: what became of every group, found by joining the logs that each side wrote by itself.
+
+The producers' ack logs say what was accepted, the trainer's log says what was learned from, the broker's two lists
+(`dropped.jsonl`, `saved.rmq`) name the groups that it gave up or still held at the end. Only ids are read, never a
+counter: a group that was accepted and that no list names is lost, whatever anybody counted. Join when the processes
+have ended; while they run, whatever is queued looks lost.
+
+The accounts add up by construction: an accepted group belongs to the first of trained, filtered, dead, expired,
+discarded and in flight that names it, and else it is lost.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import AckedGroup, DroppedGroup, SettledBatch
+from rolloutmq.services.monitor.lines import read_lines
+from rolloutmq.services.monitor.metrics import Metrics, read_metrics
+
+WINDOW_STEPS: Final = 50
+"""Steps at either end over which `reward_first` and `reward_last` are means."""
+
+ReadIds = Callable[[Path], Iterable[str]]
+"""Gives the ids of the groups that a `saved.rmq` holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLog:
+    """What of `trained.jsonl` counts: lines that a later `resumed` line did not void.
+
+    Attributes:
+        batches: Those that count, in their order.
+        voided: Those that do not: the weights they led to are gone.
+        resumed_at: When a trainer came back.
+    """
+
+    batches: tuple[SettledBatch, ...]
+    voided: tuple[SettledBatch, ...]
+    resumed_at: tuple[float, ...]
+
+    def trained(self) -> Counter[str]:
+        """Return how often each group was learned from."""
+        return Counter(name for batch in self.batches for name in batch.trained)
+
+    def filtered(self) -> set[str]:
+        return {name for batch in self.batches for name in batch.filtered}
+
+    def rejected(self) -> set[str]:
+        return {name for batch in self.batches for name in batch.rejected}
+
+    def voided_ids(self) -> set[str]:
+        """Return every group of a voided batch."""
+        return {name for batch in self.voided for name in (*batch.trained, *batch.filtered, *batch.rejected)}
+
+    def step_points(self) -> list[tuple[float, float]]:
+        """Return time and mean raw score of each step, over all groups that were pulled for it.
+
+        A batch that was no step (all its groups filtered) belongs to the step that follows it.
+        """
+        points: list[tuple[float, float]] = []
+        pulled: list[float] = []
+        taken = 0
+        for batch in self.batches:
+            pulled.extend(batch.rewards)
+            if batch.version.step <= taken:
+                continue
+            taken = batch.version.step
+            points.append((batch.at, _mean(pulled)))
+            pulled = []
+        return points
+
+
+def read_trainer_log(lines: Iterable[SettledBatch]) -> TrainerLog:
+    """Take out what resuming voided: every earlier line with a higher step."""
+    counted: list[SettledBatch] = []
+    voided: list[SettledBatch] = []
+    resumed_at: list[float] = []
+    for line in lines:
+        if line.resumed:
+            resumed_at.append(line.at)
+            voided += [batch for batch in counted if batch.version.step > line.version.step]
+            counted = [batch for batch in counted if batch.version.step <= line.version.step]
+            if not (line.trained or line.filtered or line.rejected):
+                continue
+        counted.append(line)
+    return TrainerLog(tuple(counted), tuple(voided), tuple(resumed_at))
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """Every accepted group, by id, in exactly one place.
+
+    A worker that was killed may not have noted all its acks, so a group that is named downstream was accepted too.
+    """
+
+    accepted: frozenset[str]
+    trained: frozenset[str]
+    filtered: frozenset[str]
+    dead: frozenset[str]
+    expired: frozenset[str]
+    discarded: frozenset[str]
+    in_flight: frozenset[str]
+    lost: frozenset[str]
+
+
+def settle_accounts(
+    acked: Iterable[str],
+    log: TrainerLog,
+    dropped: Sequence[DroppedGroup],
+    saved: Iterable[str],
+) -> Accounts:
+    """Put every group where it belongs. Pure."""
+    given_up = {
+        state: {group.group_id for group in dropped if group.state == state}
+        for state in ("dead", "expired", "discarded")
+    }
+    places = {
+        "trained": set(log.trained()),
+        "filtered": log.filtered(),
+        "dead": given_up["dead"] | log.rejected(),
+        "expired": given_up["expired"],
+        "discarded": given_up["discarded"],
+        "in_flight": set(saved),
+    }
+    accepted = set(acked).union(log.voided_ids(), *places.values())
+    rest = set(accepted)
+    found: dict[str, frozenset[str]] = {}
+    for place, names in places.items():
+        found[place] = frozenset(rest & names)
+        rest -= names
+    return Accounts(accepted=frozenset(accepted), lost=frozenset(rest), **found)
+
+
+@dataclass(slots=True)
+class AckLog:
+    """Ids of the groups that producers saw acked."""
+
+    ids: set[str] = field(default_factory=set)
+    repeated: int = 0
+    """Ids that were acked under two numbers: two groups of one name, or one group accepted twice."""
+
+
+def read_acks(layout: RunLayout) -> AckLog:
+    """Read the ack logs of all producers."""
+    numbers: dict[str, tuple[str, int, int]] = {}
+    log = AckLog()
+    for path in sorted(layout.acks.glob("*.jsonl")):
+        for line in read_lines(path, AckedGroup):
+            number = (path.stem, line.session, line.seq)
+            if numbers.setdefault(line.group_id, number) != number:
+                log.repeated += 1
+    log.ids = set(numbers)
+    return log
+
+
+def summarise(
+    layout: RunLayout, config: RunConfig, *, saved_ids: ReadIds, wall_s: float | None = None
+) -> dict[str, Any]:
+    """Join the logs of a run that has ended.
+
+    Args:
+        layout: Where the logs are; a missing one is an empty one.
+        config: Of the run; gives the staleness bound.
+        saved_ids: Reads the ids out of `saved.rmq`; called only if there is one.
+        wall_s: Seconds that the run took. Without it, the span of what was recorded.
+
+    Returns:
+        These figures; a mean of nothing is None.
+
+        - reward_first, reward_last: mean raw score of the first and the last 50 steps, each step the mean over
+          all groups pulled for it, filtered ones included.
+        - steps: optimizer steps that the final policy has behind it.
+        - wall_s: as given.
+        - groups_accepted: groups that an ack log names, or any list downstream of one.
+        - groups_trained: groups that the final policy learned from.
+        - groups_filtered: groups pulled whose rewards were all equal, so that they held no signal.
+        - groups_expired, groups_dead, groups_discarded: groups that left the queue untrained: too old, undeliverable or
+          refused by the trainer, thrown away on request.
+        - groups_in_flight: groups that the broker saved at the end; `up --resume` trains them.
+        - groups_lost: groups accepted that nothing accounts for. Must be 0.
+        - groups_trained_twice: groups that the final policy learned from more than once. Must be 0.
+        - groups_rewound: groups pulled again since the weights that they led to first were lost.
+        - groups_acked_twice: ids acked under two numbers. Must be 0.
+        - batches, batches_without_signal: settled batches that count, and those of them that were no step.
+        - trainer_resumes: times that a trainer came back from a checkpoint.
+        - staleness_max: largest number of steps between the policy that sampled a group and the one that learned
+          from it, over the batches that count.
+        - staleness_bound: the largest `max_staleness` of the environments.
+        - workers_min, workers_max: fewest and most workers ready at once, from the first one ready to the last step.
+        - steps_per_s: steps over the time from the first to the last of them.
+        - tokens: tokens of the published steps; less than all of them where an event was dropped.
+    """
+    log = read_trainer_log(read_lines(layout.trained, SettledBatch))
+    acks = read_acks(layout)
+    dropped = list(read_lines(layout.dropped, DroppedGroup))
+    saved = saved_ids(layout.saved) if layout.saved.exists() else ()
+    accounts = settle_accounts(acks.ids, log, dropped, saved)
+    seen = read_metrics(layout.metrics)
+    ready = seen.ready_counts(until=log.batches[-1].at if log.batches else None)
+    return {
+        **_progress(log, seen, wall_s),
+        **_groups(accounts, log),
+        "groups_acked_twice": acks.repeated,
+        **_staleness(log, config),
+        "workers_min": min(ready, default=0),
+        "workers_max": max(ready, default=0),
+        "tokens": sum(step.tokens for step in seen.steps),
+    }
+
+
+def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None) -> dict[str, Any]:
+    rewards = [reward for _, reward in log.step_points()]
+    span_s = log.batches[-1].at - log.batches[0].at if log.batches else 0.0
+    steps = max((batch.version.step for batch in log.batches), default=0)
+    return {
+        "reward_first": _mean(rewards[:WINDOW_STEPS]) if rewards else None,
+        "reward_last": _mean(rewards[-WINDOW_STEPS:]) if rewards else None,
+        "steps": steps,
+        "wall_s": round(seen.span_s if wall_s is None else wall_s, 3),
+        "steps_per_s": round((len(rewards) - 1) / span_s, 3) if span_s > 0 and rewards else None,
+        "trainer_resumes": len(log.resumed_at),
+        "batches": len(log.batches),
+        "batches_without_signal": sum(1 for batch in log.batches if not batch.trained),
+    }
+
+
+def _groups(accounts: Accounts, log: TrainerLog) -> dict[str, int]:
+    return {
+        "groups_accepted": len(accounts.accepted),
+        "groups_trained": len(accounts.trained),
+        "groups_filtered": len(accounts.filtered),
+        "groups_expired": len(accounts.expired),
+        "groups_dead": len(accounts.dead),
+        "groups_discarded": len(accounts.discarded),
+        "groups_in_flight": len(accounts.in_flight),
+        "groups_lost": len(accounts.lost),
+        "groups_trained_twice": sum(1 for times in log.trained().values() if times > 1),
+        "groups_rewound": len(log.voided_ids() & (accounts.trained | accounts.filtered)),
+    }
+
+
+def _staleness(log: TrainerLog, config: RunConfig) -> dict[str, int | None]:
+    bounds = [env.max_staleness for env in config.environment.values() if env.split == "train"]
+    return {
+        "staleness_max": max((most for batch in log.batches for most in batch.staleness), default=0),
+        "staleness_bound": max(bounds, default=None),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,263 @@
+"""The board as lines for a terminal: pure, nothing here draws or knows the time.
+
+Each line stands alone, is cut rather than wrapped, and leads with what matters most, so that a narrow terminal shows
+less of it and nothing jumps. Workers take the height that is left; those in trouble come first where not all fit.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rolloutmq.schemas.control import LedgerCounts, Pressure, WorkerState, WorkerStatus
+from rolloutmq.schemas.telemetry import GpuSample
+from rolloutmq.services.monitor import figures, waits
+from rolloutmq.services.monitor.board import Board
+
+LABEL_WIDTH: Final = 9
+GAUGE_WIDTH: Final = 16
+STYLE_OF: Final = {
+    WorkerState.STARTING: "cyan",
+    WorkerState.READY: "green",
+    WorkerState.DRAINING: "yellow",
+    WorkerState.GONE: "dim",
+    WorkerState.FAILED: "bold red",
+}
+INTEREST: Final = ("trainer", "inference", "broker", "orchestrator", "telemetry")
+ACCENT: Final = "bold cyan"
+QUIET: Final = "dim"
+GPUS_APART: Final = 2
+SILENT_S: Final = 3.0
+"""Workers speak once a second; from here on their silence is shown as trouble."""
+
+
+def frame(board: Board, now: float, width: int, height: int) -> Group:
+    """Return the whole picture, at most `height` lines of `width` cells."""
+    above = [header(board, now, width), reward_line(board, width)]
+    below: list[Text] = []
+    pressure = board.pressure
+    if pressure is None:
+        above.append(_row("broker", Text("no word from it yet", style=QUIET)))
+    else:
+        above += [
+            queue_line(board, pressure),
+            flow_line(pressure),
+            *wait_lines(board, pressure, now),
+        ]
+        below += ledger_lines(pressure.ledger)
+    below += machine_lines(board)
+    room = height - len(above) - len(below) - 2
+    table = worker_table(board, room - 1, width)
+    lines: list[RenderableType] = [*above, Text(), *below]
+    if table is not None:
+        lines[len(above) + 1 : len(above) + 1] = [table, Text()]
+    return Group(*lines[: max(1, height)])
+
+
+def _row(label: str, *parts: Text | str) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f" {label:<{LABEL_WIDTH - 1}}", style=QUIET)
+    for part in parts:
+        line.append_text(part if isinstance(part, Text) else Text(part))
+    return line
+
+
+def header(board: Board, now: float, width: int) -> Text:
+    """Name, step of steps, progress, rate and times."""
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(" RolloutMQ ", style="bold reverse cyan").append(f" {board.name} ", style="bold")
+    rate, left = board.steps_per_s(now), board.left_s(now)
+    tail = f"  {rate:.1f} steps/s  {figures.clock(board.elapsed_s(now))}"
+    if left is not None:
+        tail += f"  ({figures.clock(left)} left)"
+    done, total = board.steps_done, board.total_steps
+    count = f" step {done}/{total} " if total else f" step {done} "
+    line.append(count, style=ACCENT)
+    cells = min(24, width - line.cell_len - len(tail) - 1)
+    if total and cells >= 6:
+        line.append(figures.bar(done / total, cells), style="cyan on grey23")
+    return line.append(tail)
+
+
+def reward_line(board: Board, width: int) -> Text:
+    """Present reward, and its course since the start."""
+    reward = board.reward()
+    if reward is None:
+        return _row("reward", Text("no step yet", style=QUIET))
+    rewards = board.rewards()
+    low, high = min(0.0, *rewards), max(1.0, *rewards)
+    tail = f"  staleness {board.step.staleness_max if board.step else 0} of {board.staleness_bound}"
+    cells = max(0, min(48, width - LABEL_WIDTH - 9 - len(tail) - 1))
+    course = figures.sparkline(rewards, cells, low, high)
+    return _row("reward", Text(f"{reward:6.3f}  ", style=ACCENT), Text(course, style="green"), tail)
+
+
+def queue_line(board: Board, pressure: Pressure) -> Text:
+    """Pressure against its band, then groups and bytes against the mark."""
+    value = pressure.rollout_pressure
+    held = pressure.queued_bytes + pressure.leased_bytes
+    style = _band_style(board, value)
+    return _row(
+        "queue",
+        gauge(board, value, style),
+        Text(f" {value:.2f} ", style=f"bold {style}"),
+        f"batches ({board.low:g} to {board.high:g})",
+        Text(
+            f" · {pressure.queued_groups} groups · {figures.portion(held, pressure.high_bytes)}",
+            style=QUIET,
+        ),
+    )
+
+
+def _band_style(board: Board, value: float) -> str:
+    if value < board.low:
+        return "yellow"
+    return "green" if value <= board.high else "magenta"
+
+
+def gauge(board: Board, value: float, style: str) -> Text:
+    """Draw the pressure as a bar over a scale on which the band is shaded."""
+    scale = board.high * 4 / 3
+    filled = figures.bar(value / scale if scale > 0 else 0.0, GAUGE_WIDTH)
+    line = Text("▕")
+    for cell, char in enumerate(filled):
+        middle = (cell + 0.5) / GAUGE_WIDTH * scale
+        shade = "grey35" if board.low <= middle <= board.high else "grey15"
+        line.append(char, style=f"{style} on {shade}")
+    return line.append("▏")
+
+
+def flow_line(pressure: Pressure) -> Text:
+    """Sequences in and out a second, and what waiting has cost so far."""
+    rates = f"in {pressure.produced_per_s:,.0f} · out {pressure.consumed_per_s:,.0f} sequences/s"
+    waited = sorted(pressure.waits_s.items(), key=lambda item: -item[1])
+    costs = " · ".join(f"{reason} {seconds:.0f} s" for reason, seconds in waited if seconds >= 1)
+    return _row("flow", rates, Text(f" · waited: {costs}" if costs else "", style=QUIET))
+
+
+def wait_lines(board: Board, pressure: Pressure, now: float) -> list[Text]:
+    """Why the trainer waits, and why the workers do."""
+    if silent := board.silent_s(now):
+        return [_row("broker", Text(f"silent for {silent:.0f} s: what is shown is old", style="bold red"))]
+    rows = [_trainer_line(board, pressure)]
+    reasons = {waits.workers(lane): lane.env for lane in pressure.lanes if waits.workers(lane)}
+    several = len(pressure.lanes) > 1
+    for reason, env in reasons.items():
+        rows.append(_row("workers", f"{env} wait: " if several else "wait: ", Text(reason, style="yellow")))
+    if not reasons:
+        working = Text("roll out", style="green") if board.workers() else Text("none yet", style=QUIET)
+        rows.append(_row("workers", working))
+    return rows
+
+
+def _trainer_line(board: Board, pressure: Pressure) -> Text:
+    if reason := waits.trainer(pressure):
+        return _row("trainer", "waits: ", Text(reason, style="yellow"))
+    if not board.steps_done and not pressure.ledger.leased:
+        return _row("trainer", Text("has pulled nothing yet", style=QUIET))
+    return _row("trainer", Text("has its batches", style="green"))
+
+
+def worker_table(board: Board, rows: int, width: int) -> Table | None:
+    """One row for each worker, as many as fit; None if there is no room or no worker."""
+    workers = ordered(board.workers())
+    if not workers or rows < 1:
+        return None
+    shown = workers if len(workers) <= rows else _most_telling(workers, rows - 1)
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET)
+    table.add_column(" worker", no_wrap=True, min_width=LABEL_WIDTH)
+    table.add_column("state", no_wrap=True)
+    for title in ("in hand", "produced", "abandoned", "silent", "cpu"):
+        table.add_column(title, justify="right", no_wrap=True)
+    if width >= 100:
+        table.add_column("last error", no_wrap=True, overflow="ellipsis", max_width=width - 80)
+    for worker in shown:
+        cells = _worker_cells(board, worker)
+        table.add_row(*cells[: len(table.columns)])
+    if len(shown) < len(workers):
+        table.add_row(f" … {len(workers) - len(shown)} more")
+    return table
+
+
+def _worker_cells(board: Board, worker: WorkerStatus) -> list[Text]:
+    process = board.processes.get(worker.worker)
+    troubled = "bold red" if worker.silent_s > SILENT_S else ""
+    state = "draining" if worker.draining and worker.state is WorkerState.READY else worker.state.value
+    return [
+        Text(f" {worker.worker}"),
+        Text(state, style=STYLE_OF[WorkerState(state)]),
+        Text(str(worker.in_hand)),
+        Text(str(worker.produced)),
+        Text(str(worker.abandoned), style="yellow" if worker.abandoned else ""),
+        Text(f"{worker.silent_s:.1f} s", style=troubled),
+        Text(f"{process.cpu_percent:.0f} %" if process else "?"),
+        Text(worker.error, style="red"),
+    ]
+
+
+def ordered(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
+    """Sort by name, numbers by their value: `w-2` before `w-10`."""
+    return sorted(
+        workers,
+        key=lambda one: [
+            (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", one.worker)
+        ],
+    )
+
+
+def _most_telling(workers: Sequence[WorkerStatus], count: int) -> list[WorkerStatus]:
+    def is_fine(worker: WorkerStatus) -> bool:
+        return worker.state is WorkerState.READY and worker.silent_s <= SILENT_S
+
+    return ordered(sorted(workers, key=is_fine)[: max(0, count)])
+
+
+def ledger_lines(ledger: LedgerCounts) -> list[Text]:
+    """Where every accepted group is, and what is no place but worth knowing."""
+    rows = [_row("groups", figures.accounts(ledger, short=True))]
+    extra = {"rewound": ledger.rewound, "lost before accept": ledger.lost_before_accept}
+    if any(extra.values()):
+        told = (f"{what} {count}" for what, count in extra.items() if count)
+        rows.append(_row("", Text(" · ".join(told), style="yellow")))
+    return rows
+
+
+def machine_lines(board: Board) -> list[Text]:
+    """The host, its GPUs, and the processes that are no workers."""
+    rows = []
+    if (host := board.host) is not None:
+        used = figures.portion(host.memory_used_bytes, host.memory_total_bytes)
+        parts = [f"cpu {host.cpu_percent:.0f} % of {host.cpus} cores", f"memory {used}"]
+        if board.gpu_absence is not None:
+            parts.append("no GPU")
+        rows.append(_row("host", " · ".join(parts)))
+    rows += gpu_lines(list(board.gpus.values()))
+    names = {worker.worker for worker in board.workers()}
+    others = sorted(board.processes.keys() - names, key=_interest)
+    if others:
+        loads = (f"{name} {board.processes[name].cpu_percent:.0f} %" for name in others)
+        rows.append(_row("cpu", " · ".join(loads)))
+    return rows
+
+
+def gpu_lines(gpus: Sequence[GpuSample]) -> list[Text]:
+    """A line for each GPU, or one for all where they are many: mean use, all memory, the hottest."""
+    if len(gpus) <= GPUS_APART:
+        return [_gpu_line(gpu.name, [gpu]) for gpu in gpus]
+    return [_gpu_line(f"{len(gpus)} x {gpus[0].name}", gpus)]
+
+
+def _gpu_line(name: str, gpus: Sequence[GpuSample]) -> Text:
+    use = sum(gpu.utilisation_percent for gpu in gpus) / len(gpus)
+    used = sum(gpu.memory_used_bytes for gpu in gpus)
+    memory = figures.portion(used, sum(gpu.memory_total_bytes for gpu in gpus))
+    hottest = max(gpu.temperature_c for gpu in gpus)
+    return _row("gpu", f"{name} · {use:.0f} % · {memory} · {hottest:.0f} °C")
+
+
+def _interest(name: str) -> tuple[int, str]:
+    """Sort key of a process: those that may be the bottleneck first, at places that never change."""
+    return (INTEREST.index(name) if name in INTEREST else len(INTEREST), name)

@@ -1,0 +1,120 @@
+"""Which process is which, read from /proc: never a pid alone.
+
+Pids are used again, and quickly where the kernel has few of them. A process is the same one if the
+boot, the pid and the start ticks are the same. A zombie is not alive, though `kill(pid, 0)` and
+`/proc/<pid>` say so. What a process left behind in sessions of its own is found by the marker in
+its environment, which every descendant inherits.
+"""
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.schemas.process import ProcessIdentity, Role
+
+MARKER: Final = "ROLLOUTMQ_PROCESS"
+"""Variable that marks a process and all that descends from it: `<run token>/<name>`."""
+_PROC: Final = Path("/proc")
+_DEAD: Final = frozenset("ZXx")
+_STATE_FIELD: Final = 3
+_START_FIELD: Final = 22
+
+
+@cache
+def boot_id() -> str:
+    """Return the id of this boot: start ticks of another boot mean nothing."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def marker_of(token: str, name: str) -> str:
+    """Return the marker of one process of a run."""
+    return f"{token}/{name}"
+
+
+def inherited_token() -> str | None:
+    """Return the run token under which this process was started, or None if it was started by hand."""
+    marker = os.environ.get(MARKER, "")
+    token, slash, _ = marker.partition("/")
+    return token if slash else None
+
+
+def identify(name: str, role: Role, pid: int, marker: str) -> ProcessIdentity:
+    """Take the identity of a process that is known to exist, because we have not reaped it.
+
+    Raises:
+        ProcessLookupError: It does not exist.
+    """
+    found = _stat(pid)
+    if found is None:
+        raise ProcessLookupError(pid)
+    return ProcessIdentity(
+        name=name, role=role, pid=pid, start_ticks=found[1], boot_id=boot_id(), marker=marker
+    )
+
+
+def exists(identity: ProcessIdentity) -> bool:
+    """Say whether the pid is still this process, dead but not reaped included: its group is its own."""
+    found = _stat(identity.pid)
+    return found is not None and identity.boot_id == boot_id() and found[1] == identity.start_ticks
+
+
+def alive(identity: ProcessIdentity) -> bool:
+    """Say whether this very process lives. A zombie does not."""
+    found = _stat(identity.pid)
+    return found is not None and found[0] not in _DEAD and exists(identity)
+
+
+def is_marked(pid: int, marker: str) -> bool:
+    """Say whether a process carries the marker; a marker that ends in `/` stands for the whole run.
+
+    A process whose environment may not be read is not ours and is not marked.
+    """
+    wanted = f"{MARKER}={marker}".encode()
+    try:
+        environ = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return False
+    return any(
+        entry.startswith(wanted) if marker.endswith("/") else entry == wanted
+        for entry in environ.split(b"\0")
+    )
+
+
+def find_marked(marker: str) -> list[int]:
+    """Return the pids of all living processes with the marker, but for the caller and its ancestors.
+
+    Reads the environment of every process of this user: milliseconds, for rare use.
+    """
+    spared = set(_lineage())
+    return [pid for pid in _pids() if pid not in spared and is_marked(pid, marker)]
+
+
+def _pids() -> Iterator[int]:
+    for entry in os.scandir(_PROC):
+        if entry.name.isdigit():
+            yield int(entry.name)
+
+
+def _lineage() -> Iterator[int]:
+    pid = os.getpid()
+    while pid > 1:
+        yield pid
+        fields = _fields(pid)
+        pid = int(fields[4]) if fields else 0
+
+
+def _fields(pid: int) -> dict[int, str] | None:
+    """Return the fields of /proc/<pid>/stat by their number; the name (2) may hold any character."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return dict(enumerate(text.rpartition(")")[2].split(), start=_STATE_FIELD))
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """Return state and start ticks, or None if there is no such process."""
+    fields = _fields(pid)
+    return None if fields is None else (fields[_STATE_FIELD], int(fields[_START_FIELD]))

@@ -1,0 +1,267 @@
+"""Keeps processes running: the shell that carries out what the law of supervision decides.
+
+Owns the processes, their pidfds in the event loop, one timer, and the file of their identities. It
+decides nothing: every event goes to `SupervisorCore`, every action comes from there. Callbacks
+alone, no task of its own; used by the orchestrator for workers and by the launcher for services.
+
+    async with Supervisor(token, Backoff(), identities=path) as supervisor:
+        supervisor.start(spec)
+        await supervisor.until(lambda views: views["trainer"].phase in OVER)
+        await supervisor.stop(["trainer"], term_ladder(5.0), "the run is over")
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
+from rolloutmq.services.orchestrator.processes import Process, adopt, end_marked, last_line, spawn
+from rolloutmq.services.orchestrator.supervisor import (
+    KILL_LADDER,
+    OVER,
+    Action,
+    Backoff,
+    End,
+    GiveUp,
+    Ladder,
+    Start,
+    Step,
+    SupervisorCore,
+    View,
+)
+from rolloutmq.services.runner import write_json
+
+logger = logging.getLogger(__name__)
+
+Drain = Callable[[str, str], None]
+"""Told the name and the reason when a process is to be drained over the bus; must not block."""
+Change = Callable[[View], None]
+"""Told of each process whose phase or reason changed; must not block and not raise."""
+
+
+class Supervisor:
+    """Processes by name. Belongs to one event loop; every method but `stop` and `until` returns at once.
+
+    Args:
+        token: Run token, first half of the marker of every process.
+        backoff: How crashed processes come back.
+        identities: File that always lists the processes that live; None for none.
+        drain: Carries a drain over the bus; without it that rung does nothing.
+        on_change: Called after each change.
+        seed: Of the jitter.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        backoff: Backoff,
+        *,
+        identities: Path | None = None,
+        drain: Drain | None = None,
+        on_change: Change | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._token = token
+        self._core = SupervisorCore(backoff, seed)
+        self._identities = identities
+        self._drain = drain
+        self._on_change = on_change
+        self._processes: dict[str, Process] = {}
+        self._specs: dict[str, ProcessSpec] = {}
+        self._seen: dict[str, View] = {}
+        self._written: list[ProcessIdentity] | None = None
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """Kill what still runs: whoever wants an orderly end calls `stop` inside the block."""
+        try:
+            await self.stop(list(self.views()), KILL_LADDER, "the supervisor ends")
+        finally:
+            self._release()
+
+    def views(self) -> Mapping[str, View]:
+        """Return every process by name, those that are over included."""
+        return self._core.views()
+
+    def identity(self, name: str) -> ProcessIdentity | None:
+        """Return the identity under which the process lives now, or None if it does not."""
+        process = self._processes.get(name)
+        return None if process is None else process.identity
+
+    def start(self, spec: ProcessSpec) -> None:
+        """Keep this process running from now on; ValueError if one of its name is not over."""
+        self._core.want(spec, time.monotonic())
+        self._specs[spec.name] = spec
+        self._advance()
+
+    def adopt(self, found: Iterable[tuple[ProcessIdentity, ProcessSpec]]) -> list[str]:
+        """Take over living processes, each as its spec; return the names of those that were there."""
+        adopted = []
+        for identity, spec in found:
+            if (process := adopt(identity)) is None:
+                continue
+            self._core.adopt(spec, time.monotonic())
+            self._specs[spec.name] = spec
+            self._hold(process)
+            adopted.append(spec.name)
+            logger.info("adopted name=%s pid=%d", spec.name, identity.pid)
+        self._advance()
+        return adopted
+
+    def retire(self, name: str, ladder: Ladder, reason: str) -> None:
+        """Begin to end a process for good. Repeating it, or with a shorter ladder, is harmless."""
+        self._core.retire(name, ladder, reason, time.monotonic())
+        self._advance()
+
+    def forget(self, name: str) -> None:
+        """Forget a process that is over, so that it is in no view any more."""
+        self._core.forget(name)
+        self._advance()
+
+    def fail(self, name: str, ladder: Ladder, reason: str) -> None:
+        """End a process that can never work: it becomes FATAL with this reason."""
+        self._core.fail(name, ladder, reason, time.monotonic())
+        self._advance()
+
+    async def stop(self, names: Iterable[str], ladder: Ladder, reason: str) -> None:
+        """Retire these processes together and wait until they are over: the ladder bounds it."""
+        wanted = [name for name in names if name in self.views()]
+        for name in wanted:
+            self.retire(name, ladder, reason)
+        await self.until(lambda views: all(views[name].phase in OVER for name in wanted))
+
+    async def until(self, condition: Callable[[Mapping[str, View]], bool]) -> None:
+        """Wait until the condition holds; it is looked at after each change. Cancellation is safe."""
+        while not condition(self.views()):
+            await self._changed.wait()
+
+    def kill(self) -> None:
+        """Kill everything now and wait for nothing: for a second Ctrl-C."""
+        for name, process in self._processes.items():
+            process.send_group(signal.SIGKILL)
+            end_marked(process.identity.marker)
+            logger.warning("killed name=%s", name)
+
+    def _advance(self) -> None:
+        """Carry out what is due, tell who asked, and set the timer to what is due next."""
+        while actions := self._core.tick(time.monotonic()):
+            for action in actions:
+                self._carry_out(action)
+        self._save()
+        self._set_timer()
+        self._tell()
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Start(spec):
+                self._start(spec)
+            case End(name, step):
+                self._end(name, step)
+            case GiveUp(name, reason):
+                logger.error("gave up name=%s reason=%s", name, reason)
+                self._let_go(self._processes[name])
+
+    def _start(self, spec: ProcessSpec) -> None:
+        try:
+            process = spawn(spec, self._token)
+        except OSError as error:
+            logger.error("not started name=%s error=%s", spec.name, error)
+            self._core.start_failed(spec.name, f"cannot be started: {error}", time.monotonic())
+            return
+        logger.info("started name=%s pid=%d", spec.name, process.identity.pid)
+        self._hold(process)
+        self._core.started(spec.name, time.monotonic())
+
+    def _end(self, name: str, step: Step) -> None:
+        logger.info("ending name=%s step=%s reason=%s", name, step, self.views()[name].reason)
+        process = self._processes[name]
+        match step:
+            case Step.DRAIN:
+                if self._drain is not None:
+                    self._drain(name, self.views()[name].reason)
+            case Step.USR1:
+                process.send(signal.SIGUSR1)
+            case Step.TERM:
+                process.send_group(signal.SIGTERM)
+                # A stopped process would keep the signal for later.
+                process.send_group(signal.SIGCONT)
+            case Step.KILL:
+                process.send_group(signal.SIGKILL)
+
+    def _hold(self, process: Process) -> None:
+        self._processes[process.identity.name] = process
+        self._loop.add_reader(process.fileno(), self._ended, process)
+
+    def _ended(self, process: Process) -> None:
+        found = process.poll()
+        if found is None:
+            return
+        name = process.identity.name
+        self._let_go(process)
+        why = str(found)
+        if found.code is not None and found.code > 0 and self._last_line(name):
+            why = f"{found}: {self._last_line(name)}"
+        logger.info("ended name=%s pid=%d how=%s", name, process.identity.pid, found)
+        self._core.exited(name, found.code, why, time.monotonic())
+        self._advance()
+
+    def _last_line(self, name: str) -> str:
+        return last_line(Path(self._specs[name].log))
+
+    def _let_go(self, process: Process) -> None:
+        self._loop.remove_reader(process.fileno())
+        del self._processes[process.identity.name]
+        process.close()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self._core.due()
+        # The loop's clock counts in milliseconds: one more, or the timer could come too early.
+        wait_s = None if due is None else max(0.0, due - time.monotonic()) + 1e-3
+        self._timer = None if wait_s is None else self._loop.call_later(wait_s, self._advance)
+
+    def _tell(self) -> None:
+        views = dict(self.views())
+        news = [view for name, view in views.items() if self._seen.get(name) != view]
+        self._seen = views
+        if not news:
+            return
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        if self._on_change is not None:
+            for view in news:
+                self._on_change(view)
+
+    def _save(self) -> None:
+        identities = [process.identity for process in self._processes.values()]
+        if self._identities is None or identities == self._written:
+            return
+        try:
+            write_json(self._identities, identities)
+        except OSError as error:
+            # Supervision goes on; only an adoption after our own death would miss the change.
+            logger.error("identities not written path=%s error=%s", self._identities, error)
+            return
+        self._written = identities
+
+    def _release(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for process in list(self._processes.values()):
+            self._let_go(process)

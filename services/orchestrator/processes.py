@@ -1,0 +1,246 @@
+"""Processes of a run: spawned, adopted, signalled and reaped, each under its own identity.
+
+Each process leads its own session and group, reads nothing, and appends its output to a file: a
+pipe to a supervisor that died would kill it. It is held by a pidfd, which turns readable when it
+ends, whoever its parent is, and through which alone it is signalled. A group is signalled only
+while its leader is known to be that leader, alive or not yet reaped. What escaped from the group is
+found by the marker. Nothing here waits; `end_strays` alone does, and says how long.
+
+PR_SET_PDEATHSIG is not used: it fires when the *thread* that spawned ends, and workers are meant to
+outlive an orchestrator that is about to come back.
+"""
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
+from rolloutmq.services.orchestrator.identity import (
+    MARKER,
+    alive,
+    exists,
+    find_marked,
+    identify,
+    is_marked,
+    marker_of,
+)
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS: Final = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+"""Variables that a process gets unless they are set: one thread each, and no output lost at a kill."""
+KILL_WAIT_S: Final = 5.0
+"""Time that the kernel gets to end what was killed; a process in uninterruptible sleep takes longer."""
+_TAIL_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended. `code` is its exit code, minus the signal, or None: adopted, not told."""
+
+    code: int | None
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return "ended, exit code not known"
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            return f"killed by {signal.Signals(-self.code).name}"
+        except ValueError:
+            return f"killed by signal {-self.code}"
+
+
+class Process:
+    """One process that we started or adopted. Owns a pidfd; `close` gives it up, not the process."""
+
+    def __init__(self, identity: ProcessIdentity, pidfd: int, child: subprocess.Popen[bytes] | None) -> None:
+        self.identity = identity
+        self._pidfd = pidfd
+        self._child = child
+
+    def fileno(self) -> int:
+        """Return the pidfd: readable once the process has ended."""
+        return self._pidfd
+
+    def poll(self) -> Exit | None:
+        """Reap the process if it ended, together with what it left in its group and elsewhere.
+
+        The group is killed before the leader is reaped: until then nobody else can have its id.
+        """
+        if not _is_readable(self._pidfd):
+            return None
+        self.send_group(signal.SIGKILL)
+        code = None if self._child is None else self._child.poll()
+        end_marked(self.identity.marker)
+        return Exit(code)
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the process alone; nothing happens if it has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def send_group(self, number: signal.Signals) -> None:
+        """Signal the whole group, if its leader is still the process that we know."""
+        if exists(self.identity):
+            with suppress(ProcessLookupError):
+                os.killpg(self.identity.pid, number)
+
+    def close(self) -> None:
+        """Forget the process. One that still lives goes on living, and init will reap it."""
+        if self._pidfd < 0:
+            return
+        os.close(self._pidfd)
+        self._pidfd = -1
+        if self._child is not None and self._child.returncode is None:
+            # Popen warns of a child that it did not see ending; this one is given up on purpose.
+            self._child.returncode = 0
+
+
+def spawn(spec: ProcessSpec, token: str) -> Process:
+    """Start a process in its own session, with SIGUSR1 blocked until its own handler stands.
+
+    Raises:
+        OSError: It could not be started.
+    """
+    marker = marker_of(token, spec.name)
+    environment = {**DEFAULTS, **os.environ, **spec.env, MARKER: marker}
+    log = Path(spec.log)
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with log.open("ab") as output, _drain_signal_blocked():
+        child = subprocess.Popen(
+            spec.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    # The child is not reaped before `poll`, so the pid is still its own here, whatever it did since.
+    try:
+        pidfd = os.pidfd_open(child.pid)
+    except OSError:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        raise
+    return Process(identify(spec.name, spec.role, child.pid, marker), pidfd, child)
+
+
+def adopt(identity: ProcessIdentity) -> Process | None:
+    """Take over a living process that somebody else started; None if it is not there or another.
+
+    Everything is checked after the pidfd is open: from then on the pid cannot pass to another.
+    """
+    try:
+        pidfd = os.pidfd_open(identity.pid)
+    except OSError:
+        return None
+    if alive(identity) and is_marked(identity.pid, identity.marker):
+        return Process(identity, pidfd, None)
+    os.close(pidfd)
+    return None
+
+
+def end_marked(marker: str) -> int:
+    """Kill every process with the marker (`<token>/` for a whole run) and return how many there were.
+
+    The caller and its ancestors are spared.
+    """
+    ended = 0
+    for pid in find_marked(marker):
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            continue
+        try:
+            if is_marked(pid, marker):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                ended += 1
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(pidfd)
+    if ended:
+        logger.warning("ended strays marker=%s count=%d", marker, ended)
+    return ended
+
+
+def end_strays(identities: Iterable[ProcessIdentity], grace_s: float) -> int:
+    """End what an earlier life left behind: SIGTERM, then SIGKILL after `grace_s`. Blocks that long.
+
+    Only processes whose identity is verified are touched.
+
+    Returns:
+        How many of them still lived.
+    """
+    identities = list(identities)
+    living = [process for identity in identities if (process := adopt(identity)) is not None]
+    count = len(living)
+    for process in living:
+        logger.warning("ending stray name=%s pid=%d", process.identity.name, process.identity.pid)
+        process.send_group(signal.SIGTERM)
+        process.send_group(signal.SIGCONT)
+    living = _outlive(living, grace_s)
+    for process in living:
+        process.send_group(signal.SIGKILL)
+    for process in _outlive(living, KILL_WAIT_S):
+        logger.error("survived SIGKILL name=%s pid=%d", process.identity.name, process.identity.pid)
+        process.close()
+    for identity in identities:
+        end_marked(identity.marker)
+    return count
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that says anything, or an empty text."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _outlive(living: list[Process], within_s: float) -> list[Process]:
+    """Return those that still live after `within_s`; the others are reaped and closed."""
+    deadline = time.monotonic() + within_s
+    while living and (left := deadline - time.monotonic()) > 0:
+        living = _reap(living, left)
+    return living
+
+
+def _reap(living: list[Process], timeout_s: float) -> list[Process]:
+    """Wait until one of them ends or the time is over; return those that still live."""
+    poll = select.poll()
+    for process in living:
+        poll.register(process, select.POLLIN)
+    poll.poll(timeout_s * 1000)
+    ended = [process for process in living if process.poll() is not None]
+    for process in ended:
+        process.close()
+    return [process for process in living if process not in ended]
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+@contextmanager
+def _drain_signal_blocked() -> Iterator[None]:
+    """Block SIGUSR1 in this thread, and so in what it spawns; the handlers of a fork do not matter."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,0 +1,252 @@
+"""The orchestrator: keeps as many workers alive as the trainer can eat, and ends them in order.
+
+Hears `pressure`, asks one rule per environment for a number, and starts or drains workers until it
+is so. A drain goes over the bus, then by SIGUSR1, then down the ladder; see `supervisor`. A worker
+that says it failed, or that crashes again and again, is given up; when all of an environment are,
+the orchestrator ends with the reason, and so the run.
+
+It needs nobody to start: without a broker it keeps the fewest workers, and silence changes nothing.
+The workers that an earlier life of this orchestrator left are adopted, those of another run ended.
+"""
+
+import asyncio
+import fcntl
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.schemas.config import EnvironmentConfig, OrchestratorConfig, RunConfig
+from rolloutmq.schemas.control import ScaleDecision, WorkerState, WorkerStatus
+from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.services.orchestrator.ear import Ear
+from rolloutmq.services.orchestrator.identity import inherited_token
+from rolloutmq.services.orchestrator.keeper import Supervisor
+from rolloutmq.services.orchestrator.pressure import PressureRule, PressureSample, sample_of
+from rolloutmq.services.orchestrator.processes import end_strays
+from rolloutmq.services.orchestrator.roster import Roster, env_of
+from rolloutmq.services.orchestrator.supervisor import Backoff, Phase, drain_ladder, term_ladder
+from rolloutmq.services.runner import Stop, load_run, read_json, run_service
+
+logger = logging.getLogger(__name__)
+
+CONFIRM_S: Final = 1.0
+"""Time that a drain over the bus gets before SIGUSR1 says the same."""
+OVERTIME_S: Final = 2.0
+"""Time after the drain deadline before SIGTERM: the worker keeps the same deadline, and then saves its spool."""
+REPEAT_S: Final = 1.0
+"""How often the last decision is published again: events are lost."""
+
+Command = Callable[[str], tuple[str, ...]]
+"""Program and arguments of the worker of a name."""
+Heard = Mapping[str, WorkerStatus]
+"""What the broker last heard of the worker processes that we know, by name."""
+
+
+def worker_command(run_dir: Path) -> Command:
+    """Return how the workers of a run are started."""
+    start = (sys.executable, "-m", "rolloutmq.launch.cli", "worker", "--run-dir", str(run_dir))
+    return lambda name: (*start, "--worker", name)
+
+
+class Orchestrator:
+    """The workers of one run. `run` is its life; belongs to one event loop."""
+
+    def __init__(
+        self, config: RunConfig, layout: RunLayout, token: str, command: Command | None = None
+    ) -> None:
+        limits = config.orchestrator
+        self._layout = layout
+        self._token = token
+        self._command = command or worker_command(layout.root)
+        self._limits = limits
+        self._environments = config.environment
+        self._ear = Ear(layout)
+        self._workers = Supervisor(
+            token, _backoff(limits), identities=layout.workers, drain=self._ear.drain, seed=config.run.seed
+        )
+        self._drain_ladder = drain_ladder(
+            CONFIRM_S, limits.drain_deadline_s + OVERTIME_S, limits.term_grace_s
+        )
+        self._pids: dict[str, int] = {}
+        self._scales: list[_Scale] = []
+
+    def kill(self) -> None:
+        """Kill all workers now: for a second signal."""
+        self._workers.kill()
+
+    async def run(self, stop: Stop) -> None:
+        """Keep the workers until `stop`; then drain them all and return.
+
+        Raises:
+            WorkersFailedError: All workers of an environment were given up; the others were drained.
+            RunDirInUseError: Another orchestrator has this run.
+        """
+        with _only_one(self._layout.root / "orchestrator.lock"):
+            previous = read_json(self._layout.workers, list[ProcessIdentity]) or []
+            async with self._workers:
+                await self._take_over(previous)
+                async with asyncio.TaskGroup() as tasks:
+                    ear = tasks.create_task(self._ear.listen(), name="ear")
+                    try:
+                        await self._govern(stop)
+                    finally:
+                        reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
+                        await self._workers.stop(self._workers.views(), self._drain_ladder, reason)
+                        ear.cancel()
+
+    async def _take_over(self, previous: list[ProcessIdentity]) -> None:
+        """Adopt the living workers of an earlier life, end those of another run, know the names."""
+        mine = f"{self._token}/"
+        ours = [
+            (identity, self._spec(identity.name))
+            for identity in previous
+            if identity.marker.startswith(mine) and env_of(identity.name) in self._environments
+        ]
+        adopted = self._workers.adopt(ours)
+        others = [identity for identity in previous if identity.name not in adopted]
+        if others:
+            await asyncio.to_thread(end_strays, others, self._limits.term_grace_s)
+        # Only a life that left workers has a broker that may still tell old names to drain.
+        taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
+        for name, env in self._environments.items():
+            alive_now = sum(env_of(worker) == name for worker in adopted)
+            self._scales.append(_Scale(name, env, self._limits, taken, alive_now))
+
+    async def _govern(self, stop: Stop) -> None:
+        while stop.reason is None:
+            heard = self._heard()
+            self._believe(heard)
+            for scale in self._scales:
+                self._decide(scale, heard)
+                self._raise_if_failed(scale)
+            try:
+                async with asyncio.timeout(self._limits.tick_s):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+
+    def _heard(self) -> Heard:
+        """Return what the broker says of our processes; what it says of their earlier lives is old."""
+        views = self._workers.views()
+        for name in views:
+            if (identity := self._workers.identity(name)) is not None:
+                self._pids[name] = identity.pid
+        workers = () if self._ear.pressure is None else self._ear.pressure.workers
+        return {
+            status.worker: status
+            for status in workers
+            if status.worker in views and self._pids.get(status.worker) == status.pid
+        }
+
+    def _believe(self, heard: Heard) -> None:
+        """Give up workers that say they failed, and follow those that somebody else drains."""
+        views = self._workers.views()
+        for name, status in heard.items():
+            if status.state is WorkerState.FAILED and views[name].phase is not Phase.FATAL:
+                ladder = term_ladder(self._limits.term_grace_s)
+                self._workers.fail(name, ladder, status.error or "the worker says that it failed")
+            elif status.state is WorkerState.DRAINING and views[name].phase is Phase.RUNNING:
+                self._workers.retire(name, self._drain_ladder, "drained by somebody else")
+
+    def _raise_if_failed(self, scale: "_Scale") -> None:
+        crew = scale.roster.mine(self._workers.views())
+        if crew and all(view.phase is Phase.FATAL for view in crew):
+            last = max(crew, key=lambda view: view.since)
+            raise WorkersFailedError(scale.env, last.name, last.reason)
+
+    def _decide(self, scale: "_Scale", heard: Heard) -> None:
+        views = self._workers.views()
+        crew = scale.roster.crew(views, heard)
+        now = time.monotonic()
+        sample = sample_of(scale.env, scale.group_size, crew, self._ear.pressure, self._ear.heard_at)
+        decision = scale.decide(sample, now)
+        for _ in range(decision.target - crew.current):
+            self._workers.start(self._spec(scale.roster.take()))
+        for name in scale.roster.surplus(views, heard, crew.current - decision.target):
+            if views[name].phase is Phase.FATAL:
+                self._workers.forget(name)
+            else:
+                self._workers.retire(name, self._drain_ladder, decision.reason)
+        if scale.is_news(decision, now):
+            self._ear.publish(decision)
+
+    def _spec(self, name: str) -> ProcessSpec:
+        log = str(self._layout.log(name))
+        return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log)
+
+
+class _Scale:
+    """One environment's rule, with its state and what was last said of it."""
+
+    def __init__(
+        self, name: str, env: EnvironmentConfig, limits: OrchestratorConfig, taken: list[str], alive_now: int
+    ) -> None:
+        self.env = name
+        self.group_size = env.group_size
+        self.roster = Roster(name, taken)
+        self._rule = PressureRule.of(env, limits)
+        self._state = self._rule.initial(alive_now)
+        self._said: int | None = None
+        self._said_at = float("-inf")
+
+    def decide(self, sample: PressureSample, now: float) -> ScaleDecision:
+        """Ask the rule."""
+        before = self._state.target
+        self._state, decision = self._rule.decide(self._state, sample, now)
+        if decision.target != before or self._said is None:
+            logger.info("scale env=%s target=%d reason=%s", self.env, decision.target, decision.reason)
+            logger.info("scale env=%s sample=%s", self.env, sample)
+        return ScaleDecision(
+            env=self.env,
+            at=time.time(),
+            rollout_pressure=sample.pressure,
+            current=sample.crew.current,
+            target=decision.target,
+            reason=decision.reason,
+        )
+
+    def is_news(self, decision: ScaleDecision, now: float) -> bool:
+        """Say whether to publish: a change at once, everything else now and then."""
+        if decision.target == self._said and now - self._said_at < REPEAT_S:
+            return False
+        self._said, self._said_at = decision.target, now
+        return True
+
+
+def _backoff(limits: OrchestratorConfig) -> Backoff:
+    return Backoff(limits.backoff_s, limits.backoff_max_s, limits.crash_limit, limits.stable_s)
+
+
+@contextmanager
+def _only_one(lock: Path) -> Iterator[None]:
+    """Hold the lock of the run's workers; the kernel gives it back however this process ends."""
+    with lock.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirInUseError(str(lock.parent), "another orchestrator") from None
+        yield
+
+
+def main(run_dir: Path) -> int:
+    """Run the orchestrator of a run; returns its exit code. Blocks."""
+    orchestrator: Orchestrator | None = None
+
+    async def serve(stop: Stop) -> None:
+        nonlocal orchestrator
+        config, layout = load_run(run_dir)
+        orchestrator = Orchestrator(config, layout, inherited_token() or secrets.token_hex(8))
+        await orchestrator.run(stop)
+
+    def kill() -> None:
+        if orchestrator is not None:
+            orchestrator.kill()
+
+    return run_service("orchestrator", serve, on_force=kill)

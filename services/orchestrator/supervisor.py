@@ -1,0 +1,338 @@
+"""The law of supervision, pure: what is wanted and what was seen go in, what is to be done comes out.
+
+A process is WAITING for its (re)start, RUNNING, STOPPING down a ladder, ENDED, or FATAL.
+
+    exit 0, unasked      the end of its work: ENDED
+    any other end        a crash: started again after a pause that doubles, with jitter; after
+                         `crash_limit` crashes in a row, each within `stable_s` of its start, FATAL
+                         with the reason. Restart.NEVER makes the first crash FATAL, and so
+                         does an exit code that its spec calls hopeless.
+    retired              a ladder of rungs, each with its time: DRAIN (over the bus), SIGUSR1,
+                         SIGTERM and SIGCONT to the group, SIGKILL to the group. However it ends
+                         then, it is no crash. A second ladder can only bring rungs forward.
+    failed               like retired, but FATAL: it can never work, so it is not started again.
+
+The clock is passed in, in seconds of any monotonic origin. No process is touched here.
+"""
+
+import random
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from rolloutmq.schemas.process import ProcessSpec, Restart, Role
+
+JITTER: Final = 0.25
+"""Part of a pause that chance may take off, so that what died together does not come back together."""
+UNKILLABLE_S: Final = 10.0
+"""Time after SIGKILL at which a process that has not ended is given up."""
+
+
+class Phase(StrEnum):
+    """Where a process is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+    FATAL = "fatal"
+
+
+OVER: Final = frozenset({Phase.ENDED, Phase.FATAL})
+
+
+class Step(StrEnum):
+    """A rung of the stop ladder."""
+
+    DRAIN = "drain"
+    USR1 = "SIGUSR1"
+    TERM = "SIGTERM"
+    KILL = "SIGKILL"
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """What is done so many seconds after the stop was asked for."""
+
+    after_s: float
+    step: Step
+
+
+Ladder = tuple[Rung, ...]
+
+KILL_LADDER: Final[Ladder] = (Rung(0.0, Step.KILL),)
+
+
+def term_ladder(grace_s: float) -> Ladder:
+    """SIGTERM at once, SIGKILL after `grace_s`: for services, which put themselves in order."""
+    return Rung(0.0, Step.TERM), Rung(grace_s, Step.KILL)
+
+
+def drain_ladder(confirm_s: float, deadline_s: float, grace_s: float) -> Ladder:
+    """Drain over the bus, by SIGUSR1 after `confirm_s`, SIGTERM at `deadline_s`, SIGKILL after that."""
+    return (
+        Rung(0.0, Step.DRAIN),
+        Rung(confirm_s, Step.USR1),
+        Rung(deadline_s, Step.TERM),
+        Rung(deadline_s + grace_s, Step.KILL),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How a crashed process comes back. See `OrchestratorConfig`, whose fields these are."""
+
+    first_s: float = 0.5
+    max_s: float = 30.0
+    crash_limit: int = 5
+    stable_s: float = 10.0
+
+    def pause_s(self, crashes: int, chance: float) -> float:
+        """Return the pause after `crashes` young ones in a row, for a `chance` in [0, 1)."""
+        pause = min(self.max_s, self.first_s * 2.0 ** min(max(crashes, 1) - 1, 62))
+        return pause * (1.0 - JITTER * chance)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the process; answer with `started` or `start_failed`."""
+
+    spec: ProcessSpec
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Take this rung of the ladder with the process."""
+
+    name: str
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The process does not end, whatever is done: watch it no longer."""
+
+    name: str
+    reason: str
+
+
+Action = Start | End | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One process as others may see it.
+
+    Attributes:
+        since: When the phase began, on the clock of the supervisor.
+        due: When it is started again, if it is WAITING.
+        crashes: Crashes in a row, each soon after its start.
+        restarts: Starts after the first.
+        reason: Why it is in this phase; how the last life ended.
+        failing: It will be FATAL, or is already.
+    """
+
+    name: str
+    role: Role
+    phase: Phase
+    since: float
+    due: float
+    crashes: int
+    restarts: int
+    reason: str
+    failing: bool = False
+
+
+@dataclass(slots=True)
+class _Slot:
+    spec: ProcessSpec
+    phase: Phase
+    since: float
+    due: float = 0.0
+    crashes: int = 0
+    starts: int = 0
+    reason: str = ""
+    doomed: str = ""
+    """Why the process is FATAL once it has ended."""
+    rungs: list[tuple[float, Step]] = field(default_factory=list)
+    """What is still to be done, with absolute times, soonest first."""
+    killed_at: float | None = None
+
+    def view(self) -> View:
+        return View(
+            self.spec.name,
+            self.spec.role,
+            self.phase,
+            self.since,
+            self.due,
+            self.crashes,
+            max(0, self.starts - 1),
+            self.reason,
+            bool(self.doomed),
+        )
+
+
+class SupervisorCore:
+    """Wanted and seen processes to actions. Not for several threads."""
+
+    def __init__(self, backoff: Backoff, seed: int = 0) -> None:
+        self._backoff = backoff
+        self._chance = random.Random(seed)
+        self._slots: dict[str, _Slot] = {}
+
+    def views(self) -> dict[str, View]:
+        """Return every process that was ever wanted, by name, and not forgotten."""
+        return {name: slot.view() for name, slot in self._slots.items()}
+
+    def want(self, spec: ProcessSpec, now: float) -> None:
+        """Want this process to run from now on. ValueError if one of its name is not over yet."""
+        self._open(spec, Phase.WAITING, now).due = now
+
+    def adopt(self, spec: ProcessSpec, now: float) -> None:
+        """Want this process, which runs already."""
+        self._open(spec, Phase.RUNNING, now).starts = 1
+
+    def forget(self, name: str) -> None:
+        """Forget a process that is over."""
+        if self._slots[name].phase in OVER:
+            del self._slots[name]
+
+    def retire(self, name: str, ladder: Ladder, reason: str, now: float) -> None:
+        """End a process and do not start it again. Nothing happens if it is over."""
+        slot = self._slots[name]
+        if slot.phase in OVER:
+            return
+        if slot.phase is Phase.WAITING:
+            self._over(slot, reason, now)
+            return
+        if slot.phase is Phase.RUNNING:
+            self._enter(slot, Phase.STOPPING, reason, now)
+            slot.rungs = [(now + rung.after_s, rung.step) for rung in ladder]
+        else:
+            slot.rungs = _sooner(slot.rungs, ladder, now)
+
+    def fail(self, name: str, ladder: Ladder, reason: str, now: float) -> None:
+        """End a process that can never work: FATAL, with the reason, once it has ended."""
+        slot = self._slots[name]
+        if slot.phase is Phase.FATAL:
+            return
+        slot.doomed = slot.doomed or reason
+        if slot.phase is Phase.ENDED:
+            self._over(slot, reason, now)
+        self.retire(name, ladder, reason, now)
+
+    def started(self, name: str, now: float) -> None:
+        """The process of a `Start` runs."""
+        slot = self._slots[name]
+        slot.starts += 1
+        self._enter(slot, Phase.RUNNING, slot.reason, now)
+
+    def start_failed(self, name: str, why: str, now: float) -> None:
+        """The process of a `Start` could not be started: as good as a crash at once."""
+        slot = self._slots[name]
+        slot.starts += 1
+        slot.since = now
+        self._crashed(slot, why, now)
+
+    def exited(self, name: str, code: int | None, why: str, now: float) -> None:
+        """The process ended.
+
+        Args:
+            name: Which one.
+            code: Its exit code, minus the signal that killed it, or None if nobody can know.
+            why: The same for people, with what its log says.
+            now: The time.
+        """
+        slot = self._slots[name]
+        if slot.phase is Phase.STOPPING or code == 0:
+            self._over(slot, why, now)
+            return
+        if code in slot.spec.hopeless:
+            slot.doomed = why
+        self._crashed(slot, why, now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Return what is due. To be called after every event and at `due()`."""
+        actions: list[Action] = []
+        for name, slot in self._slots.items():
+            if slot.phase is Phase.WAITING and slot.due <= now:
+                actions.append(Start(slot.spec))
+            while slot.phase is Phase.STOPPING and slot.rungs and slot.rungs[0][0] <= now:
+                step = slot.rungs.pop(0)[1]
+                slot.killed_at = now if step is Step.KILL else slot.killed_at
+                actions.append(End(name, step))
+            if slot.killed_at is not None and slot.killed_at + UNKILLABLE_S <= now:
+                slot.doomed = "survived SIGKILL"
+                self._over(slot, slot.doomed, now)
+                actions.append(GiveUp(name, slot.doomed))
+        return actions
+
+    def due(self) -> float | None:
+        """Return when `tick` has something to do next, or None: only an event can bring it."""
+        return min((at for slot in self._slots.values() for at in _times(slot)), default=None)
+
+    def validate(self) -> None:
+        """Raise AssertionError if a slot contradicts itself; for tests."""
+        for name, slot in self._slots.items():
+            assert name == slot.spec.name
+            assert not slot.rungs or slot.phase is Phase.STOPPING, (name, slot.phase)
+            assert slot.rungs == sorted(slot.rungs, key=lambda rung: rung[0]), name
+            assert (slot.phase is Phase.FATAL) <= bool(slot.reason), name
+            assert slot.crashes <= self._backoff.crash_limit, name
+
+    def _open(self, spec: ProcessSpec, phase: Phase, now: float) -> _Slot:
+        old = self._slots.get(spec.name)
+        if old is not None and old.phase not in OVER:
+            raise ValueError(f"process {spec.name} is {old.phase}")
+        self._slots[spec.name] = slot = _Slot(spec, phase, now)
+        return slot
+
+    def _crashed(self, slot: _Slot, why: str, now: float) -> None:
+        backoff = self._backoff
+        stable = now - slot.since >= backoff.stable_s
+        slot.crashes = 0 if stable else slot.crashes + 1
+        if slot.spec.restart is Restart.NEVER:
+            slot.doomed = slot.doomed or why
+        elif slot.crashes >= backoff.crash_limit:
+            slot.doomed = slot.doomed or (
+                f"crashed {slot.crashes} times in a row, "
+                f"each within {backoff.stable_s:g} s of its start; the last: {why}"
+            )
+        if slot.doomed:
+            self._over(slot, slot.doomed, now)
+            return
+        self._enter(slot, Phase.WAITING, why, now)
+        slot.due = now + backoff.pause_s(slot.crashes, self._chance.random())
+
+    def _over(self, slot: _Slot, reason: str, now: float) -> None:
+        slot.rungs.clear()
+        slot.killed_at = None
+        phase = Phase.FATAL if slot.doomed else Phase.ENDED
+        self._enter(slot, phase, slot.doomed or reason, now)
+
+    @staticmethod
+    def _enter(slot: _Slot, phase: Phase, reason: str, now: float) -> None:
+        slot.phase, slot.reason, slot.since = phase, reason, now
+
+
+def _times(slot: _Slot) -> list[float]:
+    if slot.phase is Phase.WAITING:
+        return [slot.due]
+    times = [at for at, _ in slot.rungs[:1]]
+    return times if slot.killed_at is None else [*times, slot.killed_at + UNKILLABLE_S]
+
+
+def _sooner(rungs: list[tuple[float, Step]], ladder: Ladder, now: float) -> list[tuple[float, Step]]:
+    """Bring rungs forward to where a second ladder has them, and drop those that it overtakes."""
+    left = {step: at for at, step in rungs}
+    for rung in ladder:
+        if rung.step in left:
+            left[rung.step] = min(left[rung.step], now + rung.after_s)
+    order = list(Step)
+    # A rung that a harder one overtakes would only come too late.
+    kept = [
+        (at, step)
+        for step, at in left.items()
+        if all(at < left[harder] for harder in order[order.index(step) + 1 :] if harder in left)
+    ]
+    return sorted(kept, key=lambda rung: rung[0])

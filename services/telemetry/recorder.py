@@ -1,0 +1,116 @@
+"""`metrics.jsonl`: every event that was published, one JSON object a line, for later.
+
+A line is `{"t": wall clock at arrival, "topic": ..., ...fields of the event}`. Acks and drains are for one receiver
+and are not recorded. `pressure` is thinned in a long run, and carries `worker_states`, the number of workers by state,
+which survives where a line has to be cut to its limit. What arrives is written once a second: a killed recorder loses
+the last second, and the line it may have torn is cut off by the next one.
+"""
+
+import logging
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.bus import codec, topics
+from rolloutmq.schemas.control import Pressure
+from rolloutmq.schemas.errors import WireError
+from rolloutmq.schemas.telemetry import Event
+
+logger = logging.getLogger(__name__)
+
+RECORDED: Final = (topics.PRESSURE, topics.STEP, topics.POLICY, topics.TELEMETRY)
+"""Prefixes to subscribe to: everything but the topics that are for one receiver."""
+LINE_LIMIT_BYTES: Final = 64 << 10
+"""A pressure with 10,000 workers is 3 MB; four a second of them would fill a disk."""
+TOPIC_LIMIT_BYTES: Final = 256
+DENSE_S: Final = 600.0
+"""So long `pressure` is recorded as it is published: short runs are the ones looked at closely."""
+DENSE_GAP_S: Final = 0.2
+SPARSE_GAP_S: Final = 1.0
+"""Time between two recorded pressures after that."""
+
+
+class Recorder:
+    """Events in, lines out. Owns no socket; `flush` alone touches the disk.
+
+    Args:
+        path: File that is appended to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: list[bytes] = []
+        self._first_at: float | None = None
+        self._pressure_at = 0.0
+        self.malformed = 0
+        """Events that did not decode."""
+        _cut_torn_line(path)
+
+    def record(self, topic: bytes, payload: bytes, now: float) -> None:
+        """Take one event at wall clock `now`; what does not decode is counted and logged."""
+        try:
+            event = codec.decode_event(payload)
+        except WireError as error:
+            self.malformed += 1
+            logger.warning("event refused topic=%r error=%s", topic, error)
+            return
+        if isinstance(event, Pressure) and not self._is_due(now):
+            return
+        self._lines.append(line_of(topic, event, now))
+
+    def _is_due(self, now: float) -> bool:
+        first = self._first_at = now if self._first_at is None else self._first_at
+        gap_s = DENSE_GAP_S if now - first < DENSE_S else SPARSE_GAP_S
+        # A wall clock that was set back must not silence the record.
+        if 0 <= now - self._pressure_at < gap_s:
+            return False
+        self._pressure_at = now
+        return True
+
+    def flush(self) -> None:
+        """Append what was taken since the last flush, in one write of whole lines."""
+        if not self._lines:
+            return
+        data, self._lines = b"".join(self._lines), []
+        with self._path.open("ab", buffering=0) as file:
+            file.write(data)
+
+
+def line_of(topic: bytes, event: Event, now: float) -> bytes:
+    """Return the line of one event, at most `LINE_LIMIT_BYTES` long.
+
+    The largest fields are left out of a longer one, which then names them in `trimmed`.
+    """
+    fields: dict[str, Any] = msgspec.to_builtins(event)
+    if isinstance(event, Pressure):
+        fields["worker_states"] = dict(Counter(worker.state.value for worker in event.workers))
+    stamp = {"t": round(now, 4), "topic": topic[:TOPIC_LIMIT_BYTES].decode(errors="replace")}
+    line = msgspec.json.encode(stamp | fields)
+    trimmed: list[str] = []
+    while len(line) >= LINE_LIMIT_BYTES:
+        largest = max(fields, key=lambda name: len(msgspec.json.encode(fields[name])))
+        del fields[largest]
+        trimmed.append(largest)
+        line = msgspec.json.encode(stamp | fields | {"trimmed": trimmed})
+    return line + b"\n"
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Cut what follows the last newline: whoever wrote it was killed before the line was whole."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - LINE_LIMIT_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            end = start + newline + 1 if newline >= 0 else start
+            if newline >= 0:
+                break
+        if end < size:
+            logger.warning("torn line cut path=%s bytes=%d", path, size - end)
+            file.truncate(end)

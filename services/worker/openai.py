@@ -1,0 +1,199 @@
+"""The policy behind an OpenAI-compatible HTTP server.
+
+A server that is away costs a pause and not a rollout: connection errors and the statuses of an overloaded or
+restarting server are tried again, with growing and jittered pauses, until the patience of the call is over; at each
+failed connection its address is looked up again, since a restarted server may have another port. Any other status is
+the fault of the request, and final. An attempt has no deadline of its own: how long an honest answer may take, nobody
+here knows, and asking twice would double the load of a server that is merely slow.
+
+One client has one session: connections are kept alive and used again, so that a call costs one round trip.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import aiohttp
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
+from rolloutmq.services.worker import dialect
+from rolloutmq.services.worker.policy import MAX_TOKENS, ChatMessage, Completion
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S: Final = 0.05
+"""First pause before another attempt; doubles."""
+BACKOFF_MAX_S: Final = 1.0
+"""Longest pause: what a run waits in vain after the server is back."""
+CONNECT_S: Final = 5.0
+"""A connection attempt into silence ends after this."""
+KEEPALIVE_S: Final = 60.0
+"""An idle connection is kept that long; the server may close it earlier."""
+LOG_EVERY_S: Final = 5.0
+"""How often it is said that the server is away."""
+RETRIED: Final = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses that pass by themselves."""
+
+_HEADERS: Final = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+
+
+class OpenAIPolicy:
+    """Asks a server, wherever `locate` says that it is.
+
+    Made by `opened`. Any number of calls may be under way at once, in one event loop.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        locate: Callable[[], str | None],
+        known: Callable[[], PolicyVersion],
+        patience_s: float,
+    ) -> None:
+        self._session = session
+        self._locate = locate
+        self._known = known
+        self._patience_s = patience_s
+        self._address = ""
+        self._model = ""
+        self._said_at = -LOG_EVERY_S
+        self.retries = 0
+        """Attempts that failed and were made again."""
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(
+        cls,
+        locate: Callable[[], str | None],
+        *,
+        known: Callable[[], PolicyVersion] = PolicyVersion,
+        patience_s: float = 300.0,
+    ) -> AsyncIterator["OpenAIPolicy"]:
+        """Open a client for as long as the block lasts.
+
+        Args:
+            locate: Returns the base address of the server, with or without `/v1`, or None if it is not known yet.
+                Called again when a connection fails; must not block for long.
+            known: The newest policy version heard of, for a server that stamps none.
+            patience_s: How long one call tries again before it gives up, in seconds.
+        """
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=_HEADERS, cookie_jar=aiohttp.DummyCookieJar()
+        ) as session:
+            yield cls(session, locate, known, patience_s)
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `Policy.complete`."""
+        sampling = _sampling(n, max_tokens, temperature, stop)
+        before = self._known()
+        body = await self._ask(
+            dialect.COMPLETIONS, lambda model: dialect.text_request(model, prompt, **sampling)
+        )
+        return _counted(n, dialect.text_completions(body, (before, max(before, self._known()))))
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `Policy.chat`."""
+        sampling = _sampling(n, max_tokens, temperature, stop)
+        before = self._known()
+        body = await self._ask(dialect.CHAT, lambda model: dialect.chat_request(model, messages, **sampling))
+        return _counted(n, dialect.chat_completions(body, (before, max(before, self._known()))))
+
+    async def _ask(self, path: str, request: Callable[[str], bytes]) -> bytes:
+        """Ask until there is an answer, or until the patience is over."""
+        until = time.monotonic() + self._patience_s
+        longest_s = BACKOFF_S
+        while True:
+            last = await self._attempt(path, request, until - time.monotonic())
+            if isinstance(last, bytes):
+                return last
+            pause_s = longest_s * random.uniform(0.5, 1.0)
+            if time.monotonic() + pause_s >= until:
+                raise PolicyUnavailableError(self._address, self._patience_s, last)
+            self._complain(last)
+            await asyncio.sleep(pause_s)
+            longest_s = min(2 * longest_s, BACKOFF_MAX_S)
+
+    async def _attempt(self, path: str, request: Callable[[str], bytes], limit_s: float) -> bytes | str:
+        """Ask once; return the answer, or why it is to be tried again."""
+        try:
+            async with asyncio.timeout(limit_s):
+                if not self._model and (why := await self._find()):
+                    return why
+                status, body = await self._post(path, request(self._model))
+        except TimeoutError:
+            self._model = ""
+            return "it does not answer"
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            self._model = ""  # the next attempt looks its address up again
+            return f"{type(error).__name__} {error}"
+        if status == 200:
+            return body
+        if status not in RETRIED:
+            raise PolicyRefusedError(status, dialect.error_text(body))
+        return f"status {status}, {dialect.error_text(body)}"
+
+    async def _find(self) -> str:
+        """Look up the address, and the model that is served there; return why not, or nothing."""
+        address = self._locate()
+        if not address:
+            return "it has not said yet where it is"
+        self._address = address.rstrip("/").removesuffix("/v1")
+        async with self._session.get(self._address + dialect.MODELS) as response:
+            body = await response.read()
+        if response.status == 200:
+            self._model = dialect.first_model(body)
+            return ""
+        text = dialect.error_text(body)
+        if response.status not in RETRIED:
+            raise PolicyRefusedError(response.status, f"{dialect.MODELS}: {text}")
+        return f"status {response.status}, {text}"
+
+    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
+        async with self._session.post(self._address + path, data=body) as response:
+            return response.status, await response.read()
+
+    def _complain(self, why: str) -> None:
+        """Say that the server is away, once in a while."""
+        self.retries += 1
+        now = time.monotonic()
+        if now - self._said_at >= LOG_EVERY_S:
+            self._said_at = now
+            logger.warning("policy away address=%s retries=%d why=%s", self._address, self.retries, why)
+
+
+def _sampling(
+    n: int, max_tokens: int, temperature: float, stop: str | Sequence[str] | None
+) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "temperature": temperature}
+    if stop is not None:
+        sampling["stop"] = stop if isinstance(stop, str) else list(stop)
+    return sampling
+
+
+def _counted(n: int, completions: list[Completion]) -> list[Completion]:
+    if len(completions) != n:
+        raise PolicyRefusedError(200, f"its answer has {len(completions)} choices, {n} were asked for")
+    return completions

@@ -1,0 +1,113 @@
+"""A policy that answers from a script: for the tests of an environment, without a server or a model.
+
+    def test_a_right_answer_scores_one():
+        group = play(Double(), ScriptedPolicy(lambda prompt: str(2 * int(prompt))))
+        assert list(group.scores) == [1.0] * 4
+
+Its tokens are the code points of the characters, then `END` where the answer fits.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Final
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.services.worker.environment import Environment
+from rolloutmq.services.worker.policy import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.trajectory import group_of
+
+END: Final = 0
+"""Token that ends an answer."""
+LOGPROB: Final = -1.0
+"""Of every token: a number that is not 0, so that it can be told from a prompt's."""
+
+Script = str | Sequence[str] | Callable[[str], str]
+"""One answer for all, answers in turn, or a function of the prompt."""
+
+
+class ScriptedPolicy:
+    """Answers from a script.
+
+    Attributes:
+        prompts: What was asked so far, as text; the messages of a conversation are joined by newlines.
+        version: Stamped on every token; may be set.
+    """
+
+    def __init__(self, answers: Script, version: PolicyVersion = PolicyVersion()) -> None:
+        self._answers = answers
+        self._given = 0
+        self.prompts: list[str] = []
+        self.version = version
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,  # noqa: ARG002 - a script has none
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """Answer `n` times; see `Policy.complete`."""
+        text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+        self.prompts.append(text)
+        return [self._completion(text, self._answer(text), max_tokens, stop) for _ in range(n)]
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """Answer `n` times; see `Policy.chat`."""
+        text = "\n".join(str(message["content"]) for message in messages)
+        return await self.complete(text, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
+
+    def _answer(self, prompt: str) -> str:
+        if isinstance(self._answers, str):
+            return self._answers
+        if callable(self._answers):
+            return self._answers(prompt)
+        self._given += 1
+        return self._answers[(self._given - 1) % len(self._answers)]
+
+    def _completion(
+        self, prompt: str, answer: str, max_tokens: int, stop: str | Sequence[str] | None
+    ) -> Completion:
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        cut = min((at for text in stops if (at := answer.find(text)) >= 0), default=len(answer))
+        text = answer[: min(cut, max_tokens)]
+        ended = len(text) < max_tokens
+        token_ids = [*map(ord, text), *([END] if ended else [])]
+        return Completion(
+            text=text,
+            prompt_token_ids=list(map(ord, prompt)),
+            token_ids=token_ids,
+            logprobs=[LOGPROB] * len(token_ids),
+            oldest=self.version,
+            newest=self.version,
+            finish_reason="stop" if ended else "length",
+            tokens=[*text, *(["</s>"] if ended else [])],
+        )
+
+
+def play(environment: Environment, policy: ScriptedPolicy, *, size: int = 4, seed: int = 0) -> Group:
+    """Run one rollout and return the group that a worker would send. Blocks; not for inside an event loop.
+
+    Raises:
+        InvalidGroupError: What the environment returned cannot be sent.
+    """
+    return asyncio.run(_played(environment, policy, size, random.Random(seed)))
+
+
+async def _played(environment: Environment, policy: ScriptedPolicy, size: int, rng: random.Random) -> Group:
+    async with AsyncExitStack() as stack:
+        if isinstance(environment, AbstractAsyncContextManager):
+            await stack.enter_async_context(environment)
+        return group_of("played/1", await environment.rollout(policy, size, rng))

@@ -1,0 +1,178 @@
+"""The loop thread, and both facades against a real broker."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.bus.blocking import Facade, LoopThread
+from rolloutmq.bus.consumer import Consumer
+from rolloutmq.bus.producer import Producer
+from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
+from rolloutmq.schemas.errors import ClosedError, DrainingError, LeaseLostError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.services.broker.server import running_broker
+
+MakeGroup = Callable[..., Group]
+
+
+@pytest.fixture
+def loop_thread() -> Iterator[LoopThread]:
+    thread = LoopThread("a loop")
+    yield thread
+    thread.close()
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_call_gives_its_result_or_its_error(loop_thread: LoopThread) -> None:
+    async def double(number: int) -> int:
+        await asyncio.sleep(0)
+        return 2 * number
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    assert loop_thread.run(double(4)) == 8
+    with pytest.raises(ValueError, match="no"):
+        loop_thread.run(fail())
+
+
+def test_calls_from_several_threads_go_on_together(loop_thread: LoopThread) -> None:
+    both = asyncio.Barrier(2)
+
+    async def meet() -> None:
+        await both.wait()
+
+    other = threading.Thread(target=lambda: loop_thread.run(meet()))
+    other.start()
+    loop_thread.run(meet())
+    other.join()
+
+
+def test_an_interrupted_call_has_ended_when_the_interrupt_arrives(loop_thread: LoopThread) -> None:
+    ended = []
+
+    async def wait_for_ever() -> None:
+        # From here the main thread waits for the call, or is about to: both must do.
+        asyncio.get_running_loop().call_later(0.05, interrupt)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        loop_thread.run(wait_for_ever())
+    assert ended
+    assert loop_thread.run(asyncio.sleep(0, "usable")) == "usable"
+
+
+def test_a_closed_loop_says_so() -> None:
+    thread = LoopThread("a loop")
+    thread.close()
+    thread.close()
+    with pytest.raises(ClosedError):
+        thread.run(asyncio.sleep(0))
+
+
+def test_the_block_of_a_facade_ends_the_object_whatever_ends_the_block() -> None:
+    seen: list[str] = []
+
+    @asynccontextmanager
+    async def opening() -> "Iterator[str]":  # type: ignore[misc]
+        seen.append("open")
+        try:
+            yield "object"
+        finally:
+            await asyncio.sleep(0)
+            seen.append("closed")
+
+    for error in (KeyboardInterrupt, ValueError):
+        with pytest.raises(error), Facade(opening, "a facade"):  # type: ignore[arg-type]
+            raise error
+    assert seen == ["open", "closed"] * 2
+
+
+def test_a_facade_that_cannot_be_opened_leaves_no_thread() -> None:
+    @asynccontextmanager
+    async def opening() -> "Iterator[str]":  # type: ignore[misc]
+        raise ValueError("no")
+        yield
+
+    with pytest.raises(ValueError, match="no"), Facade(opening, "a facade"):  # type: ignore[arg-type]
+        raise AssertionError
+    assert "a facade" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.fixture
+def broker(run_dir: Path) -> Iterator[Path]:
+    config = RunConfig(environment={"e": EnvironmentConfig(entry="a:B", group_size=2, pacing=False)})
+    with running_broker(config, RunLayout(run_dir)):
+        yield run_dir
+
+
+def test_groups_go_from_a_blocking_producer_to_a_blocking_consumer(broker: Path, group: MakeGroup) -> None:
+    with (
+        Producer.blocking(broker, env="e", producer="p", group_size=2, slots=4) as p,
+        Consumer.blocking(broker, sequences=4) as c,
+    ):
+        for index in range(6):
+            p.send(group(f"g-{index}"))
+        assert p.flush(5)
+        assert p.accepted == 6
+        assert p.session
+        trained = []
+        for batch in c:
+            trained += [g.group_id for g in batch.groups]
+            assert batch.sequences == 4
+            c.progress()
+            batch.ack()
+            if c.version.step == 2:
+                break
+        batch = c.pull(3, c.version)
+        c.settle(batch, filtered=[g.group_id for g in batch.groups])
+        c.commit(c.version)
+        assert c.pull(4, c.version, wait_s=0.0) is None
+        assert trained == ["g-0", "g-1", "g-2", "g-3"]
+        p.abandon(p.acquire())
+        p.start_draining()
+        assert p.draining
+        with pytest.raises(DrainingError):
+            p.send(group("late"))
+    with pytest.raises(ClosedError):
+        p.send(group("late"))
+    with pytest.raises(ClosedError):
+        next(c)
+
+
+def test_an_interrupt_while_sending_and_pulling_closes_in_order(broker: Path, group: MakeGroup) -> None:
+    timers: list[threading.Timer] = []
+
+    def soon() -> None:
+        timers.append(threading.Timer(0.2, interrupt))
+        timers[-1].start()
+
+    with Consumer.blocking(broker, sequences=4) as c:
+        soon()
+        with pytest.raises(KeyboardInterrupt):
+            next(c)
+        with Producer.blocking(broker, env="e", producer="p", group_size=2) as p:
+            p.send(group("g-0"))
+            p.send(group("g-1"))
+        batch = next(c)
+        assert len(batch.groups) == 2
+        with Consumer.blocking(broker, sequences=4):
+            pass
+        with pytest.raises(LeaseLostError):
+            batch.ack()
+    for timer in timers:
+        timer.join()

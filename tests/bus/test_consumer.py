@@ -1,0 +1,266 @@
+"""The consumer against a scripted broker: leases, what does not decode, new lives, iteration."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from rolloutmq.bus.codec import encode_group
+from rolloutmq.bus.consumer import Consumer
+from rolloutmq.bus.spool import Spool
+from rolloutmq.schemas.delivery import (
+    Batch,
+    Commit,
+    ConsumerBeat,
+    Delivery,
+    ErrorReply,
+    NoBatch,
+    Pull,
+    RegisterConsumer,
+    Rejected,
+    Release,
+    RunInfo,
+    Settle,
+    Wait,
+)
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import ErrorCode, LeaseLostError, RefusedError, UsageError
+from rolloutmq.schemas.trajectory import Group
+
+if TYPE_CHECKING:
+    from tests.bus.conftest import Answer, FakeBroker
+
+MakeGroup = Callable[..., Group]
+V0 = PolicyVersion(3, 10)
+V1 = PolicyVersion(3, 11)
+
+
+def leased(groups: list[Group], lease: int = 1, spoil: tuple[str, ...] = (), **more: Any) -> "Answer":
+    """A batch of these groups; those in `spoil` arrive damaged."""
+    spool, frames, deliveries, tables = Spool(1 << 30), [], [], {}
+    for group in groups:
+        encoded = encode_group(group, 1 << 24)
+        header = spool.add(group, encoded).header
+        own = [bytes(frame) for frame in encoded.frames]
+        if group.group_id in spoil:
+            own[0] = bytes([own[0][0] ^ 1]) + own[0][1:]
+        deliveries.append(Delivery(header=header, env="e", producer="p", session=1))
+        frames += own
+        tables[encoded.table.id] = encoded.table
+    return (
+        Batch(
+            lease=lease,
+            generation=4,
+            step=more.pop("step", 11),
+            groups=tuple(deliveries),
+            tables=tuple(tables.values()),
+            **more,
+        ),
+        frames,
+    )
+
+
+def answers(*replies: "Answer") -> Callable[[Pull], "Answer"]:
+    left = deque(replies)
+    return lambda _: left.popleft() if left else NoBatch(wait=Wait.MIN_SHARE, queued_sequences=0)
+
+
+async def test_a_batch_is_pulled_decoded_and_settled(fake: "FakeBroker", group: MakeGroup) -> None:
+    old = msgspec.structs.replace(V0, step=7)
+    groups = [
+        Group.build("a", tokens=[[1, 2], []], mask=[[0, 1], []], scores=[0.0, 1.0], oldest=old, newest=V0),
+        group("b", n=3),
+    ]
+    fake.answers[Pull] = answers(leased(groups, short=True, rewound=True))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=5, info=RunInfo(run="r")) as c:
+        batch = await c.pull(11, V0)
+        assert [g.group_id for g in batch.groups] == ["a", "b"]
+        assert [row.tolist() for row in batch.groups[0]["tokens"]] == [[1, 2], []]
+        assert batch.groups[0].env == "e"
+        assert (batch.step, batch.lease, batch.short, batch.rewound) == (11, 1, True, True)
+        assert (batch.sequences, batch.tokens) == (5, 14)
+        assert batch.staleness() == (3, 10)
+        assert batch.staleness(V1) == (4, 11)
+        await batch.ack()
+        await c.commit(V1)
+    pull = fake.asked_for(Pull)[0]
+    assert (pull.sequences, pull.run, pull.version, pull.step) == (5, "r", V0, 11)
+    settle = fake.asked_for(Settle)[0]
+    assert (settle.lease, settle.generation, settle.version) == (1, 4, V1)
+    assert (settle.trained, settle.filtered, settle.rejected) == (("a", "b"), (), ())
+    assert fake.asked_for(Commit)[0].version == V1
+    assert fake.asked_for(RegisterConsumer)[0].info.batch_sequences == 5
+    assert fake.asked_for(Release)
+
+
+async def test_the_lists_of_a_settlement_complement_each_other(fake: "FakeBroker", group: MakeGroup) -> None:
+    groups = [group(name) for name in "abcd"]
+    fake.answers[Pull] = answers(leased(groups, spoil=("c",)), leased(groups[:1]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        assert [g.group_id for g in batch.groups] == ["a", "b", "d"]
+        assert [d.header.group_id for d in batch.deliveries] == ["a", "b", "d"]
+        await c.settle(batch, filtered=["a"], rejected=[Rejected(group_id="d", reason="empty")])
+        assert c.version == V1
+        batch = await c.pull(12, V1)
+        await c.settle(batch, filtered=["a"])
+        assert c.version == V1
+    first, second = fake.asked_for(Settle)
+    assert first.trained == ("b",)
+    assert [r.group_id for r in first.rejected] == ["c", "d"]
+    assert "checksum" in first.rejected[0].reason
+    assert second.trained == ()
+    assert second.version == V1
+
+
+async def test_a_batch_without_a_whole_group_is_settled_and_pulled_again(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(
+        leased([group("a"), group("b")], spoil=("a", "b")), leased([group("c")], lease=2)
+    )
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        assert [g.group_id for g in batch.groups] == ["c"]
+    settle = fake.asked_for(Settle)[0]
+    assert (settle.version, settle.trained) == (V0, ())
+    assert [r.group_id for r in settle.rejected] == ["a", "b"]
+    ids = [pull.request_id for pull in fake.asked_for(Pull)]
+    assert len(set(ids)) == 2
+
+
+async def test_a_reply_that_lies_about_its_frames_gives_rejections(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    full = leased([group("a"), group("b")])
+    assert isinstance(full, tuple)
+    reply, frames = full
+    assert isinstance(reply, Batch)
+    fake.answers[Pull] = answers((reply, frames[:1]), (msgspec.structs.replace(reply, tables=()), frames))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8, world_size=2) as c:
+        batch = await c.pull(11, V0)
+        assert [g.group_id for g in batch.groups] == ["a"]
+        assert [r.group_id for r in batch.rejected] == ["b"]
+        batch = await c.pull(11, V0)
+        assert not batch.groups
+        assert len(batch.rejected) == 2
+
+
+async def test_a_pull_is_repeated_with_the_same_id_until_there_is_a_batch(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    nothing = NoBatch(wait=Wait.NO_EXACT_FIT, queued_sequences=3)
+    fake.answers[Pull] = answers(nothing, nothing, leased([group("a")]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        assert (await c.pull(11, V0)).groups
+        assert c.wait is Wait.NO_EXACT_FIT
+        assert await c.pull(12, V0, wait_s=0.06) is None
+        assert c.wait is Wait.MIN_SHARE
+    ids = [pull.request_id for pull in fake.asked_for(Pull)]
+    assert len(set(ids[:3])) == 1
+    assert ids[3] != ids[2]
+
+
+async def test_a_lost_lease_is_said(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    fake.answers[Settle] = lambda _: ErrorReply(code=ErrorCode.LEASE_LOST, detail="silence")
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        with pytest.raises(LeaseLostError, match="silence"):
+            await batch.ack()
+        assert c.version.step == 0
+
+
+async def test_a_broker_in_another_life_voids_the_lease_and_gives_the_next_batch(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]), leased([group("b")], lease=1))
+    async with fake.running("a"):
+        opened = Consumer.open(fake.layout.root, sequences=8, resume=V0)
+        c = await opened.__aenter__()
+        batch = await c.pull(11, V0)
+    fake.epoch += 1
+    async with fake.running("b"):
+        with pytest.raises(LeaseLostError):
+            await batch.ack()
+        assert not fake.asked_for(Settle)
+        batch = await c.pull(11, V0)
+        await batch.ack()
+        await opened.__aexit__(None, None, None)
+    assert [r.resume for r in fake.asked_for(RegisterConsumer)] == [V0, None]
+    assert fake.asked_for(Settle)[0].trained == ("b",)
+
+
+async def test_a_heartbeat_that_finds_itself_unknown_registers_again(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]), leased([group("b")], lease=2))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        fake.answers[ConsumerBeat] = lambda _: ErrorReply(code=ErrorCode.UNKNOWN)
+        await fake.until(lambda: len(fake.asked_for(RegisterConsumer)) == 2)
+        del fake.answers[ConsumerBeat]
+        with pytest.raises(LeaseLostError):
+            await batch.ack()
+        assert (await c.pull(11, V0)).groups[0].group_id == "b"
+
+
+async def test_heartbeats_go_on_while_a_pull_waits_and_carry_progress(fake: "FakeBroker") -> None:
+    fake.answers[Pull] = lambda _: None
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        pulling = asyncio.create_task(c.pull(11, V0))
+        await fake.until(lambda: bool(fake.asked_for(ConsumerBeat)))
+        c.progress()
+        await fake.until(lambda: len(fake.asked_for(ConsumerBeat)) == 2)
+        pulling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+    first, second = fake.asked_for(ConsumerBeat)[:2]
+    assert second.progress > first.progress > 0
+
+
+async def test_iteration_goes_step_by_step_and_wants_each_settled(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(
+        leased([group("a")], lease=1, step=11),
+        leased([group("b")], lease=2, step=12),
+        leased([group("c")], lease=3, step=12),
+    )
+    seen = []
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8, resume=V0) as c:
+        async for batch in c:
+            seen.append(batch.groups[0].group_id)
+            if seen[-1] == "c":
+                break
+            if seen[-1] == "b":
+                await c.settle(batch, filtered=["b"])
+            else:
+                await batch.ack()
+        with pytest.raises(UsageError, match="not settled"):
+            await anext(c)
+    assert seen == ["a", "b", "c"]
+    assert [(p.step, p.version.step) for p in fake.asked_for(Pull)] == [(11, 10), (12, 11), (12, 11)]
+
+
+async def test_a_refused_consumer_raises_at_open_and_a_refused_pull_at_once(fake: "FakeBroker") -> None:
+    refused = ErrorReply(code=ErrorCode.CONFLICT, detail="world size")
+    async with fake.running():
+        fake.answers[Pull] = lambda _: refused
+        async with Consumer.open(fake.layout.root, sequences=8) as c:
+            with pytest.raises(RefusedError, match="world size"):
+                await c.pull(1, V0)
+        fake.answers[RegisterConsumer] = lambda _: refused
+        with pytest.raises(RefusedError):
+            async with Consumer.open(fake.layout.root, sequences=8):
+                pass
+
+
+async def test_open_can_be_cancelled_while_there_is_no_broker(run_dir: Path) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), Consumer.open(run_dir, sequences=8):
+            raise AssertionError

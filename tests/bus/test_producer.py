@@ -1,0 +1,419 @@
+"""The producer against a scripted broker: credits, loss, fencing, new lives, and leaving."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from rolloutmq.bus.codec import encode_group
+from rolloutmq.bus.producer import Producer
+from rolloutmq.schemas.delivery import (
+    Ack,
+    DeclareTables,
+    ErrorReply,
+    Goodbye,
+    Registered,
+    RegisterProducer,
+    RunInfo,
+    Sync,
+)
+from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.errors import (
+    ClosedError,
+    DrainingError,
+    ErrorCode,
+    GroupTooLargeError,
+    RefusedError,
+    SessionFencedError,
+    UsageError,
+)
+from rolloutmq.schemas.records import AckedGroup
+from rolloutmq.schemas.trajectory import Group
+
+if TYPE_CHECKING:
+    from tests.bus.conftest import FakeBroker
+
+MakeGroup = Callable[..., Group]
+
+
+def logged(path: Path) -> list[str]:
+    return [msgspec.json.decode(line, type=AckedGroup).group_id for line in path.read_bytes().splitlines()]
+
+
+async def test_groups_arrive_once_and_are_logged(
+    fake: "FakeBroker", group: MakeGroup, tmp_path: Path
+) -> None:
+    log = tmp_path / "acks" / "p.jsonl"
+    async with (
+        fake.running(),
+        Producer.open(
+            fake.layout.root, env="e", producer="p", slots=3, group_size=2, split=Split.EVAL, ack_log=log
+        ) as p,
+    ):
+        for index in range(20):
+            await p.send(group(f"g-{index}"), await p.acquire())
+        assert await p.flush(5)
+        assert p.accepted == 20
+        assert p.info.total_steps == 7
+        assert logged(log) == [f"g-{index}" for index in range(20)]
+    assert fake.arrived == list(range(1, 21))
+    assert [header.group_id for header in fake.accepted.values()] == logged(log)
+    registered = fake.asked_for(RegisterProducer)[0]
+    assert (registered.slots, registered.group_size, registered.split) == (3, 2, Split.EVAL)
+    assert len(fake.asked_for(DeclareTables)) == 1
+    assert fake.asked_for(Goodbye)[-1].produced == 20
+
+
+async def test_every_table_is_declared_before_its_first_group(fake: "FakeBroker") -> None:
+    declared_at: list[int] = []
+    fake.answers[DeclareTables] = lambda r: (declared_at.append(len(fake.arrived)), fake._answer(r))[1]
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        for index in range(4):
+            extra = {"inference_logprobs": [[0.0], [0.0]]} if index % 2 else {}
+            tokens = [[1], [2]]
+            await p.send(Group.build(f"g-{index}", tokens=tokens, mask=tokens, scores=[0.0, 1.0], **extra))
+        assert await p.flush(5)
+    assert len(declared_at) == 2
+    assert declared_at[1] <= 1
+
+
+async def test_permits_are_bounded_by_the_start_limit_and_come_in_order(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.start_limit = 2
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        first, second = await p.acquire(), await p.acquire()
+        order: list[int] = []
+
+        async def begin(number: int) -> None:
+            with await p.acquire():
+                order.append(number)
+
+        tasks = [asyncio.create_task(begin(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        assert not order
+        fake.start_limit = 5
+        fake.publish()
+        await asyncio.gather(*tasks)
+        assert order == [0, 1, 2]
+        p.abandon(first)
+        p.abandon(first)
+        await p.send(group("g"), second)
+        p.abandon(second)
+        assert p.abandoned == 4
+        assert p.waits_s > 0
+        assert await p.flush(5)
+    assert fake.asked_for(Goodbye)[-1].abandoned == 4
+
+
+async def test_abandoned_permits_are_reported_soon_while_somebody_waits(fake: "FakeBroker") -> None:
+    fake.start_limit = 1
+
+    def sync(request: Sync) -> Ack:
+        fake.start_limit = 1 + request.abandoned
+        return fake.ack()
+
+    fake.answers[Sync] = sync
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        for _ in range(3):
+            p.abandon(await asyncio.wait_for(p.acquire(), 5))
+
+
+async def test_cancelled_acquire_leaks_no_permit(fake: "FakeBroker") -> None:
+    fake.start_limit = 0
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        waiting = [asyncio.create_task(p.acquire()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        # The second is served and cancelled before it runs: its permit goes to the third.
+        p._session.credit.start_limit = 1
+        p._gate.serve()
+        waiting[1].cancel()
+        assert (await waiting[2]).is_open
+        assert p._session.credit.begun == p._session.credit.in_hand == 1
+        for task in waiting[:2]:
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_send_waits_for_bytes_and_a_cancelled_one_leaves_the_permit(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.byte_limit = encode_group(group("g-0"), 1 << 20).nbytes
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        permits = [await p.acquire() for _ in range(3)]
+        await p.send(group("g-0"), permits[0])
+        second = asyncio.create_task(p.send(group("g-1"), permits[1]))
+        third = asyncio.create_task(p.send(group("g-2"), permits[2]))
+        own = asyncio.create_task(p.send(group("g-3")))
+        await fake.until(lambda: fake.arrived == [1])
+        second.cancel()
+        own.cancel()
+        for task in (second, own):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert permits[1].is_open
+        assert not third.done()
+        fake.byte_limit = 10_000
+        fake.publish()
+        await third
+        await p.send(group("g-1"), permits[1])
+        assert await p.flush(5)
+        assert p._session.credit.begun == 3
+    assert [header.group_id for header in fake.accepted.values()] == ["g-0", "g-2", "g-1"]
+
+
+async def test_too_large_a_group_is_refused_at_once(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.start_limit = 0
+    async with fake.running():
+        async with Producer.open(fake.layout.root, env="e", producer="p", spool_bytes=100_000) as p:
+            with pytest.raises(GroupTooLargeError):
+                await p.send(group("g", length=100_000))
+        fake.max_group_bytes = 1000
+        async with Producer.open(fake.layout.root, env="e", producer="p") as p:
+            with pytest.raises(GroupTooLargeError):
+                await p.send(group("g", length=1000))
+
+
+async def test_a_permit_is_good_for_one_group(fake: "FakeBroker", group: MakeGroup) -> None:
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        with await p.acquire() as permit:
+            await p.send(group("g-0"), permit)
+            with pytest.raises(UsageError):
+                await p.send(group("g-1"), permit)
+        assert p.abandoned == 0
+
+
+async def test_lost_groups_are_sent_again_and_only_they(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.lose = {3, 6}
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        for index in range(8):
+            await p.send(group(f"g-{index}"))
+        assert await p.flush(8)
+    assert sorted(fake.arrived) == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8]
+    assert len(fake.accepted) == 8
+
+
+async def test_lost_acks_are_asked_for(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.publishes = False
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        await p.send(group("g"))
+        assert await p.flush(8)
+    assert fake.arrived == [1]
+    assert fake.asked_for(Sync)
+
+
+async def test_a_broker_in_another_life_gets_what_is_unacked(
+    fake: "FakeBroker", group: MakeGroup, tmp_path: Path
+) -> None:
+    """It comes back elsewhere and remembers nothing: the unacked groups become the first of a new session."""
+    log = tmp_path / "p.jsonl"
+    async with fake.running("a"):
+        opened = Producer.open(fake.layout.root, env="e", producer="p", ack_log=log)
+        p = await opened.__aenter__()
+        await p.send(group("g-0"))
+        assert await p.flush(5)
+        fake.lose = {2, 3}
+        await p.send(group("g-1"))
+        await p.send(group("g-2"))
+        await fake.until(lambda: fake.arrived == [1, 2, 3])
+        held = await p.acquire()
+    fake.new_life()
+    async with fake.running("b"):
+        assert await p.flush(15)
+        assert [h.group_id for h in fake.accepted.values()] == ["g-1", "g-2"]
+        assert fake.accepted[2].position == sum(h.nbytes for h in fake.accepted.values())
+        assert p._session.credit.begun == 3
+        await p.send(group("g-3"), held)
+        assert await p.flush(5)
+        await opened.__aexit__(None, None, None)
+    assert logged(log) == ["g-0", "g-1", "g-2", "g-3"]
+    assert fake.asked_for(RegisterProducer)[-1].resume_session == 1
+    assert fake.asked_for(Goodbye)[-1].produced == 3
+
+
+async def test_a_forgotten_session_is_opened_anew(fake: "FakeBroker", group: MakeGroup) -> None:
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        await p.send(group("g-0"))
+        assert await p.flush(5)
+        fake.session = 0
+        await p.send(group("g-1"))
+        assert await p.flush(10)
+        assert p.session == 2
+    assert fake.accepted[1].group_id == "g-1"
+
+
+async def test_a_fenced_session_says_so_everywhere(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.start_limit = 1
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        permit = await p.acquire()
+        waiting = asyncio.create_task(p.acquire())
+        await asyncio.sleep(0)
+        fake.sessions = fake.session = 2
+        fake.publish()
+        with pytest.raises(SessionFencedError):
+            await waiting
+        with pytest.raises(SessionFencedError):
+            await p.acquire()
+        with pytest.raises(SessionFencedError):
+            await p.send(group("g"), permit)
+        with pytest.raises(SessionFencedError):
+            await p.flush(1)
+    assert not fake.asked_for(Goodbye)
+
+
+async def test_a_refused_producer_raises_at_open(fake: "FakeBroker") -> None:
+    fake.answers[RegisterProducer] = lambda _: ErrorReply(code=ErrorCode.INVALID, detail="no")
+    async with fake.running():
+        with pytest.raises(RefusedError, match="no"):
+            async with Producer.open(fake.layout.root, env="e", producer="p"):
+                pass
+
+
+@pytest.mark.parametrize("by", ["broker", "itself"])
+async def test_draining_ends_waiting_and_lets_what_is_in_hand_through(
+    fake: "FakeBroker", group: MakeGroup, by: str
+) -> None:
+    fake.start_limit = 1
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        permit = await p.acquire()
+        waiting = asyncio.create_task(p.acquire())
+        await asyncio.sleep(0)
+        if by == "broker":
+            fake.draining = True
+            fake.publish()
+        else:
+            p.start_draining()
+        with pytest.raises(DrainingError):
+            await waiting
+        assert p.draining.is_set()
+        with pytest.raises(DrainingError):
+            await p.acquire()
+        await p.send(group("g"), permit)
+        assert await p.flush(5)
+    assert fake.accepted
+
+
+async def test_unacked_groups_are_saved_and_resent_under_the_same_session(
+    fake: "FakeBroker", group: MakeGroup, tmp_path: Path
+) -> None:
+    spool, log = tmp_path / "spools" / "p.spool", tmp_path / "p.jsonl"
+    options = {"env": "e", "producer": "p", "save_to": spool, "ack_log": log, "drain_s": 0.05}
+    async with fake.running():
+        fake.lose = {2, 3}
+        async with Producer.open(fake.layout.root, **options) as p:  # type: ignore[arg-type]
+            for index in range(3):
+                await p.send(group(f"g-{index}"))
+            await fake.until(lambda: fake.arrived == [1, 2, 3])
+        assert spool.exists()
+        assert fake.asked_for(Goodbye)[-1].produced == 3
+        async with Producer.open(fake.layout.root, **options) as p:  # type: ignore[arg-type]
+            assert not spool.exists()
+            assert fake.arrived == [1, 2, 3, 2, 3]
+            assert p.session == 2
+            await p.send(group("g-3"))
+            assert await p.flush(5)
+    assert fake.asked_for(RegisterProducer)[1].resume_session == 1
+    assert [r.resume_session for r in fake.asked_for(RegisterProducer)] == [0, 1, 0]
+    assert logged(log) == ["g-0", "g-1", "g-2", "g-3"]
+    assert fake.accepted[1].group_id == "g-3"
+
+
+async def test_a_damaged_spool_is_kept_aside(fake: "FakeBroker", group: MakeGroup, tmp_path: Path) -> None:
+    spool = tmp_path / "p.spool"
+    async with fake.running():
+        fake.byte_limit = 0
+        async with Producer.open(fake.layout.root, env="e", producer="p", save_to=spool, drain_s=0.0) as p:
+            p.start_draining()
+            await p.send(group("g"), p._session.credit.begin())
+        data = bytearray(spool.read_bytes())
+        data[-1] ^= 1
+        spool.write_bytes(data)
+        async with Producer.open(fake.layout.root, env="e", producer="p", save_to=spool):
+            pass
+        assert not spool.exists()
+        assert len(list(tmp_path.glob("p.spool.damaged-*"))) == 1
+
+
+async def test_a_spool_of_another_producer_is_not_taken(
+    fake: "FakeBroker", group: MakeGroup, tmp_path: Path
+) -> None:
+    spool = tmp_path / "p.spool"
+    async with fake.running():
+        fake.lose = {1}
+        async with Producer.open(fake.layout.root, env="e", producer="p", save_to=spool, drain_s=0.0) as p:
+            await p.send(group("g"))
+        with pytest.raises(UsageError):
+            async with Producer.open(fake.layout.root, env="other", producer="p", save_to=spool):
+                pass
+        assert spool.exists()
+
+
+async def test_open_waits_for_a_broker_that_starts_later(fake: "FakeBroker", group: MakeGroup) -> None:
+    async def produce() -> None:
+        async with Producer.open(fake.layout.root, env="e", producer="p") as p:
+            await p.send(group("g"))
+
+    producing = asyncio.create_task(produce())
+    await asyncio.sleep(0)
+    async with fake.running():
+        await producing
+    assert fake.accepted
+
+
+async def test_open_can_be_cancelled_while_there_is_no_broker(run_dir: Path) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), Producer.open(run_dir, env="e", producer="p"):
+            raise AssertionError
+
+
+async def test_leaving_fails_those_who_still_wait(fake: "FakeBroker") -> None:
+    fake.start_limit = 0
+    async with fake.running():
+        async with Producer.open(fake.layout.root, env="e", producer="p") as p:
+            waiting = asyncio.create_task(p.acquire())
+            await asyncio.sleep(0)
+        with pytest.raises(ClosedError):
+            await waiting
+        with pytest.raises(ClosedError):
+            await p.acquire()
+
+
+async def test_large_frames_and_many_tasks(fake: "FakeBroker", group: MakeGroup) -> None:
+    """Groups of frames that are sent without a copy, more than a pipe holds, from many tasks."""
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(200):
+                tasks.create_task(p.send(group(f"g-{index}", length=20_000)))
+        assert await p.flush(10)
+    assert len(fake.accepted) == 200
+    assert fake.arrived == list(range(1, 201))
+
+
+async def test_the_broker_may_know_the_session_but_not_its_groups(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    """It offers the old number, having forgotten groups that it acked: the producer asks for another number."""
+    async with fake.running("a"):
+        opened = Producer.open(fake.layout.root, env="e", producer="p")
+        p = await opened.__aenter__()
+        await p.send(group("g-0"))
+        assert await p.flush(5)
+    fake.epoch += 1
+    fake.accepted.clear()
+
+    def register(request: RegisterProducer) -> Registered:
+        if not request.resume_session:
+            fake.session = fake.sessions = 9
+        return Registered(ack=fake.ack(), info=RunInfo())
+
+    fake.answers[RegisterProducer] = register
+    async with fake.running("b"):
+        await p.send(group("g-1"))
+        assert await p.flush(15)
+        assert p.session == 9
+        await opened.__aexit__(None, None, None)
+    assert fake.accepted[1].group_id == "g-1"

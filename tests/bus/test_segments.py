@@ -1,0 +1,163 @@
+"""Whose a segment is, and when it may be removed; without torch."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.bus import segments
+from rolloutmq.bus.segments import Owner
+from rolloutmq.schemas.errors import SegmentGoneError
+
+CREATOR = """
+import sys
+from pathlib import Path
+from rolloutmq.bus import segments
+segments.SHM = Path(sys.argv[1]).parent
+segment = segments.create("test", 8192)
+segments.write_address(Path(sys.argv[1]), segment)
+print(segment.path, segment.nonce)
+"""
+
+
+def left_by_the_dead(address: Path) -> tuple[Path, str]:
+    """Let a process make a segment and die; return its path and nonce."""
+    done = subprocess.run(
+        [sys.executable, "-c", CREATOR, str(address)], capture_output=True, text=True, check=True
+    )
+    path, nonce = done.stdout.split()
+    return Path(path), nonce
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of everything, while other tests use the real place, stays in a directory of its own."""
+    monkeypatch.setattr(segments, "SHM", tmp_path)
+
+
+@pytest.fixture
+def mine() -> Iterator[segments.Segment]:
+    segment = segments.create("test", 8192)
+    yield segment
+    os.close(segment.fd)
+    segment.path.unlink(missing_ok=True)
+
+
+def test_an_owner_is_more_than_a_pid() -> None:
+    me = Owner.current()
+    assert me.pid == os.getpid()
+    assert me.alive()
+    assert not me._replace(start_ticks=me.start_ticks + 1).alive()
+    assert not Owner(0, 0, me.namespace).alive()
+    assert me._replace(start_ticks=0, namespace=1).alive()  # elsewhere: not for this process to judge
+
+
+def test_a_zombie_is_dead() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    mark = Owner(child.pid, segments._start_ticks(child.pid) or 0, Owner.current().namespace)
+    assert mark.alive()
+    assert child.stdin is not None
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not mark.alive()
+    child.wait()
+
+
+def test_a_segment_says_whose_it_is(mine: segments.Segment) -> None:
+    assert mine.path.name == f"rolloutmq-{mine.nonce}-test"
+    assert mine.path.stat().st_mode & 0o777 == 0o600
+    assert mine.path.stat().st_size == 8192
+    assert mine.owner() == Owner.current()
+    again = segments.open_existing(mine.path, mine.nonce)
+    assert again.owner() == Owner.current()
+    os.close(again.fd)
+    assert segments.in_use(mine.path)
+
+
+def test_another_segment_is_not_opened(mine: segments.Segment, tmp_path: Path) -> None:
+    with pytest.raises(SegmentGoneError, match="nonce"):
+        segments.open_existing(mine.path, "0" * 16)
+    with pytest.raises(SegmentGoneError, match="No such file"):
+        segments.open_existing(tmp_path / "nothing", mine.nonce)
+    link = tmp_path / "link"
+    link.symlink_to(mine.path)
+    with pytest.raises(SegmentGoneError):
+        segments.open_existing(link, mine.nonce)
+    foreign = tmp_path / "foreign"
+    foreign.write_bytes(b"x" * 100)
+    with pytest.raises(SegmentGoneError, match="nonce"):
+        segments.open_existing(foreign, mine.nonce)
+
+
+def test_only_what_the_dead_left_is_swept(mine: segments.Segment, tmp_path: Path) -> None:
+    address = tmp_path / "weights.json"
+    path, _ = left_by_the_dead(address)
+    swept = segments.sweep()
+    assert path in swept
+    assert mine.path not in swept
+    assert mine.path.exists()
+    assert not path.exists()
+    assert segments.sweep(address) == [path]  # the address of what is gone already goes too
+    assert not address.exists()
+
+
+def test_whoever_maps_a_segment_keeps_it(tmp_path: Path) -> None:
+    address = tmp_path / "weights.json"
+    path, nonce = left_by_the_dead(address)
+    held = segments.open_existing(path, nonce)
+    assert segments.sweep(address) == []
+    assert path not in segments.sweep()
+    assert path.exists()
+    os.close(held.fd)
+    assert segments.sweep(address) == [path]
+    assert not path.exists()
+
+
+def test_an_heir_claims_what_was_left(tmp_path: Path) -> None:
+    address = tmp_path / "weights.json"
+    path, nonce = left_by_the_dead(address)
+    left = segments.open_existing(path, nonce, writable=True)
+    owner = left.owner()
+    assert owner is not None
+    assert not owner.alive()
+    left.claim()
+    assert left.owner() == Owner.current()
+    os.close(left.fd)
+    assert segments.in_use(path)  # by its owner, who lives
+    path.unlink()
+
+
+def test_a_sweep_touches_nothing_outside(tmp_path: Path) -> None:
+    precious, address = tmp_path / "sub" / "precious", tmp_path / "weights.json"
+    precious.parent.mkdir()
+    precious.write_bytes(b"x" * 100)
+    address.write_text(f'{{"path": "{precious}", "nonce": "{"0" * 16}"}}')
+    assert segments.sweep(address) == []
+    assert precious.exists()
+    assert address.exists()
+
+
+def test_a_file_without_a_header_may_be_in_the_making() -> None:
+    path = segments.SHM / f"{segments.PREFIX}{'0' * 16}-test"
+    path.write_bytes(b"")
+    assert segments.sweep() == []
+    os.utime(path, (0, 0))
+    assert segments.sweep() == [path]
+    assert not path.exists()
+
+
+def test_an_unreadable_address_is_none(tmp_path: Path) -> None:
+    address = tmp_path / "weights.json"
+    assert segments.read_address(address) is None
+    address.write_text("{")
+    assert segments.read_address(address) is None
+    assert segments.sweep(address) == []
+
+
+def test_memory_that_is_not_there_leaves_nothing() -> None:
+    with pytest.raises(Exception, match="shared memory"):
+        segments.create("test", 1 << 50)
+    assert list(segments.SHM.iterdir()) == []

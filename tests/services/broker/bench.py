@@ -1,0 +1,284 @@
+"""A broker core with a clock of its own, and peers that say the shortest thing that works."""
+
+from itertools import count
+from typing import Any, TypeVar
+
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.control import GetStatus, Pressure, StatusReply
+from rolloutmq.schemas.delivery import (
+    Ack,
+    Batch,
+    ConsumerBeat,
+    ConsumerRegistered,
+    DeclareTables,
+    ErrorReply,
+    NoBatch,
+    Ok,
+    Pull,
+    RegisterConsumer,
+    Registered,
+    RegisterProducer,
+    Request,
+    Settle,
+    Settled,
+    Sync,
+)
+from rolloutmq.schemas.envelope import (
+    ColumnSpec,
+    ColumnTable,
+    Dtype,
+    Envelope,
+    GroupHeader,
+    PolicyVersion,
+    RewardSummary,
+    Split,
+)
+from rolloutmq.schemas.errors import ErrorCode
+from rolloutmq.schemas.records import DroppedGroup
+from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply
+from rolloutmq.services.broker.core import BrokerCore
+from rolloutmq.services.broker.groups import StoredGroup
+
+TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1), ColumnSpec("scores", Dtype.F64, 0)))
+WALL = 1_700_000_000.0
+M = TypeVar("M")
+
+
+def config(
+    *,
+    broker: dict[str, Any] | None = None,
+    batch: int = 8,
+    trainer: dict[str, Any] | None = None,
+    **environments: dict[str, Any],
+) -> RunConfig:
+    """A configuration; environments are given by name, with `entry` filled in. Pacing is off unless asked for."""
+    usual = {"entry": "a:B", "group_size": 4, "pacing": False}
+    return RunConfig.model_validate(
+        {
+            "broker": broker or {},
+            "trainer": {"batch_sequences": batch, **(trainer or {})},
+            "environment": {name: {**usual, **given} for name, given in environments.items()},
+        }
+    )
+
+
+def header(
+    seq: int,
+    position: int,
+    *,
+    nbytes: int = 100,
+    sequences: int = 4,
+    step: int = 0,
+    group_id: str = "",
+    tokens: int = 0,
+    frames: int = 1,
+    crc: int = 0,
+) -> GroupHeader:
+    version = PolicyVersion(0, step)
+    return GroupHeader(
+        seq=seq,
+        position=position,
+        group_id=group_id or f"g{seq}",
+        table=TABLE.id,
+        frames=frames,
+        nbytes=nbytes,
+        crc=crc,
+        sequences=sequences,
+        tokens=tokens or sequences * 10,
+        oldest=version,
+        newest=version,
+        started_at=0.0,
+        finished_at=0.0,
+        rewards=RewardSummary(),
+    )
+
+
+def stored(order: int, sequences: int = 4, *, tokens: int = 0, env: str = "e") -> StoredGroup:
+    return StoredGroup(
+        header=header(order, order * 100, sequences=sequences, tokens=tokens),
+        env=env,
+        split=Split.TRAIN,
+        run="run",
+        producer="p",
+        session=1,
+        table=TABLE,
+        frames=(b"",),
+        accepted_at=0.0,
+        accepted_wall=WALL,
+        order=order,
+    )
+
+
+class Peer:
+    """A producer that numbers its groups."""
+
+    def __init__(self, bench: "Bench", name: str, env: str, split: Split, ack: Ack) -> None:
+        self.bench = bench
+        self.name = name
+        self.env = env
+        self.split = split
+        self.session = ack.session
+        self.seq = 0
+        self.position = 0
+
+    def next(self, **given: Any) -> GroupHeader:
+        """Number one more group."""
+        self.seq += 1
+        self.position += given.setdefault("nbytes", 100)
+        given.setdefault("group_id", f"{self.name}-{self.session}-{self.seq}")
+        return header(self.seq, self.position, **given)
+
+    def deliver(self, head: GroupHeader, **changed: Any) -> list[Action]:
+        """Send a group, whether or not there is credit."""
+        envelope = Envelope(
+            version=1,
+            producer=changed.get("producer", self.name),
+            session=changed.get("session", self.session),
+            run=changed.get("run", "default"),
+            env=changed.get("env", self.env),
+            split=self.split,
+            groups=(head,),
+        )
+        frames = [f"{head.group_id}/{i}".encode() for i in range(head.frames)]
+        return self.bench.ingest(envelope, changed.get("frames", frames))
+
+    def send(self, groups: int = 1, **given: Any) -> list[str]:
+        """Send new groups; return their ids."""
+        heads = [self.next(**given) for _ in range(groups)]
+        for head in heads:
+            self.deliver(head)
+        return [head.group_id for head in heads]
+
+    def sync(self, abandoned: int = 0) -> Ack:
+        request = Sync(producer=self.name, session=self.session, abandoned=abandoned)
+        return self.bench.ask(request, Ack)
+
+
+class Bench:
+    """A core under test. Every step is followed by `validate`."""
+
+    def __init__(self, settings: RunConfig | None = None, epoch: int = 1) -> None:
+        self.core = BrokerCore(settings or config(e={}), epoch=epoch)
+        self.now = 100.0
+        self.dropped: list[DroppedGroup] = []
+        self.published: list[Publish] = []
+        self.late: list[Reply] = []
+        """Replies to pulls that had to wait."""
+        self._requests = count()
+
+    def _done(self, actions: list[Action]) -> list[Action]:
+        self.core.validate()
+        for action in actions:
+            if isinstance(action, Dropped):
+                self.dropped.append(action.record)
+            elif isinstance(action, Publish):
+                self.published.append(action)
+        return actions
+
+    def ingest(self, envelope: Envelope, frames: list[bytes]) -> list[Action]:
+        actions = self._done(self.core.ingest(envelope, frames, self.now, WALL))
+        self.late += [action for action in actions if isinstance(action, Reply)]
+        return actions
+
+    def tick(self, after: float = 0.0) -> list[Action]:
+        """Let time pass, then tick."""
+        self.now += after
+        actions = self._done(self.core.tick(self.now, WALL))
+        self.late += [action for action in actions if isinstance(action, Reply)]
+        return actions
+
+    def send(self, request: Request, route: tuple[bytes, ...] = ()) -> list[Reply]:
+        """Make a request; return every reply that it caused."""
+        actions = self._done(self.core.request(route, request, self.now, WALL))
+        return [action for action in actions if isinstance(action, Reply)]
+
+    def ask(self, request: Request, kind: type[M]) -> M:
+        """Make a request that is answered at once, and check the kind of its answer."""
+        route = (b"ask %d" % next(self._requests),)
+        replies = self.send(request, route)
+        self.late += [reply for reply in replies if reply.route != route]
+        (mine,) = [reply for reply in replies if reply.route == route]
+        assert isinstance(mine.message, kind), mine.message
+        return mine.message
+
+    def refused(self, request: Request) -> ErrorCode:
+        return self.ask(request, ErrorReply).code
+
+    def producer(
+        self, name: str = "p", env: str = "e", split: Split = Split.TRAIN, **given: Any
+    ) -> Peer:
+        """Register a producer and declare its table."""
+        given.setdefault("group_size", 4)
+        request = RegisterProducer(producer=name, env=env, split=split, **given)
+        peer = Peer(self, name, env, split, self.ask(request, Registered).ack)
+        self.ask(DeclareTables(producer=name, session=peer.session, tables=(TABLE,)), Ok)
+        return peer
+
+    def consumer(self, name: str = "c", **given: Any) -> int:
+        """Register a consumer; returns its generation."""
+        return self.ask(RegisterConsumer(consumer=name, **given), ConsumerRegistered).generation
+
+    def pull(self, step: int = 0, sequences: int = 8, **given: Any) -> Batch | NoBatch | ErrorReply:
+        """Pull without waiting."""
+        given.setdefault("consumer", "c")
+        given.setdefault("version", PolicyVersion(0, step))
+        given.setdefault("request_id", f"r{next(self._requests)}")
+        given.setdefault("wait_s", 0.0)
+        route = (b"pull",)
+        replies = self.send(Pull(step=step, sequences=sequences, **given), route)
+        (mine,) = [reply for reply in replies if reply.route == route]
+        assert isinstance(mine.message, Batch | NoBatch | ErrorReply)
+        if isinstance(mine.message, Batch):
+            assert len(mine.frames) == sum(d.header.frames for d in mine.message.groups)
+        return mine.message
+
+    def batch(self, step: int = 0, sequences: int = 8, **given: Any) -> Batch:
+        """Pull a batch that must be there."""
+        got = self.pull(step, sequences, **given)
+        assert isinstance(got, Batch), got
+        return got
+
+    def wait(self, step: int = 0, sequences: int = 8, **given: Any) -> list[Reply]:
+        """Pull and wait for a long time; returns what was answered at once."""
+        return self._wait(Pull(**_pull(step, sequences, next(self._requests), given)))
+
+    def _wait(self, pull: Pull) -> list[Reply]:
+        return self.send(pull, (b"wait", pull.request_id.encode()))
+
+    def settle(self, batch: Batch, *, no_signal: bool = False, **given: Any) -> Settled:
+        """Settle a whole part as trained, or as filtered without a step."""
+        given.setdefault("consumer", "c")
+        given.setdefault("version", PolicyVersion(0, batch.step + (not no_signal)))
+        given.setdefault("filtered" if no_signal else "trained", ids(batch))
+        request = Settle(lease=batch.lease, generation=batch.generation, **given)
+        return self.ask(request, Settled)
+
+    def train(self, step: int, sequences: int = 8) -> list[str]:
+        """Pull and settle one step; returns the ids."""
+        batch = self.batch(step, sequences)
+        self.settle(batch)
+        return list(ids(batch))
+
+    def send_beat(self, consumer: str = "c") -> None:
+        """Let a consumer show that it lives, without progress."""
+        self.ask(ConsumerBeat(consumer=consumer), Ok)
+
+    def pressure(self) -> Pressure:
+        return self.status().pressure
+
+    def status(self) -> StatusReply:
+        return self.ask(GetStatus(), StatusReply)
+
+
+def _pull(step: int, sequences: int, number: int, given: dict[str, Any]) -> dict[str, Any]:
+    usual = {
+        "consumer": "c",
+        "version": PolicyVersion(0, step),
+        "request_id": f"r{number}",
+        "wait_s": 60.0,
+    }
+    return {"step": step, "sequences": sequences, **usual, **given}
+
+
+def ids(batch: Batch) -> tuple[str, ...]:
+    return tuple(delivery.header.group_id for delivery in batch.groups)

@@ -1,0 +1,29 @@
+import pytest
+
+from rolloutmq.services.broker.ledger import Ledger, State
+
+
+def test_every_move_keeps_the_sum_and_names_its_reason() -> None:
+    ledger = Ledger()
+    ledger.accept(10)
+    ledger.move(State.QUEUED, State.LEASED, 6)
+    ledger.move(State.LEASED, State.TRAINED, 3)
+    ledger.move(State.LEASED, State.FILTERED)
+    ledger.move(State.LEASED, State.DEAD, reason="rejected")
+    ledger.move(State.QUEUED, State.EXPIRED, 2, "stale")
+    ledger.move(State.TRAINED, State.COMMITTED)
+    ledger.rewind(State.TRAINED, 2)
+    ledger.validate()
+    report = ledger.report(lost_now=5)
+    assert (report.queued, report.leased, report.trained, report.committed) == (4, 1, 0, 1)
+    assert (report.filtered, report.expired, report.dead) == (1, 2, 1)
+    assert (report.accepted, report.rewound, report.lost_before_accept) == (10, 2, 5)
+    assert report.reasons == {"dead(rejected)": 1, "expired(stale)": 2}
+
+
+def test_a_group_that_never_was_cannot_leave() -> None:
+    ledger = Ledger()
+    ledger.accept()
+    ledger.move(State.LEASED, State.TRAINED)
+    with pytest.raises(AssertionError):
+        ledger.validate()

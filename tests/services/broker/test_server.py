@@ -1,0 +1,394 @@
+"""A whole broker on real sockets: groups travel, strangers do no harm, an end loses nothing."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import zmq
+
+from rolloutmq.bus import codec, endpoint, sockets, topics
+from rolloutmq.bus.client import BlockingClient
+from rolloutmq.bus.events import BlockingSubscriber
+from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig, TrainerConfig
+from rolloutmq.schemas.control import GetStatus, Pressure, Shutdown, StatusReply
+from rolloutmq.schemas.delivery import (
+    Batch,
+    ConsumerRegistered,
+    DeclareTables,
+    GetInfo,
+    InfoReply,
+    Ok,
+    Pull,
+    RegisterConsumer,
+    Registered,
+    RegisterProducer,
+    Reply,
+    Settle,
+    Settled,
+)
+from rolloutmq.schemas.envelope import (
+    PROTOCOL_VERSION,
+    Envelope,
+    GroupHeader,
+    PolicyVersion,
+    Split,
+)
+from rolloutmq.schemas.errors import AddressInUseError, BrokerUnavailableError, ConfigError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.services import runner
+from rolloutmq.services.broker.core import BrokerCore
+from rolloutmq.services.broker.server import Broker, running_broker
+
+LIMIT_S = 10.0
+_R = TypeVar("_R")
+
+
+def _config(**broker: object) -> RunConfig:
+    return RunConfig(
+        broker=BrokerConfig.model_validate(broker),
+        environment={"sort3": EnvironmentConfig(entry="m:C", group_size=2)},
+        trainer=TrainerConfig(batch_sequences=4),
+    )
+
+
+@pytest.fixture
+def layout(run_dir: Path) -> RunLayout:
+    return RunLayout(run_dir)
+
+
+class Peer:
+    """A producer and a consumer by hand: raw sockets and the codec."""
+
+    def __init__(self, endpoints: Endpoints, context: sockets.Context) -> None:
+        self.client = BlockingClient(endpoints.serve, context)
+        self.push = sockets.producer_push(context, endpoints.ingest)
+        assert self.push.poll(5000, zmq.POLLOUT)
+        self.session = 0
+        self.position = 0
+
+    def close(self) -> None:
+        self.client.close()
+        self.push.close()
+
+    def register(self) -> None:
+        reply = _is(Registered, self.client.request(RegisterProducer(producer="p", env="sort3")))
+        self.session = reply.ack.session
+
+    def send(self, seq: int, group: Group) -> None:
+        """Push one group of the session."""
+        encoded = codec.encode_group(group, 1 << 26)
+        declared = DeclareTables(producer="p", session=self.session, tables=(encoded.table,))
+        self.client.request(declared)
+        self.position += encoded.nbytes
+        header = GroupHeader(
+            seq=seq,
+            position=self.position,
+            group_id=group.group_id,
+            table=encoded.table.id,
+            frames=len(encoded.frames),
+            nbytes=encoded.nbytes,
+            crc=encoded.crc,
+            sequences=group.sequences,
+            tokens=group.tokens,
+            oldest=group.oldest,
+            newest=group.newest,
+            started_at=group.started_at,
+            finished_at=group.finished_at,
+            rewards=group.rewards(),
+        )
+        envelope = Envelope(PROTOCOL_VERSION, "p", self.session, "default", "sort3", Split.TRAIN, (header,))
+        self.push.send_multipart([codec.encode_envelope(envelope), *encoded.frames])
+
+    def pull(self, step: int, sequences: int) -> tuple[Batch, list[Group]]:
+        registered = self.client.request(RegisterConsumer(consumer="t"))
+        assert isinstance(registered, ConsumerRegistered)
+        pull = Pull(
+            consumer="t",
+            step=step,
+            version=PolicyVersion(),
+            sequences=sequences,
+            request_id=f"step-{step}",
+            wait_s=LIMIT_S,
+        )
+        reply, frames = self.client.request_frames(pull, timeout_s=2 * LIMIT_S)
+        batch = _is(Batch, reply)
+        tables = {table.id: table for table in batch.tables}
+        groups = []
+        for delivery in batch.groups:
+            own, frames = frames[: delivery.header.frames], frames[delivery.header.frames :]
+            groups.append(codec.decode_group(delivery.header, tables[delivery.header.table], own))
+        assert frames == []
+        return batch, groups
+
+    def status(self) -> StatusReply:
+        return _is(StatusReply, self.client.request(GetStatus()))
+
+    def wait_accepted(self, count: int) -> None:
+        until = time.monotonic() + LIMIT_S
+        while self.status().pressure.ledger.accepted < count:
+            assert time.monotonic() < until
+
+
+@contextmanager
+def peer(endpoints: Endpoints) -> Iterator[Peer]:
+    context = sockets.make_context()
+    made = Peer(endpoints, context)
+    try:
+        yield made
+    finally:
+        made.close()
+        context.term()
+
+
+def _is(kind: type[_R], reply: Reply) -> _R:
+    assert isinstance(reply, kind), reply
+    return reply
+
+
+def _group(number: int, length: int = 5) -> Group:
+    tokens = [[number] * length, [number + 1] * (length + 1)]
+    return Group.build(
+        f"g-{number}",
+        tokens=tokens,
+        mask=[[True] * len(row) for row in tokens],
+        scores=[0.0, 1.0],
+        messages=[{"role": "user", "content": "3 1 2"}],
+    )
+
+
+def _stopped(broker: Broker) -> BrokerCore:
+    broker.stop()
+    broker.core.validate()
+    return broker.core
+
+
+def test_group_travels_from_push_to_settlement(layout: RunLayout) -> None:
+    sent = [_group(1), _group(2, length=200_000)]
+    with running_broker(_config(), layout) as broker, peer(broker.endpoints) as it:
+        it.register()
+        for seq, group in enumerate(sent, 1):
+            it.send(seq, group)
+        batch, groups = it.pull(0, 4)
+        assert [group.group_id for group in groups] == ["g-1", "g-2"]
+        for group, original in zip(groups, sent, strict=True):
+            for name, column in original.columns.items():
+                if name != "messages":
+                    assert (group.columns[name].values == column.values).all()
+            assert group["messages"] == original["messages"]
+        settle = Settle(
+            consumer="t",
+            lease=batch.lease,
+            generation=batch.generation,
+            version=PolicyVersion(0, 1),
+            trained=("g-1", "g-2"),
+        )
+        assert isinstance(it.client.request(settle), Settled)
+        assert it.status().pressure.ledger.trained == 2
+        _stopped(broker)
+
+
+def test_endpoints_are_said_while_it_lives_and_no_longer(layout: RunLayout) -> None:
+    with running_broker(_config(), layout) as broker:
+        assert endpoint.read_endpoints(layout.root) == broker.endpoints
+        assert broker.endpoints.pid == os.getpid()
+        with BlockingClient(broker.endpoints.serve) as client:
+            info = _is(InfoReply, client.request(GetInfo()))
+        assert (info.epoch, info.ingest) == (broker.endpoints.epoch, broker.endpoints.ingest)
+        first = broker.endpoints.epoch
+    assert endpoint.read_endpoints(layout.root) is None
+    assert [path.name for path in layout.sockets.iterdir()] == ["lock"]
+    with running_broker(_config(), layout) as broker:
+        assert broker.endpoints.epoch > first
+
+
+def test_second_broker_in_the_run_directory_is_refused(layout: RunLayout) -> None:
+    with running_broker(_config(), layout) as broker:
+        with (
+            pytest.raises(AddressInUseError, match=str(os.getpid())),
+            running_broker(_config(), layout),
+        ):
+            pass
+        with BlockingClient(broker.endpoints.serve) as client:
+            assert isinstance(client.request(GetInfo()), InfoReply)
+
+
+def test_run_directory_of_any_length_will_do(run_dir: Path) -> None:
+    layout = RunLayout(run_dir / ("d" * 120))
+    layout.root.mkdir()
+    with (
+        running_broker(_config(), layout) as broker,
+        BlockingClient(broker.endpoints.serve) as client,
+    ):
+        assert isinstance(client.request(GetInfo()), InfoReply)
+
+
+def test_subscriber_gets_the_state_at_once(layout: RunLayout) -> None:
+    with running_broker(_config(pressure_interval_s=0.05), layout) as broker:
+        for _ in range(2):
+            with BlockingSubscriber(broker.endpoints.events, [topics.PRESSURE]) as subscriber:
+                event = subscriber.poll(LIMIT_S)
+            assert event is not None
+            assert isinstance(codec.decode_event(event[1]), Pressure)
+
+
+def test_garbage_on_every_socket_leaves_it_serving(layout: RunLayout) -> None:
+    bomb = b"\x91" * 4000 + b"\xc0"
+    with running_broker(_config(), layout) as broker, peer(broker.endpoints) as it:
+        for frames in ([b"x"], [b"x"] * 300, [bomb, b"x"], [bytes(5000), b""], [b""]):
+            it.push.send_multipart(frames)
+        context = sockets.make_context()
+        for kind, address in (
+            (zmq.DEALER, broker.endpoints.serve),
+            (zmq.PUB, broker.endpoints.publish),
+            (zmq.SUB, broker.endpoints.events),
+            (zmq.REQ, broker.endpoints.ingest),  # the wrong kind of peer is refused by the library
+        ):
+            stranger = context.socket(kind)
+            stranger.linger = 0
+            stranger.connect(address)
+            if kind == zmq.SUB:
+                stranger.subscribe(bytes(900))
+            elif kind != zmq.REQ:
+                for frames in ([b"x"], [b"telemetry.x", b"\xc1"], [b"", b""], [b"x"] * 300):
+                    stranger.send_multipart(frames)
+            stranger.close(linger=100)
+        context.term()
+        it.register()
+        it.send(1, _group(1))
+        it.wait_accepted(1)
+        status = it.status()
+        assert status.rejected_by_reason["ingest: malformed"] >= 2
+        assert status.rejected_by_reason["ingest: limit"] >= 2
+        assert status.rejected_messages >= 5
+        _stopped(broker)
+
+
+def test_strangers_on_tcp_leave_it_serving(layout: RunLayout) -> None:
+    with running_broker(_config(transport="tcp"), layout) as broker, peer(broker.endpoints) as it:
+        for address in (broker.endpoints.serve, broker.endpoints.ingest):
+            host, port = address.removeprefix("tcp://").split(":")
+            for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, os.urandom(5000), b""):
+                with socket.create_connection((host, int(port))) as stranger:
+                    stranger.sendall(garbage)
+        it.register()
+        it.send(1, _group(1))
+        it.wait_accepted(1)
+
+
+def test_orderly_end_saves_what_is_not_trained(layout: RunLayout) -> None:
+    with running_broker(_config(), layout) as broker, peer(broker.endpoints) as it:
+        it.register()
+        for number in (1, 2, 3):
+            it.send(number, _group(number))
+        it.wait_accepted(3)
+        batch, _ = it.pull(0, 2)
+        assert len(batch.groups) == 1  # leased and not settled: saved with the others
+        _stopped(broker)
+    assert layout.saved.exists()
+    with running_broker(_config(), layout) as broker, peer(broker.endpoints) as it:
+        assert not layout.saved.exists()
+        _, groups = it.pull(0, 6)
+        assert [group.group_id for group in groups] == ["g-1", "g-2", "g-3"]
+        assert groups[1]["tokens"][0].tolist() == [2] * 5
+        _stopped(broker)
+
+
+def test_end_with_nothing_left_leaves_no_file(layout: RunLayout) -> None:
+    with running_broker(_config(), layout):
+        pass
+    assert not layout.saved.exists()
+
+
+def test_broker_that_was_killed_comes_back_to_its_ports(layout: RunLayout) -> None:
+    with running_broker(_config(transport="tcp"), layout) as broker:
+        former = broker.endpoints
+        written = layout.endpoints.read_bytes()
+    layout.endpoints.write_bytes(written)  # a killed one would not have removed it
+    with running_broker(_config(transport="tcp"), layout) as broker:
+        assert (broker.endpoints.serve, broker.endpoints.ingest) == (former.serve, former.ingest)
+        assert broker.endpoints.epoch > former.epoch
+        written = layout.endpoints.read_bytes()
+    layout.endpoints.write_bytes(written)
+    with (
+        socket.create_server(("127.0.0.1", int(former.serve.rpartition(":")[2]))),
+        running_broker(_config(transport="tcp"), layout) as broker,
+    ):
+        assert broker.endpoints.serve != former.serve
+
+
+def test_host_that_is_not_here_is_named(layout: RunLayout) -> None:
+    config = _config(transport="tcp", host="192.0.2.7", insecure=True)
+    with (
+        pytest.raises(ConfigError, match=r"broker\.host.*192\.0\.2\.7"),
+        running_broker(config, layout),
+    ):
+        pass
+
+
+def test_defect_of_the_core_ends_the_broker_with_its_error(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> list[object]:
+        raise ZeroDivisionError("a defect")
+
+    def ask() -> None:
+        with (
+            running_broker(_config(), layout, lambda: ended.append(True)) as broker,
+            BlockingClient(broker.endpoints.serve) as client,
+        ):
+            with pytest.raises(BrokerUnavailableError):
+                client.request(GetInfo(), timeout_s=0.2)
+            assert broker.join(LIMIT_S)
+
+    ended: list[bool] = []
+    monkeypatch.setattr(BrokerCore, "request", failing)
+    with pytest.raises(ZeroDivisionError):
+        ask()
+    assert ended == [True]
+    assert endpoint.read_endpoints(layout.root) is None
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "Shutdown"])
+def test_process_ends_in_order(layout: RunLayout, end: str) -> None:
+    runner.write_json(layout.config, _config())
+    program = (
+        "import sys; from pathlib import Path; from rolloutmq.services.broker.server import main;"
+        f"sys.exit(main(Path({str(layout.root)!r})))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as process:
+        found = endpoint.resolve_blocking(layout.root, LIMIT_S)
+        assert found.pid == process.pid
+        with peer(found) as it:
+            it.register()
+            it.send(1, _group(1))
+            it.wait_accepted(1)
+            if end == "Shutdown":
+                assert it.client.request(Shutdown()) == Ok()
+            else:
+                process.send_signal(signal.Signals[end])
+        assert process.wait(LIMIT_S) == 0
+        assert process.stderr is not None
+        log = process.stderr.read().decode()
+    assert "saved groups=1" in log
+    assert not layout.endpoints.exists()
+    assert layout.saved.exists()
+
+
+def test_process_without_a_run_says_what_is_missing(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from rolloutmq.services.broker.server import main;"
+        f"sys.exit(main(Path({str(tmp_path)!r})))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert ended.returncode == 1
+    assert b"config.json is missing" in ended.stderr

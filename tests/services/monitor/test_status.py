@@ -1,0 +1,109 @@
+"""Status answers a person and a program, and says what is wrong where there is no broker."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from rolloutmq.bus import codec
+from rolloutmq.schemas.control import LaneStatus, Pressure, StatusReply, WorkerStatus
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import Endpoints
+from rolloutmq.services.monitor import status as command
+from rolloutmq.services.monitor.status import status, status_json, status_text
+from rolloutmq.services.runner import write_json
+
+
+@pytest.fixture
+def reply(
+    make_pressure: Callable[..., Pressure],
+    make_lane: Callable[..., LaneStatus],
+    make_worker: Callable[..., WorkerStatus],
+) -> StatusReply:
+    lanes = (make_lane(wait="stale_guard", queued_groups=24, producers=2),)
+    return StatusReply(
+        pressure=make_pressure(lanes=lanes, workers=(make_worker("a"), make_worker("b"))),
+        run="quickstart",
+        total_steps=400,
+        durability="memory",
+        uptime_s=75.0,
+        rejected_messages=2,
+        rejected_by_reason={"malformed": 2},
+    )
+
+
+@pytest.fixture
+def answering(run_dir: Path, reply: StatusReply) -> Iterator[RunLayout]:
+    """A run directory whose broker answers one request with the status."""
+    layout = RunLayout(run_dir)
+    address = f"ipc://{run_dir}/serve"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(address)
+
+    def answer() -> None:
+        if socket.poll(10_000):
+            *route, _ = socket.recv_multipart()
+            socket.send_multipart([*route, codec.encode(reply)])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    write_json(layout.endpoints, Endpoints(ingest="", serve=address, events="", publish="", pid=1, epoch=1))
+    yield layout
+    thread.join()
+    socket.close(linger=0)
+    context.term()
+
+
+def test_json_says_why_and_holds_everything(answering: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(answering.root, as_json=True) == 0
+
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["why"].startswith("workers wait: a rollout begun now")
+    assert fields["pressure"]["ledger"]["accepted"] == 50
+    assert fields["pressure"]["workers"][1]["worker"] == "b"
+    assert fields["run"] == "quickstart"
+
+
+def test_text_is_for_a_person(answering: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(answering.root, as_json=False) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run      quickstart, up 1:15, durability memory"
+    assert "step     7 of 400" in lines
+    assert "workers  2 ready" in lines
+    assert "refused  2 messages (malformed 2)" in lines
+    assert any(line.startswith("why      workers wait: ") for line in lines)
+
+
+def test_nothing_refused_is_not_told(reply: StatusReply) -> None:
+    quiet = msgspec.structs.replace(reply, rejected_messages=0)
+
+    assert "refused" not in status_text(quiet)
+    assert status_json(quiet)["rejected_messages"] == 0
+
+
+def test_missing_directory_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(tmp_path / "none", as_json=True) == 2
+    assert "is no run directory" in capsys.readouterr().err
+
+
+def test_run_that_has_ended_has_no_broker(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(run_dir, as_json=True) == 1
+    assert "no broker runs in" in capsys.readouterr().err
+
+
+def test_broker_that_does_not_answer_is_a_failure(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "PATIENCE_S", 0.1)
+    address = f"ipc://{run_dir}/serve"
+    endpoints = Endpoints(ingest="", serve=address, events="", publish="", pid=1, epoch=1)
+    write_json(RunLayout(run_dir).endpoints, endpoints)
+
+    assert status(run_dir, as_json=True) == 1
+    assert "no answer from the broker" in capsys.readouterr().err

@@ -1,0 +1,168 @@
+"""The picture fits its terminal, and says what matters."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
+from rolloutmq.schemas.control import LaneStatus, LedgerCounts, Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.telemetry import GpuAbsence, GpuSample, HostSample, ProcessSample
+from rolloutmq.services.monitor import view
+from rolloutmq.services.monitor.board import Board
+
+MakePressure = Callable[..., Pressure]
+MakeWorker = Callable[..., WorkerStatus]
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board.of(RunConfig(environment={"sort3": EnvironmentConfig(entry="a:B")}))
+
+
+@pytest.fixture
+def busy(
+    board: Board,
+    make_pressure: MakePressure,
+    make_step: Callable[..., StepDone],
+    make_worker: MakeWorker,
+    make_lane: Callable[..., LaneStatus],
+) -> Board:
+    """A board with everything on it and more workers than fit."""
+    workers = [make_worker(f"sort3-{index}", produced=index) for index in range(30)]
+    workers[20] = make_worker("sort3-20", state=WorkerState.FAILED, error="ValueError: bad")
+    board.feed(
+        make_pressure(
+            workers=tuple(workers),
+            trainer_wait="no_batch",
+            lanes=(make_lane(wait="stale_guard"),),
+            waits_s={"no_batch": 3.0, "stale_guard": 12.0, "lane_full": 0.2},
+        ),
+        10.0,
+    )
+    for step in range(1, 120):
+        board.feed(make_step(step, step / 120), step / 10)
+    host: dict[str, Any] = {
+        "cpus": 2,
+        "cpu_percent": 93.0,
+        "memory_used_bytes": 3 << 30,
+        "memory_total_bytes": 8 << 30,
+    }
+    board.feed(
+        HostSample(host="h", number=1, at=0.0, shm_free_bytes=1, disk_free_bytes=1, load_1m=1.0, **host),
+        11.0,
+    )
+    for name in ("broker", "trainer", "sort3-1"):
+        board.feed(ProcessSample(name=name, pid=1, number=1, at=0.0, cpu_percent=12.0, rss_bytes=1), 11.0)
+    board.feed(GpuAbsence(host="h", number=1, at=0.0, why="no driver"), 11.0)
+    return board
+
+
+def drawn(board: Board, width: int = 80, height: int = 23, now: float = 12.0) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width, height=height, force_terminal=False)
+    console.print(view.frame(board, now, width, height))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(80, 23), (120, 40), (200, 60), (52, 13), (30, 20), (20, 12), (80, 12)]
+)
+def test_picture_fits(busy: Board, width: int, height: int) -> None:
+    lines = drawn(busy, width, height)
+
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_everything_is_there_at_80_by_24(busy: Board) -> None:
+    text = "\n".join(drawn(busy))
+
+    for word in (
+        "step 119/400",
+        "steps/s",
+        "staleness 2 of 4",
+        "1.50 batches (0.75 to 3)",
+        "4.0/256 MiB",
+        "stale_guard 12 s",
+        "waits: 384 of 256 sequences",
+        "wait: a rollout begun now would come too stale; the trainer is slower",
+        "accepted 50 = queued 24 + leased 16 + trained 10",
+        "cpu 93 % of 2 cores",
+        "no GPU",
+        "trainer 12 % · broker 12 %",
+    ):
+        assert word in text
+
+
+def test_worker_in_trouble_is_shown_where_not_all_fit(busy: Board) -> None:
+    lines = drawn(busy)
+
+    names = [line.split()[0] for line in lines if line.startswith(" sort3-")]
+    assert "sort3-20" in names
+    assert names == sorted(names, key=lambda name: int(name.removeprefix("sort3-")))
+    assert f" … {30 - len(names)} more" in [line.rstrip() for line in lines]
+
+
+def test_last_error_is_shown_where_there_is_room(busy: Board) -> None:
+    assert "ValueError: bad" in "\n".join(drawn(busy, 120, 50))
+    assert "ValueError: bad" not in "\n".join(drawn(busy, 80, 50))
+
+
+def test_empty_board_says_that_it_waits(board: Board) -> None:
+    text = "\n".join(drawn(board))
+
+    assert "no word from it yet" in text
+    assert "no step yet" in text
+
+
+def test_trainer_that_has_not_come_is_not_said_to_have_batches(
+    board: Board, make_pressure: MakePressure
+) -> None:
+    board.feed(make_pressure(step=0, ledger=LedgerCounts()), 1.0)
+    assert "trainer has pulled nothing yet" in "\n".join(drawn(board, now=1.0))
+
+    board.feed(make_pressure(step=0, ledger=LedgerCounts(accepted=16, leased=16)), 1.0)
+    assert "trainer has its batches" in "\n".join(drawn(board, now=1.0))
+
+
+def test_silent_broker_hides_old_reasons(busy: Board) -> None:
+    text = "\n".join(drawn(busy, now=30.0))
+
+    assert "silent for 20 s: what is shown is old" in text
+    assert "too stale" not in text
+
+
+def test_many_gpus_share_a_line(board: Board) -> None:
+    for index in range(8):
+        board.feed(
+            GpuSample(
+                uuid=f"GPU-{index}",
+                number=1,
+                at=0.0,
+                name="H200",
+                utilisation_percent=10.0 * index,
+                memory_used_bytes=1 << 30,
+                memory_total_bytes=4 << 30,
+                temperature_c=30.0 + index,
+                clock_event_reasons=0,
+            ),
+            1.0,
+        )
+
+    lines = [line.strip() for line in drawn(board) if "H200" in line]
+    assert lines == ["gpu     8 x H200 · 35 % · 8.0/32.0 GiB · 37 °C"]
+
+
+def test_gauge_is_filled_by_pressure_and_never_beyond(board: Board) -> None:
+    filled = [view.gauge(board, value, "green").plain.count("█") for value in (0.0, 1.0, 2.0, 4.0, 400.0)]
+
+    assert filled == [0, 4, 8, 16, 16]
+
+
+def test_numbers_in_names_sort_by_value(make_worker: MakeWorker) -> None:
+    workers = [make_worker(name) for name in ("w-10", "w-2", "a-3", "w", "7")]
+
+    assert [one.worker for one in view.ordered(workers)] == ["7", "a-3", "w", "w-2", "w-10"]

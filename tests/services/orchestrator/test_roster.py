@@ -1,0 +1,88 @@
+"""Names, counts and who goes first."""
+
+from rolloutmq.schemas.control import WorkerState, WorkerStatus
+from rolloutmq.schemas.process import Role
+from rolloutmq.services.orchestrator.pressure import Crew
+from rolloutmq.services.orchestrator.roster import Roster, env_of
+from rolloutmq.services.orchestrator.supervisor import Phase, View
+
+
+def views(**phases: Phase) -> dict[str, View]:
+    names = {key.replace("_", "-"): phase for key, phase in phases.items()}
+    return {
+        name: View(name, Role.WORKER, phase, 0.0, 0.0, 0, 0, "why", phase is Phase.FATAL)
+        for name, phase in names.items()
+    }
+
+
+def heard(state: WorkerState, *names: str) -> dict[str, WorkerStatus]:
+    return {
+        name: WorkerStatus(
+            worker=name,
+            env="a",
+            state=state,
+            pid=1,
+            host="",
+            in_hand=0,
+            produced=0,
+            abandoned=0,
+            blocked_s=0.0,
+            silent_s=0.0,
+            draining=False,
+            error="",
+        )
+        for name in names
+    }
+
+
+def test_a_name_is_never_given_twice() -> None:
+    roster = Roster("a")
+    assert [roster.take() for _ in range(3)] == ["a-0", "a-1", "a-2"]
+
+
+def test_names_of_an_earlier_life_are_taken() -> None:
+    assert Roster("a", ["broker", "a-3", "a-11", "b-99", "a-b-70"]).take() == "a-12"
+
+
+def test_an_environment_may_have_dashes() -> None:
+    assert env_of("a-b-3") == "a-b"
+    assert env_of("broker") == ""
+    assert env_of("a-b") == ""
+
+
+def test_everybody_is_counted_once_and_the_ended_not_at_all() -> None:
+    seen = views(
+        a_0=Phase.RUNNING,
+        a_1=Phase.RUNNING,
+        a_2=Phase.WAITING,
+        a_3=Phase.STOPPING,
+        a_4=Phase.ENDED,
+        a_5=Phase.FATAL,
+        b_0=Phase.RUNNING,
+    )
+    ready = {**heard(WorkerState.READY, "a-0"), **heard(WorkerState.STARTING, "a-1")}
+    crew = Roster("a").crew(seen, ready)
+    assert crew == Crew(ready=1, starting=2, draining=1, failed=1)
+    assert crew.current == 4
+
+
+def test_who_is_being_ended_for_good_keeps_its_place() -> None:
+    """Or another would be started into the same failure."""
+    failing = View("a-0", Role.WORKER, Phase.STOPPING, 0.0, 0.0, 0, 0, "why", failing=True)
+    assert Roster("a").crew({"a-0": failing}, {}) == Crew(failed=1)
+
+
+def test_the_useless_go_first_then_the_youngest() -> None:
+    seen = views(
+        a_0=Phase.RUNNING,
+        a_1=Phase.RUNNING,
+        a_2=Phase.RUNNING,
+        a_3=Phase.WAITING,
+        a_4=Phase.STOPPING,
+        a_10=Phase.FATAL,
+    )
+    ready = heard(WorkerState.READY, "a-0", "a-2")
+    roster = Roster("a")
+    assert roster.surplus(seen, ready, 5) == ["a-10", "a-3", "a-1", "a-2", "a-0"]
+    assert roster.surplus(seen, ready, 1) == ["a-10"]
+    assert roster.surplus(seen, ready, -1) == []

@@ -1,0 +1,363 @@
+"""The orchestrator with real worker processes, against a broker that says what the test wants."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from tests.services.orchestrator.children import DRAINABLE, STUBBORN, argv, wait_for, wait_up
+
+from rolloutmq.bus import codec, topics
+from rolloutmq.bus.sockets import Channel, Context, make_context
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.control import (
+    Drain,
+    LedgerCounts,
+    Pressure,
+    ScaleDecision,
+    WorkerState,
+    WorkerStatus,
+)
+from rolloutmq.schemas.delivery import Ok
+from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessIdentity
+from rolloutmq.schemas.records import Endpoints
+from rolloutmq.services.orchestrator import server
+from rolloutmq.services.orchestrator.identity import MARKER, alive
+from rolloutmq.services.orchestrator.server import Orchestrator
+from rolloutmq.services.runner import Stop, read_json, write_json
+
+TOKEN = f"server-{os.getpid()}"
+FAILS = "import sys; sys.exit('error: no such environment')"
+
+
+def config(**orchestrator: Any) -> RunConfig:
+    quick = {"tick_s": 0.02, "confirm_ticks": 2, "backoff_s": 0.01, "crash_limit": 3}
+    return RunConfig.model_validate(
+        {
+            "environment": {"env": {"entry": "m:C", "min_workers": 1, "max_workers": 3}},
+            "orchestrator": {**quick, **orchestrator},
+        }
+    )
+
+
+def living(layout: RunLayout) -> dict[str, int]:
+    """Return name and pid of the workers that live, as the orchestrator's file says."""
+    workers = read_json(layout.workers, list[ProcessIdentity]) or []
+    return {one.name: one.pid for one in workers if alive(one)}
+
+
+class FakeBroker:
+    """Publishes the pressure that the test sets, answers drains, keeps the decisions that it hears."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self.layout = layout
+        self.pressure = 1.0
+        self.states: dict[str, WorkerState] = {}
+        self.wanted: dict[str, int | None] = {}
+        self.drained: list[str] = []
+        self.decisions: list[ScaleDecision] = []
+        self._number = 0
+
+    async def run(self, context: Context) -> None:
+        events, serve, publish = (context.socket(kind) for kind in (zmq.PUB, zmq.ROUTER, zmq.SUB))
+        publish.setsockopt(zmq.SUBSCRIBE, b"")
+        sockets = (events, serve, publish)
+        for socket in sockets:
+            socket.bind("tcp://127.0.0.1:*")
+        at = [socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") for socket in sockets]
+        endpoints = Endpoints(ingest="", serve=at[1], events=at[0], publish=at[2], pid=1, epoch=1)
+        write_json(self.layout.endpoints, endpoints)
+        channels = [Channel(socket) for socket in sockets]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._press(channels[0]))
+                tasks.create_task(self._answer(channels[1]))
+                tasks.create_task(self._listen(channels[2]))
+        finally:
+            for channel in channels:
+                channel.close()
+
+    async def _press(self, events: Channel) -> None:
+        while True:
+            self._number += 1
+            events.try_send([topics.PRESSURE, codec.encode(self._state())])
+            await asyncio.sleep(0.01)
+
+    async def _answer(self, serve: Channel) -> None:
+        while True:
+            *way, request = await serve.receive()
+            drain = codec.decode_request(request)
+            assert isinstance(drain, Drain)
+            await serve.send([*way, codec.encode(Ok())])
+            if drain.worker not in self.drained:
+                self.drained.append(drain.worker)
+                # As the worker that hears it on the bus would.
+                os.kill(living(self.layout)[drain.worker], signal.SIGUSR1)
+
+    async def _listen(self, publish: Channel) -> None:
+        while True:
+            topic, payload = await publish.receive()
+            assert topic == b"telemetry.scale.env"
+            event = codec.decode_event(payload)
+            assert isinstance(event, ScaleDecision)
+            self.decisions.append(event)
+
+    def _state(self) -> Pressure:
+        return Pressure(
+            epoch=1,
+            number=self._number,
+            at=0.0,
+            rollout_pressure=self.pressure,
+            queued_sequences=0,
+            batch_sequences=0,
+            queued_groups=0,
+            queued_bytes=0,
+            leased_bytes=0,
+            high_bytes=0,
+            step=0,
+            consumed_per_s=0.0,
+            produced_per_s=0.0,
+            staleness_max=0,
+            trainer_wait="",
+            waits_s={},
+            ledger=LedgerCounts(),
+            lanes=(),
+            workers=tuple(self._status(name, pid) for name, pid in living(self.layout).items()),
+            wanted=self.wanted,
+        )
+
+    def _status(self, name: str, pid: int) -> WorkerStatus:
+        return WorkerStatus(
+            worker=name,
+            env="env",
+            state=self.states.get(name, WorkerState.READY),
+            pid=pid,
+            host="",
+            in_hand=0,
+            produced=0,
+            abandoned=0,
+            blocked_s=0.0,
+            silent_s=0.0,
+            draining=False,
+            error="it always raises",
+        )
+
+
+@asynccontextmanager
+async def broker(layout: RunLayout) -> AsyncIterator[FakeBroker]:
+    context = make_context()
+    fake = FakeBroker(layout)
+    task = asyncio.create_task(fake.run(context))
+    try:
+        yield fake
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def orchestrator(
+    layout: RunLayout, settings: RunConfig, code: str = DRAINABLE
+) -> AsyncIterator["asyncio.Task[None]"]:
+    """Run one until the block ends; then it is asked to stop."""
+    stop = Stop()
+    service = Orchestrator(settings, layout, TOKEN, lambda name: (*argv(code), name))
+    task = asyncio.create_task(service.run(stop))
+    try:
+        yield task
+    finally:
+        stop.request("the test ends")
+        await asyncio.wait({task})
+    if not isinstance(task.exception(), ExceptionGroup):
+        task.result()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        # What is waited for is a file or a process: there is no event.
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_workers_come_and_go_with_the_pressure(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config()):
+        await until(lambda: list(living(layout)) == ["env-0"])
+        fake.pressure = 0.1
+        await until(lambda: len(living(layout)) == 3)
+        fake.pressure = 9.0
+        await until(lambda: list(living(layout)) == ["env-0"])
+        assert fake.drained == ["env-2", "env-1"]
+        await until(lambda: len(fake.decisions) > 0 and fake.decisions[-1].target == 1)
+        targets = [target for target, _ in groupby(decision.target for decision in fake.decisions)]
+        assert targets[-4:] == [2, 3, 2, 1]
+        assert "above 3" in fake.decisions[-1].reason
+    assert fake.drained == ["env-2", "env-1", "env-0"]
+    assert read_json(layout.workers, list[ProcessIdentity]) == []
+
+
+async def test_silence_keeps_the_workers_and_no_broker_is_needed(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with orchestrator(layout, config()):
+        await until(lambda: len(living(layout)) == 1)
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+    assert living(layout) == {}
+
+
+async def test_a_killed_worker_comes_back_under_its_name(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout), orchestrator(layout, config()):
+        await until(lambda: len(living(layout)) == 1)
+        first = living(layout)["env-0"]
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: living(layout).get("env-0", first) != first)
+
+
+async def test_a_drained_worker_is_replaced_under_another_name(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config()):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        fake.states["env-0"] = WorkerState.DRAINING
+        await until(lambda: list(living(layout)) == ["env-1"])
+
+
+async def test_an_operator_sets_the_number(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config()):
+        fake.wanted = {"env": 3}
+        await until(lambda: len(living(layout)) == 3)
+        fake.wanted = {"env": 1}
+        await until(lambda: len(living(layout)) == 1)
+
+
+async def test_a_crash_loop_of_all_workers_ends_the_run_with_the_reason(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with orchestrator(layout, config(), FAILS) as task:
+        await asyncio.wait({task}, timeout=10)
+        error = task.exception()
+        assert isinstance(error, ExceptionGroup)
+        (failed,) = error.exceptions
+    assert isinstance(failed, WorkersFailedError)
+    assert str(failed) == (
+        "environment env: all its workers failed; env-0: crashed 3 times in a row, "
+        "each within 10 s of its start; the last: exit code 1: error: no such environment"
+    )
+
+
+async def test_a_worker_that_says_it_failed_is_believed(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config()) as task:
+        fake.states["env-0"] = WorkerState.FAILED
+        await asyncio.wait({task}, timeout=10)
+        error = task.exception()
+        assert isinstance(error, ExceptionGroup)
+        assert str(error.exceptions[0]).endswith("env-0: it always raises")
+    assert living(layout) == {}
+
+
+async def test_a_stubborn_worker_ends_at_the_deadline(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONFIRM_S", 0.02)
+    monkeypatch.setattr(server, "OVERTIME_S", 0.0)
+    layout = RunLayout(run_dir)
+    settings = config(drain_deadline_s=0.05, term_grace_s=0.05)
+    async with orchestrator(layout, settings, STUBBORN):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+    assert living(layout) == {}
+
+
+async def test_one_run_has_one_orchestrator(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with orchestrator(layout, config()):
+        await until(lambda: len(living(layout)) == 1)
+        second = Orchestrator(config(), layout, TOKEN)
+        with pytest.raises(RunDirInUseError, match="another orchestrator"):
+            await second.run(Stop())
+
+
+MAIN = """
+import sys
+from pathlib import Path
+from rolloutmq.services.orchestrator import server
+run_dir, code = Path(sys.argv[1]), sys.argv[2]
+server.worker_command = lambda run_dir: lambda name: (sys.executable, "-S", "-c", code, name)
+sys.exit(server.main(run_dir))
+"""
+
+
+@contextmanager
+def running(run_dir: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the orchestrator as its own process; its workers are killed with the block."""
+    command = [sys.executable, "-c", MAIN, str(run_dir), code]
+    environment = {**os.environ, MARKER: f"{TOKEN}/orchestrator"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_drains_the_workers_and_ends_with_0(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write_json(layout.config, config())
+    with running(run_dir, DRAINABLE) as process:
+        wait_up(layout.log("env-0"))
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert "how=exit code 0" in log
+    assert living(layout) == {}
+
+
+def test_a_second_signal_kills_the_workers_too(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write_json(layout.config, config())
+    with running(run_dir, STUBBORN) as process:
+        wait_up(layout.log("env-0"))
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        while "stopping" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 130
+    wait_for(lambda: living(layout) == {})
+
+
+def test_the_last_line_says_why_it_failed(run_dir: Path) -> None:
+    write_json(RunLayout(run_dir).config, config())
+    with running(run_dir, FAILS) as process:
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == PERMANENT_FAILURE
+    assert log.splitlines()[-1].startswith("error: environment env: all its workers failed; env-0: ")
+    assert "Traceback" not in log
+
+
+def test_the_workers_of_a_killed_orchestrator_are_adopted(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write_json(layout.config, config())
+    with running(run_dir, DRAINABLE) as first:
+        wait_up(layout.log("env-0"))
+        wait_for(lambda: len(living(layout)) == 1)
+        workers = living(layout)
+        first.kill()
+        first.wait()
+    assert living(layout) == workers
+    with running(run_dir, DRAINABLE) as second:
+        assert second.stderr is not None
+        while "adopted name=env-0" not in second.stderr.readline():
+            assert second.poll() is None
+        assert living(layout) == workers
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(timeout=10) == 0
+    assert living(layout) == {}

@@ -1,0 +1,132 @@
+"""The service publishes its samples, and what comes back as an event goes into its record."""
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from rolloutmq.schemas.config import RunConfig, TelemetryConfig
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.telemetry import GpuAbsence, GpuSample
+from rolloutmq.services.orchestrator.identity import identify
+from rolloutmq.services.runner import Stop, write_json
+from rolloutmq.services.telemetry.probes import GpuAnswer
+from rolloutmq.services.telemetry.server import Telemetry, processes_of, topic_of
+
+DEADLINE_S = 20.0
+
+
+class OneGpu:
+    """A GPU at work."""
+
+    def sample(self, number: int, now: float) -> GpuAnswer:
+        sample = GpuSample(
+            uuid="GPU-7",
+            number=number,
+            at=now,
+            name="Fake",
+            utilisation_percent=50.0,
+            memory_used_bytes=1,
+            memory_total_bytes=2,
+            temperature_c=40.0,
+            clock_event_reasons=0,
+        )
+        return (sample,)
+
+
+@contextlib.contextmanager
+def forwarding(layout: RunLayout) -> Iterator[None]:
+    """Forward `publish` to `events`, as a broker does."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    publish, events = context.socket(zmq.XSUB), context.socket(zmq.XPUB)
+    addresses = {name: f"ipc://{layout.root}/{name}" for name in ("publish", "events")}
+    publish.bind(addresses["publish"])
+    events.bind(addresses["events"])
+    ended = threading.Event()
+
+    def forward() -> None:
+        while not ended.is_set():
+            if publish.poll(20):
+                events.send_multipart(publish.recv_multipart())
+            while events.poll(0):
+                publish.send(events.recv())
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    write_json(layout.endpoints, Endpoints(ingest="", serve="", pid=1, epoch=1, **addresses))
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        context.destroy(linger=0)
+
+
+def recorded(layout: RunLayout) -> dict[str, list[dict[str, Any]]]:
+    by_kind = defaultdict(list)
+    if layout.metrics.exists():
+        for line in layout.metrics.read_text().splitlines():
+            fields = json.loads(line)
+            by_kind[fields["kind"]].append(fields)
+    return by_kind
+
+
+async def test_samples_are_published_and_recorded(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    config = RunConfig(telemetry=TelemetryConfig(interval_s=0.05))
+    write_json(layout.processes, [identify("me", Role.WORKER, os.getpid(), "token/me")])
+    stop = Stop()
+    wanted = {"host_sample", "process_sample", "gpu_sample"}
+    service = asyncio.create_task(Telemetry(config, layout, OneGpu()).run(stop))
+    with forwarding(layout):
+        async with asyncio.timeout(DEADLINE_S):
+            while not wanted <= recorded(layout).keys():
+                assert not service.done()
+                await asyncio.sleep(0.05)
+        stop.request("test")
+        await asyncio.wait_for(service, DEADLINE_S)
+
+    lines = recorded(layout)
+    assert lines["process_sample"][0]["topic"] == "telemetry.process.me"
+    assert lines["gpu_sample"][0]["topic"] == "telemetry.gpu.GPU-7"
+    numbers = [line["number"] for line in lines["host_sample"]]
+    assert numbers == sorted(set(numbers))
+
+
+async def test_service_without_a_broker_waits_and_ends_when_told(run_dir: Path) -> None:
+    stop = Stop()
+    service = asyncio.create_task(Telemetry(RunConfig(), RunLayout(run_dir), OneGpu()).run(stop))
+    await asyncio.sleep(0)
+    stop.request("test")
+
+    await asyncio.wait_for(service, DEADLINE_S)
+
+    assert not RunLayout(run_dir).metrics.exists()
+
+
+def test_processes_of_launcher_and_orchestrator_are_joined(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = RunLayout(run_dir)
+    myself = identify("me", Role.WORKER, os.getpid(), "token/me")
+    write_json(layout.processes, [myself])
+    assert processes_of(layout) == [myself]
+
+    layout.workers.write_text("{}")
+
+    assert processes_of(layout) == [myself]
+    assert "process list unreadable" in caplog.text
+
+
+def test_absence_of_gpus_is_told_under_the_name_of_the_host() -> None:
+    assert topic_of(GpuAbsence(host="h", number=1, at=0.0, why="none")) == b"telemetry.gpu.h"

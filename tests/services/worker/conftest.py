@@ -1,0 +1,137 @@
+"""A policy server of a few lines, which can fail in every way that a real one does."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+PROMPT = [1, 2, 3]
+
+
+class FakeServer:
+    """Speaks the dialect; answers `sampled`.
+
+    Attributes:
+        failures: What the next requests get instead of an answer: a status, or None for a cut connection.
+        step: Policy version that it stamps; None stamps nothing.
+        asked: Bodies of the requests for completions so far.
+        gate: Answers are held back while it is not set.
+        missing: Choices by which its answers fall short.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[int | None] = []
+        self.step: int | None = 0
+        self.asked: list[dict[str, Any]] = []
+        self.models_asked = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waiting = 0
+        self.missing = 0
+        self._peers: set[asyncio.Transport] = set()
+        self.sampled = [4, 5]
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Listen on a port of the system's choice and return the address."""
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._completions)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self.url
+
+    async def stop(self) -> None:
+        """Cut every connection and close the port, as a kill does."""
+        if self._runner is not None:
+            for peer in self._peers:
+                peer.abort()
+            self.gate.set()
+            await self._runner.cleanup()
+            self._runner = None
+
+    @property
+    def connections(self) -> int:
+        """Connections that were ever used."""
+        return len(self._peers)
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        self.models_asked += 1
+        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        self._peers.add(request.transport)
+        body = await request.json()
+        self.asked.append(body)
+        self.waiting += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.waiting -= 1
+        if self.failures:
+            failure = self.failures.pop(0)
+            if failure is None:
+                request.transport.abort()
+                return web.Response()
+            return web.json_response({"error": {"message": f"says {failure}"}}, status=failure)
+        chat = request.path.endswith("/chat/completions")
+        choices = [self._choice(index, chat) for index in range(body["n"] - self.missing)]
+        return web.Response(
+            body=json.dumps({"id": "x", "object": "text_completion", "choices": choices, "usage": {}}),
+            content_type="application/json",
+        )
+
+    def _choice(self, index: int, chat: bool) -> dict[str, Any]:
+        logprobs = [-0.25] * len(self.sampled)
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": "stop",
+            "token_ids": self.sampled,
+            "prompt_token_ids": PROMPT,
+        }
+        if chat:
+            choice["message"] = {"role": "assistant", "content": "answer"}
+            choice["logprobs"] = {"content": [{"token": "a", "logprob": value} for value in logprobs]}
+        else:
+            choice["text"] = "answer"
+            choice["logprobs"] = {"token_logprobs": logprobs, "tokens": ["a"] * len(logprobs)}
+        if self.step is not None:
+            version = {"incarnation": 0, "step": self.step}
+            choice["weight_versions"] = [{"start": 0, "end": len(self.sampled), "version": version}]
+        return choice
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    """A server that listens."""
+    async with _started() as made:
+        yield made
+
+
+@pytest.fixture
+async def other_server() -> AsyncIterator[FakeServer]:
+    """Another one, on another port."""
+    async with _started() as made:
+        yield made
+
+
+@asynccontextmanager
+async def _started() -> AsyncIterator[FakeServer]:
+    made = FakeServer()
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()

@@ -1,0 +1,408 @@
+"""The worker as a whole: a real broker, a real producer, a policy server that can be made to fail."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from rolloutmq.bus.client import BrokerClient
+from rolloutmq.schemas.config import EnvironmentConfig, InferenceConfig, OrchestratorConfig, RunConfig
+from rolloutmq.schemas.control import Drain, GetStatus, StatusReply, WorkerState, WorkerStatus
+from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, MissingError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import PERMANENT_FAILURE
+from rolloutmq.schemas.records import AckedGroup, InferenceAddress
+from rolloutmq.services.broker.server import Broker, running_broker
+from rolloutmq.services.runner import Stop, write_json
+from rolloutmq.services.worker.runtime import Worker, work
+
+if TYPE_CHECKING:
+    from tests.services.worker.conftest import FakeServer
+
+ENVIRONMENTS = """
+import asyncio
+from rolloutmq import SingleTurn
+
+class Good(SingleTurn):
+    def task(self, rng):
+        return "473"
+
+    def prompt(self, task):
+        return task + "="
+
+    def score(self, task, completion):
+        return 1.0
+
+class Bad(Good):
+    def score(self, task, completion):
+        raise ValueError("never any good")
+
+class Hanging(Good):
+    async def score(self, task, completion):
+        await asyncio.Event().wait()
+
+class Entered(Good):
+    async def __aenter__(self):
+        print("entered")
+
+    async def __aexit__(self, *_):
+        print("left")
+"""
+
+
+class Stage:
+    """A run directory with a broker, and workers in this process."""
+
+    def __init__(self, root: Path, config: RunConfig, broker: Broker) -> None:
+        self.layout = RunLayout(root)
+        self.config = config
+        self.broker = broker
+        self.stop = Stop()
+
+    def worker(self, number: int = 0) -> Worker:
+        return Worker(self.layout.root, f"echo-{number}")
+
+    async def status(self, worker: str = "echo-0") -> WorkerStatus | None:
+        """Return what the broker has heard of the worker."""
+        async with BrokerClient(self.broker.endpoints.serve) as client:
+            reply = await client.request(GetStatus())
+        assert isinstance(reply, StatusReply)
+        return next((w for w in reply.pressure.workers if w.worker == worker), None)
+
+    async def heard(self, condition: Callable[[WorkerStatus], bool], worker: str = "echo-0") -> WorkerStatus:
+        """Wait until the broker has heard that of the worker."""
+        async with asyncio.timeout(10):
+            while (status := await self.status(worker)) is None or not condition(status):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return status
+
+    async def drain(self, worker: str = "echo-0") -> None:
+        """Order a drain over the bus."""
+        async with BrokerClient(self.broker.endpoints.serve) as client:
+            await client.request(Drain(worker=worker, reason="the test"))
+
+    def acked(self, worker: str = "echo-0") -> list[AckedGroup]:
+        """Read the worker's log of accepted groups."""
+        lines = self.layout.ack_log(worker).read_bytes().splitlines()
+        return [msgspec.json.decode(line, type=AckedGroup) for line in lines]
+
+
+Staged = Callable[..., AbstractAsyncContextManager[Stage]]
+"""Makes a stage; keyword arguments change the environment's section."""
+
+
+def configured(base_dir: Path, **changes: Any) -> RunConfig:
+    section = {"entry": "envs.py:Good", "group_size": 4, "concurrency": 3, "pacing": False}
+    orchestrator = OrchestratorConfig(drain_deadline_s=changes.pop("drain_deadline_s", 10.0))
+    (base_dir / "envs.py").write_text(ENVIRONMENTS)
+    return RunConfig(
+        environment={"echo": EnvironmentConfig(**(section | changes))},
+        orchestrator=orchestrator,
+        base_dir=base_dir,
+    )
+
+
+@pytest.fixture
+async def staged(run_dir: Path, server: "FakeServer", tmp_path: Path) -> Staged:
+    """Set up a broker and, unless told otherwise, the address of the policy."""
+
+    @asynccontextmanager
+    async def make(policy: bool = True, **changes: Any) -> AsyncIterator[Stage]:
+        config = configured(tmp_path, **changes)
+        layout = RunLayout(run_dir)
+        write_json(layout.config, config)
+        if policy:
+            write_json(layout.inference, InferenceAddress(url=server.url, pid=os.getpid()))
+        with running_broker(config, layout) as broker:
+            yield Stage(run_dir, config, broker)
+
+    return make
+
+
+@asynccontextmanager
+async def living(worker: Worker, stop: Stop) -> AsyncIterator["asyncio.Task[None]"]:
+    """Run a worker beside; at the end it must have ended by itself."""
+    task = asyncio.create_task(worker.run(stop))
+    try:
+        yield task
+        async with asyncio.timeout(10):
+            await task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def test_groups_arrive_and_the_worker_is_heard_of(staged: Staged, server: "FakeServer") -> None:
+    async with staged() as stage:
+        server.step = 3
+        worker = stage.worker()
+        async with living(worker, stage.stop):
+            await stage.heard(lambda status: status.state is WorkerState.READY)
+            status = await stage.heard(lambda status: status.produced >= 20)
+            assert (status.env, status.pid, status.error) == ("echo", os.getpid(), "")
+            worker.start_draining()
+        assert worker.state is WorkerState.GONE
+        last = await stage.heard(lambda status: status.state is WorkerState.GONE)
+        acked = stage.acked()
+        assert len(acked) == last.produced == worker.beat().produced
+        assert len({group.group_id for group in acked}) == len(acked)
+        assert last.in_hand == 0
+
+
+async def by_message(stage: Stage, worker: Worker) -> None:
+    await stage.drain(worker.name)
+
+
+async def by_call(_stage: Stage, worker: Worker) -> None:
+    worker.start_draining()
+
+
+async def by_everything_thrice(stage: Stage, worker: Worker) -> None:
+    for _ in range(3):
+        worker.start_draining("SIGUSR1")
+        await stage.drain(worker.name)
+
+
+@pytest.mark.parametrize("order", [by_call, by_message, by_everything_thrice])
+async def test_a_drain_finishes_what_is_in_hand_and_delivers_it(
+    staged: Staged, server: "FakeServer", order: Callable[[Stage, Worker], Awaitable[None]]
+) -> None:
+    async with staged(concurrency=5) as stage:
+        worker = stage.worker()
+        server.gate.clear()
+        async with living(worker, stage.stop) as task:
+            await until(lambda: server.waiting == 5)
+            await order(stage, worker)
+            await stage.heard(lambda status: status.state is WorkerState.DRAINING and status.in_hand == 5)
+            assert not task.done()
+            server.gate.set()
+        assert worker.beat().abandoned == 0
+        assert len(stage.acked()) == worker.beat().produced == 5
+        assert len(server.asked) == 5
+
+
+async def test_sigterm_cancels_what_is_in_hand(staged: Staged, server: "FakeServer") -> None:
+    async with staged(concurrency=5) as stage:
+        worker = stage.worker()
+        server.gate.clear()
+        async with living(worker, stage.stop):
+            await until(lambda: server.waiting == 5)
+            stage.stop.request("SIGTERM")
+        assert (worker.beat().produced, worker.beat().abandoned) == (0, 5)
+        status = await stage.heard(lambda status: status.state is WorkerState.GONE)
+        assert status.abandoned == 5
+
+
+async def test_a_drain_of_hanging_rollouts_ends_at_its_deadline(staged: Staged) -> None:
+    async with staged(entry="envs.py:Hanging", drain_deadline_s=0.1) as stage:
+        worker = stage.worker()
+        async with living(worker, stage.stop):
+            await stage.heard(lambda status: status.in_hand == 3)
+            worker.start_draining()
+        assert worker.beat().abandoned == 3
+        assert worker.state is WorkerState.GONE
+
+
+async def test_a_stop_cuts_a_drain_short(staged: Staged) -> None:
+    async with staged(entry="envs.py:Hanging", drain_deadline_s=100.0) as stage:
+        worker = stage.worker()
+        async with living(worker, stage.stop) as task:
+            await stage.heard(lambda status: status.in_hand == 3)
+            worker.start_draining()
+            await stage.heard(lambda status: status.state is WorkerState.DRAINING)
+            assert not task.done()
+            stage.stop.request("SIGTERM")
+        assert worker.beat().abandoned == 3
+
+
+async def test_the_policy_is_waited_for(staged: Staged, server: "FakeServer") -> None:
+    async with staged(policy=False) as stage:
+        worker = stage.worker()
+        async with living(worker, stage.stop):
+            await stage.heard(lambda status: status.state is WorkerState.STARTING)
+            write_json(stage.layout.inference, InferenceAddress(url=server.url, pid=1))
+            await stage.heard(lambda status: status.produced > 0)
+            stage.stop.request("SIGTERM")
+
+
+async def test_a_broker_that_comes_back_is_found_again(staged: Staged, run_dir: Path) -> None:
+    async with AsyncExitStack() as stack:
+        async with staged() as stage:
+            worker = stage.worker()
+            await stack.enter_async_context(living(worker, Stop()))
+            await stage.heard(lambda status: status.produced > 0)
+        with running_broker(stage.config, stage.layout) as broker:
+            back = Stage(run_dir, stage.config, broker)
+            before = worker.beat().produced
+            await back.heard(lambda status: status.produced > before)
+            worker.start_draining()
+            await stack.aclose()
+            assert len(back.acked()) == worker.beat().produced
+
+
+@pytest.mark.parametrize("how", ["drain", "stop"])
+async def test_a_worker_that_still_waits_can_be_ended(staged: Staged, how: str) -> None:
+    async with staged(policy=False) as stage:
+        worker = stage.worker()
+        async with living(worker, stage.stop):
+            await stage.heard(lambda status: status.state is WorkerState.STARTING)
+            if how == "drain":
+                await stage.drain()
+            else:
+                stage.stop.request("SIGTERM")
+        assert worker.state is WorkerState.GONE
+
+
+async def test_an_environment_that_always_raises_fails_for_good(staged: Staged) -> None:
+    async with staged(entry="envs.py:Bad", failure_limit=7) as stage:
+        worker = stage.worker()
+        with pytest.raises(EnvironmentFailedError, match=r"environment\.echo: \d+ rollouts"):
+            await worker.run(stage.stop)
+        status = await stage.heard(lambda status: status.state is WorkerState.FAILED)
+        assert "ValueError: never any good" in status.error
+        assert status.produced == 0
+        assert status.abandoned >= 7
+
+
+async def test_an_entry_that_is_wrong_fails_for_good(staged: Staged) -> None:
+    async with staged(entry="envs.py:Goud") as stage:
+        worker = stage.worker()
+        with pytest.raises(ConfigError, match="did you mean `Good`"):
+            await worker.run(stage.stop)
+        status = await stage.heard(lambda status: status.state is WorkerState.FAILED)
+        assert "environment.echo.entry" in status.error
+
+
+async def test_an_environment_with_a_context_is_entered_and_left(
+    staged: Staged, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with staged(entry="envs.py:Entered") as stage:
+        worker = stage.worker()
+        async with living(worker, stage.stop):
+            await stage.heard(lambda status: status.produced > 0)
+            assert capsys.readouterr().out == "entered\n"
+            worker.start_draining()
+        assert capsys.readouterr().out == "left\n"
+
+
+async def test_the_newer_of_two_with_one_name_stays(staged: Staged) -> None:
+    async with staged() as stage:
+        old, new = stage.worker(), stage.worker()
+        stop = Stop()
+        async with living(old, Stop()) as ended:
+            await stage.heard(lambda status: status.produced > 0)
+            async with living(new, stop):
+                async with asyncio.timeout(10):
+                    await ended
+                await until(lambda: new.beat().produced > 0)
+                stop.request("SIGTERM")
+        assert (await stage.heard(lambda status: status.state is WorkerState.GONE)).state is WorkerState.GONE
+
+
+async def test_an_external_server_needs_no_file(staged: Staged, server: "FakeServer") -> None:
+    async with staged(policy=False) as stage:
+        external = InferenceConfig(kind="external", url=server.url + "/v1")
+        write_json(stage.layout.config, stage.config.model_copy(update={"inference": external}))
+        server.step = None
+        stop = Stop()
+        working = asyncio.create_task(work(stage.layout.root, "echo-0", stop))
+        await stage.heard(lambda status: status.produced > 0)
+        stop.request("SIGTERM")
+        await working
+
+
+def test_a_worker_without_its_environment_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(MissingError):
+        Worker(run_dir, "echo-0")
+    write_json(RunLayout(run_dir).config, configured(tmp_path))
+    with pytest.raises(ConfigError, match=r"environment\.sort3: worker sort3-0 needs it; there is: echo"):
+        Worker(run_dir, "sort3-0")
+
+
+# A process of its own.
+
+SLOW = """
+import pathlib, time
+here = pathlib.Path(__file__).parent
+(here / "importing").touch()
+while not (here / "go").exists():
+    time.sleep(0.01)
+"""
+
+
+def spawn(run_dir: Path) -> "subprocess.Popen[bytes]":
+    """Start a worker as the orchestrator does: SIGUSR1 blocked, output to a file."""
+    argv = [sys.executable, "-m", "rolloutmq.launch.cli", "worker", "--run-dir", str(run_dir)]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        with (run_dir / "worker.log").open("ab") as log:
+            return subprocess.Popen([*argv, "--worker", "echo-0"], stdout=log, stderr=log)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@asynccontextmanager
+async def spawned(stage: Stage) -> AsyncIterator["subprocess.Popen[bytes]"]:
+    process = spawn(stage.layout.root)
+    try:
+        yield process
+    except BaseException:
+        sys.stderr.write((stage.layout.root / "worker.log").read_text())
+        raise
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def exit_code(process: "subprocess.Popen[bytes]") -> int:
+    await until(lambda: process.poll() is not None)
+    return process.returncode
+
+
+async def test_sigusr1_while_importing_drains_instead_of_killing(staged: Staged, tmp_path: Path) -> None:
+    async with staged(entry="slow.py:Good") as stage:
+        (tmp_path / "slow.py").write_text(SLOW + ENVIRONMENTS)
+        async with spawned(stage) as process:
+            await until((tmp_path / "importing").exists)
+            for _ in range(3):
+                process.send_signal(signal.SIGUSR1)
+            (tmp_path / "go").touch()
+            assert await exit_code(process) == 0
+        assert (await stage.heard(lambda status: status.state is WorkerState.GONE)).produced == 0
+
+
+async def test_sigusr1_and_the_message_together_drain_once(staged: Staged, server: "FakeServer") -> None:
+    async with staged() as stage, spawned(stage) as process:
+        await stage.heard(lambda status: status.produced > 0)
+        for _ in range(3):
+            process.send_signal(signal.SIGUSR1)
+            await stage.drain()
+        assert await exit_code(process) == 0
+        last = await stage.heard(lambda status: status.state is WorkerState.GONE)
+        assert last.abandoned == 0
+        assert len(stage.acked()) == last.produced
+        log = (stage.layout.root / "worker.log").read_text()
+        assert log.count(" draining reason=") == 1
+        assert len(server.asked) == last.produced
+
+
+async def test_a_worker_that_can_never_work_says_so_by_its_exit_code(staged: Staged) -> None:
+    async with staged(entry="envs.py:Bad", failure_limit=3) as stage, spawned(stage) as process:
+        assert await exit_code(process) == PERMANENT_FAILURE
+        log = (stage.layout.root / "worker.log").read_text()
+        assert "in score" in log  # the traceback leads to the user's line
+        assert log.splitlines()[-1].startswith("error: environment.echo: ")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(15):
+        while not condition():  # noqa: ASYNC110 - what is waited for lies in other objects
+            await asyncio.sleep(0.005)

@@ -1,0 +1,33 @@
+"""The policy for tests behaves like the one it stands for."""
+
+import asyncio
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.services.worker.policy import Policy
+from rolloutmq.services.worker.scripted import END, LOGPROB, ScriptedPolicy
+
+
+def test_answers_come_from_the_script() -> None:
+    version = PolicyVersion(1, 7)
+    policy: Policy = ScriptedPolicy("ab", version)
+    (answer,) = asyncio.run(policy.complete("q"))
+    assert answer.text == "ab"
+    assert answer.prompt_token_ids == [ord("q")]
+    assert answer.token_ids == [ord("a"), ord("b"), END]
+    assert answer.tokens == ["a", "b", "</s>"]
+    assert answer.logprobs == [LOGPROB] * 3
+    assert (answer.oldest, answer.newest, answer.finish_reason) == (version, version, "stop")
+
+
+def test_an_answer_that_fills_its_tokens_has_no_end() -> None:
+    (answer,) = asyncio.run(ScriptedPolicy("abc").complete("q", max_tokens=3))
+    assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("abc", "length", 3)
+    (answer,) = asyncio.run(ScriptedPolicy("abc").complete("q", max_tokens=2, stop="b"))
+    assert (answer.text, answer.finish_reason) == ("a", "stop")
+
+
+def test_answers_in_turn_go_on_over_calls() -> None:
+    policy = ScriptedPolicy(["a", "b", "c"])
+    first = asyncio.run(policy.complete("q", n=2))
+    second = asyncio.run(policy.chat([{"role": "user", "content": "q"}], n=2))
+    assert [answer.text for answer in first + second] == ["a", "b", "c", "a"]

@@ -1,0 +1,146 @@
+"""Trajectories and the groups made of them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolloutmq.bus.codec import decode_group, encode_group
+from rolloutmq.schemas.envelope import Dtype, GroupHeader, PolicyVersion, RewardSummary
+from rolloutmq.schemas.errors import InvalidGroupError
+from rolloutmq.services.worker.policy import Completion
+from rolloutmq.services.worker.trajectory import Trajectory, group_of
+
+V = [PolicyVersion(0, step) for step in range(6)]
+
+
+def completion(prompt: list[int], sampled: list[int], oldest: int = 0, newest: int = 0) -> Completion:
+    return Completion("text", prompt, sampled, [-0.5] * len(sampled), V[oldest], V[newest], "stop")
+
+
+def test_a_completion_becomes_a_sequence_of_prompt_and_answer() -> None:
+    one = Trajectory.of(completion([1, 2, 3], [7, 8], 2, 3), 0.25)
+    assert one.token_ids == [1, 2, 3, 7, 8]
+    assert one.mask == [False, False, False, True, True]
+    assert one.logprobs == [0.0, 0.0, 0.0, -0.5, -0.5]
+    assert (one.score, one.oldest, one.newest, one.finish_reason) == (0.25, V[2], V[3], "stop")
+
+
+def test_a_turn_is_appended_with_what_was_given_between() -> None:
+    first = Trajectory.of(completion([1, 2], [7], 3, 4))
+    both = first.then(completion([1, 2, 7, 50, 51], [8, 9], 2, 3)).scored(1.0)
+    assert both.token_ids == [1, 2, 7, 50, 51, 8, 9]
+    assert both.mask == [False, False, True, False, False, True, True]
+    assert both.logprobs == [0.0, 0.0, -0.5, 0.0, 0.0, -0.5, -0.5]
+    assert (both.oldest, both.newest, both.score) == (V[2], V[4], 1.0)
+    assert first.token_ids == [1, 2, 7]
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], [1, 2, 8], [9, 1, 2, 7]])
+def test_a_turn_that_rewrites_the_past_is_refused(prompt: list[int]) -> None:
+    with pytest.raises(InvalidGroupError, match="does not begin with the turns before"):
+        Trajectory.of(completion([1, 2], [7])).then(completion(prompt, [8]))
+
+
+def test_a_group_is_ragged_and_spans_all_versions() -> None:
+    group = group_of(
+        "w-0/1",
+        [
+            Trajectory.of(completion([1, 2, 3], [4], 3, 3), 1.0),
+            Trajectory.of(completion([1], [4, 5, 6], 1, 2), 0),
+            Trajectory.of(completion([1, 2], [], 2, 5), 0.5),
+        ],
+        started_at=10.0,
+        finished_at=11.5,
+    )
+    assert [row.tolist() for row in group["tokens"]] == [[1, 2, 3, 4], [1, 4, 5, 6], [1, 2]]
+    assert [row.tolist() for row in group["mask"]] == [
+        [False] * 3 + [True],
+        [False] + [True] * 3,
+        [False] * 2,
+    ]
+    assert group.scores.tolist() == [1.0, 0.0, 0.5]
+    assert (group.oldest, group.newest) == (V[1], V[5])
+    assert (group.started_at, group.finished_at) == (10.0, 11.5)
+    assert (group.sequences, group.tokens) == (3, 10)
+    dtypes = {name: column.dtype for name, column in group.columns.items()}
+    assert dtypes == {
+        "tokens": Dtype.I32,
+        "mask": Dtype.BOOL,
+        "scores": Dtype.F64,
+        "inference_logprobs": Dtype.F32,
+        "stop_reasons": Dtype.OPAQUE,
+    }
+    assert group["stop_reasons"] == ["stop"] * 3
+
+
+def test_a_group_survives_the_wire() -> None:
+    said = [{"role": "user", "content": "hi"}]
+    group = group_of(
+        "w-0/1",
+        [
+            Trajectory(
+                token_ids=np.array([1, 2]),
+                mask=np.array([False, True]),
+                logprobs=np.array([0.0, -1.5], np.float32),
+                score=2,
+                messages=said,
+                columns={"ref_logprobs": [0.0, -2.0], "difficulty": 3},
+            )
+        ],
+    )
+    encoded = encode_group(group, 1 << 20)
+    header = GroupHeader(
+        seq=1,
+        position=encoded.nbytes,
+        group_id=group.group_id,
+        table=encoded.table.id,
+        frames=len(encoded.frames),
+        nbytes=encoded.nbytes,
+        crc=encoded.crc,
+        sequences=1,
+        tokens=2,
+        oldest=group.oldest,
+        newest=group.newest,
+        started_at=0.0,
+        finished_at=0.0,
+        rewards=RewardSummary(),
+    )
+    back = decode_group(header, encoded.table, encoded.frames)
+    assert back["tokens"][0].tolist() == [1, 2]
+    assert back["inference_logprobs"][0].tolist() == [0.0, -1.5]
+    assert back["ref_logprobs"][0].tolist() == [0.0, -2.0]
+    assert back["difficulty"] == [3]
+    assert back["messages"] == [said]
+    assert "stop_reasons" not in back
+
+
+def sequence(**changes: Any) -> Trajectory:
+    given: dict[str, Any] = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0]}
+    return Trajectory(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (None, "it returned NoneType"),
+        ("text", "it returned str"),
+        (sequence(), "it returned Trajectory"),
+        ([], "no trajectory"),
+        ([sequence(), 3], "it has a int"),
+        ([sequence(mask=[True])], "column mask: has other lengths"),
+        ([sequence(logprobs=[])], "column inference_logprobs: has other lengths"),
+        ([sequence(token_ids=None)], "column tokens: must be sequences of int32"),
+        ([sequence(token_ids=["a", "b"])], "column tokens: must be sequences of int32"),
+        ([sequence(token_ids=[1, 1 << 40])], "column tokens: must be sequences of int32"),
+        ([sequence(mask=[False, False])], "nothing to learn from"),
+        ([sequence(score=float("nan"))], "column scores: is not finite"),
+        ([sequence(score="good")], "column scores: must be numbers"),
+        ([sequence(score=None)], "column scores: must be numbers"),
+        ([sequence(columns={"a": 1}), sequence()], "different columns"),
+    ],
+)
+def test_nonsense_is_refused_with_what_is_wrong(returned: Any, problem: str) -> None:
+    with pytest.raises(InvalidGroupError) as caught:
+        group_of("w-0/1", returned)
+    assert problem in str(caught.value)

@@ -1,0 +1,129 @@
+"""Whole runs, started as a user starts them: they learn, they end, they survive, and nothing is lost.
+
+Every scenario is `rolloutmq up` in a process of its own, with real workers, a real policy and real signals.
+"""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import scenario
+from benchmarks.scenario import LiveRun
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.orchestrator.identity import alive, find_marked
+
+pytestmark = pytest.mark.slow
+
+ENDED_WITHIN_S = 100.0
+Summary = dict[str, Any]
+
+
+def run(
+    run_dir: Path, *assignments: str, fault: Callable[[LiveRun], None] | None = None, resume: bool = False
+) -> tuple[int, Summary]:
+    """Run to the end; whatever it was, no group is lost and no process is left."""
+    flags = ["--resume"] if resume else []
+    tokens: list[str] = []
+
+    def watched(live: LiveRun) -> None:
+        live.wait_for("its processes", lambda: live.layout.processes.exists())
+        tokens.append(live.identity("broker").marker.partition("/")[0])
+        if fault is not None:
+            fault(live)
+
+    code, summary = scenario.run(run_dir, assignments, flags=flags, fault=watched, deadline_s=ENDED_WITHIN_S)
+    assert summary["groups_lost"] == 0
+    assert summary["groups_trained_twice"] == 0
+    assert not find_marked(f"{tokens[0]}/")
+    assert not RunLayout(run_dir).weights.exists()
+    assert not list(RunLayout(run_dir).sockets.glob("[!l]*"))
+    return code, summary
+
+
+def test_it_learns_and_ends_by_itself(tmp_path: Path) -> None:
+    code, summary = run(tmp_path / "run", "trainer.steps=250")
+    assert code == 0
+    assert summary["steps"] == 250
+    assert summary["reward_first"] < 0.4
+    assert summary["reward_last"] > 0.85
+    assert summary["staleness_max"] <= summary["staleness_bound"] == 4
+    assert summary["groups_accepted"] == sum(
+        summary[f"groups_{state}"]
+        for state in ("trained", "filtered", "expired", "dead", "discarded", "in_flight")
+    )
+    layout = RunLayout(tmp_path / "run")
+    assert layout.report.read_bytes().startswith(b"\x89PNG")
+    topics = {json.loads(line)["topic"] for line in layout.metrics.read_text().splitlines()}
+    assert {"pressure", "step"} <= topics
+    assert {path.stem for path in layout.logs.iterdir()} >= {"broker", "trainer", "inference", "sort3-0"}
+
+
+def test_an_interrupted_run_is_saved_and_resumed(tmp_path: Path) -> None:
+    def interrupt(live: LiveRun) -> None:
+        live.wait_for_step(30)
+        live.process.send_signal(signal.SIGINT)
+
+    code, summary = run(tmp_path / "run", fault=interrupt)
+    assert code == 130
+    assert 30 <= summary["steps"] < 400
+    saved = summary["groups_in_flight"]
+    assert saved > 0
+    steps = summary["steps"] + 20
+    code, summary = run(tmp_path / "run", f"trainer.steps={steps}", resume=True)
+    assert code == 0
+    assert summary["steps"] == steps
+    assert summary["trainer_resumes"] == 1
+
+
+def test_killed_processes_cost_a_pause_and_no_group(tmp_path: Path) -> None:
+    def kill_one_after_another(live: LiveRun) -> None:
+        live.wait_for_step(25)
+        for victim in ("sort3-0", "inference", "trainer", "telemetry"):
+            live.kill(victim, signal.SIGKILL)
+        live.kill("sort3-1", signal.SIGUSR1)
+
+    code, summary = run(
+        tmp_path / "run",
+        "trainer.steps=80",
+        "trainer.checkpoint_interval=10",
+        fault=kill_one_after_another,
+    )
+    assert code == 0
+    assert summary["steps"] == 80
+    assert summary["trainer_resumes"] == 1
+
+
+def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from rolloutmq import SingleTurn\n"
+        "class Broken(SingleTurn):\n"
+        "    def task(self, rng): raise RuntimeError('no such dataset')\n"
+        "    def prompt(self, task): return ''\n"
+        "    def score(self, task, completion): return 0.0\n"
+    )
+    config = tmp_path / "run.toml"
+    config.write_text('[environment.broken]\nentry = "broken.py:Broken"\nmax_workers = 2\n')
+    code, summary = scenario.run(tmp_path / "run", config=config, deadline_s=ENDED_WITHIN_S)
+    assert code == 1
+    assert "no such dataset" in summary["ended"]
+    assert "Traceback" in RunLayout(tmp_path / "run").log("broken-0").read_text()
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def start_another(live: LiveRun) -> None:
+        live.wait_for("an owner", lambda: live.layout.owner.exists())
+        with pytest.raises(scenario.ScenarioError):
+            scenario.run(tmp_path / "run", deadline_s=30.0)
+        refused.append((tmp_path / "run.out").read_text())
+        assert alive(live.identity("broker"))
+        live.process.send_signal(signal.SIGTERM)
+
+    code, _ = run(tmp_path / "run", fault=start_another)
+    assert code == 130
+    assert "is in use by process" in refused[0]

@@ -1,0 +1,132 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from rolloutmq.schemas.config import ModelConfig, TrainerConfig
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.trainer import checkpoint
+from rolloutmq.trainer.checkpoint import TrainerState
+from rolloutmq.trainer.model import Policy, build_policy, write_identity
+from rolloutmq.trainer.optimizer import PolicyOptimizer
+
+MODEL = ModelConfig(hidden_size=16, layers=1, mlp_size=16)
+
+
+def save(root: Path, step: int, policy: Policy, incarnation: int = 0) -> Path:
+    identity = root / "model"
+    write_identity(policy, MODEL, identity)
+    state = TrainerState(version=PolicyVersion(incarnation, step), unsettled=("a", "b"))
+    return checkpoint.save(
+        root / "checkpoints", identity, state, policy, PolicyOptimizer(policy, TrainerConfig())
+    )
+
+
+def steps(root: Path) -> list[str]:
+    return [path.name for path in checkpoint.saved(root / "checkpoints")]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_saved_comes_back(tmp_path: Path, tied: bool) -> None:
+    config = MODEL.model_copy(update={"tie_embeddings": tied})
+    policy = build_policy(config, 1)
+    path = save(tmp_path, 50, policy)
+    assert path.name == "step-000050"
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    assert (found.state.version, found.state.unsettled) == (PolicyVersion(0, 50), ("a", "b"))
+    again = build_policy(config, 2)
+    checkpoint.restore_policy(found, again)
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
+    assert not list(path.parent.glob(".*"))
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    save(tmp_path, 1, build_policy(MODEL, 1))
+    expected = torch.rand(4)
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    torch.set_rng_state(checkpoint.random_state(found))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
+    disable_progress_bar()
+    policy = build_policy(MODEL, 1)
+    path = save(tmp_path, 1, policy)
+    again = AutoModelForCausalLM.from_pretrained(path)
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(path)("1=").input_ids == [1, 4, 13]
+
+
+def test_another_policy_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 1, build_policy(MODEL, 1))
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    with pytest.raises(ConfigError, match="another policy"):
+        checkpoint.restore_policy(found, build_policy(MODEL.model_copy(update={"layers": 2}), 1))
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("file", ["state.json", "model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "scrambled"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: str) -> None:
+    policy = build_policy(MODEL, 1)
+    save(tmp_path, 1, policy)
+    path = save(tmp_path, 2, policy) / file
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        path.write_bytes(b"\xff" * path.stat().st_size)
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state.version.step == 1
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = build_policy(MODEL, 1)
+    save(tmp_path, 1, policy)
+
+    def full(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            save(tmp_path, 2, policy)
+    assert steps(tmp_path) == ["step-000001"]
+    save(tmp_path, 2, policy)
+    assert steps(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_a_step_that_is_reached_again_replaces_its_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1, build_policy(MODEL, 1))
+    save(tmp_path, 1, build_policy(MODEL, 2), incarnation=3)
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state.version == PolicyVersion(3, 1)
+
+
+def test_pruning_keeps_the_newest_and_sweeps_what_was_half_written(tmp_path: Path) -> None:
+    policy = build_policy(MODEL, 1)
+    for step in (1, 2, 10):
+        save(tmp_path, step, policy)
+    (tmp_path / "checkpoints" / ".step-000011.partial").mkdir()
+    checkpoint.prune(tmp_path / "checkpoints", keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-000002",
+        "step-000010",
+    ]
+
+
+def test_incarnations_are_never_given_twice(tmp_path: Path) -> None:
+    assert [checkpoint.next_incarnation(tmp_path / "checkpoints") for _ in range(3)] == [0, 1, 2]

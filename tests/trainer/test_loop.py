@@ -1,0 +1,368 @@
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tests.trainer.toy import MemoryBroker, SortBroker, run_config, some_group
+
+from rolloutmq.bus import segments
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, NothingToLearnError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.trainer import checkpoint, loop
+from rolloutmq.trainer.loop import train
+from rolloutmq.trainer.model import build_policy, score_tokens
+from rolloutmq.trainer.process import Stop, stop_on_signals
+from rolloutmq.trainer.weights.posix_shm import WeightShare
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.fixture
+def layout(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[RunLayout]:
+    """A run directory whose shared memory, if a life that failed left it for the next, is gone after the test.
+
+    Lives that are over count as dead, though this process had them all.
+    """
+    monkeypatch.setattr(segments.Owner, "alive", lambda _self: False)
+    found = RunLayout(run_dir)
+    yield found
+    caplog.get_records(
+        "call"
+    ).clear()  # the records hold errors, these their tracebacks, and these the mapped weights
+    if found.weights.exists():
+        policy = build_policy(run_config().model, 0)
+        WeightShare.create_or_adopt(policy, found.weights).close(unlink=True)
+
+
+def steady(step: int, version: PolicyVersion) -> list[Group]:
+    """The same batch for the same step, whoever asks."""
+    return [
+        some_group(f"s{step}-{n}", (np.arange(8) % (n + 2)).tolist(), seed=step, version=version)
+        for n in range(4)
+    ]
+
+
+def lines(layout: RunLayout) -> list[SettledBatch]:
+    return [msgspec.json.decode(line, type=SettledBatch) for line in layout.trained.read_bytes().splitlines()]
+
+
+def standing(layout: RunLayout) -> list[str]:
+    """Ids of the trained groups whose lines no later resume made void, as the summary of a run joins them."""
+    kept: list[SettledBatch] = []
+    for line in lines(layout):
+        if line.resumed:
+            kept = [old for old in kept if old.version.step <= line.version.step]
+        else:
+            kept.append(line)
+    return [group for line in kept for group in line.trained]
+
+
+def weights(layout: RunLayout) -> dict[str, torch.Tensor]:
+    found = checkpoint.latest(layout.checkpoints)
+    assert found is not None
+    return found.weights
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def on_call(number: int, act: Callable[[], None]) -> Callable[[int], None]:
+    def called(found: int) -> None:
+        if found == number:
+            act()
+
+    return called
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+def test_a_whole_run(layout: RunLayout) -> None:
+    broker = MemoryBroker(steady)
+    config = run_config(steps=5, keep_checkpoints=2)
+    assert train(config, layout, Stop(), broker.connect) == PolicyVersion(0, 5)
+    assert broker.pulls == [(step + 1, PolicyVersion(0, step)) for step in range(5)]
+    assert [one["version"].step for one in broker.settled] == [1, 2, 3, 4, 5]
+    assert broker.commits == [PolicyVersion(0, 2), PolicyVersion(0, 4), PolicyVersion(0, 5)]
+    assert [path.name for path in checkpoint.saved(layout.checkpoints)] == ["step-000004", "step-000005"]
+    assert [line.version.step for line in lines(layout)] == [1, 2, 3, 4, 5]
+    assert lines(layout)[0].trained == ("s1-0", "s1-1", "s1-2", "s1-3")
+    assert lines(layout)[0].rewards == pytest.approx((0.5, 7 / 8, 1.5, 13 / 8))
+    assert not layout.weights.exists()
+
+
+def test_events_tell_raw_scores_and_what_the_step_was(layout: RunLayout) -> None:
+    old = PolicyVersion(0, 0)
+    broker = MemoryBroker(
+        lambda step, _: [*steady(step, old), some_group(f"flat{step}", [1.0] * 8, version=old)]
+    )
+    config = run_config(steps=3, shuffle_rewards=True)
+    train(config, layout, Stop(), broker.connect)
+    last = broker.events[-1]
+    assert (last.step, last.groups, last.filtered) == (3, 5, 1)
+    assert last.reward == pytest.approx((0.5 + 7 / 8 + 1.5 + 13 / 8 + 1) / 5)
+    assert (last.staleness_max, last.staleness_mean) == (2, 2.0)
+    assert last.extra["learning_rate"] == pytest.approx(config.trainer.learning_rate * 0.05)
+    assert {"ratio", "clipped", "kl", "entropy", "grad_norm", "trained_tokens"} <= last.extra.keys()
+
+
+def test_micro_batches_do_not_change_what_is_learned(layout: RunLayout, tmp_path: Path) -> None:
+    config = run_config(steps=4)
+    train(config, layout, Stop(), MemoryBroker(steady).connect)
+    other = RunLayout(tmp_path / "other")
+    cut = run_config(steps=4, micro_batch_sequences=5)
+    broker = MemoryBroker(steady)
+    train(cut, other, Stop(), broker.connect)
+    whole, parts = weights(layout), weights(other)
+    for name in whole:
+        torch.testing.assert_close(whole[name], parts[name], rtol=1e-3, atol=1e-5)
+    assert not same(whole, {name: build_policy(config.model, 0).state_dict()[name] for name in whole})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_killed_trainer_goes_on_as_if_it_had_never_stopped(
+    layout: RunLayout, tmp_path: Path, dtype: str
+) -> None:
+    def config_of(**trainer: Any) -> RunConfig:
+        base = run_config(steps=6, checkpoint_interval=2, **trainer)
+        return base.model_copy(update={"model": base.model.model_copy(update={"dtype": dtype})})
+
+    unbroken = RunLayout(tmp_path / "unbroken")
+    undisturbed = MemoryBroker(steady)
+    train(config_of(), unbroken, Stop(), undisturbed.connect)
+
+    broker = MemoryBroker(steady)
+    broker.on_settle = on_call(4, raising(Killed()))  # step 4: taken and logged, never settled
+    with pytest.raises(Killed):
+        train(config_of(), layout, Stop(), broker.connect)
+    broker.on_settle = lambda _number: None
+    assert train(config_of(), layout, Stop(), broker.connect) == PolicyVersion(1, 6)
+
+    assert same(weights(layout), weights(unbroken))
+    losses = {event.step: event.loss for event in broker.events}
+    assert losses == {event.step: event.loss for event in undisturbed.events}
+    assert broker.joined == [PolicyVersion(0, 0), PolicyVersion(1, 2)]
+    assert [line.version for line in lines(layout) if line.resumed] == [PolicyVersion(1, 2)]
+    assert [line.rewound for line in lines(layout) if line.version.incarnation == 1] == [
+        False,
+        True,
+        *[False] * 3,
+    ]
+    assert sorted(standing(layout)) == sorted(f"s{step}-{n}" for step in range(1, 7) for n in range(4))
+
+
+def test_a_trainer_killed_before_its_first_checkpoint_starts_anew(layout: RunLayout) -> None:
+    config = run_config(steps=2, checkpoint_interval=50)
+    broker = MemoryBroker(steady)
+    broker.on_pull = on_call(2, raising(Killed()))
+    with pytest.raises(Killed):
+        train(config, layout, Stop(), broker.connect)
+    broker.on_pull = lambda _number: None
+    assert train(config, layout, Stop(), broker.connect) == PolicyVersion(1, 2)
+    assert broker.joined[1] == PolicyVersion(1, 0)
+    assert sorted(standing(layout)) == sorted(f"s{step}-{n}" for step in (1, 2) for n in range(4))
+
+
+def test_the_next_life_puts_its_checkpoint_into_the_segment_that_was_left(layout: RunLayout) -> None:
+    config = run_config(steps=4, checkpoint_interval=2)
+    broker = MemoryBroker(steady)
+    broker.on_pull = on_call(4, raising(Killed()))
+    with pytest.raises(Killed):
+        train(config, layout, Stop(), broker.connect)
+    reader = build_policy(config.model, 9)
+    with closing(WeightShare.attach(reader, layout.weights)) as share:
+        assert share.version == PolicyVersion(0, 3)
+        broker.on_pull = lambda number: None if number < 5 else _expect(share, reader, layout)
+        broker.on_pull(5)
+        train(config, layout, Stop(), broker.connect)
+
+
+def _expect(share: WeightShare, reader: torch.nn.Module, layout: RunLayout) -> None:
+    """At the first pull of the second life a reader sees the checkpoint's weights, under the new incarnation."""
+    if share.version.incarnation == 1 and share.version.step == 2:
+        saved = weights(layout)
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in reader.state_dict().items())
+
+
+def test_a_finished_run_only_commits(layout: RunLayout) -> None:
+    config = run_config(steps=2)
+    train(config, layout, Stop(), MemoryBroker(steady).connect)
+    again = MemoryBroker(steady)
+    assert train(config, layout, Stop(), again.connect) == PolicyVersion(1, 2)
+    assert again.pulls == []
+    assert again.commits[-1] == PolicyVersion(1, 2)
+
+
+def test_batches_without_a_signal_are_no_steps(layout: RunLayout) -> None:
+    def make(step: int, version: PolicyVersion) -> list[Group]:
+        if len(broker.pulls) % 3:
+            return [some_group(f"flat{len(broker.pulls)}", [1.0] * 4, version=version)]
+        return steady(step, version)
+
+    broker = MemoryBroker(make)
+    assert train(run_config(steps=2), layout, Stop(), broker.connect) == PolicyVersion(0, 2)
+    assert [step for step, _ in broker.pulls] == [1, 1, 1, 2, 2, 2]
+    assert [one["version"].step for one in broker.settled] == [0, 0, 1, 1, 1, 2]
+    assert broker.settled[0]["filtered"] == ["flat1"]
+    assert len(broker.events) == 2
+    assert [line.filtered for line in lines(layout)][:2] == [("flat1",), ("flat2",)]
+
+
+def test_a_run_that_can_learn_nothing_fails_and_says_why(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "BARREN_LIMIT", 3)
+    broker = MemoryBroker(lambda _step, _version: [some_group(f"g{len(broker.pulls)}", [1.0] * 4)])
+    with pytest.raises(NothingToLearnError, match="3 batches in a row had nothing to learn from"):
+        train(run_config(), layout, Stop(), broker.connect)
+    assert len(broker.settled) == 2
+
+
+def test_groups_that_cannot_be_used_are_rejected_with_a_reason(layout: RunLayout) -> None:
+    def make(step: int, version: PolicyVersion) -> list[Group]:
+        return [*steady(step, version), some_group(f"bad{step}", [0.0, 1.0], inference_logprobs=None)]
+
+    broker = MemoryBroker(make)
+    train(run_config(steps=1), layout, Stop(), broker.connect)
+    (rejected,) = broker.settled[0]["rejected"]
+    assert (rejected.group_id, rejected.reason[:22]) == ("bad1", "no inference_logprobs:")
+    assert lines(layout)[0].rejected == ("bad1",)
+
+
+def test_a_gradient_that_is_no_number_rejects_the_batch(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = MemoryBroker(steady)
+    scored = score_tokens
+
+    def broken(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = scored(*given)
+        return (logprobs * float("nan"), entropy) if len(broker.pulls) == 2 else (logprobs, entropy)
+
+    monkeypatch.setattr(loop, "score_tokens", broken)
+    assert train(run_config(steps=2), layout, Stop(), broker.connect) == PolicyVersion(0, 2)
+    assert [one["version"].step for one in broker.settled] == [1, 1, 2]
+    assert {one.reason for one in broker.settled[1]["rejected"]} == {"its gradient is not finite"}
+    assert all(torch.isfinite(tensor).all() for tensor in weights(layout).values())
+
+
+def test_a_lost_lease_is_settled_when_it_comes_again_and_not_learned_twice(layout: RunLayout) -> None:
+    def lose() -> None:
+        broker.release()
+        broker.on_settle = lambda _number: None
+        raise LeaseLostError(2, "too slow")
+
+    broker = MemoryBroker(steady, on_settle=on_call(2, lose))
+    assert train(run_config(steps=4), layout, Stop(), broker.connect) == PolicyVersion(0, 4)
+    assert [step for step, _ in broker.pulls] == [
+        1,
+        2,
+        3,
+        3,
+        4,
+    ]  # step 2 stands; its groups come as the next batch
+    assert [one["version"].step for one in broker.settled] == [1, 2, 3, 4]
+    assert broker.settled[1]["trained"] == [f"s2-{n}" for n in range(4)]
+    assert len(broker.events) == 4
+    assert sorted(standing(layout)) == sorted(f"s{step}-{n}" for step in range(1, 5) for n in range(4))
+
+
+def test_a_lost_lease_is_remembered_across_lives(layout: RunLayout) -> None:
+    config = run_config(steps=4, checkpoint_interval=2)
+
+    def lose() -> None:
+        broker.release()
+        raise LeaseLostError(2, "too slow")
+
+    broker = MemoryBroker(steady, on_settle=on_call(2, lose), on_pull=on_call(3, raising(Killed())))
+    with pytest.raises(Killed):
+        train(config, layout, Stop(), broker.connect)
+    broker.on_settle = broker.on_pull = lambda _number: None
+    train(config, layout, Stop(), broker.connect)
+    assert broker.settled[1]["trained"] == [f"s2-{n}" for n in range(4)]
+    assert broker.settled[1]["version"] == PolicyVersion(1, 2)
+    assert sorted(standing(layout)) == sorted(f"s{step}-{n}" for step in range(1, 5) for n in range(4))
+
+
+def test_a_broker_that_is_away_is_waited_for(layout: RunLayout) -> None:
+    away = [3, 2]
+
+    def unavailable(_number: int) -> None:
+        if away[0]:
+            away[0] -= 1
+            raise BrokerUnavailableError("ipc://serve", 1.0)
+
+    def settle(_number: int) -> None:
+        if away[1]:
+            away[1] -= 1
+            raise BrokerUnavailableError("ipc://serve", 1.0)
+
+    broker = MemoryBroker(steady, on_pull=unavailable, on_settle=settle)
+    assert train(run_config(steps=3), layout, Stop(), broker.connect) == PolicyVersion(0, 3)
+    assert len(broker.settled) == 3
+    assert standing(layout) == [f"s{step}-{n}" for step in range(1, 4) for n in range(4)]
+
+
+@pytest.mark.parametrize("moment", ["pull", "settle"])
+def test_a_signal_ends_in_order_with_a_checkpoint(layout: RunLayout, moment: str) -> None:
+    config = run_config(steps=6, checkpoint_interval=50)
+    broker = MemoryBroker(steady)
+    act = on_call(3, lambda: signal.raise_signal(signal.SIGTERM))
+    if moment == "pull":
+        broker.on_pull = act
+    else:
+        broker.on_settle = act
+    with stop_on_signals() as stop:
+        reached = train(config, layout, stop, broker.connect)
+    assert reached == PolicyVersion(0, 2 if moment == "pull" else 3)
+    assert broker.commits[-1] == reached
+    assert broker.lease is None
+    assert not layout.weights.exists()
+
+    broker.on_pull = broker.on_settle = lambda _number: None
+    assert train(config, layout, Stop(), broker.connect) == PolicyVersion(1, 6)
+    assert sorted(standing(layout)) == sorted(f"s{step}-{n}" for step in range(1, 7) for n in range(4))
+
+
+def test_a_wish_for_a_commit_brings_a_checkpoint(layout: RunLayout) -> None:
+    broker = MemoryBroker(steady, commit_wanted=True)
+    train(run_config(steps=3, checkpoint_interval=50), layout, Stop(), broker.connect)
+    assert [version.step for version in broker.commits[:3]] == [1, 2, 3]
+
+
+def test_without_a_learning_rate_nothing_changes(layout: RunLayout) -> None:
+    config = run_config(steps=3, learning_rate=0.0)
+    train(config, layout, Stop(), MemoryBroker(steady).connect)
+    start = build_policy(config.model, config.run.seed).state_dict()
+    assert same(weights(layout), {name: start[name] for name in weights(layout)})
+
+
+@pytest.mark.slow
+def test_it_learns_to_sort(layout: RunLayout) -> None:
+    """From random weights, on the configuration's defaults, sampling from the weights as they are shared."""
+    config, stop = RunConfig(), Stop()
+    with closing(SortBroker(config, layout)) as broker:
+        broker.on_pull = on_call(161, lambda: stop.request("enough"))
+        assert train(config, layout, stop, broker.connect).step == 160
+    rewards = np.array([event.reward for event in broker.events])
+    assert rewards[:20].mean() < 0.1
+    assert rewards[-20:].mean() > 0.75
+    assert {event.staleness_max for event in broker.events} == {0}

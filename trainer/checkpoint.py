@@ -1,0 +1,187 @@
+"""Checkpoints: `step-000050/` with everything that a trainer needs to go on as if it had never stopped.
+
+    model.safetensors      the policy's weights, each storage once; with config.json and the tokenizer, which are
+                           copied in, the directory is a model that transformers loads
+    optimizer.safetensors  moments, master weights, torch's random state
+    state.json             step, incarnation, groups of an open account; sizes of the other files
+
+A checkpoint is written into a hidden directory, forced to disk and renamed: it is there whole or not at all. One that
+was damaged later (a size or a header does not fit) is passed over for the one before. The counter of incarnations lies
+beside the checkpoints: it grows with each life of the trainer, and is on disk before that life touches a weight.
+"""
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.trainer.optimizer import PolicyOptimizer
+from rolloutmq.trainer.weights.manifest import named_tensors
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS: Final = "model.safetensors"
+OPTIMIZER: Final = "optimizer.safetensors"
+STATE: Final = "state.json"
+INCARNATIONS: Final = "incarnation"
+PREFIX: Final = "step-"
+_RANDOM: Final = "random_state"
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """`state.json`.
+
+    Attributes:
+        version: The policy that the weights are.
+        unsettled: Groups that were learned from, but whose lease was lost before the broker was told. They come
+            again, and are then settled without being learned from a second time.
+        sizes: Bytes of the other files, by name.
+    """
+
+    version: PolicyVersion
+    unsettled: tuple[str, ...] = ()
+    sizes: dict[str, int] = {}
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint in memory. Tensors are copies that belong to nobody else."""
+
+    path: Path
+    state: TrainerState
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+def next_incarnation(directory: Path) -> int:
+    """Begin a new life: return its number, from 0, once that number is on disk and can never be given again."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / INCARNATIONS
+    number = int(path.read_text()) + 1 if path.exists() else 0
+    partial = directory / f".{INCARNATIONS}.partial"
+    partial.write_text(f"{number}\n")
+    _force(partial)
+    partial.replace(path)
+    _force(directory)
+    return number
+
+
+def save(
+    directory: Path, identity: Path, state: TrainerState, policy: nn.Module, optimizer: PolicyOptimizer
+) -> Path:
+    """Write a checkpoint and return its path once it is on disk. Blocks for as long as the disk takes.
+
+    Args:
+        directory: Where the checkpoints are.
+        identity: Directory with the policy's configuration and tokenizer.
+        state: What else to remember; `sizes` is filled in here.
+        policy: Its weights must not change meanwhile.
+        optimizer: The same.
+    """
+    final = directory / f"{PREFIX}{state.version.step:06d}"
+    with _becoming(final) as partial:
+        for file in identity.iterdir():
+            if file.is_file() and not file.name.startswith("."):
+                shutil.copyfile(file, partial / file.name)
+        save_file(_weights(policy), partial / WEIGHTS, metadata={"format": "pt"})
+        extra = {_RANDOM: torch.get_rng_state()}
+        save_file({**optimizer.state(), **extra}, partial / OPTIMIZER)
+        sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
+        (partial / STATE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, sizes=sizes)))
+    return final
+
+
+@contextmanager
+def _becoming(final: Path) -> Iterator[Path]:
+    """Yield an empty directory that takes the place of `final`, durably, when the block ends without an error."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for file in partial.iterdir():
+        _force(file)
+    _force(partial)
+    shutil.rmtree(final, ignore_errors=True)  # of an earlier life, whose later steps are void
+    partial.rename(final)
+    _force(final.parent)
+
+
+def _force(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _weights(policy: nn.Module) -> dict[str, Tensor]:
+    """Return the policy's own tensors by name; a tied one has its first name only."""
+    once: dict[int, str] = {}
+    tensors = dict(named_tensors(policy))
+    for name, tensor in tensors.items():
+        once.setdefault(id(tensor), name)
+    return {name: tensors[name].detach() for name in once.values()}
+
+
+def latest(directory: Path) -> Checkpoint | None:
+    """Read the newest whole checkpoint, or return None if there is none."""
+    for path in reversed(saved(directory)):
+        try:
+            return _read(path)
+        except (OSError, msgspec.DecodeError, SafetensorError, ValueError) as error:
+            logger.warning("checkpoint passed over path=%s reason=%s", path, error)
+    return None
+
+
+def saved(directory: Path) -> list[Path]:
+    """List the checkpoints, oldest first, damaged ones included."""
+    return sorted(directory.glob(f"{PREFIX}*"))
+
+
+def _read(path: Path) -> Checkpoint:
+    state = msgspec.json.decode((path / STATE).read_bytes(), type=TrainerState)
+    for name, size in state.sizes.items():
+        if (found := (path / name).stat().st_size) != size:
+            raise ValueError(f"{name} has {found} bytes, was written with {size}")
+    return Checkpoint(
+        path=path,
+        state=state,
+        weights=load_file(path / WEIGHTS),
+        optimizer=load_file(path / OPTIMIZER),
+    )
+
+
+def restore_policy(checkpoint: Checkpoint, policy: nn.Module) -> None:
+    """Put the saved weights into a policy that was built from the same configuration.
+
+    Raises:
+        ConfigError: The configuration describes another policy than the one that was saved.
+    """
+    mine, saved_ones = _weights(policy), checkpoint.weights
+    if {n: (t.shape, t.dtype) for n, t in mine.items()} != {
+        n: (t.shape, t.dtype) for n, t in saved_ones.items()
+    }:
+        raise ConfigError("model", f"is another policy than that of the checkpoint {checkpoint.path}")
+    for name, tensor in mine.items():
+        tensor.copy_(saved_ones[name])
+
+
+def random_state(checkpoint: Checkpoint) -> Tensor:
+    """Return the state of torch's random numbers at the time of the checkpoint."""
+    return checkpoint.optimizer[_RANDOM]
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what a killed trainer left half-written."""
+    for path in (*saved(directory)[:-keep], *directory.glob(f".{PREFIX}*")):
+        shutil.rmtree(path)

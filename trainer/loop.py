@@ -1,0 +1,316 @@
+"""The trainer, top to bottom: pull a batch, learn from it, say so, keep a checkpoint now and then.
+
+    pull -> judge the groups -> collate -> micro-batches: score, loss, backward -> step under the write lock
+         -> line in trained.jsonl -> settle -> `step` event -> checkpoint -> commit
+
+What makes it safe to kill at any point: a settlement is provisional until a checkpoint covers it. A trainer that comes
+back restores the newest checkpoint, begins a new incarnation, voids in its journal what came after, and registers with
+the version it has; the broker then hands out the batches after it again, unchanged and in their order.
+
+A lease that is lost after the step was taken (the trainer hung, or the broker was another one meanwhile): the step
+stands, for others have sampled from it, and so does its line. The groups come again; they are remembered, in the
+checkpoint too, and are settled then without being learned from a second time. A step is therefore never undone, and
+no group is ever trained on twice, at the price of a few ids in memory.
+
+A batch without any signal is settled and is no step: the version stays and the next batch is pulled. After
+`BARREN_LIMIT` such batches in a row there is nothing to be learned, and the trainer fails and says so.
+
+Left out on purpose. A reference model and its KL: the clip and the staleness bound keep the policy near the one that
+sampled. Several optimizer steps a batch: off-policy drift for little. Overlap of pull and step: the pull of a waiting
+batch takes a millisecond. Autocast: it costs more than it brings at this size, and the weights have their type already.
+Not here yet: more than one rank, GPUs, other losses, sampling temperatures other than 1.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from rolloutmq.bus import topics
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.delivery import RunInfo
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, NothingToLearnError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.trainer import checkpoint
+from rolloutmq.trainer.account import Account
+from rolloutmq.trainer.collate import Bounds, MicroBatch, collate
+from rolloutmq.trainer.journal import Journal
+from rolloutmq.trainer.lesson import Lesson, study
+from rolloutmq.trainer.loss import LossConfig, LossInputs, clipped_policy_gradient
+from rolloutmq.trainer.model import (
+    Policy,
+    build_policy,
+    policy_positions,
+    policy_vocabulary,
+    score_tokens,
+    write_identity,
+)
+from rolloutmq.trainer.optimizer import PolicyOptimizer, entropy_weight, learning_rate
+from rolloutmq.trainer.process import (
+    Stop,
+    StoppedError,
+    load_run,
+    report_failure,
+    set_up_logging,
+    stop_on_signals,
+)
+from rolloutmq.trainer.uplink import PulledBatch, Uplink, connect
+from rolloutmq.trainer.weights.posix_shm import WeightShare
+
+logger = logging.getLogger(__name__)
+
+BARREN_LIMIT: Final = 100
+"""Batches in a row without any signal; a policy that still varies at all gives one long before."""
+
+
+Connect = Callable[[Path, RunInfo, PolicyVersion, float], AbstractContextManager[Uplink]]
+"""Joins the broker of a run directory as a trainer that has this version; see `trainer.uplink.connect`."""
+
+
+def main(run_dir: Path) -> int:
+    """Train the run in `run_dir` to its last step, from its newest checkpoint if it has one; return the exit code.
+
+    Blocks; for the main thread of a process.
+    """
+    set_up_logging()
+    try:
+        with stop_on_signals() as stop:
+            config, layout = load_run(run_dir)
+            torch.set_num_threads(config.trainer.threads)
+            # Activations that have died out become subnormal numbers, on which a CPU is thirty times slower.
+            torch.set_flush_denormal(True)
+            train(config, layout, stop)
+    except Exception as error:  # noqa: BLE001 - the task boundary of the process
+        return report_failure(error)
+    return 0
+
+
+def train(config: RunConfig, layout: RunLayout, stop: Stop, join: Connect = connect) -> PolicyVersion:
+    """Take the steps of a run until the last one, or until asked to stop; return the version reached.
+
+    A signal may end it in order from within a wait. `join` is how the broker is reached.
+
+    Raises:
+        NothingToLearnError: Too many batches in a row had no signal.
+    """
+    saved = checkpoint.latest(layout.checkpoints)
+    incarnation = checkpoint.next_incarnation(layout.checkpoints)
+    version = PolicyVersion(incarnation, saved.state.version.step if saved else 0)
+    policy = build_policy(config.model, config.run.seed)
+    if saved:
+        checkpoint.restore_policy(saved, policy)
+    write_identity(policy, config.model, layout.model)
+
+    with _shared(policy, layout, version) as share, closing(Journal(layout.trained)) as journal:
+        trainer = Trainer(config, layout, policy, share, journal, version)
+        if saved:
+            trainer.resume(saved)
+        if incarnation:
+            journal.write(SettledBatch(at=time.time(), version=version, resumed=True))
+        logger.info("ready incarnation=%d step=%d of=%d", *_pair(version), config.trainer.steps)
+        with suppress(StoppedError), ExitStack() as stack:
+            with stop.interrupting():
+                joining = join(layout.root, trainer.info(), version, config.trainer.pull_wait_s)
+                uplink = stack.enter_context(joining)
+            trainer.run(uplink, stop)
+        logger.info("ended incarnation=%d step=%d", *_pair(trainer.version))
+    return trainer.version
+
+
+def _pair(version: PolicyVersion) -> tuple[int, int]:
+    return version.incarnation, version.step
+
+
+@contextmanager
+def _shared(policy: Policy, layout: RunLayout, version: PolicyVersion) -> Iterator[WeightShare]:
+    """Share the weights. After an orderly end the segment is removed, after a failure the next life adopts it."""
+    share = WeightShare.create_or_adopt(policy, layout.weights, version=version)
+    orderly = False
+    try:
+        yield share
+        orderly = True
+    finally:
+        share.close(unlink=orderly)
+
+
+class Trainer:
+    """One life of the trainer: what it learns with, and how far it is."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        policy: Policy,
+        share: WeightShare,
+        journal: Journal,
+        version: PolicyVersion,
+    ) -> None:
+        self._config = config.trainer
+        self._run = config.run
+        self._layout = layout
+        self._policy = policy
+        self._share = share
+        self._journal = journal
+        self._optimizer = PolicyOptimizer(policy, config.trainer)
+        self._bounds = Bounds(policy_vocabulary(policy), policy_positions(policy))
+        self.version = version
+        """The policy that the shared weights are."""
+        self._covered = version.step
+        """The step that the newest checkpoint covers; the weights of step 0 are those of the seed."""
+        self._unsettled: set[str] = set()
+        self._barren = 0
+
+    def info(self) -> RunInfo:
+        """Describe the run as the broker passes it on to producers."""
+        return RunInfo(
+            run=self._run.name,
+            tracking_project=self._run.tracking_project,
+            tracking_group=self._run.tracking_group,
+            batch_sequences=self._config.batch_sequences,
+            max_tokens=self._bounds.positions,
+            checkpoint_dir=str(self._layout.checkpoints),
+            checkpoint_interval=self._config.checkpoint_interval,
+            starting_step=self.version.step,
+            total_steps=self._config.steps,
+            started=True,
+        )
+
+    def resume(self, saved: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint whose weights the policy has already."""
+        self._optimizer.restore(saved.optimizer)
+        torch.set_rng_state(checkpoint.random_state(saved))
+        self._unsettled = set(saved.state.unsettled)
+
+    def run(self, uplink: Uplink, stop: Stop) -> None:
+        """Learn from batch after batch until the last step, or until asked to stop; leave a checkpoint."""
+        if self._covered:
+            self._commit(uplink)
+        with suppress(StoppedError):
+            while self.version.step < self._config.steps and not stop.asked:
+                began = time.perf_counter()
+                with stop.interrupting():
+                    batch = self._pull(uplink)
+                if batch is None:
+                    continue
+                pulled, before = time.perf_counter(), self.version
+                lesson = study(batch.groups, self._config, self._bounds, self._unsettled, self._run.seed)
+                metrics = self._learn(lesson, uplink)
+                account = Account(batch, lesson, before, self.version, metrics)
+                wanted = self._settle(account, uplink, stop)
+                if metrics:
+                    times = (pulled - began, time.perf_counter() - pulled)
+                    uplink.publish(topics.STEP, account.event(self._run.name, time.time(), *times))
+                if wanted or self.version.step >= self._covered + self._config.checkpoint_interval:
+                    self._save(uplink)
+        self._save(uplink)
+
+    def _pull(self, uplink: Uplink) -> PulledBatch | None:
+        try:
+            return uplink.pull(self.version.step + 1, self.version)
+        except BrokerUnavailableError as error:
+            logger.warning("no broker error=%s", error)
+            return None
+
+    def _learn(self, lesson: Lesson, uplink: Uplink) -> dict[str, float]:
+        """Take one optimizer step if there is anything to learn; return its metrics, or nothing if there was none."""
+        if not lesson.examples:
+            return self._note_barren(lesson)
+        step = self.version.step + 1
+        passes = collate(lesson.examples, self._config.micro_batch_sequences)
+        metrics = self._backward(passes, step, uplink)
+        rate = learning_rate(self._config, step)
+        after = PolicyVersion(self.version.incarnation, step)
+        norm = self._optimizer.step(rate, self._share.writing(after))
+        if not isfinite(norm):
+            # Weights that are not numbers could never be repaired; this batch can be done without.
+            lesson.void("its gradient is not finite")
+            return self._note_barren(lesson)
+        self.version = after
+        self._barren = 0
+        return metrics | {"learning_rate": rate, "grad_norm": norm}
+
+    def _backward(self, passes: Sequence[MicroBatch], step: int, uplink: Uplink) -> dict[str, float]:
+        """Leave the gradient of the batch in the policy; return the metrics of the loss."""
+        cfg = self._config
+        loss_config = LossConfig(cfg.clip_low, cfg.clip_high, entropy_weight(cfg, step))
+        tokens = sum(one.rows.numel() for one in passes)
+        totals: dict[str, torch.Tensor] = {}
+        for one in passes:
+            logprobs, entropy = score_tokens(self._policy, one.tokens, one.rows, one.positions)
+            inputs = LossInputs(logprobs, entropy, one.old_logprobs, one.advantages, tokens)
+            outputs = clipped_policy_gradient(inputs, loss_config)
+            outputs.loss.backward()  # type: ignore[no-untyped-call]
+            for name, part in outputs.metrics.items():
+                totals[name] = totals[name] + part if name in totals else part
+            uplink.progress()
+        return {name: float(total) for name, total in totals.items()} | {"trained_tokens": tokens}
+
+    def _note_barren(self, lesson: Lesson) -> dict[str, float]:
+        if lesson.filtered or lesson.rejected:
+            self._barren += 1
+            reason = lesson.rejected[0].reason if lesson.rejected else "all scores of each group are equal"
+            logger.info("no signal in batch number=%d reason=%s", self._barren, reason)
+            if self._barren >= BARREN_LIMIT:
+                raise NothingToLearnError(self._barren, reason)
+        return {}
+
+    def _settle(self, account: Account, uplink: Uplink, stop: Stop) -> bool:
+        """Log what was learned from, then tell the broker; return whether it wants a checkpoint soon."""
+        if line := account.line(time.time()):
+            self._journal.write(line)
+        trained, repeated = account.trained, account.lesson.repeated
+        # Until the broker has answered, these may come again.
+        self._unsettled.update(trained)
+        settle = partial(
+            uplink.settle,
+            account.batch,
+            version=account.after,
+            trained=[*trained, *repeated],
+            filtered=account.filtered,
+            rejected=account.lesson.rejected,
+        )
+        try:
+            wanted = _until_answered(settle, stop)
+        except LeaseLostError as error:
+            logger.warning("lease lost step=%d groups=%d error=%s", account.after.step, len(trained), error)
+            return False
+        self._unsettled.difference_update(trained, repeated)
+        return wanted
+
+    def _save(self, uplink: Uplink) -> None:
+        """Write a checkpoint of the present version unless there is one, and tell the broker."""
+        if self.version.step > self._covered:
+            unsettled = tuple(sorted(self._unsettled))
+            state = checkpoint.TrainerState(version=self.version, unsettled=unsettled)
+            path = checkpoint.save(
+                self._layout.checkpoints, self._layout.model, state, self._policy, self._optimizer
+            )
+            self._covered = self.version.step
+            checkpoint.prune(self._layout.checkpoints, self._config.keep_checkpoints)
+            logger.info("checkpoint path=%s", path)
+        self._commit(uplink)
+
+    def _commit(self, uplink: Uplink) -> None:
+        try:
+            uplink.commit(self.version)
+        except BrokerUnavailableError as error:
+            # Nothing is lost by it: the next commit covers this one, and a resume tells the version anyway.
+            logger.warning("commit not confirmed step=%d error=%s", self.version.step, error)
+
+
+def _until_answered(settle: Callable[[], bool], stop: Stop) -> bool:
+    """Settle, for as long as the broker is away."""
+    with stop.interrupting():
+        while True:
+            try:
+                return settle()
+            except BrokerUnavailableError as error:
+                logger.warning("no broker, settling again error=%s", error)

@@ -1,0 +1,145 @@
+"""The trainer's side of the broker: a consumer with its heartbeats in a thread, and a publisher of steps.
+
+Waiting is interruptible: a signal handler that raises KeyboardInterrupt or a child of it ends a pull or a settlement in
+order. A commit alone has a time limit, because it is also said on the way out, to a broker that may be gone already.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from rolloutmq.bus.consumer import BlockingBatch, BlockingConsumer, Consumer
+from rolloutmq.bus.endpoint import resolve_blocking
+from rolloutmq.bus.events import Publisher
+from rolloutmq.schemas.delivery import Rejected, RunInfo
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import BrokerUnavailableError
+from rolloutmq.schemas.message import Message
+from rolloutmq.schemas.trajectory import Group
+
+CONSUMER: Final = "trainer-0"
+COMMIT_PATIENCE_S: Final = 2.0
+"""A commit that nobody heard costs nothing: the next one covers it."""
+
+
+class PulledBatch(Protocol):
+    """What the loop needs of a batch; see `bus.consumer.Batch`."""
+
+    @property
+    def groups(self) -> Sequence[Group]: ...
+    @property
+    def rejected(self) -> Sequence[Rejected]: ...
+    @property
+    def short(self) -> bool: ...
+    @property
+    def rewound(self) -> bool: ...
+
+
+class Uplink(Protocol):
+    """What the loop says to the broker. Calls block until there is an answer.
+
+    BrokerUnavailableError from any of them means that there was none in good time, and that the call may be repeated.
+    """
+
+    def pull(self, step: int, version: PolicyVersion) -> PulledBatch | None:
+        """Ask for the batch of a step; None if there was none in the time of one pull."""
+
+    def settle(
+        self,
+        batch: Any,
+        *,
+        version: PolicyVersion,
+        trained: Sequence[str],
+        filtered: Sequence[str],
+        rejected: Sequence[Rejected],
+    ) -> bool:
+        """End the lease; True if a checkpoint is wanted soon. LeaseLostError if there is no lease any more."""
+
+    def commit(self, version: PolicyVersion) -> None:
+        """Say that a checkpoint covers the version."""
+
+    def progress(self) -> None:
+        """Show that the trainer advances, or a long step would lose its lease. Does not block."""
+
+    def publish(self, topic: bytes, message: Message) -> None:
+        """Publish an event, which may be lost. Does not block."""
+
+
+class BrokerUplink:
+    """The real one. For the main thread."""
+
+    def __init__(self, consumer: "_TimedConsumer", events: Publisher, pull_wait_s: float) -> None:
+        self._consumer = consumer
+        self._events = events
+        self._pull_wait_s = pull_wait_s
+
+    def pull(self, step: int, version: PolicyVersion) -> BlockingBatch | None:
+        """Ask for the batch of a step; None if there was none in the time of one pull."""
+        return self._consumer.pull(step, version, self._pull_wait_s)
+
+    def settle(
+        self,
+        batch: BlockingBatch,
+        *,
+        version: PolicyVersion,
+        trained: Sequence[str],
+        filtered: Sequence[str],
+        rejected: Sequence[Rejected],
+    ) -> bool:
+        """End the lease; True if a checkpoint is wanted soon."""
+        settled = self._consumer.settle(
+            batch, version=version, trained=trained, filtered=filtered, rejected=rejected
+        )
+        return settled.commit_wanted
+
+    def commit(self, version: PolicyVersion) -> None:
+        """Say that a checkpoint covers the version; BrokerUnavailableError if nobody hears it in good time."""
+        self._consumer.commit_within(version, COMMIT_PATIENCE_S)
+
+    def progress(self) -> None:
+        """Show that the trainer advances."""
+        self._consumer.progress()
+
+    def publish(self, topic: bytes, message: Message) -> None:
+        """Publish an event, which may be lost. Does not block."""
+        self._events.publish(topic, message)
+
+
+class _TimedConsumer(BlockingConsumer):
+    """A blocking consumer whose commit can fail."""
+
+    def commit_within(self, version: PolicyVersion, patience_s: float) -> None:
+        try:
+            self._run(asyncio.wait_for(self._object.commit(version), patience_s))
+        except TimeoutError:
+            raise BrokerUnavailableError("serve", patience_s) from None
+
+
+@contextmanager
+def connect(
+    run_dir: Path, info: RunInfo, resume: PolicyVersion, pull_wait_s: float
+) -> Iterator[BrokerUplink]:
+    """Join the broker of a run as its trainer; waits for a broker as long as it takes.
+
+    Args:
+        run_dir: Run directory.
+        info: What the run is.
+        resume: The policy that the trainer has; batches of later steps come again.
+        pull_wait_s: How long one pull waits.
+    """
+    opening = partial(
+        Consumer.open,
+        run_dir,
+        sequences=info.batch_sequences,
+        consumer=CONSUMER,
+        info=info,
+        resume=resume,
+    )
+    with (
+        _TimedConsumer(opening, "rolloutmq consumer") as consumer,
+        Publisher(resolve_blocking(run_dir).publish) as events,
+    ):
+        yield BrokerUplink(consumer, events, pull_wait_s)
