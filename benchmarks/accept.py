@@ -119,7 +119,11 @@ def kill_trainer(live: LiveRun) -> None:
 
 
 def trainer_resumed(where: str, summary: dict[str, Any]) -> list[Figure]:
-    return [at_least(where, "trainer_resumes", summary["trainer_resumes"], 1), *survived(where, summary)]
+    return [
+        at_least(where, "trainer_resumes", summary["trainer_resumes"], 1),
+        at_least(where, "groups_rewound", summary["groups_rewound"], 1),
+        *survived(where, summary),
+    ]
 
 
 SCENARIOS: Final = (

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.process import ProcessIdentity
+from rolloutmq.schemas.process import ProcessIdentity, Role
 
 QUICKSTART: Final = Path(__file__).parent.parent / "examples" / "quickstart.toml"
 POLL_S: Final = 0.1
@@ -49,24 +49,27 @@ class LiveRun:
         """Block until the trainer has logged that step."""
         self.wait_for(f"step {step}", lambda: steps_logged(self.layout) >= step)
 
-    def identity(self, name: str) -> ProcessIdentity:
-        """The living process of that name."""
+    def processes(self) -> dict[str, ProcessIdentity]:
+        """The processes that live now, by name, as the run itself keeps them."""
+        found: dict[str, ProcessIdentity] = {}
         for file in (self.layout.processes, self.layout.workers):
-            for known in msgspec.json.decode(file.read_bytes(), type=list[ProcessIdentity]):
-                if known.name == name:
-                    return known
-        raise ScenarioError(f"the run has no process {name}")
+            if file.exists():
+                known = msgspec.json.decode(file.read_bytes(), type=list[ProcessIdentity])
+                found |= {identity.name: identity for identity in known}
+        return found
+
+    def wait_for_process(self, name: str) -> ProcessIdentity:
+        """Block until the run has a process of that name."""
+        self.wait_for(f"process {name}", lambda: name in self.processes())
+        return self.processes()[name]
 
     def kill(self, name: str, number: signal.Signals) -> None:
         """Send a signal to one process of the run."""
-        os.kill(self.identity(name).pid, number)
+        os.kill(self.wait_for_process(name).pid, number)
 
     def workers(self) -> list[str]:
         """Names of the workers that live."""
-        if not self.layout.workers.exists():
-            return []
-        known = msgspec.json.decode(self.layout.workers.read_bytes(), type=list[ProcessIdentity])
-        return sorted(identity.name for identity in known)
+        return sorted(name for name, one in self.processes().items() if one.role is Role.WORKER)
 
 
 def steps_logged(layout: RunLayout) -> int:

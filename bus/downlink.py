@@ -8,6 +8,7 @@ registration needed.
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
@@ -145,7 +146,9 @@ class Downlink:
             if lease is not None and lease[1] != life:
                 raise LeaseLostError(lease[0], "the consumer had to register again")
             try:
-                return await client.request_frames(message, timeout_s, max(REPEAT_S, timeout_s / 2))
+                return await client.request_frames(
+                    message, timeout_s, max(REPEAT_S, timeout_s - PATIENCE_S / 2)
+                )
             except BrokerUnavailableError as error:
                 logger.warning("broker lost, looking for it again error=%s", error)
                 await self._connect(client)
@@ -167,14 +170,18 @@ class Downlink:
             life = self.life
             try:
                 await heart.request(self._heartbeat(), PATIENCE_S, REPEAT_S)
-            except RefusedError:
-                await self._return(client, life)
+            except ClosedError:
+                continue
+            except BrokerUnavailableError:
+                # Ends the request that waits for the broker, too, which then finds it again.
+                await self._come_back(self._connect(client))
             except RolloutMQError as error:
-                logger.warning("heartbeat failed consumer=%s error=%s", self.register.consumer, error)
+                logger.warning("heartbeat refused consumer=%s error=%s", self.register.consumer, error)
+                await self._come_back(self._register_again(client, life))
 
-    async def _return(self, client: BrokerClient, life: int) -> None:
+    async def _come_back(self, way: Awaitable[None]) -> None:
         try:
-            await self._register_again(client, life)
+            await way
         except RolloutMQError as error:
             logger.warning("registering again failed consumer=%s error=%s", self.register.consumer, error)
 

@@ -206,12 +206,12 @@ class Producer:
         """
         self._gate.require_open()
         encoded = encode_group(group, min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes))
-        own = await self.acquire() if permit is None else None
+        held = permit or await self.acquire()
         try:
-            await self._gate.hand_over(group, encoded, own or permit)  # type: ignore[arg-type]
+            await self._gate.hand_over(group, encoded, held)
         finally:
-            if own is not None and own.is_open:
-                self._gate.put_back(own)
+            if permit is None and held.is_open:
+                self._gate.put_back(held)
         self._uplink.send()
         # A send that need not wait still gives the loop its turn: acks must be heard, and other tasks must run.
         await asyncio.sleep(0)

@@ -43,6 +43,8 @@ PATIENCE_S: Final = 3.0
 """A broker that answers nothing for that long is looked for again."""
 REPEAT_S: Final = 0.5
 """Pause after which an unanswered request is sent again."""
+PAUSE_S: Final = 0.05
+"""Least time between two connections, whatever a broker answers."""
 BURST: Final = 16
 """Groups that are sent at once before the event loop gets its turn."""
 
@@ -165,6 +167,7 @@ class Uplink:
             except* (_Lost, BrokerUnavailableError) as lost:
                 logger.warning("broker lost, looking for it again error=%s", lost.exceptions[0])
                 await self._disconnect()
+                await asyncio.sleep(PAUSE_S)
 
     async def _work_on(self) -> None:
         assert self._sockets is not None

@@ -92,10 +92,10 @@ class Column:
 
     def numbers(self) -> NDArray[np.float64]:
         """Return the values as doubles, whatever they travel as. Copies."""
+        values: NDArray[Any] = self.values
         if self.dtype is Dtype.BF16:
-            return (self.values.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        found: NDArray[np.float64] = self.values.astype(np.float64)
-        return found
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float64)
 
     def rows(self) -> list[Any]:
         """Return one entry a sequence: scalars, views `[length]`, or lists of views. Copies no values."""
@@ -158,7 +158,7 @@ class Column:
 
 def _cut(values: NDArray[Any], lengths: NDArray[np.uint32]) -> list[NDArray[Any]]:
     ends = np.cumsum(lengths, dtype=np.int64).tolist()
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][:-1]
     return [values[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
@@ -306,9 +306,10 @@ class Group:
             raise InvalidGroupError("scores", f"{self.sequences} sequences, 1 to {SEQUENCES_LIMIT} allowed")
         if len(self.columns) > COLUMNS_LIMIT:
             raise InvalidGroupError("*", f"{len(self.columns)} columns, at most {COLUMNS_LIMIT} allowed")
-        for name in ("group_id", "task"):
-            if len(getattr(self, name)) > ID_CHARS:
-                raise InvalidGroupError(name, f"is longer than {ID_CHARS} characters")
+        if not 1 <= len(self.group_id) <= ID_CHARS:
+            raise InvalidGroupError("group_id", f"must have 1 to {ID_CHARS} characters")
+        if len(self.task) > ID_CHARS:
+            raise InvalidGroupError("task", f"is longer than {ID_CHARS} characters")
         for name, column in self.columns.items():
             if not _COLUMN_NAME.fullmatch(name):
                 raise InvalidGroupError(

@@ -78,7 +78,7 @@ def no_leaks() -> Iterator[None]:
     deadline = time.monotonic() + LEAK_DEADLINE_S
     while True:
         gc.collect()
-        leaked = {what: extra for what, probe in PROBES.items() if (extra := probe() - before[what])}  # type: ignore[operator]
+        leaked = {what: extra for what, probe in PROBES.items() if (extra := probe() - before[what])}
         if not leaked or time.monotonic() > deadline:
             break
         time.sleep(0.02)

@@ -16,9 +16,6 @@ from rolloutmq.services.worker.scripted import ScriptedPolicy, play
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"<!-- test: (\w+) -->\n```\w+\n(.*?)```", re.DOTALL)
-SENT = 64
-STEP = 64 // 2
-
 
 def blocks() -> dict[str, str]:
     return dict(BLOCK.findall(README.read_text()))
@@ -52,7 +49,7 @@ def test_the_trainer_is_ten_lines_and_gets_what_the_producer_sends(
     trainer, producer = blocks()["trainer"], blocks()["producer"]
     assert lines_of(trainer) <= 10
     # The README's trainer runs until it is ended; this one is ended after two steps, in order.
-    two_steps = trainer.replace("for batch in consumer:", "for batch, _ in zip(consumer, range(2)):")
+    two_steps = trainer.replace("for batch in consumer:", "for _, batch in zip(range(2), consumer):")
     assert two_steps != trainer
     with running_broker(load(None, environ={}), layout):
         sender = subprocess.Popen([sys.executable, "-c", producer])

@@ -30,8 +30,7 @@ def run(
     tokens: list[str] = []
 
     def watched(live: LiveRun) -> None:
-        live.wait_for("its processes", lambda: live.layout.processes.exists())
-        tokens.append(live.identity("broker").marker.partition("/")[0])
+        tokens.append(live.wait_for_process("broker").marker.partition("/")[0])
         if fault is not None:
             fault(live)
 
@@ -121,7 +120,7 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
         with pytest.raises(scenario.ScenarioError):
             scenario.run(tmp_path / "run", deadline_s=30.0)
         refused.append((tmp_path / "run.out").read_text())
-        assert alive(live.identity("broker"))
+        assert alive(live.wait_for_process("broker"))
         live.process.send_signal(signal.SIGTERM)
 
     code, _ = run(tmp_path / "run", fault=start_another)

@@ -59,7 +59,7 @@ class Account:
             filtered=tuple(self.filtered),
             rejected=tuple(self.rejected),
             staleness=tuple(self._staleness()),
-            rewards=tuple(float(group.scores.mean()) for group in scored),
+            rewards=tuple(mean_score([group]) for group in scored),
             rewound=self.batch.rewound,
         )
 

@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolloutmq.schemas.envelope import Dtype
-from rolloutmq.schemas.trajectory import Column, Group
+from rolloutmq.schemas.trajectory import Group
 
 IGNORED_LABEL: Final = -100
 """What a label that is not trained on has by convention."""
@@ -56,17 +55,10 @@ class MicroBatch:
 
 
 def find_fault(group: Group, bounds: Bounds) -> str:
-    """Tell why the policy cannot learn from the group, or return an empty text."""
+    """Tell why the policy cannot learn from a checked group, or return an empty text."""
     tokens, logprobs = group.columns["tokens"], group.columns.get("inference_logprobs")
-    if tokens.dtype is Dtype.OPAQUE or tokens.depth != 1 or tokens.values.dtype.kind not in "iu":
-        return "tokens are not rows of integers"
-    mask = group.columns["mask"]
-    if mask.dtype is Dtype.OPAQUE or mask.depth != 1 or mask.values.dtype.kind not in "biuf":
-        return "mask is not rows of numbers"
     if logprobs is None:
         return "no inference_logprobs: nothing tells how far the policy has moved since"
-    if logprobs.dtype is Dtype.OPAQUE or logprobs.depth != 1 or logprobs.values.dtype.kind != "f":
-        return "inference_logprobs are not rows of floats"
     longest = int(tokens.lengths[0].max(initial=0))
     if longest > bounds.positions:
         return f"a sequence of {longest} tokens, the policy takes {bounds.positions}"
@@ -75,7 +67,7 @@ def find_fault(group: Group, bounds: Bounds) -> str:
     trained = trained_tokens(group)
     if not trained.any():
         return "no token is trained"
-    if not np.isfinite(logprobs.values[trained]).all():
+    if not np.isfinite(logprobs.numbers()[trained]).all():
         return "an inference_logprob of a trained token is not finite"
     return ""
 
@@ -85,10 +77,9 @@ def trained_tokens(group: Group) -> NDArray[np.bool_]:
 
     The first token of a sequence never is: nothing predicts it.
     """
-    mask = group.columns["mask"].values
-    labels = mask.dtype.kind != "b" and mask.size and (mask.min() < 0 or mask.max() > 1)
+    mask = group.columns["mask"].numbers()
+    labels = bool(mask.size) and (mask.min() < 0 or mask.max() > 1)
     trained: NDArray[np.bool_] = mask != IGNORED_LABEL if labels else mask.astype(bool)
-    trained = trained.copy()
     starts, lengths = _starts(group.columns["tokens"].lengths[0])
     trained[starts[lengths > 0]] = False
     return trained
@@ -103,9 +94,9 @@ def collate(examples: Sequence[Example], micro_batch_sequences: int) -> list[Mic
     """Cut the groups into forward passes of at most so many rows. The groups have no fault (`find_fault`)."""
     columns = [example.group.columns for example in examples]
     flat = _Flat(
-        tokens=_joined([c["tokens"] for c in columns], np.int64),
+        tokens=np.concatenate([c["tokens"].values for c in columns]).astype(np.int64),
         trained=np.concatenate([trained_tokens(example.group) for example in examples]),
-        logprobs=_joined([c["inference_logprobs"] for c in columns], np.float32),
+        logprobs=np.concatenate([c["inference_logprobs"].numbers() for c in columns]).astype(np.float32),
         advantages=np.concatenate([example.advantages for example in examples]),
         lengths=np.concatenate([c["tokens"].lengths[0] for c in columns]),
     )
@@ -126,10 +117,6 @@ class _Flat:
     logprobs: NDArray[np.float32]
     advantages: NDArray[np.float32]
     lengths: NDArray[np.uint32]
-
-
-def _joined(columns: Sequence[Column], dtype: Any) -> NDArray[Any]:
-    return np.concatenate([column.values for column in columns]).astype(dtype, copy=False)
 
 
 def _micro_batch(flat: _Flat, chosen: NDArray[np.int64]) -> MicroBatch:

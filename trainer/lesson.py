@@ -62,7 +62,9 @@ def study(
 
 
 def _judge(lesson: Lesson, group: Group, config: TrainerConfig, seed: int) -> None:
-    scores = shuffled(group.scores, seed, group.group_id) if config.shuffle_rewards else group.scores
+    scores = group.columns["scores"].numbers()
+    if config.shuffle_rewards:
+        scores = shuffled(scores, seed, group.group_id)
     judgement = judge(scores, config.advantage)
     if judgement.verdict is Verdict.USABLE:
         lesson.examples.append(Example(group, judgement.advantages))
@@ -74,5 +76,5 @@ def _judge(lesson: Lesson, group: Group, config: TrainerConfig, seed: int) -> No
 
 def mean_score(groups: Sequence[Group]) -> float:
     """Return the mean raw score of all sequences of the groups, 0 if there are none."""
-    scores = [np.asarray(group.scores, np.float64) for group in groups]
+    scores = [group.columns["scores"].numbers() for group in groups]
     return float(np.concatenate(scores).mean()) if scores else 0.0

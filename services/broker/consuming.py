@@ -57,7 +57,7 @@ class Consuming:
         )
 
     def _rebatch(self) -> None:
-        self._state.admission.batch_sequences = self._state.run.batch_sequences
+        self._state.pacing.batch_sequences = self._state.run.batch_sequences
         self._state.repace = True
 
     def _dismiss(self, consumer: str, now: float) -> None:

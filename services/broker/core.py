@@ -1,6 +1,6 @@
 """The broker's core, sans I/O: events in, actions out. This file only composes.
 
-    producing   sessions, groups coming in        sessions, windows, admission, lanes
+    producing   sessions, groups coming in        sessions, windows, admission, pacing, lanes
     consuming   pulls, leases, settlements        consumers, leases, forming, batching, shards, settlement, retained
     operating   workers, drains, status, reset    workers, status, runs, ledger
 
@@ -144,12 +144,13 @@ class BrokerCore:
             self._producing.sweep(now)
             self._consuming.sweep(now)
             state.workers.sweep(now)
+            state.repace = True
         if state.repace or now >= self._pour_due:
             self._pour_due = now + POUR_S
             state.admission.pour(now)
         if state.repace:
             state.repace = False
-            self._producing.pace(now)
+            state.pacing.pace_all(now)
         self._publish_acks(now)
         self._publish_pressure(now, wall)
         return state.outbox.take()

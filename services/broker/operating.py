@@ -116,5 +116,5 @@ class Operating:
         state.run.reset()
         state.newest.clear()
         state.wanted.clear()
-        state.admission.batch_sequences = state.run.batch_sequences
+        state.pacing.batch_sequences = state.run.batch_sequences
         return Ok()

@@ -55,7 +55,8 @@ class Producing:
             session.produced_before = beat.produced - session.window.accepted
         state.admission.revive(session, now)
         state.acks.schedule(session, now)
-        self.pace(now)
+        state.pacing.pace(lane, now)
+        state.repace = True
         return Registered(ack=state.acks.of(session), info=state.run.info)
 
     def _unacceptable(self, request: RegisterProducer) -> ErrorReply | None:
@@ -100,7 +101,7 @@ class Producing:
             return session
         if request.abandoned > session.abandoned:
             self._state.admission.abandoned(session, request.abandoned)
-            self.pace(now)
+            self._state.pacing.pace(session.lane, now)
         return self._state.acks.of(session)
 
     def goodbye(self, request: Goodbye, now: float) -> Ok | ErrorReply:
@@ -116,7 +117,7 @@ class Producing:
         session.produced = request.produced
         session.closed = True
         state.admission.retire(session)
-        self.pace(now)
+        state.repace = True
         return Ok()
 
     def heard(self, producer: str, number: int, now: float) -> Session | ErrorReply:
@@ -205,7 +206,7 @@ class Producing:
         state.produced.add(header.sequences, now)
         state.newest[lane.env] = group
         state.admission.arrived(session, now)
-        state.repace |= header.sequences != lane.group_size
+        state.repace |= state.pacing.arrived(session) or header.sequences != lane.group_size
 
     def _held_already(self, session: Session, header: GroupHeader) -> bool:
         """Whether the same group came under another session of the producer and is still here."""
@@ -217,15 +218,10 @@ class Producing:
             and (held.header.crc, held.header.nbytes) == (header.crc, header.nbytes)
         )
 
-    def pace(self, now: float) -> None:
-        """Grant rollouts in every lane."""
-        for lane in self._state.lanes:
-            self._state.admission.pace(lane, now)
-
     def sweep(self, now: float) -> None:
         """Take the grants of silent producers back; who speaks again gets them again."""
         moment = now - self._state.config.broker.silence_s
         for session in list(self._state.sessions):
             if session.alive and session.heard_at <= moment:
                 self._state.admission.retire(session)
-        self.pace(now)
+                self._state.repace = True

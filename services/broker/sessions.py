@@ -1,9 +1,9 @@
 """Sessions of producers: numbers, fencing, and what is remembered of them.
 
 A session number is given once and never again, also by a later life of the broker: numbers start above the epoch's.
-One session of a producer is current; opening another fences it. A session that ended with everything accepted
-collapses to its number; one that still has groups out there is kept, idle, so that a saved spool can be resent under
-the same number, but only the last `IDLE_SESSIONS` of each producer.
+One session of a producer is current; opening another fences it. The last `IDLE_SESSIONS` that ended are kept, so that
+a saved spool can be resent under the same number and what was accepted is not taken in again; older ones are fenced
+by their number alone.
 """
 
 from collections.abc import Iterator
@@ -189,14 +189,12 @@ class Sessions:
         return session
 
     def _retire(self, known: _Producer) -> None:
-        """Fence the current session: keep it idle while a spool of it may exist, otherwise forget it."""
+        """Fence the current session and keep it idle, at the cost of the oldest idle one."""
         session = self._sessions.get(known.current)
         known.current = 0
         if session is None:
             return
-        if session.closed and not session.lost:
-            self._collapse(session)
-            return
+        session.tables.clear()
         known.idle.append(session.number)
         if len(known.idle) > IDLE_SESSIONS:
             self._collapse(self._sessions[known.idle.pop(0)])

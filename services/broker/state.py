@@ -16,6 +16,7 @@ from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.lanes import Lanes
 from rolloutmq.services.broker.leases import Leases
 from rolloutmq.services.broker.ledger import Ledger
+from rolloutmq.services.broker.pacing import Pacing
 from rolloutmq.services.broker.rates import Rate
 from rolloutmq.services.broker.retained import Retained
 from rolloutmq.services.broker.runs import Run
@@ -38,6 +39,9 @@ class State:
         self.lanes = Lanes(config.environment)
         self.sessions = Sessions(epoch)
         self.admission = Admission(broker, self.lanes, self.sessions)
+        self.pacing = Pacing(
+            self.lanes, self.admission, broker.silent_env_s, self.run.batch_sequences
+        )
         self.former = Former(broker, self.lanes, self.ledger, self.outbox)
         self.leases = Leases()
         self.retained = Retained()
@@ -64,7 +68,6 @@ class State:
         self.wanted: dict[str, int | None] = {}
         self.repace = False
         """Credit may have come free: rollouts are granted again at the end of the round."""
-        self.admission.batch_sequences = self.run.batch_sequences
 
     def waited(self, wait: Wait, seconds: float) -> None:
         """Count seconds that somebody waited."""

@@ -41,6 +41,7 @@ class Batcher:
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
         self._closed = False
+        self._complaint = ""
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,11 +114,19 @@ class Batcher:
         try:
             await loop.run_in_executor(self._thread, self._generate, batch, on_done)
         except RetryableError as error:
-            logger.warning("batch failed jobs=%d why=%s", len(batch), error)
+            self._complain(str(error))
             self._fail(batch, error)
         except Exception:
             logger.exception("batch failed jobs=%d", len(batch))
             self._fail(batch, ApiError(500, "generating failed; the log of the server tells why", "failed"))
+        else:
+            self._complain("")
+
+    def _complain(self, why: str) -> None:
+        """Say why batches fail, or that they do no more, once and not for every one that is tried again."""
+        if why != self._complaint:
+            logger.warning("batches %s why=%s", "fail" if why else "succeed again", why or "restored")
+        self._complaint = why
 
     def _deliver(self, jobs: list[Job]) -> None:
         for job in jobs:

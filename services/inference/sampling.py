@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 
 _TINY: Final = 1e-30
+COLDEST: Final = 1e-4
+"""A lower temperature would overflow; at this one the likeliest token is as good as certain already."""
+NARROWEST: Final = 1e-6
+"""A smaller nucleus would round to nothing; this one has one token already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,11 @@ class Sampler:
         counts = torch.tensor([rows for _, rows in requests])
         temperature = torch.tensor([sampling.temperature for sampling, _ in requests])
         self._greedy = (temperature == 0).repeat_interleave(counts)[:, None]  # (R, 1)
-        self._temperature = temperature.where(temperature > 0, 1.0).repeat_interleave(counts)[:, None]
+        warm = temperature.where(temperature > 0, 1.0).clamp_min(COLDEST)
+        self._temperature = warm.repeat_interleave(counts)[:, None]
         # The most likely token is in every nucleus, so a greedy row needs none.
         top_p = torch.tensor([s.top_p if s.temperature > 0 else 1.0 for s, _ in requests])
-        self._top_p = top_p.repeat_interleave(counts)[:, None]
+        self._top_p = top_p.clamp_min(NARROWEST).repeat_interleave(counts)[:, None]
         self._noise = noise
         self._own = _own_noise(requests)
         self._rows = torch.arange(int(counts.sum()))  # which row of the whole batch each living one is
@@ -71,6 +76,9 @@ class Sampler:
 
         Returns:
             `(R,)` token ids and `(R,)` log-probabilities, float32.
+
+        Raises:
+            FloatingPointError: The logits are not finite: the weights are spoilt.
         """
         if self._plain:
             logprobs = logits.float().log_softmax(-1)
@@ -82,7 +90,10 @@ class Sampler:
         if not self._plain:
             scores = torch.where(self._greedy, logprobs, scores)
         tokens = scores.argmax(-1)
-        return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+        chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+        if not bool(chosen.isfinite().all()):
+            raise FloatingPointError("the policy gives logits that are not finite")
+        return tokens, chosen
 
     def _exponential(self, like: Tensor) -> Tensor:
         drawn = torch.empty_like(like).exponential_(generator=self._noise)

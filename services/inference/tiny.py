@@ -44,7 +44,7 @@ WATCH_S: Final = 0.25
 RETRY_AFTER_S: Final = 1
 """What a client is told to wait when the weights are not to be read."""
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class TinyServer:
@@ -58,16 +58,19 @@ class TinyServer:
             max_waiting=config.max_waiting,
         )
         self.ready = False
+        self._routes: dict[str, tuple[str, Handler]] = {
+            "/v1/completions": ("POST", self._text),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+        }
         self._numbers = itertools.count(1)
         self._created = int(time.time())
 
     def app(self) -> web.Application:
-        """Make the application with its routes."""
-        app = web.Application(middlewares=[_errors], client_max_size=protocol.BODY_LIMIT_BYTES)
-        app.router.add_post("/v1/completions", self._text)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
+        """Make the application. It has one route: so that an unknown path, too, is answered in the dialect."""
+        app = web.Application(client_max_size=protocol.BODY_LIMIT_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._dispatch)
         return app
 
     async def warm_up(self) -> None:
@@ -95,6 +98,26 @@ class TinyServer:
                 old, self.served = self.served, fresh
                 await self.batcher.call(old.close)
 
+    async def _dispatch(self, request: web.Request) -> web.Response:
+        """Find the handler and answer every error as OpenAI does."""
+        try:
+            method, handler = self._routes.get(request.path, ("", self._nothing))
+            if method not in {"", request.method}:
+                raise ApiError(405, f"{request.path} takes {method} only", "method_not_allowed")
+            return await handler(request)
+        except ApiError as error:
+            return _refusal(error.status, error.message, error.code)
+        except (RetryableError, ClosedError) as error:
+            return _refusal(503, str(error), "unavailable")
+        except web.HTTPRequestEntityTooLarge:
+            return _refusal(413, f"a request may have {protocol.BODY_LIMIT_BYTES} bytes", "too_large")
+        except Exception:
+            logger.exception("request failed path=%s", request.path)
+            return _refusal(500, "the server failed; its log tells why", "failed")
+
+    async def _nothing(self, request: web.Request) -> web.Response:
+        raise ApiError(404, f"there is nothing at {request.path}", "not_found")
+
     async def _text(self, request: web.Request) -> web.Response:
         asked = protocol.text_request(await request.read())
         return await self._answer(asked, protocol.prompts_of(asked, self.served.text.encode))
@@ -119,28 +142,15 @@ class TinyServer:
         return _json(answers.health(status, self.served.version), 200 if status == "ok" else 503)
 
 
-def _json(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json")
-
-
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every error as OpenAI does."""
-    try:
-        return await handler(request)
-    except ApiError as error:
-        status, message, code = error.status, error.message, error.code
-    except (RetryableError, ClosedError) as error:
-        status, message, code = 503, str(error), "unavailable"
-    except web.HTTPException as error:
-        status, message, code = error.status, error.reason, error.reason.lower().replace(" ", "_")
-    except Exception:
-        logger.exception("request failed path=%s", request.path)
-        status, message, code = 500, "the server failed; its log tells why", "failed"
+def _refusal(status: int, message: str, code: str) -> web.Response:
     response = _json(answers.error_body(status, message, code), status)
     if status == 503:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response
+
+
+def _json(body: bytes, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ at once, and delivery gets a third of `orchestrator.term_grace_s`, since SIGKILL
 import asyncio
 import logging
 import os
+import signal
 import socket
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
@@ -49,7 +50,11 @@ def main(run_dir: Path, worker: str) -> int:
         ConfigError: The run has no environment of this worker.
     """
     life = Worker(run_dir, worker)
+    # An order to drain that comes when the end is near must not kill. The handler of `run_service` is gone by then, and
+    # to ignore the signal before that handler stands would lose an order that came during the imports.
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
     code = run_service(worker, life.run, on_drain=life.start_draining)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return PERMANENT_FAILURE if life.state is WorkerState.FAILED else code
 
 

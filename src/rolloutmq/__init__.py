@@ -8,16 +8,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rolloutmq.bus.consumer import Batch, BlockingConsumer, Consumer
+    from rolloutmq.bus.batch import Batch
+    from rolloutmq.bus.consumer import BlockingConsumer, Consumer
     from rolloutmq.bus.producer import BlockingProducer, Producer
     from rolloutmq.schemas.trajectory import Column, Group
     from rolloutmq.services.worker.environment import Environment, SingleTurn
     from rolloutmq.services.worker.policy import Completion, Policy
+    from rolloutmq.services.worker.trajectory import Trajectory
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "Batch": "rolloutmq.bus.consumer",
+    "Batch": "rolloutmq.bus.batch",
     "BlockingConsumer": "rolloutmq.bus.consumer",
     "BlockingProducer": "rolloutmq.bus.producer",
     "Column": "rolloutmq.schemas.trajectory",
@@ -28,6 +30,7 @@ _HOME_OF = {
     "Policy": "rolloutmq.services.worker.policy",
     "Producer": "rolloutmq.bus.producer",
     "SingleTurn": "rolloutmq.services.worker.environment",
+    "Trajectory": "rolloutmq.services.worker.trajectory",
 }
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "Policy",
     "Producer",
     "SingleTurn",
+    "Trajectory",
     "__version__",
 ]
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -88,7 +88,7 @@ def test_the_block_of_a_facade_ends_the_object_whatever_ends_the_block() -> None
     seen: list[str] = []
 
     @asynccontextmanager
-    async def opening() -> "Iterator[str]":  # type: ignore[misc]
+    async def opening() -> AsyncIterator[str]:
         seen.append("open")
         try:
             yield "object"
@@ -97,19 +97,20 @@ def test_the_block_of_a_facade_ends_the_object_whatever_ends_the_block() -> None
             seen.append("closed")
 
     for error in (KeyboardInterrupt, ValueError):
-        with pytest.raises(error), Facade(opening, "a facade"):  # type: ignore[arg-type]
+        with pytest.raises(error), Facade(opening, "a facade"):
             raise error
     assert seen == ["open", "closed"] * 2
 
 
 def test_a_facade_that_cannot_be_opened_leaves_no_thread() -> None:
-    @asynccontextmanager
-    async def opening() -> "Iterator[str]":  # type: ignore[misc]
-        raise ValueError("no")
-        yield
+    class Broken:
+        async def __aenter__(self) -> str:
+            raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"), Facade(opening, "a facade"):  # type: ignore[arg-type]
-        raise AssertionError
+        async def __aexit__(self, *_: object) -> None: ...
+
+    with pytest.raises(ValueError, match="no"):
+        Facade(Broken, "a facade").__enter__()
     assert "a facade" not in {thread.name for thread in threading.enumerate()}
 
 

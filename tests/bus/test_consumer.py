@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from rolloutmq.bus import downlink
 from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.consumer import Consumer
 from rolloutmq.bus.spool import Spool
@@ -35,6 +36,16 @@ if TYPE_CHECKING:
     from tests.bus.conftest import Answer, FakeBroker
 
 MakeGroup = Callable[..., Group]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats come often, and a broker that is gone is missed soon."""
+    monkeypatch.setattr(downlink, "BEAT_S", 0.1)
+    monkeypatch.setattr(downlink, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(downlink, "REPEAT_S", 0.1)
+
+
 V0 = PolicyVersion(3, 10)
 V1 = PolicyVersion(3, 11)
 
@@ -157,9 +168,9 @@ async def test_a_pull_is_repeated_with_the_same_id_until_there_is_a_batch(
     fake.answers[Pull] = answers(nothing, nothing, leased([group("a")]))
     async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
         assert (await c.pull(11, V0)).groups
-        assert c.wait is Wait.NO_EXACT_FIT
+        waits = [c.wait]
         assert await c.pull(12, V0, wait_s=0.06) is None
-        assert c.wait is Wait.MIN_SHARE
+        assert [*waits, c.wait] == [Wait.NO_EXACT_FIT, Wait.MIN_SHARE]
     ids = [pull.request_id for pull in fake.asked_for(Pull)]
     assert len(set(ids[:3])) == 1
     assert ids[3] != ids[2]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from rolloutmq.bus import uplink
 from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.producer import Producer
 from rolloutmq.schemas.delivery import (
@@ -34,9 +35,16 @@ from rolloutmq.schemas.records import AckedGroup
 from rolloutmq.schemas.trajectory import Group
 
 if TYPE_CHECKING:
-    from tests.bus.conftest import FakeBroker
+    from tests.bus.conftest import Answer, FakeBroker
 
 MakeGroup = Callable[..., Group]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that is gone is missed soon."""
+    monkeypatch.setattr(uplink, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(uplink, "REPEAT_S", 0.1)
 
 
 def logged(path: Path) -> list[str]:
@@ -69,12 +77,19 @@ async def test_groups_arrive_once_and_are_logged(
 
 async def test_every_table_is_declared_before_its_first_group(fake: "FakeBroker") -> None:
     declared_at: list[int] = []
-    fake.answers[DeclareTables] = lambda r: (declared_at.append(len(fake.arrived)), fake._answer(r))[1]
+
+    def declare(request: DeclareTables) -> "Answer":
+        declared_at.append(len(fake.arrived))
+        return fake._answer(request)
+
+    fake.answers[DeclareTables] = declare
     async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
         for index in range(4):
-            extra = {"inference_logprobs": [[0.0], [0.0]]} if index % 2 else {}
-            tokens = [[1], [2]]
-            await p.send(Group.build(f"g-{index}", tokens=tokens, mask=tokens, scores=[0.0, 1.0], **extra))
+            rows = [[1], [2]]
+            extra = rows if index % 2 else None
+            await p.send(
+                Group.build(f"g-{index}", tokens=rows, mask=rows, scores=[0.0, 1.0], advantages=extra)
+            )
         assert await p.flush(5)
     assert len(declared_at) == 2
     assert declared_at[1] <= 1
@@ -417,3 +432,26 @@ async def test_the_broker_may_know_the_session_but_not_its_groups(
         assert p.session == 9
         await opened.__aexit__(None, None, None)
     assert fake.accepted[1].group_id == "g-1"
+
+
+async def test_leaving_that_is_cancelled_goes_straight_to_saving(
+    fake: "FakeBroker", group: MakeGroup, tmp_path: Path
+) -> None:
+    fake.lose = {1}
+    spool = tmp_path / "p.spool"
+    sent = asyncio.Event()
+
+    async def produce() -> None:
+        async with Producer.open(fake.layout.root, env="e", producer="p", save_to=spool, drain_s=60) as p:
+            await p.send(group("g"))
+            sent.set()
+
+    async with fake.running():
+        producing = asyncio.create_task(produce())
+        await sent.wait()
+        await fake.until(lambda: fake.arrived == [1])
+        producing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await producing
+        assert spool.exists()
+        assert fake.asked_for(Goodbye)

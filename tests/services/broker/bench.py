@@ -204,9 +204,7 @@ class Bench:
     def refused(self, request: Request) -> ErrorCode:
         return self.ask(request, ErrorReply).code
 
-    def producer(
-        self, name: str = "p", env: str = "e", split: Split = Split.TRAIN, **given: Any
-    ) -> Peer:
+    def producer(self, name: str = "p", env: str = "e", split: Split = Split.TRAIN, **given: Any) -> Peer:
         """Register a producer and declare its table."""
         given.setdefault("group_size", 4)
         request = RegisterProducer(producer=name, env=env, split=split, **given)

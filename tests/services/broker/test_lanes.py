@@ -1,10 +1,12 @@
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.services.broker.bench import stored
 
 from rolloutmq.schemas.config import EnvironmentConfig
 from rolloutmq.schemas.envelope import Split
 from rolloutmq.services.broker.lanes import Lane, Lanes
-from tests.services.broker.bench import stored
 
 
 def lane_of(*sizes: int) -> Lane:
@@ -31,12 +33,10 @@ def test_sizes_lie_apart_and_the_order_is_that_of_arrival() -> None:
 
 
 @given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=30), st.randoms())
-def test_groups_that_come_back_take_their_old_places(sizes: list[int], random: "object") -> None:
+def test_groups_that_come_back_take_their_old_places(sizes: list[int], random: Random) -> None:
     lane = lane_of(*sizes)
-    out = []
-    for size in list(lane.sizes):
-        out.append(lane.take(size, (len(lane.sizes[size]) + 1) // 2))
-    random.shuffle(out)  # type: ignore[attr-defined]
+    out = [lane.take(size, (len(lane.sizes[size]) + 1) // 2) for size in list(lane.sizes)]
+    random.shuffle(out)
     for groups in out:
         lane.put_back(groups)
         lane.validate()

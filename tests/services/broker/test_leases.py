@@ -1,4 +1,5 @@
 import pytest
+from tests.services.broker.bench import Bench, config, ids
 
 from rolloutmq.schemas.delivery import (
     Batch,
@@ -16,7 +17,6 @@ from rolloutmq.schemas.delivery import (
 )
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ErrorCode
-from tests.services.broker.bench import Bench, config, ids
 
 
 def ready(groups: int = 4, *, broker: dict[str, float] | None = None) -> Bench:
@@ -141,7 +141,9 @@ def test_ranks_get_disjoint_parts_of_one_step_and_settle_it_together() -> None:
     one, two = world(bench)
     first, second = bench.batch(0, 16, **one), bench.batch(0, 16, **two)
     assert (first.lease, first.generation) == (second.lease, second.generation)
-    assert sorted(ids(first) + ids(second)) == [f"p-{d.session}-{i}" for i in (1, 2, 3, 4) for d in first.groups[:1]]
+    assert sorted(ids(first) + ids(second)) == [
+        f"p-{d.session}-{i}" for i in (1, 2, 3, 4) for d in first.groups[:1]
+    ]
     assert not set(ids(first)) & set(ids(second))
     bench.settle(first, consumer="c0")
     assert bench.pressure().ledger.leased == 4
@@ -290,9 +292,7 @@ def test_rewound_batches_are_not_too_old_and_keep_their_shards() -> None:
     for rank, part in zip(ranks, parts, strict=True):
         bench.settle(part, consumer=rank["consumer"], rank=rank["rank"])
     for rank in ranks:
-        bench.consumer(
-            str(rank["consumer"]), rank=rank["rank"], world_size=2, resume=PolicyVersion(0, 0)
-        )
+        bench.consumer(str(rank["consumer"]), rank=rank["rank"], world_size=2, resume=PolicyVersion(0, 0))
     again = [bench.batch(50, 16, **rank) for rank in ranks]
     assert [ids(part) for part in again] == [ids(part) for part in parts]
     assert all(part.rewound for part in again)

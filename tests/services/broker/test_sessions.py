@@ -1,11 +1,11 @@
 import pytest
+from tests.services.broker.bench import TABLE, Bench, config
 
 from rolloutmq.schemas.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.delivery import DeclareTables, Goodbye, Ok, Registered, RegisterProducer, Sync
 from rolloutmq.schemas.envelope import ColumnSpec, ColumnTable, Dtype, Split
 from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.services.broker.sessions import IDLE_SESSIONS, TABLES_LIMIT
-from tests.services.broker.bench import Bench, config
 
 
 def goodbye(bench: Bench, name: str, session: int, produced: int = 0) -> None:
@@ -72,6 +72,7 @@ def test_a_saved_session_comes_back_under_its_number_and_loses_nothing() -> None
     assert resumed.byte_limit >= before.byte_limit
     assert resumed.start_limit >= before.start_limit
     assert bench.refused(Sync(producer="p", session=other.session)) is ErrorCode.FENCED
+    bench.ask(DeclareTables(producer="p", session=peer.session, tables=(TABLE,)), Ok)
     for head in unsent:
         peer.deliver(head)
     assert peer.sync().cumulative == 3
@@ -99,23 +100,28 @@ def test_only_the_last_sessions_of_a_producer_are_kept() -> None:
         assert (bench.ask(request, Registered).ack.session == peer.session) is kept
 
 
-def test_a_complete_session_collapses_to_its_number() -> None:
+def test_a_saved_spool_that_was_accepted_after_all_is_not_taken_in_again() -> None:
     bench = Bench()
     peer = bench.producer()
-    peer.send(2)
+    heads = [peer.next(), peer.next()]
+    for head in heads:
+        peer.deliver(head)
     goodbye(bench, "p", peer.session, produced=2)
     bench.producer()
+    bench.consumer()
+    bench.train(0)
     request = RegisterProducer(producer="p", env="e", resume_session=peer.session)
-    assert bench.ask(request, Registered).ack.session != peer.session
+    ack = bench.ask(request, Registered).ack
+    assert (ack.session, ack.cumulative) == (peer.session, 2)
+    peer.deliver(heads[0])
+    assert bench.pressure().ledger.accepted == 2
 
 
 def test_tables_of_a_session_are_bounded() -> None:
     bench = Bench()
     peer = bench.producer()
     for start in range(0, TABLES_LIMIT, 64):
-        tables = tuple(
-            ColumnTable((ColumnSpec(f"c{i}", Dtype.I32, 0),)) for i in range(start, start + 64)
-        )
+        tables = tuple(ColumnTable((ColumnSpec(f"c{i}", Dtype.I32, 0),)) for i in range(start, start + 64))
         request = DeclareTables(producer="p", session=peer.session, tables=tables)
         if start + 64 < TABLES_LIMIT:
             bench.ask(request, Ok)

@@ -1,14 +1,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.services.broker.bench import stored
 
 from rolloutmq.services.broker.shards import shard
-from tests.services.broker.bench import stored
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
-def test_shards_are_disjoint_complete_ordered_and_balanced(
-    lengths: list[int], world: int
-) -> None:
+def test_shards_are_disjoint_complete_ordered_and_balanced(lengths: list[int], world: int) -> None:
     groups = [stored(order, tokens=tokens) for order, tokens in enumerate(lengths, 1)]
     shards = shard(groups, world)
     assert len(shards) == world

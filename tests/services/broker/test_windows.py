@@ -1,9 +1,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.services.broker.bench import header
 
 from rolloutmq.schemas.delivery import GAP_WINDOW
 from rolloutmq.services.broker.windows import SequenceWindow
-from tests.services.broker.bench import header
 
 
 def numbers(window: SequenceWindow) -> set[int]:

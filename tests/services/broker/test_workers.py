@@ -1,9 +1,10 @@
+from tests.services.broker.bench import Bench
+
 from rolloutmq.schemas.control import Drain, WorkerBeat, WorkerBeatReply, WorkerState
 from rolloutmq.schemas.delivery import Ack, Ok
 from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.services.broker.actions import Publish
 from rolloutmq.services.broker.workers import GONE_S, SILENT_S
-from tests.services.broker.bench import Bench
 
 
 def beat(bench: Bench, state: WorkerState = WorkerState.READY, pid: int = 1) -> bool:
@@ -30,7 +31,9 @@ def test_a_drain_is_repeated_until_it_is_confirmed() -> None:
     assert told(bench, 0.25) == 1
     assert beat(bench, WorkerState.DRAINING)
     assert told(bench, 5.0) == 0
-    assert [a.topic for a in bench.core.subscribed(b"control.p/") if isinstance(a, Publish)] == [b"control.p/"]
+    assert [a.topic for a in bench.core.subscribed(b"control.p/") if isinstance(a, Publish)] == [
+        b"control.p/"
+    ]
     assert bench.core.subscribed(b"control.q/") == []
 
 
@@ -60,9 +63,7 @@ def test_a_drain_reaches_the_producer_in_its_acks() -> None:
 def test_who_left_is_dropped_from_the_table_and_who_failed_is_kept() -> None:
     bench = Bench()
     for name, state in (("gone", "gone"), ("failed", "failed"), ("silent", "ready")):
-        bench.ask(
-            WorkerBeat(worker=name, env="e", state=WorkerState(state), error="why"), WorkerBeatReply
-        )
+        bench.ask(WorkerBeat(worker=name, env="e", state=WorkerState(state), error="why"), WorkerBeatReply)
     names = [[w.worker for w in bench.pressure().workers]]
     for seconds in (GONE_S + 2, SILENT_S):
         bench.tick(seconds)

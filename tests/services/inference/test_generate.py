@@ -44,9 +44,11 @@ class Watched:
         self.policy = policy
         self.config = policy.config
         self.shapes: list[tuple[int, ...]] = []
+        self.positions: list[list[list[int]]] = []
 
     def __call__(self, **arguments: Any) -> Any:
         self.shapes.append(tuple(arguments["input_ids"].shape))
+        self.positions.append(arguments["position_ids"].tolist())
         return self.policy(**arguments)
 
 
@@ -134,6 +136,13 @@ def test_a_prompt_is_read_once_and_the_done_leave() -> None:
     run(model, jobs, ends=())
     assert model.shapes == [(3, 3), (24, 1), (8, 1), (8, 1)]
     assert [len(result.token_ids) for result in jobs[1].results] == [4] * 8
+
+
+def test_positions_count_tokens_and_not_padding() -> None:
+    """RoPE is relative and would not tell, other models would."""
+    model = Watched(policy())
+    run(model, [Job([[1, 5, 13], [7]], Sampling(max_tokens=3))], ends=())
+    assert model.positions == [[[0, 1, 2], [0, 0, 0]], [[3], [1]], [[4], [2]]]
 
 
 def test_an_end_token_ends_its_sequence_only() -> None:

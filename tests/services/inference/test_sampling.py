@@ -1,5 +1,6 @@
 """Draws follow the distribution that they report."""
 
+import pytest
 import torch
 
 from rolloutmq.services.inference.sampling import Sampler, Sampling, nucleus
@@ -70,3 +71,15 @@ def test_a_seed_makes_noise_of_its_own() -> None:
     assert torch.equal(company.draw(flat[:4])[0][1:3], second[[1, 4]])
     other = Sampler([(Sampling(seed=6), 10)], noise())
     assert not torch.equal(other.draw(flat[:10])[0], first)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1e-30), Sampling(top_p=1e-300)])
+def test_extremes_take_the_likeliest(sampling: Sampling) -> None:
+    drawn, reported = frequencies(sampling, rows=20)
+    assert drawn.tolist() == reported.tolist() == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_spoilt_logits_are_an_error() -> None:
+    logits = torch.stack([LOGITS, torch.full((4,), torch.nan)])
+    with pytest.raises(FloatingPointError, match="not finite"):
+        Sampler([(Sampling(), 2)], noise()).draw(logits)

@@ -1,0 +1,123 @@
+"""Pacing: how many rollouts a producer may begin.
+
+With pacing, what lies between grant and settlement of a lane stays within
+`(max_staleness + 1) * batch_sequences * share` sequences, so that a rollout begun now is learned from at most
+`max_staleness` steps later. It is counted in sequences, as they are: groups smaller than announced never leave the
+trainer without a batch. A lane's grant is shared evenly among its producers, each with at most its `slots` at once.
+Without pacing only the global marks bind. Limits that were told never fall.
+
+The share is that of the weights among the environments that deliver; one that is silent is left out, so that the
+others can fill whole batches.
+"""
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heapreplace
+from math import ceil
+from typing import Final
+
+from rolloutmq.schemas.delivery import Wait
+from rolloutmq.schemas.envelope import Split
+from rolloutmq.services.broker.admission import Admission
+from rolloutmq.services.broker.lanes import Lane, Lanes
+from rolloutmq.services.broker.sessions import Session
+
+OPEN_WINDOW: Final = 256
+"""Rollouts that a producer may have under way without pacing: bytes and groups bound it, not this."""
+
+
+class Pacing:
+    """Grants rollouts."""
+
+    def __init__(self, lanes: Lanes, admission: Admission, silent_env_s: float, batch: int) -> None:
+        self._lanes = lanes
+        self._admission = admission
+        self._silent_env_s = silent_env_s
+        self.batch_sequences = batch
+
+    def pace_all(self, now: float) -> None:
+        """Grant in every lane."""
+        for split in Split:
+            lanes = self._lanes.of_split(split)
+            active = [lane for lane in lanes if self._delivers(lane, now)]
+            weight, peers = sum(lane.weight for lane in active), len(active)
+            for lane in lanes:
+                extra = not self._delivers(lane, now)
+                own = lane.weight if extra and lane.connected else 0.0
+                self._pace(lane, _share(lane, weight + own, peers + extra))
+
+    def pace(self, lane: Lane, now: float) -> None:
+        """Grant in one lane, the others being as they are."""
+        peers = [
+            peer for peer in self._lanes.of_split(lane.split) if peer is lane or self._delivers(peer, now)
+        ]
+        weight = sum(peer.weight for peer in peers if peer.connected)
+        self._pace(lane, _share(lane, weight, len(peers)))
+
+    def _delivers(self, lane: Lane, now: float) -> bool:
+        return lane.connected and bool(lane.queued.groups or not lane.silent(now, self._silent_env_s))
+
+    def _pace(self, lane: Lane, share: float) -> None:
+        sessions = self._admission.producers(lane)
+        open_ = [session for session in sessions if not session.draining]
+        free, reason = self._free(lane, share)
+        if self._admission.room_groups < free:
+            free, reason = max(0, self._admission.room_groups), Wait.GLOBAL_FULL
+        self._grant(open_, free, paced=lane.rule.pacing)
+        for session in open_:
+            wait = self._admission.wait(session)
+            if wait is Wait.NONE and session.starts_out < session.slots:
+                wait = reason
+            if wait is not session.wait:
+                session.wait = wait
+                session.touch()
+
+    def _free(self, lane: Lane, share: float) -> tuple[int, Wait]:
+        """Return how many rollouts more the lane may begin, and what holds the others back."""
+        if not lane.rule.pacing:
+            return self._admission.room_groups, Wait.GLOBAL_FULL
+        budget = (lane.rule.max_staleness + 1) * self.batch_sequences * share
+        free = ceil((budget - lane.pending_sequences) / lane.group_size - 1e-9)
+        return max(0, free), Wait.STALE_GUARD
+
+    def arrived(self, session: Session) -> bool:
+        """Note that a group came; return whether its lane should be paced again soon.
+
+        A window that is half empty is filled, before it closes: at once without pacing, where it takes no counting, and
+        at the next `pace_all` with it, once for all that came in the meantime.
+        """
+        paced = session.lane.rule.pacing
+        window = session.slots if paced else max(session.slots, OPEN_WINDOW)
+        if session.draining or session.starts_out * 2 > window:
+            return False
+        if not paced:
+            self._grant([session], self._admission.room_groups, paced=False)
+        return paced
+
+    def _grant(self, sessions: Iterable[Session], free: int, *, paced: bool) -> None:
+        """Give one rollout at a time to whoever has fewest, within its limit."""
+        heap = []
+        for session in sessions:
+            limit = session.slots if paced else max(session.slots, OPEN_WINDOW)
+            if session.starts_out < limit:
+                heap.append((session.starts_out, session.number, limit, session))
+        heapify(heap)
+        given: dict[int, Session] = {}
+        while heap and free > 0:
+            out, number, limit, session = heap[0]
+            session.start_limit = max(session.start_limit, session.used) + 1
+            given[number] = session
+            free -= 1
+            if out + 1 < limit:
+                heapreplace(heap, (out + 1, number, limit, session))
+            else:
+                heappop(heap)
+        for session in given.values():
+            self._admission.charge(session)
+            session.touch()
+
+
+def _share(lane: Lane, weight: float, peers: int) -> float:
+    """Return the part of every batch that a lane may expect."""
+    own = lane.weight if lane.connected else 0.0
+    part = own / weight if weight else 1.0 / max(1, peers)
+    return min(1.0, max(part, lane.min_share))

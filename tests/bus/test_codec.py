@@ -1,0 +1,521 @@
+"""The wire, by properties: what goes in comes out bit for bit, and whatever else comes in is a WireError."""
+
+import math
+import resource
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from rolloutmq.bus import codec
+from rolloutmq.bus.codec import decode_group, encode_group
+from rolloutmq.bus.opaque import VALUES_LIMIT
+from rolloutmq.schemas.envelope import (
+    BIG_BLOCK_BYTES,
+    ENVELOPE_LIMIT_BYTES,
+    FRAMES_LIMIT,
+    PROTOCOL_VERSION,
+    ColumnSpec,
+    ColumnTable,
+    Dtype,
+    Envelope,
+    GroupHeader,
+    PolicyVersion,
+    Split,
+)
+from rolloutmq.schemas.errors import (
+    ChecksumError,
+    GroupTooLargeError,
+    InvalidGroupError,
+    LimitExceededError,
+    MalformedError,
+    VersionMismatchError,
+    WireError,
+)
+from rolloutmq.schemas.trajectory import COLUMN_DEPTH, OPAQUE_COLUMNS, Column, Group, numpy_dtype
+
+LIMIT = 1 << 26
+NUMERIC = [dtype for dtype in Dtype if dtype is not Dtype.OPAQUE]
+
+
+def values(dtype: Dtype, size: int, seed: int) -> NDArray[Any]:
+    """Random bits, so that every NaN payload, infinity and subnormal comes up."""
+    kind = numpy_dtype(dtype)
+    rng = np.random.default_rng(seed)
+    if dtype is Dtype.BOOL:
+        return rng.integers(0, 2, size).astype(bool)
+    return rng.integers(0, 256, size * kind.itemsize, np.uint8).view(kind)
+
+
+def finite(dtype: Dtype, size: int) -> NDArray[Any]:
+    """Scores must be finite; those of every type."""
+    if dtype is Dtype.BF16:
+        return (np.arange(size, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return (np.arange(size) % 2).astype(numpy_dtype(dtype))
+
+
+@st.composite
+def lengths(draw: st.DrawFn, n: int, depth: int) -> tuple[NDArray[np.uint32], ...]:
+    levels: list[NDArray[np.uint32]] = []
+    rows = n
+    for _ in range(depth):
+        level = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
+        levels.append(np.array(level, np.uint32))
+        rows = sum(level)
+    return tuple(levels)
+
+
+OPAQUE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    """Any group: every element type, depth, ragged shape and known column, and columns of one's own."""
+    n = draw(st.integers(1, 5))
+    rows = draw(lengths(n, 1))
+    total = int(rows[0].sum())
+    seed = st.integers(0, 1 << 30)
+    columns = {
+        "tokens": Column(Dtype.I32, values(Dtype.I32, total, draw(seed)), rows),
+        "mask": Column(Dtype.BOOL, values(Dtype.BOOL, total, draw(seed)), tuple(r.copy() for r in rows)),
+        "scores": Column((dtype := draw(st.sampled_from(NUMERIC))), finite(dtype, n)),
+    }
+    known = st.sampled_from(sorted(set(COLUMN_DEPTH) | OPAQUE_COLUMNS | {"mine_0", "mine_1", "mine_2"}))
+    for name in draw(st.lists(known, max_size=8, unique=True)):
+        if name in columns:
+            continue
+        if name in OPAQUE_COLUMNS:
+            columns[name] = Column.opaque(draw(OPAQUE))
+            continue
+        depth = COLUMN_DEPTH.get(name, int(name[-1]) if name[-1].isdigit() else 1)
+        dtype = draw(st.sampled_from(NUMERIC))
+        own = rows if depth == 1 else draw(lengths(n, depth))
+        size = int(own[-1].sum()) if own else n
+        columns[name] = Column(dtype, values(dtype, size, draw(seed)), own)
+    version = st.builds(PolicyVersion, st.integers(0, 9), st.integers(0, 1 << 62))
+    return Group(
+        draw(st.text(min_size=1, max_size=128)),
+        columns,
+        draw(version),
+        draw(version),
+        draw(st.floats(allow_nan=False)),
+        draw(st.floats(allow_nan=False)),
+        task=draw(st.text(max_size=128)),
+        sequences=n,
+        tokens=total,
+    )
+
+
+def header_of(group: Group, body: codec.EncodedGroup) -> GroupHeader:
+    return GroupHeader(
+        seq=1,
+        position=body.nbytes,
+        group_id=group.group_id,
+        table=body.table.id,
+        frames=len(body.frames),
+        nbytes=body.nbytes,
+        crc=body.crc,
+        sequences=group.sequences,
+        tokens=group.tokens,
+        oldest=group.oldest,
+        newest=group.newest,
+        started_at=group.started_at,
+        finished_at=group.finished_at,
+        rewards=group.rewards(),
+        task=group.task,
+    )
+
+
+def sent(group: Group) -> tuple[GroupHeader, ColumnTable, list[bytes]]:
+    """Encode a group and return what arrives at the other end, header and table by the wire too."""
+    group.check()
+    body = encode_group(group, LIMIT)
+    frames = [bytes(frame) for frame in body.frames]
+    assert sum(map(len, frames)) == body.nbytes
+    header = codec.decode_header(codec.encode(header_of(group, body)))
+    return header, codec.decode_table(codec.encode(body.table)), frames
+
+
+def assert_equal(one: Group, other: Group) -> None:
+    assert list(one.columns) == list(other.columns)
+    for name, column in one.columns.items():
+        back = other.columns[name]
+        assert (back.dtype, back.depth) == (column.dtype, column.depth), name
+        if column.dtype is Dtype.OPAQUE:
+            assert back.values == column.values
+            continue
+        assert back.values.dtype == numpy_dtype(column.dtype)
+        assert back.values.tobytes() == column.values.tobytes(), name
+        for mine, theirs in zip(column.lengths, back.lengths, strict=True):
+            assert mine.tolist() == theirs.tolist(), name
+        assert len(back.rows()) == one.sequences
+    for name in ("group_id", "oldest", "newest", "started_at", "finished_at", "task", "sequences", "tokens"):
+        assert getattr(one, name) == getattr(other, name), name
+
+
+@given(groups())
+@settings(max_examples=200, deadline=None)
+def test_every_group_comes_back_bit_for_bit(group: Group) -> None:
+    header, table, frames = sent(group)
+    assert_equal(group, decode_group(header, table, frames, "env"))
+
+
+@pytest.mark.parametrize("dtype", NUMERIC)
+def test_every_element_type_has_every_bit_pattern(dtype: Dtype) -> None:
+    """All 65,536 patterns where an element has two bytes; NaN payloads and both zeros among them."""
+    kind = numpy_dtype(dtype)
+    patterns = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
+    own = np.array([0, 1] * 8, np.uint8) if dtype is Dtype.BOOL else patterns
+    column = Column(dtype, own.view(kind), (np.array([own.view(kind).size], np.uint32),))
+    group = Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0], mine=column)
+    header, table, frames = sent(group)
+    assert decode_group(header, table, frames).columns["mine"].values.tobytes() == own.tobytes()
+
+
+def test_payloads_of_nan_survive_in_opaque_columns_too() -> None:
+    odd = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_DEAD_BEEF))[0]
+    group = Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0], overrides=[{"t": odd}])
+    back = decode_group(*sent(group)).columns["overrides"].values[0]["t"]
+    assert math.isnan(back)
+    assert struct.pack("<d", back) == struct.pack("<d", odd)
+
+
+def test_equal_lengths_travel_once() -> None:
+    rows = [[1, 2], [3]]
+    group = Group.build(
+        "g", tokens=rows, mask=rows, scores=[0, 1], inference_logprobs=rows, mine=[[1], [2, 3]]
+    )
+    shared = {spec.name: spec.lengths_of for spec in codec.table_of(group).columns}
+    assert shared == {
+        "tokens": "", "mask": "tokens", "scores": "", "inference_logprobs": "tokens", "mine": ""
+    }  # fmt: skip
+
+
+def test_blocks_are_aligned_and_big_ones_have_a_frame_of_their_own_without_a_copy() -> None:
+    length = BIG_BLOCK_BYTES // 8 + 1
+    tokens = np.arange(2 * length, dtype=np.int32).reshape(2, length)
+    group = Group.build("g", tokens=tokens, mask=tokens > 0, scores=[0.0, 1.0], mine=[[1, 2], [3]])
+    header, table, frames = sent(group)
+    assert header.frames == 2
+    assert len(frames[1]) == tokens.nbytes
+    body = encode_group(group, LIMIT).frames
+    assert np.shares_memory(np.frombuffer(body[1], np.int32), tokens)
+    rows = np.frombuffer(frames[0], "<u8", table.blocks * 3).reshape(-1, 3)
+    assert all(offset % 64 == 0 for _, offset, _ in rows)
+    assert_equal(group, decode_group(header, table, frames))
+
+
+def test_decoding_copies_nothing_and_gives_read_only_views() -> None:
+    header, table, frames = sent(Group.build("g", tokens=[[1, 2]], mask=[[1, 1]], scores=[0.0]))
+    tokens = decode_group(header, table, frames).columns["tokens"].values
+    assert np.shares_memory(tokens, np.frombuffer(frames[0], np.uint8))
+    assert not tokens.flags.writeable
+
+
+def test_a_group_above_the_limit_is_refused_before_it_is_laid_out() -> None:
+    tokens = np.zeros((1, 100_000), np.int32)
+    group = Group.build("g", tokens=tokens, mask=tokens, scores=[0.0])
+    size = encode_group(group, LIMIT).nbytes
+    assert encode_group(group, size).nbytes == size
+    with pytest.raises(GroupTooLargeError) as caught:
+        encode_group(group, size - 1)
+    assert (caught.value.nbytes, caught.value.limit) == (size, size - 1)
+
+
+def test_what_is_no_msgpack_is_said_with_its_column() -> None:
+    group = Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0], images=[object()])
+    with pytest.raises(InvalidGroupError, match="images"):
+        encode_group(group, LIMIT)
+
+
+@given(groups(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_flipped_bit_anywhere_is_a_checksum_error(group: Group, data: st.DataObject) -> None:
+    header, table, frames = sent(group)
+    which = data.draw(st.integers(0, len(frames) - 1))
+    damaged = bytearray(frames[which])
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    frames[which] = bytes(damaged)
+    with pytest.raises(ChecksumError):
+        decode_group(header, table, frames)
+
+
+@given(groups(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_frames_that_were_cut_or_grew_or_went_are_malformed(group: Group, data: st.DataObject) -> None:
+    header, table, frames = sent(group)
+    change = data.draw(st.sampled_from(["cut", "grow", "more", "none"]))
+    if change == "cut":
+        frames[-1] = frames[-1][: data.draw(st.integers(0, len(frames[-1]) - 1))]
+    elif change == "grow":
+        frames[-1] += b"\0"
+    else:
+        frames = [*frames, b""] if change == "more" else []
+    with pytest.raises(MalformedError):
+        decode_group(header, table, frames)
+
+
+def recounted(header: GroupHeader, frames: list[bytes]) -> GroupHeader:
+    """Make the header true of the frames, as a peer does that means harm."""
+    nbytes = sum(map(len, frames))
+    return msgspec.structs.replace(header, nbytes=nbytes, frames=len(frames), crc=codec.checksum(frames))
+
+
+@given(groups(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_body_that_lies_with_a_right_checksum_is_a_value_or_a_wire_error(
+    group: Group, data: st.DataObject
+) -> None:
+    header, table, frames = sent(group)
+    body = bytearray(frames[0])
+    for _ in range(data.draw(st.integers(1, 4))):
+        # The directory, its offsets and sizes, is the front of the body: aim there half of the time.
+        end = data.draw(st.sampled_from([table.blocks * 24, len(body)]))
+        body[data.draw(st.integers(0, end - 1))] = data.draw(st.sampled_from([0, 1, 0x7F, 0x80, 0xDD, 0xFF]))
+    frames[0] = (
+        bytes(body[: data.draw(st.integers(1, len(body)))]) if data.draw(st.booleans()) else bytes(body)
+    )
+    try:
+        back = decode_group(recounted(header, frames), table, frames)
+    except WireError:
+        return
+    back.check()
+    assert sum(len(row) for row in back["tokens"]) == group.tokens
+
+
+@given(groups(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_another_table_than_the_right_one_is_a_value_or_a_wire_error(
+    group: Group, data: st.DataObject
+) -> None:
+    header, table, frames = sent(group)
+    specs = list(table.columns)
+    names = st.sampled_from([*(spec.name for spec in specs), "other"])
+    for index in data.draw(st.lists(st.integers(0, len(specs) - 1), max_size=3)):
+        specs[index] = ColumnSpec(
+            data.draw(names),
+            data.draw(st.sampled_from(list(Dtype))),
+            data.draw(st.integers(0, 2)),
+            data.draw(st.sampled_from(["", "tokens", "mask", "scores", "other", "mine_2"])),
+        )
+    try:
+        decode_group(header, ColumnTable(tuple(specs)), frames).check()
+    except WireError:
+        return
+
+
+def crafted(
+    specs: list[ColumnSpec], blocks: list[bytes], **more: Any
+) -> tuple[GroupHeader, ColumnTable, list[bytes]]:
+    """A group whose body is laid out by hand, so that it may say anything."""
+    start = 24 * len(blocks)
+    rows, data = [], b""
+    for block in blocks:
+        rows.append((0, start + len(data), len(block)))
+        data += block
+    frames = [b"".join(struct.pack("<QQQ", *row) for row in rows) + data]
+    about = {"sequences": 1, "tokens": 1, **more}
+    plain = Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0])
+    header = msgspec.structs.replace(header_of(plain, encode_group(plain, LIMIT)), **about)
+    return recounted(header, frames), ColumnTable(tuple(specs)), frames
+
+
+U1 = struct.pack("<I", 1)
+PLAIN = [
+    ColumnSpec("tokens", Dtype.I32, 1),
+    ColumnSpec("mask", Dtype.I32, 1, "tokens"),
+    ColumnSpec("scores", Dtype.F64, 0),
+]
+
+
+def test_a_crafted_group_can_be_right() -> None:
+    assert decode_group(*crafted(PLAIN, [U1, U1, U1, bytes(8)])).tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("specs", "blocks"),
+    [
+        (PLAIN, [U1, U1, U1, struct.pack("<d", math.nan)]),
+        (PLAIN, [struct.pack("<I", 2), U1, U1, bytes(8)]),
+        (PLAIN, [b"\xff\xff\xff\xff", U1, U1, bytes(8)]),
+        (PLAIN, [U1, U1, U1 + U1, bytes(8)]),
+        (PLAIN, [U1, U1 + b"\0", U1, bytes(8)]),
+        (PLAIN, [U1, U1, U1, bytes(16)]),
+        (PLAIN[:2], [U1, U1, U1]),
+        (PLAIN[1:], [U1, bytes(8)]),
+        ([*PLAIN[:2], ColumnSpec("scores", Dtype.OPAQUE, 0)], [U1, U1, U1, b"\x91\x01"]),
+        ([ColumnSpec("tokens", Dtype.OPAQUE, 0), *PLAIN[2:]], [b"\x91\x01", bytes(8)]),
+        ([ColumnSpec("tokens", Dtype.F32, 1), *PLAIN[1:]], [U1, U1, U1, bytes(8)]),
+        ([*PLAIN, ColumnSpec("mine", Dtype.BOOL, 0)], [U1, U1, U1, bytes(8), b"\x02"]),
+        ([*PLAIN, ColumnSpec("mine", Dtype.I8, 0, "mine")], [U1, U1, U1, bytes(8), b"\x02"]),
+        ([*PLAIN, ColumnSpec("images", Dtype.OPAQUE, 0)], [U1, U1, U1, bytes(8), b"\xc1"]),
+        ([*PLAIN, ColumnSpec("images", Dtype.OPAQUE, 0)], [U1, U1, U1, bytes(8), b""]),
+        ([*PLAIN, ColumnSpec("images", Dtype.OPAQUE, 0)], [U1, U1, U1, bytes(8), b"\x91" * 5000]),
+        ([*PLAIN, ColumnSpec("images", Dtype.OPAQUE, 0)], [U1, U1, U1, bytes(8), b"\xdd\xff\xff\xff\xff"]),
+    ],
+)
+def test_columns_that_contradict_are_malformed(specs: list[ColumnSpec], blocks: list[bytes]) -> None:
+    with pytest.raises(MalformedError):
+        decode_group(*crafted(specs, blocks))
+
+
+def peak_growth(action: Callable[[], object]) -> int:
+    """Run an action and return by how many bytes the peak of this process grew."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    action()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+
+
+@pytest.mark.parametrize("filler", [b"\x90", b"\x80", b"\x91\x90", b"\xc0"])
+def test_a_bomb_of_small_values_is_refused_before_it_is_decoded(filler: bytes) -> None:
+    """8 MB of empty lists would become 600 MB of them."""
+    count = (8 << 20) // len(filler)
+    bomb = b"\xdd" + struct.pack(">I", count) + filler * count
+    specs = [*PLAIN, ColumnSpec("images", Dtype.OPAQUE, 0)]
+    group = crafted(specs, [U1, U1, U1, bytes(8), bomb])
+
+    def attack() -> None:
+        with pytest.raises(LimitExceededError):
+            decode_group(*group)
+
+    assert peak_growth(attack) < 64 << 20
+
+
+def test_a_bomb_in_many_columns_counts_as_one() -> None:
+    names = sorted(OPAQUE_COLUMNS)
+    count = VALUES_LIMIT // len(names)
+    bomb = b"\xdd" + struct.pack(">I", count) + b"\x90" * count
+    specs = [*PLAIN, *(ColumnSpec(name, Dtype.OPAQUE, 0) for name in names)]
+    with pytest.raises(LimitExceededError):
+        decode_group(*crafted(specs, [U1, U1, U1, bytes(8), *([bomb] * len(names))]))
+
+
+def envelope_of(*headers: GroupHeader, version: int = PROTOCOL_VERSION) -> Envelope:
+    return Envelope(version, "p", 1, "r", "e", Split.TRAIN, headers)
+
+
+@given(st.lists(groups(), min_size=1, max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_envelopes_come_back(made: list[Group]) -> None:
+    envelope = envelope_of(*(sent(group)[0] for group in made))
+    nbytes = sum(header.nbytes for header in envelope.groups)
+    frames = sum(header.frames for header in envelope.groups)
+    assert codec.decode_envelope(codec.encode_envelope(envelope), frames, nbytes) == envelope
+
+
+def test_an_envelope_is_held_against_what_follows_it() -> None:
+    header = sent(Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0]))[0]
+    data = codec.encode_envelope(envelope_of(header))
+    for frames, nbytes in ((0, header.nbytes), (2, header.nbytes), (1, header.nbytes - 1), (1, 0)):
+        with pytest.raises(MalformedError):
+            codec.decode_envelope(data, frames, nbytes)
+    with pytest.raises(LimitExceededError):
+        codec.decode_envelope(data, FRAMES_LIMIT, header.nbytes)
+    with pytest.raises(VersionMismatchError):
+        codec.decode_envelope(codec.encode_envelope(envelope_of(header, version=2)), 1, header.nbytes)
+    with pytest.raises(LimitExceededError):
+        codec.decode_envelope(data.ljust(ENVELOPE_LIMIT_BYTES + 1, b"\0"), 1, header.nbytes)
+    with pytest.raises(LimitExceededError):
+        codec.encode_envelope(envelope_of(*[header] * 64))
+
+
+DECODERS = [
+    codec.decode_request,
+    codec.decode_reply,
+    codec.decode_event,
+    codec.decode_ack,
+    codec.decode_drain,
+    codec.decode_table,
+    codec.decode_header,
+    codec.decode_value,
+    lambda data: codec.decode_envelope(data, 1, 1),
+]
+ODDITIES = [
+    b"", b"\xc1", b"\x90", b"\x80", b"\x91" * 5000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xd7\xff" + b"\xff" * 8, b"\xa2\xff\xfe",
+    b"\x81\x80\x01", b"\x81\xa4kind\xa3ack", b"\x81\xa4kind\x90",
+    b"\x97\x01\xa1p\x01\xa1r\xa1e\x00\xdd\x7f\xff\xff\xff",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+def test_oddities_are_values_or_wire_errors_and_cost_nothing(decode: Callable[[bytes], object]) -> None:
+    def attack() -> None:
+        for data in ODDITIES:
+            try:
+                decode(data)
+            except WireError:
+                continue
+
+    assert peak_growth(attack) < 32 << 20
+
+
+PIECES = st.sampled_from(
+    [*ODDITIES[:4], b"\x81", b"\x92", b"\xa4kind", b"\xa4pull", b"\xcf" + b"\xff" * 8, b"\xc0"]
+)
+
+
+@given(st.lists(PIECES | st.binary(max_size=12), max_size=8).map(b"".join), st.sampled_from(DECODERS))
+@settings(max_examples=300, deadline=None)
+def test_noise_is_a_value_or_a_wire_error(data: bytes, decode: Callable[[bytes], object]) -> None:
+    try:
+        decode(data)
+    except WireError:
+        return
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_damaged_envelope_is_a_value_or_a_wire_error(data: st.DataObject) -> None:
+    header = sent(Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0], task="t"))[0]
+    good = codec.encode_envelope(envelope_of(header))
+    body = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(body)))
+    try:
+        envelope = codec.decode_envelope(
+            bytes(body[:cut]) if data.draw(st.booleans()) else body, 1, header.nbytes
+        )
+    except WireError:
+        return
+    assert envelope.groups[0].nbytes == header.nbytes
+
+
+def test_messages_above_their_limit_are_not_decoded() -> None:
+    with pytest.raises(LimitExceededError):
+        codec.decode_ack(bytes(ENVELOPE_LIMIT_BYTES + 1))
+    with pytest.raises(LimitExceededError):
+        codec.decode_request(bytes(codec.MESSAGE_LIMIT_BYTES + 1))
+
+
+def test_the_largest_table_fits_its_limit() -> None:
+    columns = tuple(ColumnSpec(f"a{index:02}".ljust(48, "x"), Dtype.I8, 2, "y" * 48) for index in range(64))
+    table = ColumnTable(columns)
+    assert codec.decode_table(codec.encode(table)) == table
+
+
+@given(st.lists(st.binary(max_size=300), max_size=4))
+def test_the_checksum_is_that_of_all_frames_in_order(frames: list[bytes]) -> None:
+    whole = codec.checksum([b"".join(frames)])
+    assert codec.checksum(frames) == whole
+    assert codec.checksum([memoryview(bytearray(frame)) for frame in frames]) == whole
+
+
+def test_the_checksum_is_crc32c() -> None:
+    assert codec.checksum([b"123456789"]) == 0xE3069283
