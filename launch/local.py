@@ -20,6 +20,7 @@ from typing import Final
 
 import uvloop
 
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.segments import sweep
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight import check
@@ -32,7 +33,7 @@ from rolloutmq.services.monitor.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.orchestrator.keeper import Supervisor
 from rolloutmq.services.orchestrator.processes import end_marked
 from rolloutmq.services.orchestrator.supervisor import OVER, Backoff, Phase, View, term_ladder
-from rolloutmq.services.runner import Stop, write_json
+from rolloutmq.services.runner import Stop
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.schemas.errors import MissingError, RunDirInUseError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.orchestrator.identity import alive, identify
 from rolloutmq.services.orchestrator.processes import end_strays
-from rolloutmq.services.runner import read_json, write_json
 
 RUNS: Final = Path("runs")
 """Where a command looks for the run it means, if it is not told."""

@@ -15,10 +15,10 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.services.runner import write_json
 
 ENV_PREFIX: Final = "ROLLOUTMQ_"
 ENV_NESTING: Final = "__"

@@ -12,6 +12,7 @@ from typing import Final
 
 from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.endpoint import resolve_blocking
+from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.segments import sweep
 from rolloutmq.launch.results import conclude
 from rolloutmq.launch.rundir import STRAY_GRACE_S, owner, recorded
@@ -20,7 +21,6 @@ from rolloutmq.schemas.control import Drain, SetWorkers
 from rolloutmq.schemas.delivery import Request
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.orchestrator.processes import end_strays, last_line
-from rolloutmq.services.runner import load_run
 
 ANSWER_S: Final = 5.0
 """Longest wait for the broker's answer to a command."""

@@ -17,6 +17,7 @@ from rolloutmq.services.worker.scripted import ScriptedPolicy, play
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"<!-- test: (\w+) -->\n```\w+\n(.*?)```", re.DOTALL)
 
+
 def blocks() -> dict[str, str]:
     return dict(BLOCK.findall(README.read_text()))
 

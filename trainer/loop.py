@@ -33,6 +33,8 @@ from typing import Final
 import torch
 
 from rolloutmq.bus import topics
+from rolloutmq.bus.lifecycle import log_failure, set_up_logging
+from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
@@ -54,14 +56,7 @@ from rolloutmq.trainer.model import (
     write_identity,
 )
 from rolloutmq.trainer.optimizer import PolicyOptimizer, entropy_weight, learning_rate
-from rolloutmq.trainer.process import (
-    Stop,
-    StoppedError,
-    load_run,
-    report_failure,
-    set_up_logging,
-    stop_on_signals,
-)
+from rolloutmq.trainer.process import Stop, StoppedError, stop_on_signals
 from rolloutmq.trainer.uplink import PulledBatch, Uplink, connect
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
@@ -89,7 +84,7 @@ def main(run_dir: Path) -> int:
             torch.set_flush_denormal(True)
             train(config, layout, stop)
     except Exception as error:  # noqa: BLE001 - the task boundary of the process
-        return report_failure(error)
+        return log_failure("trainer", error)
     return 0
 
 

@@ -48,8 +48,7 @@ class Consuming:
         if resumes and request.resume is not None:
             state.settlement.rewind(request.group, request.resume, wall)
             state.run.step = request.resume.step
-        else:
-            self._release(request.consumer, wall, failed=True)
+        self._release(request.consumer, wall, failed=True)
         self._rebatch()
         self.serve(now, wall)
         return ConsumerRegistered(

@@ -34,7 +34,7 @@ class Ledger:
         self.lost = 0
         """Groups that ended sessions had finished and never got accepted."""
         self.forgotten = 0
-        """Trained groups that no checkpoint will ever cover: the run was reset."""
+        """Trained groups that are not kept for a checkpoint: the run was reset, or its trainer makes none."""
         self.counts = dict.fromkeys(State, 0)
         self.reasons: Counter[str] = Counter()
 

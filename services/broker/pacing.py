@@ -104,11 +104,12 @@ class Pacing:
         given: dict[int, Session] = {}
         while heap and free > 0:
             out, number, limit, session = heap[0]
-            session.start_limit = max(session.start_limit, session.used) + 1
+            more = 1 if len(heap) > 1 else min(free, limit - out)
+            session.start_limit = max(session.start_limit, session.used) + more
             given[number] = session
-            free -= 1
-            if out + 1 < limit:
-                heapreplace(heap, (out + 1, number, limit, session))
+            free -= more
+            if out + more < limit:
+                heapreplace(heap, (out + more, number, limit, session))
             else:
                 heappop(heap)
         for session in given.values():

@@ -2,11 +2,13 @@
 
 A batch is kept, in the order of settlement, until a checkpoint covers its step. When the trainer resumes at a version,
 the batches after it go on the rewind queue and are pulled again before anything else, in the same composition and
-order. Their bytes belong to `retain_bytes`, not to the queue's mark.
+order. Their bytes belong to `retain_bytes`, not to the queue's mark. A trainer that has never spoken of a checkpoint is
+not kept for without end: of its batches the oldest go above `FORGET_PARTS` times `retain_bytes`.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 import msgspec
 
@@ -14,6 +16,9 @@ from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.forming import Stream
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.ledger import State
+
+FORGET_PARTS: Final = 2
+"""Room for a trainer that was asked for a checkpoint and is about to make its first."""
 
 
 class Kept(msgspec.Struct, eq=False, kw_only=True):
@@ -57,6 +62,7 @@ class Retained:
     def __init__(self) -> None:
         self._kept: dict[str, deque[Kept]] = {}
         self._returning: dict[Stream, deque[Returning]] = {}
+        self._checkpointing: set[str] = set()
         self.nbytes = 0
         """Bytes of kept batches and of those that return or were leased again."""
 
@@ -70,6 +76,7 @@ class Retained:
 
     def covered(self, group: str, version: PolicyVersion) -> list[Kept]:
         """Remove and return the batches that a checkpoint at `version` covers."""
+        self._checkpointing.add(group)
         kept = self._kept.get(group, deque())
         covered = []
         while kept and kept[0].version.step <= version.step:
@@ -81,12 +88,22 @@ class Retained:
 
         A batch without a step counts as after if no step up to `version` follows it.
         """
+        self._checkpointing.add(group)
         kept = list(self._kept.pop(group, ()))
         cut = max(
             (i + 1 for i, b in enumerate(kept) if b.stepped and b.version.step <= version.step),
             default=0,
         )
         return kept[:cut], kept[cut:]
+
+    def surplus(self, group: str, retain_bytes: int) -> Iterator[Kept]:
+        """Remove and yield the oldest batches of a trainer without checkpoints, as far as they are too many.
+
+        The caller lets their bytes go by `charge`.
+        """
+        kept = self._kept.get(group)
+        while kept and group not in self._checkpointing and self.nbytes > FORGET_PARTS * retain_bytes:
+            yield kept.popleft()
 
     def send_back(self, stream: Stream, batches: Iterable[Returning]) -> None:
         """Put batches at the head of the rewind queue, in their order."""
@@ -108,4 +125,5 @@ class Retained:
         """Forget all batches and their bytes."""
         self._kept.clear()
         self._returning.clear()
+        self._checkpointing.clear()
         self.nbytes = 0

@@ -25,12 +25,12 @@ import zmq
 
 from rolloutmq.bus import sockets, topics
 from rolloutmq.bus.endpoint import SOCKETS, bindings, claim, connectable, read_endpoints
+from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.schemas.config import BrokerConfig, RunConfig
 from rolloutmq.schemas.envelope import ENVELOPE_LIMIT_BYTES
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MalformedError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
-from rolloutmq.services import runner
 from rolloutmq.services.broker import saved
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.dataplane import (
@@ -39,6 +39,7 @@ from rolloutmq.services.broker.dataplane import (
     BrokerSockets,
     DataPlane,
 )
+from rolloutmq.services.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def running_broker(
         stack.callback(plane.close)
         broker = Broker(core, plane, endpoints, on_end)
         stack.callback(layout.endpoints.unlink, missing_ok=True)
-        runner.write_json(layout.endpoints, endpoints)
+        write_json(layout.endpoints, endpoints)
         stack.callback(broker.stop)
         broker.start()
         logger.info("ready serve=%s epoch=%d durability=memory", endpoints.serve, epoch)
@@ -128,12 +129,12 @@ def running_broker(
 
 def main(run_dir: Path) -> int:
     """Run the broker of a run directory until a signal or `Shutdown` ends it; returns the exit code."""
-    return runner.run_service("broker", partial(_serve, run_dir))
+    return run_service("broker", partial(_serve, run_dir))
 
 
-async def _serve(run_dir: Path, stop: runner.Stop) -> None:
+async def _serve(run_dir: Path, stop: Stop) -> None:
     _raise_file_limit()
-    config, layout = runner.load_run(run_dir)
+    config, layout = load_run(run_dir)
     loop = asyncio.get_running_loop()
     ended = partial(loop.call_soon_threadsafe, stop.request, "data plane ended")
     with running_broker(config, layout, ended):

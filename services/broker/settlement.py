@@ -54,6 +54,7 @@ class Settlement:
         outbox: Outbox,
         *,
         max_deliveries: int,
+        retain_bytes: int,
     ) -> None:
         self._lanes = lanes
         self._former = former
@@ -62,6 +63,7 @@ class Settlement:
         self._ledger = ledger
         self._outbox = outbox
         self._max_deliveries = max_deliveries
+        self._retain_bytes = retain_bytes
         self.consumed = Rate()
         """Sequences that trainers settled."""
 
@@ -116,7 +118,13 @@ class Settlement:
         )
         if any(kept_groups):
             self._retained.keep(lease.stream[0], kept)
+            self._forget_surplus(lease.stream[0])
         return stepped
+
+    def _forget_surplus(self, consumer_group: str) -> None:
+        for batch in self._retained.surplus(consumer_group, self._retain_bytes):
+            self._retained.charge(-batch.nbytes)
+            self._ledger.forgotten += sum(state is State.TRAINED for _, state in batch.members())
 
     def _end(self, lease: Lease, group: StoredGroup, fate: Fate, wall: float) -> None:
         state, reason = fate

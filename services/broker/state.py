@@ -39,9 +39,7 @@ class State:
         self.lanes = Lanes(config.environment)
         self.sessions = Sessions(epoch)
         self.admission = Admission(broker, self.lanes, self.sessions)
-        self.pacing = Pacing(
-            self.lanes, self.admission, broker.silent_env_s, self.run.batch_sequences
-        )
+        self.pacing = Pacing(self.lanes, self.admission, broker.silent_env_s, self.run.batch_sequences)
         self.former = Former(broker, self.lanes, self.ledger, self.outbox)
         self.leases = Leases()
         self.retained = Retained()
@@ -53,6 +51,7 @@ class State:
             self.ledger,
             self.outbox,
             max_deliveries=broker.max_deliveries,
+            retain_bytes=broker.retain_bytes,
         )
         self.consumers = Consumers()
         self.workers = Workers()

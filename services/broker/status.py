@@ -5,6 +5,7 @@ from rolloutmq.schemas.control import LaneStatus, Pressure, StatusReply
 from rolloutmq.schemas.delivery import Wait
 from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.lanes import Lane
+from rolloutmq.services.broker.ledger import State as Place
 from rolloutmq.services.broker.state import State
 
 UNCOUNTED = frozenset({"duplicate"})
@@ -47,7 +48,7 @@ class Status:
             rollout_pressure=queued / batch,
             queued_sequences=queued,
             batch_sequences=state.run.batch_sequences,
-            queued_groups=state.ledger.report().queued,
+            queued_groups=state.ledger.counts[Place.QUEUED],
             queued_bytes=sum(lane.queued.nbytes for lane in lanes),
             leased_bytes=sum(lane.leased.nbytes for lane in lanes),
             high_bytes=self._config.broker.high_bytes,

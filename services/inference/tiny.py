@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import torch
 from aiohttp import web
 
+from rolloutmq.bus.rundir import FILE_POLL_S, load_run, read_json, write_json
 from rolloutmq.schemas.config import InferenceConfig
 from rolloutmq.schemas.errors import AddressInUseError, ClosedError, ConfigError, RetryableError
 from rolloutmq.schemas.layout import RunLayout
@@ -35,7 +36,7 @@ from rolloutmq.services.inference.generate import Job
 from rolloutmq.services.inference.protocol import ApiError, ChatRequest, TextRequest
 from rolloutmq.services.inference.sampling import Sampling
 from rolloutmq.services.inference.served import MODEL, ServedPolicy
-from rolloutmq.services.runner import FILE_POLL_S, Stop, load_run, read_json, run_service, write_json
+from rolloutmq.services.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from rolloutmq.bus import codec, topics
+from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.layout import RunLayout
@@ -25,7 +26,6 @@ from rolloutmq.schemas.telemetry import Event
 from rolloutmq.services.monitor import view
 from rolloutmq.services.monitor.board import Board
 from rolloutmq.services.monitor.progress import Progress
-from rolloutmq.services.runner import load_run
 from rolloutmq.services.telemetry.feed import Feed
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from typing import Final
 from rolloutmq.bus import codec, topics
 from rolloutmq.bus.client import BrokerClient
 from rolloutmq.bus.events import Publisher, Subscriber
+from rolloutmq.bus.rundir import read_json, wait_json
 from rolloutmq.bus.sockets import make_context
 from rolloutmq.schemas.control import Drain, Pressure, ScaleDecision
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
-from rolloutmq.services.runner import read_json, wait_json
 
 logger = logging.getLogger(__name__)
 

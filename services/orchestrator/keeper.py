@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
 from rolloutmq.services.orchestrator.processes import Process, adopt, end_marked, last_line, spawn
 from rolloutmq.services.orchestrator.supervisor import (
@@ -34,7 +35,6 @@ from rolloutmq.services.orchestrator.supervisor import (
     SupervisorCore,
     View,
 )
-from rolloutmq.services.runner import write_json
 
 logger = logging.getLogger(__name__)
 

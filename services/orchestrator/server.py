@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config import EnvironmentConfig, OrchestratorConfig, RunConfig
 from rolloutmq.schemas.control import ScaleDecision, WorkerState, WorkerStatus
 from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
@@ -32,7 +33,7 @@ from rolloutmq.services.orchestrator.pressure import PressureRule, PressureSampl
 from rolloutmq.services.orchestrator.processes import end_strays
 from rolloutmq.services.orchestrator.roster import Roster, env_of
 from rolloutmq.services.orchestrator.supervisor import Backoff, Phase, drain_ladder, term_ladder
-from rolloutmq.services.runner import Stop, load_run, read_json, run_service
+from rolloutmq.services.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Final, Self
 import msgspec
 
 from rolloutmq.bus.events import Published, Subscriber
+from rolloutmq.bus.rundir import FILE_POLL_S, read_json
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
-from rolloutmq.services.runner import FILE_POLL_S, read_json
 
 LOOK_S: Final = 1.0
 """How often the broker's address is looked up again."""

@@ -15,11 +15,12 @@ import msgspec
 
 from rolloutmq.bus import topics
 from rolloutmq.bus.events import Publisher
+from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
 from rolloutmq.schemas.telemetry import GpuAbsence, GpuSample, HostSample, ProcessSample, TelemetryEvent
-from rolloutmq.services.runner import Stop, load_run, read_json, run_service
+from rolloutmq.services.runner import Stop, run_service
 from rolloutmq.services.telemetry.feed import Feed, endpoints_of
 from rolloutmq.services.telemetry.probes import (
     BoundedGpuProbe,

@@ -13,11 +13,11 @@ from typing import Final
 from rolloutmq.bus import codec, topics
 from rolloutmq.bus.client import BrokerClient
 from rolloutmq.bus.events import Subscriber
+from rolloutmq.bus.rundir import read_json, wait_json
 from rolloutmq.schemas.control import WorkerBeat, WorkerBeatReply
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
-from rolloutmq.services.runner import read_json, wait_json
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from rolloutmq.bus.producer import Producer
+from rolloutmq.bus.rundir import load_run, read_json, wait_json
 from rolloutmq.schemas.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, SessionFencedError
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.records import InferenceAddress
-from rolloutmq.services.runner import Stop, load_run, read_json, run_service, wait_json
+from rolloutmq.services.runner import Stop, run_service
 from rolloutmq.services.worker.entry import load_environment
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.line import Line

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch import rundir
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.errors import MissingError, RunDirInUseError
@@ -14,7 +15,6 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.services.orchestrator.identity import boot_id
 from rolloutmq.services.orchestrator.processes import spawn
-from rolloutmq.services.runner import write_json
 
 
 def configure(layout: RunLayout) -> None:

@@ -1,26 +1,12 @@
 """The one way to live, seen from outside: real processes, real signals, and the last line they write."""
 
-import asyncio
-import os
 import signal
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
-import msgspec
 import pytest
 
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.errors import ConfigError, MissingError
-from rolloutmq.services.runner import (
-    Stop,
-    load_run,
-    read_json,
-    signals,
-    wait_json,
-    write_json,
-)
+from rolloutmq.services.runner import Stop
 
 PREAMBLE = """
 import asyncio, signal, sys, time
@@ -138,76 +124,8 @@ sys.exit(run_service("s", main))
     assert log.endswith("error: environment env: all its workers failed; env-0: always raises\n")
 
 
-def test_handlers_and_mask_are_put_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
-        seen: list[str] = []
-        with signals(seen.append):
-            assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-            os.kill(os.getpid(), signal.SIGUSR1)
-        assert seen == ["SIGUSR1"]
-        assert signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        assert signal.getsignal(signal.SIGTERM) is before
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-
-
-def test_a_drain_that_came_too_early_arrives_when_the_handler_stands() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    try:
-        # To this thread alone: another one may not block the signal, and the process would die.
-        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
-        drained: list[bool] = []
-        with signals(lambda _: None, lambda: drained.append(True)):
-            pass
-        assert drained == [True]
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-
-
 async def test_only_the_first_reason_counts() -> None:
     stop = Stop()
     stop.request("one")
     stop.request("two")
     assert await stop.wait() == "one"
-
-
-def test_a_run_is_read_back_as_it_was_written(run_dir: Path) -> None:
-    config = RunConfig.model_validate({"run": {"seed": 7}})
-    write_json(run_dir / "config.json", config)
-    found, layout = load_run(run_dir)
-    assert found == config
-    assert layout.root == run_dir
-
-
-def test_a_directory_without_a_run_says_what_is_missing(run_dir: Path) -> None:
-    with pytest.raises(MissingError, match=r"config\.json is missing"):
-        load_run(run_dir)
-
-
-def test_a_wrong_configuration_is_named_by_its_dotted_path(run_dir: Path) -> None:
-    (run_dir / "config.json").write_text('{"broker": {"high_bytes": "many"}}')
-    with pytest.raises(ConfigError, match=r"^broker\.high_bytes: "):
-        load_run(run_dir)
-
-
-def test_json_is_replaced_whole(run_dir: Path) -> None:
-    path = run_dir / "x.json"
-    assert read_json(path, dict[str, int]) is None
-    write_json(path, {"a": 1})
-    write_json(path, {"a": 2})
-    assert read_json(path, dict[str, int]) == {"a": 2}
-    assert [entry.name for entry in run_dir.iterdir()] == ["x.json"]
-    path.write_text('{"a"')
-    with pytest.raises(msgspec.DecodeError):
-        read_json(path, dict[str, int])
-
-
-async def test_a_file_of_another_process_is_waited_for(run_dir: Path) -> None:
-    path = run_dir / "x.json"
-    waiting = asyncio.create_task(wait_json(path, list[int]))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    write_json(path, [1])
-    assert await waiting == [1]

@@ -3,13 +3,10 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.errors import ConfigError, MissingError, NothingToLearnError
-from rolloutmq.trainer.process import Stop, StoppedError, load_run, report_failure, stop_on_signals
+from rolloutmq.trainer.process import Stop, StoppedError, stop_on_signals
 
 
 def send(number: signal.Signals) -> None:
@@ -60,23 +57,3 @@ def test_the_second_signal_forces() -> None:
         "with stop_on_signals():\n    signal.raise_signal(15)\n    signal.raise_signal(15)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 130
-
-
-def test_a_run_is_read_from_its_directory(run_dir: Path) -> None:
-    with pytest.raises(MissingError):
-        load_run(run_dir)
-    config = RunConfig()
-    (run_dir / "config.json").write_text(config.model_dump_json())
-    assert load_run(run_dir)[0] == config
-    (run_dir / "config.json").write_text('{"trainer": {"steps": 0}}')
-    with pytest.raises(ConfigError, match=r"trainer\.steps"):
-        load_run(run_dir)
-
-
-def test_failures_end_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report_failure(MissingError("config.json", "start it")) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "error: config.json is missing: start it"
-    assert report_failure(ConfigError("model.path", "is bad")) == 2
-    assert report_failure(NothingToLearnError(100, "flat")) == 3
-    assert report_failure(ValueError("a\nb")) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "error: ValueError: a b"

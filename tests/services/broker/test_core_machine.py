@@ -378,7 +378,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=40,
+    max_examples=100,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

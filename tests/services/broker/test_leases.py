@@ -341,6 +341,18 @@ def test_much_that_is_uncommitted_asks_for_a_checkpoint() -> None:
     assert bench.core._state.retained.nbytes == 0
 
 
+def test_a_trainer_without_checkpoints_is_not_kept_for_without_end() -> None:
+    bench = ready(40, broker={"retain_bytes": 500})
+    trained = [bench.train(step) for step in range(10)]
+    assert bench.core._state.retained.nbytes == 1000
+    assert bench.pressure().ledger.trained == 20
+    bench.consumer(resume=PolicyVersion(0, 0))
+    assert bench.pressure().ledger.rewound == 10
+    again = [bench.train(step) for step in range(10)]
+    assert again[:5] == trained[5:]
+    assert bench.core._state.retained.nbytes == 2000, "now it is known to resume"
+
+
 def test_groups_of_two_consumer_groups_do_not_mix() -> None:
     bench = ready(4)
     bench.consumer("d", group="other")

@@ -17,6 +17,7 @@ import zmq
 from rolloutmq.bus import codec, endpoint, sockets, topics
 from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.events import BlockingSubscriber
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig, TrainerConfig
 from rolloutmq.schemas.control import GetStatus, Pressure, Shutdown, StatusReply
 from rolloutmq.schemas.delivery import (
@@ -45,7 +46,6 @@ from rolloutmq.schemas.errors import AddressInUseError, BrokerUnavailableError, 
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
 from rolloutmq.schemas.trajectory import Group
-from rolloutmq.services import runner
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.server import Broker, running_broker
 
@@ -360,7 +360,7 @@ def test_defect_of_the_core_ends_the_broker_with_its_error(
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "Shutdown"])
 def test_process_ends_in_order(layout: RunLayout, end: str) -> None:
-    runner.write_json(layout.config, _config())
+    write_json(layout.config, _config())
     program = (
         "import sys; from pathlib import Path; from rolloutmq.services.broker.server import main;"
         f"sys.exit(main(Path({str(layout.root)!r})))"

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 
+from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.config import InferenceConfig, RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError
@@ -24,7 +25,7 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.services.inference.served import ServedPolicy
 from rolloutmq.services.inference.tiny import TinyServer, listening, serve
-from rolloutmq.services.runner import Stop, read_json
+from rolloutmq.services.runner import Stop
 from rolloutmq.trainer.model import build_policy, write_identity
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 

@@ -10,12 +10,12 @@ import pytest
 import zmq
 
 from rolloutmq.bus import codec
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.control import LaneStatus, Pressure, StatusReply, WorkerStatus
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
 from rolloutmq.services.monitor import status as command
 from rolloutmq.services.monitor.status import status, status_json, status_text
-from rolloutmq.services.runner import write_json
 
 
 @pytest.fixture

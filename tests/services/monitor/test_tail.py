@@ -10,13 +10,13 @@ import pytest
 import zmq
 
 from rolloutmq.bus import codec
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.control import Drain, StepDone
 from rolloutmq.schemas.delivery import Ack
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
 from rolloutmq.services.monitor import tail as command
 from rolloutmq.services.monitor.tail import line_of, tail, wanted
-from rolloutmq.services.runner import write_json
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.services.orchestrator.children import (
     wait_up,
 )
 
+from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.process import ProcessIdentity, Restart
 from rolloutmq.services.orchestrator.identity import alive
 from rolloutmq.services.orchestrator.keeper import Supervisor
@@ -28,7 +29,6 @@ from rolloutmq.services.orchestrator.supervisor import (
     drain_ladder,
     term_ladder,
 )
-from rolloutmq.services.runner import read_json
 
 TOKEN = f"keeper-{os.getpid()}"
 QUICK = Backoff(first_s=0.01, max_s=0.05, crash_limit=3, stable_s=10.0)

@@ -16,6 +16,7 @@ import zmq
 from tests.services.orchestrator.children import DRAINABLE, STUBBORN, argv, wait_for, wait_up
 
 from rolloutmq.bus import codec, topics
+from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.sockets import Channel, Context, make_context
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import (
@@ -34,7 +35,7 @@ from rolloutmq.schemas.records import Endpoints
 from rolloutmq.services.orchestrator import server
 from rolloutmq.services.orchestrator.identity import MARKER, alive
 from rolloutmq.services.orchestrator.server import Orchestrator
-from rolloutmq.services.runner import Stop, read_json, write_json
+from rolloutmq.services.runner import Stop
 
 TOKEN = f"server-{os.getpid()}"
 FAILS = "import sys; sys.exit('error: no such environment')"

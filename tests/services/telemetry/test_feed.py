@@ -8,9 +8,9 @@ from pathlib import Path
 import zmq
 
 from rolloutmq.bus.events import Published
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
-from rolloutmq.services.runner import write_json
 from rolloutmq.services.telemetry.feed import Feed, endpoints_of
 
 

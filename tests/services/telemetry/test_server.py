@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import zmq
 
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import RunConfig, TelemetryConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.records import Endpoints
 from rolloutmq.schemas.telemetry import GpuAbsence, GpuSample
 from rolloutmq.services.orchestrator.identity import identify
-from rolloutmq.services.runner import Stop, write_json
+from rolloutmq.services.runner import Stop
 from rolloutmq.services.telemetry.probes import GpuAnswer
 from rolloutmq.services.telemetry.server import Telemetry, processes_of, topic_of
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from rolloutmq.bus.client import BrokerClient
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import EnvironmentConfig, InferenceConfig, OrchestratorConfig, RunConfig
 from rolloutmq.schemas.control import Drain, GetStatus, StatusReply, WorkerState, WorkerStatus
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, MissingError
@@ -21,7 +22,7 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.records import AckedGroup, InferenceAddress
 from rolloutmq.services.broker.server import Broker, running_broker
-from rolloutmq.services.runner import Stop, write_json
+from rolloutmq.services.runner import Stop
 from rolloutmq.services.worker.runtime import Worker, work
 
 if TYPE_CHECKING:
