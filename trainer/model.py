@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
 from rolloutmq.schemas.config import ModelConfig
@@ -50,9 +50,15 @@ def build_policy(config: ModelConfig, seed: int) -> Policy:
         ConfigError: `model.path` holds no model that transformers can load.
     """
     torch.manual_seed(seed)
-    policy = _loaded(config) if config.path else LlamaForCausalLM(_llama(config))
+    policy = _loaded(config) if config.path else _built(config)
     # Dropout would make the ratio to the policy that sampled a matter of chance, so it stays off.
-    return policy.to(_dtype(config)).eval()
+    return policy.eval()
+
+
+def _built(config: ModelConfig) -> Policy:
+    # Made in its type, not converted to it: `to` would round the RoPE table as well, which stays in float32.
+    policy: Policy = AutoModelForCausalLM.from_config(_llama(config), dtype=_dtype(config))
+    return policy
 
 
 def _dtype(config: ModelConfig) -> torch.dtype:

@@ -97,3 +97,9 @@ def test_scores_are_those_of_a_full_softmax_and_padding_changes_nothing() -> Non
         alone = policy(input_ids=tokens[row : row + 1, :position]).logits[0, -1].float().softmax(-1)
         assert logprobs[n].item() == pytest.approx(alone[tokens[row, position]].log().item(), abs=1e-6)
         assert entropy[n].item() == pytest.approx(-(alone * alone.log()).sum().item(), abs=1e-6)
+
+
+def test_bfloat16_weights_keep_their_rotations_in_float32() -> None:
+    policy = build_policy(ModelConfig(dtype="bfloat16"), 0)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
+    assert policy.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
