@@ -15,10 +15,12 @@ from rolloutmq.schemas.delivery import Ack, Wait
 class Permit:
     """Leave to make one rollout. As a context manager it is abandoned at the end, unless its group was sent."""
 
-    __slots__ = ("_credit", "is_open")
+    __slots__ = ("_credit", "is_open", "step")
 
     def __init__(self, credit: "Credit") -> None:
         self._credit = credit
+        self.step = credit.step
+        """Optimizer steps that the trainer had taken when the rollout began, as the broker had said."""
         self.is_open = True
         """Neither arrived nor abandoned yet."""
 

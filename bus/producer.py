@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from rolloutmq.bus.session import Session
 from rolloutmq.bus.spool import Entry, Spool
 from rolloutmq.bus.uplink import Uplink
 from rolloutmq.schemas.delivery import RegisterProducer, RunInfo, Wait
-from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.trajectory import Group
 
@@ -208,7 +209,7 @@ class Producer:
         encoded = encode_group(group, min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes))
         held = permit or await self.acquire()
         try:
-            await self._gate.hand_over(group, encoded, held)
+            await self._gate.hand_over(_stamped(group, held), encoded, held)
         finally:
             if permit is None and held.is_open:
                 self._gate.put_back(held)
@@ -300,6 +301,14 @@ class Producer:
             await self._uplink.goodbye(GOODBYE_S)
         await self._uplink.close()
         self._log.close()
+
+
+def _stamped(group: Group, permit: Permit) -> Group:
+    """Put the policy version that was known when the rollout began, if the group does not tell its own."""
+    if group.stamped:
+        return group
+    version = PolicyVersion(step=permit.step)
+    return replace(group, oldest=version, newest=version, stamped=True)
 
 
 async def _happens(event: asyncio.Event, timeout_s: float | None) -> bool:

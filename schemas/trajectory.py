@@ -233,6 +233,7 @@ class Group:
         started_at, finished_at: Wall-clock seconds of the rollout.
         env: Environment it came from; filled in by the producer.
         task: Id of the task it answers, empty if the environment drew its own.
+        stamped: The policy versions were told. If not, the producer puts those it knew when the rollout began.
     """
 
     group_id: str
@@ -245,6 +246,7 @@ class Group:
     task: str = ""
     sequences: int = field(default=0)
     tokens: int = field(default=0)
+    stamped: bool = True
 
     @classmethod
     def build(
@@ -254,7 +256,7 @@ class Group:
         tokens: Any,
         mask: Any,
         scores: Any,
-        oldest: PolicyVersion = PolicyVersion(),
+        oldest: PolicyVersion | None = None,
         newest: PolicyVersion | None = None,
         started_at: float = 0.0,
         finished_at: float = 0.0,
@@ -268,7 +270,8 @@ class Group:
             tokens: `[n][length]` token ids.
             mask: `[n][length]`, what of it is trained on (bool, 0 and 1, or labels as the environment has them).
             scores: `[n]` rewards.
-            oldest: Policy version of the first sampled token.
+            oldest: Policy version of the first sampled token. None: the newest that the producer knew when the
+                rollout began.
             newest: Policy version of the last one; `oldest` if not given.
             started_at: Wall-clock seconds at which the rollout began.
             finished_at: Wall-clock seconds at which it was scored.
@@ -289,13 +292,14 @@ class Group:
         group = cls(
             group_id,
             built,
-            oldest,
-            newest if newest is not None else oldest,
+            oldest or PolicyVersion(),
+            newest or oldest or PolicyVersion(),
             started_at,
             finished_at,
             task=task,
             sequences=len(built["scores"].values),
             tokens=int(built["tokens"].values.size),
+            stamped=oldest is not None,
         )
         group.check()
         return group

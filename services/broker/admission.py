@@ -3,8 +3,9 @@
 `granted + queued + leased <= high_bytes`, always: a group is accepted only against a grant, and a grant is only made
 from room. Limits that were told never fall, but a grant whose producer is gone or idle is taken back when others need
 the room; should that producer send after all, it gets room on the spot or is refused, and still has the group.
-Windows of all live producers together leave at least half of the mark to the queue; a reserve within the mark serves
-those that drain, and one stalled producer at a time whose next group may be as large as a group can be.
+Windows of all live producers together leave half of the mark to the queue, unless their groups are too large for
+that; a reserve within the mark serves those that drain, and one stalled producer at a time whose next group may be as
+large as a group can be.
 
 The sums of what is granted, in bytes and in rollouts, are kept here too, in one place: `charge`.
 """
@@ -17,6 +18,10 @@ from rolloutmq.schemas.envelope import GroupHeader
 from rolloutmq.services.broker.lanes import Lane, Lanes
 from rolloutmq.services.broker.sessions import Session, Sessions
 
+WINDOW_BYTES: Final = 16 << 20
+"""Window of a producer whose groups are not known to be large: milliseconds of sending, an ack takes less."""
+WINDOW_GROUPS: Final = 4
+"""Window in groups, for those that are."""
 STALL_S: Final = 0.5
 """A producer that may send and delivers nothing for that long may hold a group larger than its window."""
 IDLE_S: Final = 1.0
@@ -73,6 +78,8 @@ class Admission:
         backed = min(max(0, session.promised_bytes - used), max(0, self.room - self.largest))
         session.granted_bytes = used + backed if session.promised_bytes else 0
         self.charge(session)
+        if self.room - self.largest < self.window(session):
+            self._narrow_all()
         self.widen(session, now)
 
     def retire(self, session: Session) -> None:
@@ -126,7 +133,9 @@ class Admission:
     def window(self, session: Session) -> int:
         """Return how many bytes the session should be able to send without waiting."""
         share = (self._config.high_bytes - self.largest) // (2 * max(1, len(self._live)))
-        return min(self.largest, max(share, session.lane.largest_bytes))
+        seen = session.lane.largest_bytes
+        usual = min(share, max(WINDOW_BYTES, WINDOW_GROUPS * seen))
+        return min(self.largest, max(usual, seen))
 
     def widen(self, session: Session, now: float) -> None:
         """Grant up to a whole window, as far as there is room; who gets less waits in line."""
@@ -153,21 +162,33 @@ class Admission:
 
     def pour(self, now: float) -> None:
         """Hand out room: to those that drain, to those that wait in line, then to one that is stalled."""
+        if self._thirsty:
+            self._narrow_all()
+            self._take_back_idle(now)
         for session in sorted(self._thirsty.values(), key=lambda s: not s.draining):
             self.widen(session, now)
-        if self._thirsty:
-            self._take_back_idle(now)
         self._top_up(now)
 
-    def _take_back_idle(self, now: float) -> None:
-        """Take back what idle producers hold while others wait for room."""
+    def _narrow_all(self) -> None:
+        """Take back what exceeds the window that is due to each, now that they are more."""
+        topped = self._topped[0] if self._topped else None
         for session in self._live.values():
+            if session is not topped:
+                self._narrow(session)
+
+    def _take_back_idle(self, now: float) -> None:
+        """Take back what idle producers hold, as far as others need the room; they wait in line instead."""
+        missing = sum(self.window(s) - s.bytes_out for s in self._thirsty.values())
+        missing -= max(0, self.room - self.largest)
+        for session in self._live.values():
+            if missing <= 0:
+                return
             idle = now - session.accepted_at > IDLE_S and now - session.granted_at > IDLE_S
             if idle and session.bytes_out and session.number not in self._thirsty:
+                missing -= session.bytes_out
                 session.granted_bytes = session.window.nbytes
                 self.charge(session)
                 self._thirsty[session.number] = session
-                return
 
     def _top_up(self, now: float) -> None:
         """Let one stalled producer send a group of any size, in turns."""

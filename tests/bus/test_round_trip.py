@@ -217,3 +217,21 @@ async def test_a_saved_spool_is_accepted_once_by_the_same_broker(
 async def _resume(run_dir: Path, spool: Path, log: Path) -> None:
     async with Producer.open(run_dir, env="e", producer="p", group_size=2, save_to=spool, ack_log=log) as p:
         assert p.unacked == 0
+
+
+async def test_a_group_that_tells_no_version_has_the_one_known_when_it_began(run_dir: Path) -> None:
+    def untold(number: int) -> Group:
+        return Group.build(f"g-{number}", tokens=[[1], [2]], mask=[[1], [1]], scores=[0.0, 1.0])
+
+    with running_broker(config(), RunLayout(run_dir)):
+        async with (
+            Producer.open(run_dir, env="e", producer="e-0", group_size=2) as producer,
+            Consumer.open(run_dir, sequences=2) as consumer,
+        ):
+            for number in range(6):
+                while producer.step < number:  # noqa: ASYNC110 - the next ack tells it, there is no event for it
+                    await asyncio.sleep(0.01)
+                await producer.send(untold(number))
+                batch = await consumer.pull(number + 1, consumer.version)
+                assert batch.groups[0].oldest.step == number
+                await batch.ack()

@@ -79,6 +79,15 @@ def test_each_newcomer_gets_a_window_however_many_there_are() -> None:
     assert sum(peer.sync().byte_limit for peer in peers) <= HIGH
 
 
+def test_the_first_ones_do_not_keep_what_is_due_to_the_later_ones() -> None:
+    bench = Bench()
+    peers = [bench.producer(f"p{i}") for i in range(64)]
+    for peer in peers:
+        peer.send(nbytes=1 << 20)
+    assert bench.status().rejected_messages == 0
+    assert bench.pressure().ledger.accepted == 64
+
+
 def test_many_idle_producers_do_not_hold_back_one_with_a_large_group() -> None:
     bench = tight()
     peers = [bench.producer(f"p{i}") for i in range(50)]
@@ -91,6 +100,23 @@ def test_many_idle_producers_do_not_hold_back_one_with_a_large_group() -> None:
             peer.sync()
     large.send(nbytes=2000)
     assert bench.pressure().ledger.accepted == 1
+
+
+def test_room_that_idle_producers_hold_goes_round() -> None:
+    bench = tight()
+    bench.consumer()
+    peers = [bench.producer(f"p{i}") for i in range(8)]
+    for step, peer in enumerate(peers):
+        while peer.position + 1500 > peer.sync().byte_limit:
+            bench.tick(0.1)
+        peer.send(nbytes=1500, step=step)
+        bench.send_beat()
+        bench.train(step, 4)
+    bench.tick(0.2)
+    began = bench.now
+    while any(peer.sync().byte_limit < peer.position + 1500 for peer in peers):
+        bench.tick(0.1)
+        assert bench.now < began + 3.0
 
 
 def test_the_grants_of_the_dead_come_back_and_the_revived_lose_nothing() -> None:

@@ -281,7 +281,7 @@ def test_what_is_saved_comes_back_in_order_and_is_not_taken_in_twice() -> None:
     assert order == [i for i in [*sent, last.group_id] if i not in trained]
     assert set(ids(leased)) <= set(order)
 
-    later = Bench(config(e={}, f={}), epoch=2)
+    later = Bench(config(e={}, f={}))
     later.now = 7.0
     later.core.restore(saved, later.now, WALL + 50.0)
     later.core.validate()

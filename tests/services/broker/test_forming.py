@@ -84,6 +84,20 @@ def test_pulls_shorter_than_the_wait_still_see_it_end() -> None:
     assert bench.batch(0, 10).short
 
 
+def test_the_wait_for_an_exact_fit_begins_anew_when_the_queue_was_empty() -> None:
+    bench = Bench(config(broker={"exact_wait_s": 5.0}, e={}))
+    peer = bench.producer()
+    peer.send(4, sequences=3)
+    bench.consumer()
+    bench.consumer("d", group="other")
+    assert wait_of(bench.pull(0, 10)) is Wait.NO_EXACT_FIT
+    bench.batch(0, 12, consumer="d", group="other")
+    assert wait_of(bench.pull(0, 10)) is Wait.NO_BATCH
+    bench.now += 6.0
+    peer.send(4, sequences=3)
+    assert wait_of(bench.pull(0, 10)) is Wait.NO_EXACT_FIT
+
+
 def test_a_group_that_fits_ends_the_wait_at_once() -> None:
     bench = Bench(config(e={}))
     peer = bench.producer()

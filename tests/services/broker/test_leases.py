@@ -116,8 +116,7 @@ def test_each_fate_has_its_place_in_the_ledger() -> None:
 def test_equal_ids_in_one_batch_are_told_apart_by_count() -> None:
     bench = Bench(config(e={}))
     peer = bench.producer()
-    peer.send(group_id="x", crc=1)
-    peer.send(group_id="x", crc=2)
+    peer.send(2, group_id="x")
     bench.consumer()
     batch = bench.batch(0)
     bench.settle(batch, trained=("x",), filtered=("x",))
@@ -149,6 +148,18 @@ def test_ranks_get_disjoint_parts_of_one_step_and_settle_it_together() -> None:
     assert bench.pressure().ledger.leased == 4
     bench.settle(second, consumer="c1", rank=1)
     assert bench.pressure().ledger.trained == 4
+
+
+def test_a_rank_that_is_done_waits_for_the_others_before_it_pulls_again() -> None:
+    bench = ready(8)
+    one, two = world(bench)
+    first, second = bench.batch(0, 16, **one), bench.batch(0, 16, **two)
+    bench.settle(first, consumer="c0", no_signal=True)
+    again = bench.pull(0, 16, **one)
+    assert isinstance(again, NoBatch)
+    assert again.wait is Wait.LEASED_ELSEWHERE
+    bench.settle(second, consumer="c1", rank=1, no_signal=True)
+    assert not set(ids(bench.batch(0, 16, **one))) & set(ids(first))
 
 
 def test_a_rank_without_groups_still_takes_part() -> None:
@@ -310,6 +321,27 @@ def test_a_late_rank_joins_a_resume_and_does_not_repeat_it() -> None:
     bench.consumer("c0", world_size=2, resume=zero)
     assert bench.refused(settle_of(first, consumer="c0")) is ErrorCode.LEASE_LOST
     assert ids(bench.batch(0, consumer="c0", world_size=2)) == ids(first)
+
+
+def test_after_a_settlement_the_same_resume_is_a_new_one() -> None:
+    bench = ready(4)
+    zero = PolicyVersion(0, 0)
+    bench.consumer(resume=zero)
+    trained = bench.train(0)
+    bench.consumer("successor", resume=zero)
+    assert list(ids(bench.batch(0, consumer="successor"))) == trained
+
+
+def test_a_batch_without_a_step_comes_again_if_the_checkpoint_may_be_older() -> None:
+    bench = ready(8)
+    before = bench.batch(0)
+    bench.settle(before, no_signal=True, version=PolicyVersion(0, 0))
+    bench.train(0)
+    after = bench.batch(1)
+    bench.settle(after, no_signal=True, version=PolicyVersion(0, 1))
+    bench.consumer(resume=PolicyVersion(0, 1))
+    assert bench.pressure().ledger.committed == 2
+    assert ids(bench.batch(1)) == ids(after)
 
 
 def test_a_rewound_batch_whose_lease_is_lost_comes_first_again() -> None:

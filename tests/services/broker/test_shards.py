@@ -20,3 +20,8 @@ def test_shards_are_disjoint_complete_ordered_and_balanced(lengths: list[int], w
 def test_equal_groups_are_dealt_evenly() -> None:
     shards = shard([stored(order) for order in range(16)], 4)
     assert [len(part) for part in shards] == [4, 4, 4, 4]
+
+
+def test_one_long_group_weighs_as_much_as_many_short_ones() -> None:
+    groups = [stored(order, tokens=tokens) for order, tokens in enumerate([2, 6, 2, 2], 1)]
+    assert [[g.order for g in part] for part in shard(groups, 2)] == [[2], [1, 3, 4]]

@@ -1,0 +1,72 @@
+"""A group to bytes and back, against the JSON that HTTP servers of this kind speak; one process, no sockets."""
+
+import gzip
+import json
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from benchmarks.row import Row, compare
+from rolloutmq.bus.codec import decode_group, encode_group
+from rolloutmq.schemas.envelope import GROUP_LIMIT_BYTES, GroupHeader
+from rolloutmq.schemas.trajectory import Group
+
+SEQUENCES, TOKENS = 8, 2048
+LASTS_S = 0.5
+"""How long each side repeats its work in one round."""
+
+
+def rows() -> Iterator[Row]:
+    """Groups a second through encode and decode, from arrays and from Python lists."""
+    arrays = {
+        "tokens": np.arange(SEQUENCES * TOKENS, dtype=np.int32).reshape(SEQUENCES, TOKENS) % 32000,
+        "mask": np.ones((SEQUENCES, TOKENS), bool),
+        "scores": np.linspace(0.0, 1.0, SEQUENCES),
+        "inference_logprobs": np.linspace(-9.0, 0.0, SEQUENCES * TOKENS).reshape(SEQUENCES, TOKENS),
+    }
+    lists = {name: values.tolist() for name, values in arrays.items()}
+    payload = f"{SEQUENCES} x {TOKENS} tokens"
+    for source, columns in (("arrays", arrays), ("lists", lists)):
+        yield compare(
+            f"wire round trip from {source}, groups/s",
+            payload,
+            lambda columns=columns: _rate(lambda: _ours(columns)),
+            lambda: _rate(lambda: _json(lists)),
+            "JSON and gzip",
+        )
+
+
+def _ours(columns: dict[str, object]) -> None:
+    group = Group.build("g", **columns)
+    encoded = encode_group(group, GROUP_LIMIT_BYTES)
+    header = GroupHeader(
+        seq=1,
+        position=encoded.nbytes,
+        group_id="g",
+        table=encoded.table.id,
+        frames=len(encoded.frames),
+        nbytes=encoded.nbytes,
+        crc=encoded.crc,
+        sequences=group.sequences,
+        tokens=group.tokens,
+        oldest=group.oldest,
+        newest=group.newest,
+        started_at=0.0,
+        finished_at=0.0,
+        rewards=group.rewards(),
+    )
+    decode_group(header, encoded.table, encoded.frames)
+
+
+def _json(lists: dict[str, object]) -> None:
+    json.loads(gzip.decompress(gzip.compress(json.dumps(lists).encode(), 9)))
+
+
+def _rate(work: Callable[[], None]) -> float:
+    work()
+    count, started = 0, time.perf_counter()
+    while (spent := time.perf_counter() - started) < LASTS_S:
+        work()
+        count += 1
+    return count / spent
