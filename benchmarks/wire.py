@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from benchmarks.row import Row, compare
-from rolloutmq.bus.codec import decode_group, encode_group
-from rolloutmq.schemas.envelope import GROUP_LIMIT_BYTES, GroupHeader
+from rolloutmq.bus.codec import decode_group, encode_group, header_of
+from rolloutmq.schemas.envelope import GROUP_LIMIT_BYTES
 from rolloutmq.schemas.trajectory import Group
 
 SEQUENCES, TOKENS = 8, 2048
@@ -40,22 +40,7 @@ def rows() -> Iterator[Row]:
 def _ours(columns: dict[str, object]) -> None:
     group = Group.build("g", **columns)
     encoded = encode_group(group, GROUP_LIMIT_BYTES)
-    header = GroupHeader(
-        seq=1,
-        position=encoded.nbytes,
-        group_id="g",
-        table=encoded.table.id,
-        frames=len(encoded.frames),
-        nbytes=encoded.nbytes,
-        crc=encoded.crc,
-        sequences=group.sequences,
-        tokens=group.tokens,
-        oldest=group.oldest,
-        newest=group.newest,
-        started_at=0.0,
-        finished_at=0.0,
-        rewards=group.rewards(),
-    )
+    header = header_of(group, encoded, seq=1, position=encoded.nbytes)
     decode_group(header, encoded.table, encoded.frames)
 
 

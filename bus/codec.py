@@ -95,6 +95,27 @@ def encode_group(group: Group, limit: int) -> EncodedGroup:
     return EncodedGroup(table, tuple(f.data for f in frames), nbytes, checksum(frames))
 
 
+def header_of(group: Group, encoded: EncodedGroup, *, seq: int, position: int) -> GroupHeader:
+    """Describe an encoded group as number `seq` of its session, ending at `position`."""
+    return GroupHeader(
+        seq=seq,
+        position=position,
+        group_id=group.group_id,
+        table=encoded.table.id,
+        frames=len(encoded.frames),
+        nbytes=encoded.nbytes,
+        crc=encoded.crc,
+        sequences=group.sequences,
+        tokens=group.tokens,
+        oldest=group.oldest,
+        newest=group.newest,
+        started_at=group.started_at,
+        finished_at=group.finished_at,
+        rewards=group.rewards(),
+        task=group.task,
+    )
+
+
 def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffer], env: str = "") -> Group:
     """Make a group of views into `frames`, which stay alive as long as the group does.
 

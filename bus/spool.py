@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rolloutmq.bus.codec import EncodedGroup
+from rolloutmq.bus.codec import EncodedGroup, header_of
 from rolloutmq.schemas.delivery import GAP_WINDOW, Ack
 from rolloutmq.schemas.envelope import ColumnTable, GroupHeader
 from rolloutmq.schemas.trajectory import Group
@@ -74,23 +74,7 @@ class Spool:
         """Take in a group and number it. The caller has asked `fits`."""
         self.last += 1
         self.position += encoded.nbytes
-        header = GroupHeader(
-            seq=self.last,
-            position=self.position,
-            group_id=group.group_id,
-            table=encoded.table.id,
-            frames=len(encoded.frames),
-            nbytes=encoded.nbytes,
-            crc=encoded.crc,
-            sequences=group.sequences,
-            tokens=group.tokens,
-            oldest=group.oldest,
-            newest=group.newest,
-            started_at=group.started_at,
-            finished_at=group.finished_at,
-            rewards=group.rewards(),
-            task=group.task,
-        )
+        header = header_of(group, encoded, seq=self.last, position=self.position)
         entry = Entry(header, encoded.table, encoded.frames)
         self._entries[self.last] = entry
         self._unsent.append(self.last)

@@ -122,23 +122,7 @@ def groups(draw: st.DrawFn) -> Group:
 
 
 def header_of(group: Group, body: codec.EncodedGroup) -> GroupHeader:
-    return GroupHeader(
-        seq=1,
-        position=body.nbytes,
-        group_id=group.group_id,
-        table=body.table.id,
-        frames=len(body.frames),
-        nbytes=body.nbytes,
-        crc=body.crc,
-        sequences=group.sequences,
-        tokens=group.tokens,
-        oldest=group.oldest,
-        newest=group.newest,
-        started_at=group.started_at,
-        finished_at=group.finished_at,
-        rewards=group.rewards(),
-        task=group.task,
-    )
+    return codec.header_of(group, body, seq=1, position=body.nbytes)
 
 
 def sent(group: Group) -> tuple[GroupHeader, ColumnTable, list[bytes]]:

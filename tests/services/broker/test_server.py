@@ -38,7 +38,6 @@ from rolloutmq.schemas.delivery import (
 from rolloutmq.schemas.envelope import (
     PROTOCOL_VERSION,
     Envelope,
-    GroupHeader,
     PolicyVersion,
     Split,
 )
@@ -90,22 +89,7 @@ class Peer:
         declared = DeclareTables(producer="p", session=self.session, tables=(encoded.table,))
         self.client.request(declared)
         self.position += encoded.nbytes
-        header = GroupHeader(
-            seq=seq,
-            position=self.position,
-            group_id=group.group_id,
-            table=encoded.table.id,
-            frames=len(encoded.frames),
-            nbytes=encoded.nbytes,
-            crc=encoded.crc,
-            sequences=group.sequences,
-            tokens=group.tokens,
-            oldest=group.oldest,
-            newest=group.newest,
-            started_at=group.started_at,
-            finished_at=group.finished_at,
-            rewards=group.rewards(),
-        )
+        header = codec.header_of(group, encoded, seq=seq, position=self.position)
         envelope = Envelope(PROTOCOL_VERSION, "p", self.session, "default", "sort3", Split.TRAIN, (header,))
         self.push.send_multipart([codec.encode_envelope(envelope), *encoded.frames])
 

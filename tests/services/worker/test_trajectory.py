@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolloutmq.bus.codec import decode_group, encode_group
-from rolloutmq.schemas.envelope import Dtype, GroupHeader, PolicyVersion, RewardSummary
+from rolloutmq.bus.codec import decode_group, encode_group, header_of
+from rolloutmq.schemas.envelope import Dtype, PolicyVersion
 from rolloutmq.schemas.errors import InvalidGroupError
 from rolloutmq.services.worker.policy import Completion
 from rolloutmq.services.worker.trajectory import Trajectory, group_of
@@ -90,22 +90,7 @@ def test_a_group_survives_the_wire() -> None:
         ],
     )
     encoded = encode_group(group, 1 << 20)
-    header = GroupHeader(
-        seq=1,
-        position=encoded.nbytes,
-        group_id=group.group_id,
-        table=encoded.table.id,
-        frames=len(encoded.frames),
-        nbytes=encoded.nbytes,
-        crc=encoded.crc,
-        sequences=1,
-        tokens=2,
-        oldest=group.oldest,
-        newest=group.newest,
-        started_at=0.0,
-        finished_at=0.0,
-        rewards=RewardSummary(),
-    )
+    header = header_of(group, encoded, seq=1, position=encoded.nbytes)
     back = decode_group(header, encoded.table, encoded.frames)
     assert back["tokens"][0].tolist() == [1, 2]
     assert back["inference_logprobs"][0].tolist() == [0.0, -1.5]
