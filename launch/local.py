@@ -126,7 +126,7 @@ class Launcher:
         finally:
             asked.cancel()
             over.cancel()
-        return _verdict(self._supervisor.views()) or Ending(EXIT_INTERRUPTED, stop.reason or "asked")
+        return _verdict(self._supervisor.views()) or Ending(EXIT_INTERRUPTED, f"interrupted by {stop.reason}")
 
     async def _stop(self, reason: str) -> None:
         limits = self._config.orchestrator

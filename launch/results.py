@@ -30,7 +30,7 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | 
     summary = {**summary, "ended": reason, "seed": config.run.seed}
     layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
     picture = _picture(config, layout, summary)
-    sys.stdout.write("\n".join(_lines(layout, summary, picture)) + "\n")
+    sys.stdout.write("\n".join(_lines(layout, summary, picture, config.trainer.steps)) + "\n")
 
 
 def _saved_ids(path: Path) -> list[str]:
@@ -46,7 +46,7 @@ def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> P
     return layout.report
 
 
-def _lines(layout: RunLayout, summary: dict[str, Any], picture: Path | None) -> Iterator[str]:
+def _lines(layout: RunLayout, summary: dict[str, Any], picture: Path | None, total: int) -> Iterator[str]:
     yield f"ended      {summary['ended']}, after {summary['wall_s']:.1f} s"
     if summary["reward_first"] is not None:
         yield f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps"
@@ -61,3 +61,5 @@ def _lines(layout: RunLayout, summary: dict[str, Any], picture: Path | None) -> 
     yield f"summary    {layout.summary}"
     if picture is not None:
         yield f"picture    {picture}"
+    if summary["steps"] < total:
+        yield f"go on with `rolloutmq up CONFIG --run-dir {layout.root} --resume`"

@@ -5,6 +5,9 @@ Every scenario is `rolloutmq up` in a process of its own, with real workers, a r
 
 import json
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,3 +129,36 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
     code, _ = run(tmp_path / "run", fault=start_another)
     assert code == 130
     assert "is in use by process" in refused[0]
+
+
+def test_a_detached_run_is_looked_at_steered_and_ended(tmp_path: Path) -> None:
+    def rolloutmq(*arguments: str) -> str:
+        command = [sys.executable, "-m", "rolloutmq.launch.cli", *arguments]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert told.returncode == 0, told.stdout + told.stderr
+        return told.stdout
+
+    def ready() -> set[str]:
+        workers = json.loads(rolloutmq("status", str(run_dir), "--json"))["pressure"]["workers"]
+        return {worker["worker"] for worker in workers if worker["state"] == "ready"}
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + ENDED_WITHIN_S
+        while not condition():
+            assert time.monotonic() < deadline
+
+    run_dir = tmp_path / "run"
+    rolloutmq("up", str(scenario.QUICKSTART), "--detach", "--run-dir", str(run_dir))
+    try:
+        until(lambda: len(ready()) == 2)
+        rolloutmq("scale", "sort3", "3", "--run-dir", str(run_dir))
+        until(lambda: len(ready()) == 3)
+        drained = min(ready())
+        rolloutmq("drain", drained, "--run-dir", str(run_dir))
+        until(lambda: drained not in ready() and len(ready()) == 3)
+        assert "draining" in rolloutmq("logs", drained, "--run-dir", str(run_dir))
+    finally:
+        rolloutmq("down", str(run_dir))
+    summary = json.loads(RunLayout(run_dir).summary.read_bytes())
+    assert summary["groups_lost"] == summary["groups_trained_twice"] == 0
+    assert summary["workers_max"] >= 3
