@@ -98,14 +98,20 @@ class Metrics:
         """Seconds from the first line to the last."""
         return self.last_t - self.first_t
 
-    def ready_counts(self, until: float | None = None) -> Sequence[int]:
-        """Return how many workers were ready, from the first time that one was, up to `until`."""
+    def ready_counts(self, wanted: int = 1, until: float | None = None) -> Sequence[int]:
+        """Return how many workers were ready, from the first time that so many were, up to `until`.
+
+        If there never were so many, from the first time that any was.
+        """
         end = len(self.pressures)
         if until is not None:
             end = bisect_right(self.pressures, until, key=lambda point: point.t)
         counts = [point.ready for point in self.pressures[:end]]
-        start = next((index for index, count in enumerate(counts) if count), len(counts))
-        return counts[start:]
+        for enough in (max(1, wanted), 1):
+            start = next((index for index, count in enumerate(counts) if count >= enough), None)
+            if start is not None:
+                return counts[start:]
+        return []
 
 
 @dataclass(slots=True)

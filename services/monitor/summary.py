@@ -190,7 +190,8 @@ def summarise(
         - staleness_max: largest number of steps between the policy that sampled a group and the one that learned
           from it, over the batches that count.
         - staleness_bound: the largest `max_staleness` of the environments.
-        - workers_min, workers_max: fewest and most workers ready at once, from the first one ready to the last step.
+        - workers_min, workers_max: fewest and most workers ready at once, from the first time that `min_workers`
+          were to the last step.
         - steps_per_s: steps over the time from the first to the last of them.
         - tokens: tokens of the published steps; less than all of them where an event was dropped.
     """
@@ -200,7 +201,8 @@ def summarise(
     saved = saved_ids(layout.saved) if layout.saved.exists() else ()
     accounts = settle_accounts(acks.ids, log, dropped, saved)
     seen = read_metrics(layout.metrics)
-    ready = seen.ready_counts(until=log.batches[-1].at if log.batches else None)
+    fewest = sum(env.min_workers for env in config.environment.values())
+    ready = seen.ready_counts(fewest, until=log.batches[-1].at if log.batches else None)
     return {
         **_progress(log, seen, wall_s),
         **_groups(accounts, log),

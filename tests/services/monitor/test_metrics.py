@@ -6,7 +6,14 @@ from typing import Any
 import msgspec
 
 from rolloutmq.schemas.control import WorkerState
-from rolloutmq.services.monitor.metrics import MarkKind, WorkerLine, WorkerWatch, read_metrics
+from rolloutmq.services.monitor.metrics import (
+    MarkKind,
+    Metrics,
+    PressurePoint,
+    WorkerLine,
+    WorkerWatch,
+    read_metrics,
+)
 
 
 def line(name: str, state: WorkerState = WorkerState.READY, pid: int = 1, **fields: Any) -> WorkerLine:
@@ -79,3 +86,14 @@ def test_record_is_read_into_series(tmp_path: Path) -> None:
     assert metrics.steps[0].reward == 0.25
     assert [mark.kind for mark in metrics.marks] == [MarkKind.DRAINED]
     assert metrics.span_s == 4.0
+
+
+def test_workers_count_from_when_as_many_were_ready_as_were_wanted() -> None:
+    def ready(t: float, count: int) -> PressurePoint:
+        return PressurePoint(t, 0.0, count, 0)
+
+    metrics = Metrics([ready(t, count) for t, count in enumerate((0, 1, 2, 1, 3))])
+    assert metrics.ready_counts(2) == [2, 1, 3]
+    assert metrics.ready_counts(2, until=3.0) == [2, 1]
+    assert metrics.ready_counts(9) == [1, 2, 1, 3]
+    assert Metrics().ready_counts(2) == []
