@@ -191,12 +191,6 @@ class Lanes:
         for group in groups:
             lane.leased.add(group)
 
-    def unlease(self, group: StoredGroup) -> Lane:
-        """Count a leased group out; it goes back to a queue by `Lane.put_back`, or `let_go` ends it."""
-        lane = self.of(group)
-        lane.leased.add(group, -1)
-        return lane
-
     def put_back(self, groups: Iterable[StoredGroup]) -> None:
         """Return groups that were taken to their old places in their queues."""
         back: dict[Lane, list[StoredGroup]] = {}

@@ -37,13 +37,3 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
                     raise DamagedFileError(str(path), number, str(error)) from None
                 return
             yield record
-
-
-def read_raw(path: Path) -> Iterator[bytes]:
-    """Yield the finished lines of a file undecoded, without their newlines."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line[:-1]

@@ -29,7 +29,7 @@ from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.services.orchestrator.ear import Ear
 from rolloutmq.services.orchestrator.identity import inherited_token
 from rolloutmq.services.orchestrator.keeper import Supervisor
-from rolloutmq.services.orchestrator.pressure import PressureRule, PressureSample, sample_of
+from rolloutmq.services.orchestrator.pressure import PressureRule, PressureSample, Rule, RuleState, sample_of
 from rolloutmq.services.orchestrator.processes import end_strays
 from rolloutmq.services.orchestrator.roster import Roster, env_of
 from rolloutmq.services.orchestrator.supervisor import Backoff, Phase, drain_ladder, term_ladder
@@ -192,7 +192,7 @@ class _Scale:
         self.env = name
         self.group_size = env.group_size
         self.roster = Roster(name, taken)
-        self._rule = PressureRule.of(env, limits)
+        self._rule: Rule[RuleState] = PressureRule.of(env, limits)
         self._state = self._rule.initial(alive_now)
         self._said: int | None = None
         self._said_at = float("-inf")
