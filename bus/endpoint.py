@@ -88,7 +88,7 @@ def bindings(config: BrokerConfig, layout: RunLayout) -> Iterator[dict[str, str]
         ConfigError: The address could be reached from other machines, and that was not allowed.
     """
     if config.transport == "tcp":
-        host = _host(config)
+        host = bind_host(config)
         yield dict.fromkeys(SOCKETS, f"tcp://{host}:*")
         return
     directory, borrowed = _ipc_directory(layout)
@@ -202,13 +202,14 @@ def _ipc_directory(layout: RunLayout) -> tuple[Path, bool]:
     return private_directory(Path(tempfile.gettempdir()) / f"rolloutmq-{digest}"), True
 
 
-def _host(config: BrokerConfig) -> str:
+def bind_host(config: BrokerConfig) -> str:
+    """Return the host to bind for tcp, as it stands in an address; ConfigError if that was not allowed."""
     host = config.host
     if not config.insecure and not _is_loopback(host):
         raise ConfigError(
             "broker.host",
             f"{host} can be reached from other machines, and plain TCP neither hides nor checks anything; "
-            "use 127.0.0.1, or allow it with --insecure (broker.insecure = true)",
+            "use 127.0.0.1, or allow it with broker.insecure = true",
         )
     return f"[{host}]" if ":" in host else host
 

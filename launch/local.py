@@ -2,13 +2,16 @@
 
 The launcher decides little. It keeps the services that the plan names (see `Supervisor`), and the run is over when the
 trainer has ended its work, when somebody asks, or when a process is given up. Then everything ends in the plan's order,
-what the dead left in shared memory is swept, and the summary is made from the logs alone.
+what the dead left behind is removed, and the summary is made from the logs alone.
+
+    first signal    everything ends in order
+    second signal   everything is killed, and what is left is put away and told all the same
+    SIGHUP          like the others, unless the run was started under nohup
 """
 
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 import sys
@@ -21,18 +24,17 @@ from typing import Final
 import uvloop
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.bus.segments import sweep
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight import check
 from rolloutmq.launch.results import conclude
-from rolloutmq.launch.rundir import claimed
+from rolloutmq.launch.rundir import claimed, clear
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import Role
 from rolloutmq.services.monitor.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.orchestrator.keeper import Supervisor
 from rolloutmq.services.orchestrator.processes import end_marked
-from rolloutmq.services.orchestrator.supervisor import OVER, Backoff, Phase, View, term_ladder
+from rolloutmq.services.orchestrator.supervisor import KILL_LADDER, OVER, Backoff, Phase, View, term_ladder
 from rolloutmq.services.runner import Stop
 
 EXIT_DONE: Final = 0
@@ -40,6 +42,8 @@ EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
 SERVICE_GRACE_S: Final = 20.0
 """Time that a service gets after SIGTERM: a step, a checkpoint, or the saving of the queue."""
+SAVE_GRACE_S: Final = 2.0
+"""Time that the broker gets to save its queue when everything else is killed."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,9 @@ def up(config: RunConfig, options: UpOptions) -> int:
     with claimed(config.run.dir, token, resume=options.resume) as layout:
         _log_to(layout.log("up"))
         write_json(layout.config, config)
-        started = time.monotonic()
-        view = make_view(config, plain=options.plain)
+        launcher = Launcher(config, layout, token, make_view(config, plain=options.plain))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            ending = runner.run(Launcher(config, layout, token, view).run())
-        sweep(layout.weights)
-        conclude(config, layout, ending.reason, time.monotonic() - started)
-    return ending.code
+            return runner.run(launcher.run()).code
 
 
 class Launcher:
@@ -100,12 +100,23 @@ class Launcher:
             seed=config.run.seed,
         )
         self._roles: dict[str, Role] = {}
+        self._killed = False
+        self._began = time.monotonic()
 
     async def run(self) -> Ending:
-        """Start, watch and end the run; the second signal kills everything at once."""
+        """Start, watch and end the run, and say what became of it; the second signal kills everything at once."""
         stop = Stop()
+        with _signals(stop, self._kill):
+            ending = await self._live(stop)
+            # These hold the loop: a signal that comes now must not tear the summary.
+            clear(self._config, self._layout)
+            conclude(self._config, self._layout, ending.reason, time.monotonic() - self._began)
+        return ending
+
+    async def _live(self, stop: Stop) -> Ending:
+        """Start and watch the processes until they have ended."""
         shown = asyncio.Event()
-        with _signals(stop, self._kill), self._view:
+        with self._view:
             async with self._supervisor, asyncio.TaskGroup() as tasks:
                 tasks.create_task(watch(self._layout, self._view, shown), name="view")
                 for spec in plan(self._config, self._layout, sys.executable):
@@ -115,7 +126,7 @@ class Launcher:
                 await self._stop(ending.reason)
                 shown.set()
         end_marked(f"{self._token}/")
-        return ending
+        return Ending(EXIT_INTERRUPTED, "killed by a second signal") if self._killed else ending
 
     async def _ended(self, stop: Stop) -> Ending:
         """Wait for the first reason to end the run."""
@@ -137,9 +148,11 @@ class Launcher:
             await self._supervisor.stop(names, term_ladder(grace_s), reason)
 
     def _kill(self) -> None:
-        self._supervisor.kill()
-        end_marked(f"{self._token}/")
-        os._exit(EXIT_INTERRUPTED)
+        """Kill everything now; `run` sees it end and goes on from there. The broker may save its queue first."""
+        self._killed = True
+        for name, view in self._supervisor.views().items():
+            ladder = term_ladder(SAVE_GRACE_S) if view.role is Role.BROKER else KILL_LADDER
+            self._supervisor.retire(name, ladder, "killed by a second signal")
 
 
 def _verdict(views: Mapping[str, View]) -> Ending | None:
@@ -158,10 +171,12 @@ def _verdict(views: Mapping[str, View]) -> Ending | None:
 @contextlib.contextmanager
 def _signals(stop: Stop, kill: Callable[[], None]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
 
     def asked(number: signal.Signals) -> None:
-        if stop.event.is_set():
+        if stop.reason is not None:
             kill()
         stop.request(number.name)
 

@@ -5,13 +5,15 @@ The user's own code is not run here: an environment's class is loaded by its wor
 
 import errno
 import importlib.util
+import math
 import socket
 from typing import Final
 
 import psutil
 
+from rolloutmq.bus.endpoint import bind_host
 from rolloutmq.schemas.config import InferenceConfig, RunConfig
-from rolloutmq.schemas.errors import AddressInUseError, MissingError
+from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError
 from rolloutmq.services.worker.entry import check_entry
 
 TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
@@ -21,17 +23,31 @@ def check(config: RunConfig) -> None:
     """Raise the first thing that would make the run fail.
 
     Raises:
-        ConfigError: The entry of an environment names nothing.
+        ConfigError: The entry of an environment names nothing, an address cannot be bound, or no batch comes out even.
         MissingError: A package that the run needs is not installed.
         AddressInUseError: Somebody listens where the inference server is to.
     """
     for name, environment in config.environment.items():
         check_entry(name, environment, config.base_dir)
+    _check_batch(config)
+    if config.broker.transport == "tcp":
+        bind_host(config.broker)
     if config.trainer.enabled or config.inference.kind == "tiny":
         for package in TRAINER_NEEDS:
             if importlib.util.find_spec(package) is None:
                 raise MissingError(f"the package {package}", "pip install 'rolloutmq[trainer]'")
     _check_port(config.inference)
+
+
+def _check_batch(config: RunConfig) -> None:
+    """Refuse a batch that groups of the announced sizes never make: each step would wait for it, and be short."""
+    sizes = {env.group_size for env in config.environment.values() if env.split == "train"}
+    batch = config.trainer.batch_sequences
+    if config.trainer.enabled and sizes and batch % math.gcd(*sizes):
+        told = " or ".join(map(str, sorted(sizes)))
+        raise ConfigError(
+            "trainer.batch_sequences", f"{batch} sequences are not made of whole groups of {told}"
+        )
 
 
 def _check_port(inference: InferenceConfig) -> None:
@@ -44,7 +60,9 @@ def _check_port(inference: InferenceConfig) -> None:
             probe.bind((inference.host, inference.port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise MissingError(f"the address {inference.host}", str(error.strerror)) from None
+                raise ConfigError(
+                    "inference.host", f"cannot bind {inference.host}:{inference.port}: {error.strerror}"
+                ) from None
             address = f"{inference.host}:{inference.port} (inference.port)"
             raise AddressInUseError(address, _listener(inference.port)) from None
 

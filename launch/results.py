@@ -34,7 +34,9 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | 
 
 
 def _saved_ids(path: Path) -> list[str]:
-    return [group.header.group_id for group in load(path, 0.0, 0.0).groups]
+    found = load(path, 0.0, 0.0)
+    kept = [group for _, batch in found.kept for group, _ in batch.members()]
+    return [group.header.group_id for group in (*kept, *found.groups)]
 
 
 def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> Path | None:

@@ -8,12 +8,15 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.endpoint import bindings, claim
 from rolloutmq.bus.rundir import read_json, write_json
-from rolloutmq.schemas.errors import MissingError, RunDirInUseError
+from rolloutmq.bus.segments import sweep
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.orchestrator.identity import alive, identify
@@ -51,10 +54,19 @@ def claimed(root: Path, token: str, *, resume: bool) -> Iterator[RunLayout]:
             lock = _lock(layout.root)
         layout.logs.mkdir(exist_ok=True)
         write_json(layout.owner, identify("up", Role.LAUNCHER, os.getpid(), token))
-        yield layout
-        layout.owner.unlink(missing_ok=True)
+        try:
+            yield layout
+        finally:
+            layout.owner.unlink(missing_ok=True)
     finally:
         os.close(lock)
+
+
+def clear(config: RunConfig, layout: RunLayout) -> None:
+    """Remove what killed processes of a run left: shared memory, sockets, addresses. None of them may live any more."""
+    sweep(layout.weights)
+    with suppress(RolloutMQError), claim(layout), bindings(config.broker, layout):
+        layout.endpoints.unlink(missing_ok=True)
 
 
 def recorded(layout: RunLayout) -> list[ProcessIdentity]:

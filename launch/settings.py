@@ -102,8 +102,9 @@ def _explained(error: ErrorDetails) -> ConfigError:
     if error["type"] == "extra_forbidden":
         return ConfigError(path, _unknown(location))
     if error["type"] == "value_error":
-        named, colon, rest = problem.partition(": ")
-        return ConfigError(named, rest) if colon and not location else ConfigError(path, problem)
+        # Validators of a section begin their text with the field, those of the whole with its dotted path.
+        named, _, rest = problem.partition(" " if location else ": ")
+        return ConfigError(".".join([*location, named]), rest)
     if error["type"] == "missing":
         return ConfigError(path, "is required")
     problem = problem[0].lower() + problem[1:]

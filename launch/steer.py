@@ -13,12 +13,12 @@ from typing import Final
 from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.endpoint import resolve_blocking
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.bus.segments import sweep
 from rolloutmq.launch.results import conclude
-from rolloutmq.launch.rundir import STRAY_GRACE_S, owner, recorded
+from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, owner, recorded
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import Drain, SetWorkers
 from rolloutmq.schemas.delivery import Request
+from rolloutmq.schemas.errors import ConfigError, RunDirInUseError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.orchestrator.processes import end_strays, last_line
 
@@ -34,8 +34,10 @@ def down(run_dir: Path) -> int:
     layout = RunLayout(run_dir.resolve())
     launcher = owner(layout)
     if launcher is None:
+        config, _ = load_run(layout.root)
         ended = end_strays(recorded(layout), STRAY_GRACE_S)
-        sweep(layout.weights)
+        clear(config, layout)
+        layout.owner.unlink(missing_ok=True)
         _say(f"no launcher lives; {ended} processes ended")
         return 0
     pidfd = os.pidfd_open(launcher.pid)
@@ -56,8 +58,13 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
     Args:
         config: Resolved from the same arguments.
         arguments: Of this command line, `--detach` among them.
+
+    Raises:
+        RunDirInUseError: A living launcher owns the directory. Its output is left as it is.
     """
     root = config.run.dir
+    if (living := owner(RunLayout(root))) is not None:
+        raise RunDirInUseError(str(root), f"process {living.pid} (rolloutmq up)")
     root.parent.mkdir(parents=True, exist_ok=True)
     output = root.with_name(f"{root.name}.out")
     rest = [argument for argument in arguments if argument != "--detach"]
@@ -91,6 +98,9 @@ def drain(run_dir: Path, worker: str) -> int:
 
 def scale(run_dir: Path, env: str, count: int | None) -> int:
     """Ask for a number of workers of an environment; None gives the orchestrator its judgement back."""
+    config, _ = load_run(run_dir)
+    if env not in config.environment:
+        raise ConfigError(env, f"is no environment of this run; there are: {', '.join(config.environment)}")
     _ask(run_dir, SetWorkers(env=env, count=count))
     _say(f"{env}: {'as the pressure asks' if count is None else f'{count} workers asked for'}")
     return 0

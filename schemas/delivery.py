@@ -39,6 +39,10 @@ GAP_WINDOW = 1024
 """Sequence numbers above the cumulative one that a broker remembers; beyond it a group is refused."""
 
 
+RANKS_LIMIT = 4096
+"""Most data-parallel ranks of one trainer; sharding a step takes time for each of them."""
+
+
 class Wait(StrEnum):
     """Why somebody waits. Producers wait for credit, trainers for a batch."""
 
@@ -172,7 +176,7 @@ class RegisterConsumer(Message, tag="register_consumer", frozen=True, kw_only=Tr
     consumer: Name
     group: Name = "trainer"
     rank: Count = 0
-    world_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    world_size: Annotated[int, Meta(ge=1, le=RANKS_LIMIT)] = 1
     info: RunInfo = RunInfo()
     resume: PolicyVersion | None = None
 
@@ -201,7 +205,7 @@ class Pull(Message, tag="pull", frozen=True, kw_only=True):
     group: Name = "trainer"
     run: Name = "default"
     rank: Count = 0
-    world_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    world_size: Annotated[int, Meta(ge=1, le=RANKS_LIMIT)] = 1
     step: Count
     version: PolicyVersion
     sequences: Annotated[int, Meta(ge=1, le=1 << 24)]

@@ -26,6 +26,16 @@ def test_the_package_holds_nothing_else() -> None:
     assert found == {"__init__.py", "py.typed", *FLOORS}
 
 
+def test_every_promised_target_can_be_made() -> None:
+    for target in ("quickstart", "test", "check", "bench", "accept", "clean"):
+        told = subprocess.run(
+            ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert told.stdout
+    check, test = (ROOT / ".ci" / "run").read_text().splitlines()[-2:]
+    assert (check, test) == ("make check", "make test")
+
+
 def test_public_names_are_there_and_lazy() -> None:
     for name in rolloutmq.__all__:
         assert getattr(rolloutmq, name) is not None

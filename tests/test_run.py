@@ -22,6 +22,12 @@ from rolloutmq.services.orchestrator.identity import alive, find_marked
 pytestmark = pytest.mark.slow
 
 ENDED_WITHIN_S = 100.0
+PROMISED = {
+    *("reward_first", "reward_last", "steps", "wall_s", "groups_accepted", "groups_trained"),
+    *("groups_filtered", "groups_expired", "groups_dead", "groups_in_flight", "groups_lost"),
+    *("groups_trained_twice", "staleness_max", "staleness_bound", "workers_min", "workers_max"),
+}
+"""What everybody may rely on in `summary.json`."""
 Summary = dict[str, Any]
 
 
@@ -49,6 +55,7 @@ def run(
 def test_it_learns_and_ends_by_itself(tmp_path: Path) -> None:
     code, summary = run(tmp_path / "run", "trainer.steps=250")
     assert code == 0
+    assert summary.keys() >= PROMISED
     assert summary["steps"] == 250
     assert summary["reward_first"] < 0.4
     assert summary["reward_last"] > 0.85

@@ -56,7 +56,7 @@ from rolloutmq.trainer.model import (
     write_identity,
 )
 from rolloutmq.trainer.optimizer import PolicyOptimizer, entropy_weight, learning_rate
-from rolloutmq.trainer.process import Stop, StoppedError, stop_on_signals
+from rolloutmq.trainer.process import INTERRUPTED, Stop, StoppedError, stop_on_signals
 from rolloutmq.trainer.uplink import PulledBatch, Uplink, connect
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
@@ -73,7 +73,8 @@ Connect = Callable[[Path, RunInfo, PolicyVersion, float], AbstractContextManager
 def main(run_dir: Path) -> int:
     """Train the run in `run_dir` to its last step, from its newest checkpoint if it has one; return the exit code.
 
-    Blocks; for the main thread of a process.
+    0 says that the last step is taken, INTERRUPTED that a signal came before it. Blocks; for the main thread of a
+    process.
     """
     set_up_logging()
     try:
@@ -82,10 +83,10 @@ def main(run_dir: Path) -> int:
             torch.set_num_threads(config.trainer.threads)
             # Activations that have died out become subnormal numbers, on which a CPU is thirty times slower.
             torch.set_flush_denormal(True)
-            train(config, layout, stop)
+            reached = train(config, layout, stop)
     except Exception as error:  # noqa: BLE001 - the task boundary of the process
         return log_failure("trainer", error)
-    return 0
+    return 0 if reached.step >= config.trainer.steps else INTERRUPTED
 
 
 def train(config: RunConfig, layout: RunLayout, stop: Stop, join: Connect = connect) -> PolicyVersion:

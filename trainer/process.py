@@ -1,6 +1,7 @@
 """How the trainer lives as a process: its log, the signals that end it, the run that it belongs to.
 
-    SIGTERM, SIGINT, SIGUSR1   end in order: the step in hand is finished, a checkpoint written, the batch given back
+    SIGTERM, SIGINT, SIGUSR1   end in order: the step in hand is finished, a checkpoint written, the batch given back;
+                               the exit code is 130, so that whoever keeps it knows that there are steps left
     SIGTERM, SIGINT again      end at once with 130
 
 The trainer blocks: it computes, or it waits for the broker, perhaps for ever. A signal that comes while it computes is
@@ -10,10 +11,14 @@ only noted. One that comes within `Stop.interrupting` ends the wait there, by an
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from rolloutmq.bus.lifecycle import signals
 
 logger = logging.getLogger(__name__)
+
+INTERRUPTED: Final = 130
+"""Exit code of a trainer that was asked to end before its last step."""
 
 
 class StoppedError(KeyboardInterrupt):

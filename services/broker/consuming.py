@@ -186,7 +186,9 @@ class Consuming:
         if part is None or part.consumer != settle.consumer:
             return refuse(ErrorCode.INVALID, f"rank {settle.rank} of the lease is not yours")
         if part.settle is None:
-            if settle.version.step < lease.version.step or fates(part, settle) is None:
+            if settle.version.step < lease.version.step:
+                return refuse(ErrorCode.INVALID, "the version after the step is older than the one before it")
+            if fates(part, settle) is None:
                 return refuse(ErrorCode.INVALID, "each group of the part must be in exactly one list")
             part.settle = settle
             if lease.settled:

@@ -48,8 +48,11 @@ from rolloutmq.services.broker.actions import Action, Publish, Route
 from rolloutmq.services.broker.audit import audit
 from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.lanes import Lane
+from rolloutmq.services.broker.ledger import State as Place
 from rolloutmq.services.broker.operating import Operating
 from rolloutmq.services.broker.producing import Producing
+from rolloutmq.services.broker.retained import Kept
 from rolloutmq.services.broker.state import State
 from rolloutmq.services.broker.status import Status
 
@@ -220,17 +223,43 @@ class BrokerCore:
             rest.extend(lane.in_order())
         yield from sorted(rest, key=lambda group: group.order)
 
-    def restore(self, groups: Iterable[StoredGroup], now: float, wall: float) -> None:
-        """Queue what an earlier life saved. Before anything else; sessions of that life are unknown now."""
+    def kept(self) -> Iterator[tuple[str, Kept]]:
+        """Yield every settled batch that no checkpoint covers yet, with its consumer group: it may have to come again.
+
+        Those of a trainer that never spoke of a checkpoint are left out; nobody will ever ask for them.
+        """
+        return self._state.retained.uncovered()
+
+    def restore(
+        self,
+        groups: Iterable[StoredGroup],
+        now: float,
+        wall: float,
+        kept: Iterable[tuple[str, Kept]] = (),
+    ) -> None:
+        """Queue what an earlier life saved, and keep what it kept. Sessions of that life are unknown now.
+
+        Before anything else.
+        """
         state = self._state
+        for consumers, batch in kept:
+            state.retained.restore(consumers, batch)
+            for group, place in batch.members():
+                lane = self._returned(group, now, wall)
+                state.ledger.move(Place.QUEUED, place)
+                lane.trained_groups += place is Place.TRAINED
         for group in groups:
-            group.accepted_at = now - max(0.0, wall - group.accepted_wall)
-            lane = state.lanes.open(group.env, group.split, now)
-            state.lanes.accept(lane, group, now)
-            state.ledger.accept()
-            state.known[group.header.group_id] = group
-            state.newest[group.env] = group
-            state.sessions.reserve_above(group.session)
+            state.lanes.accept(self._returned(group, now, wall), group, now)
+
+    def _returned(self, group: StoredGroup, now: float, wall: float) -> Lane:
+        """Note a group of an earlier life; returns its lane."""
+        state = self._state
+        group.accepted_at = now - max(0.0, wall - group.accepted_wall)
+        state.ledger.accept()
+        state.known[group.header.group_id] = group
+        state.newest[group.env] = group
+        state.sessions.reserve_above(group.session)
+        return state.lanes.open(group.env, group.split, now)
 
     def validate(self) -> None:
         """Assert every invariant; for tests."""

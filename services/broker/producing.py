@@ -187,6 +187,7 @@ class Producing:
         if self._held_already(session, header):
             state.rejected["duplicate"] += 1
             state.admission.arrived(session, now)
+            state.repace |= state.pacing.arrived(session)
             return
         group = StoredGroup(
             header=header,

@@ -121,6 +121,18 @@ class Retained:
     def all_kept(self) -> Iterator[Kept]:
         return (batch for queue in self._kept.values() for batch in queue)
 
+    def uncovered(self) -> Iterator[tuple[str, Kept]]:
+        """Yield each batch that waits for a checkpoint, in its order, with its consumer group."""
+        return (
+            (group, batch) for group in sorted(self._checkpointing) for batch in self._kept.get(group, ())
+        )
+
+    def restore(self, group: str, batch: Kept) -> None:
+        """Keep a batch that an earlier life of the broker kept, and count its bytes."""
+        self._checkpointing.add(group)
+        self.keep(group, batch)
+        self.charge(batch.nbytes)
+
     def clear(self) -> None:
         """Forget all batches and their bytes."""
         self._kept.clear()

@@ -200,12 +200,13 @@ def _former(layout: RunLayout) -> Endpoints | None:
 def _restore(core: BrokerCore, layout: RunLayout) -> None:
     now, wall = time.monotonic(), time.time()
     found = saved.load(layout.saved, now, wall)
-    core.restore(found.groups, now, wall)
+    core.restore(found.groups, now, wall, found.kept)
     saved.retire(layout.saved, found)
-    if found.groups:
-        logger.info("restored groups=%d file=%s", len(found.groups), layout.saved)
+    if found.groups or found.kept:
+        counts = len(found.groups), len(found.kept)
+        logger.info("restored groups=%d settled_batches=%d file=%s", *counts, layout.saved)
 
 
 def _save(core: BrokerCore, layout: RunLayout) -> None:
-    count = saved.save(layout.saved, core.saved())
+    count = saved.save(layout.saved, core.saved(), core.kept())
     logger.info("saved groups=%d", count)

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -51,8 +52,12 @@ def check_entry(name: str, config: EnvironmentConfig, base_dir: Path) -> None:
     if source.endswith(".py"):
         if not (base_dir / source).is_file():
             raise ConfigError(key, f"there is no file {base_dir / source}")
-    elif not all(part.isidentifier() for part in source.split(".")):
+        return
+    if not all(part.isidentifier() for part in source.split(".")):
         raise ConfigError(key, f"`{source}` is neither a module nor a file that ends in .py")
+    package = source.partition(".")[0]
+    if importlib.util.find_spec(package) is None and PathFinder.find_spec(package, [str(base_dir)]) is None:
+        raise ConfigError(key, f"there is no module {package}")
 
 
 def _module(key: str, source: str, base_dir: Path) -> ModuleType:

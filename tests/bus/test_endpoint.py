@@ -95,7 +95,7 @@ def test_epochs_grow_even_if_the_clock_goes_back(layout: RunLayout, monkeypatch:
 def test_plain_tcp_beyond_this_machine_must_be_allowed(layout: RunLayout, host: str) -> None:
     refused = BrokerConfig(transport="tcp", host=host)
     with (
-        pytest.raises(ConfigError, match=r"--insecure") as caught,
+        pytest.raises(ConfigError, match=r"broker\.insecure = true") as caught,
         endpoint.bindings(refused, layout),
     ):
         pass

@@ -27,6 +27,26 @@ def test_a_good_configuration_passes(tmp_path: Path) -> None:
 def test_an_entry_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment\.e\.entry: there is no file"):
         check(config(tmp_path, environment={"e": {"entry": "none.py:Env"}}))
+    with pytest.raises(ConfigError, match=r"environment\.e\.entry: there is no module no_such_module"):
+        check(config(tmp_path, environment={"e": {"entry": "no_such_module.env:Env"}}))
+    check(config(tmp_path, environment={"e": {"entry": "env:Env"}}))
+
+
+def test_a_batch_that_groups_never_make(tmp_path: Path) -> None:
+    groups = {"e": {"entry": "env.py:Env", "group_size": 16}}
+    with pytest.raises(ConfigError, match=r"trainer\.batch_sequences: 100 .* whole groups of 16"):
+        check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100}))
+    check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100, "enabled": False}))
+    groups["small"] = {"entry": "env.py:Env", "group_size": 10}
+    check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100}))
+
+
+def test_addresses_that_cannot_or_may_not_be_bound(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"broker\.host: 0\.0\.0\.0 can be reached"):
+        check(config(tmp_path, broker={"transport": "tcp", "host": "0.0.0.0"}))
+    check(config(tmp_path, broker={"transport": "tcp", "host": "0.0.0.0", "insecure": True}))
+    with pytest.raises(ConfigError, match=r"inference\.host: cannot bind 192\.0\.2\.7:1"):
+        check(config(tmp_path, inference={"host": "192.0.2.7", "port": 1}))
 
 
 def test_a_port_in_use_names_its_owner(tmp_path: Path) -> None:

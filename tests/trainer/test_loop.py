@@ -11,6 +11,7 @@ import torch
 from tests.trainer.toy import MemoryBroker, SortBroker, run_config, some_group
 
 from rolloutmq.bus import segments
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, NothingToLearnError
@@ -353,6 +354,19 @@ def test_without_a_learning_rate_nothing_changes(layout: RunLayout) -> None:
     train(config, layout, Stop(), MemoryBroker(steady).connect)
     start = build_policy(config.model, config.run.seed).state_dict()
     assert same(weights(layout), {name: start[name] for name in weights(layout)})
+
+
+@pytest.mark.parametrize(("reached", "code"), [(6, 0), (5, 130)])
+def test_the_exit_code_tells_whether_there_are_steps_left(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, reached: int, code: int
+) -> None:
+    def interrupted(_config: RunConfig, _layout: RunLayout, stop: Stop) -> PolicyVersion:
+        stop.request("SIGTERM")
+        return PolicyVersion(0, reached)
+
+    write_json(layout.config, run_config(steps=6))
+    monkeypatch.setattr(loop, "train", interrupted)
+    assert loop.main(layout.root) == code
 
 
 @pytest.mark.slow

@@ -310,6 +310,38 @@ def test_rewound_batches_are_saved_too_and_trained_ones_are_not() -> None:
     assert [group.header.group_id for group in bench.core.saved()] == sent[2:]
 
 
+def test_a_trainer_that_died_with_the_broker_gets_again_what_its_checkpoint_does_not_cover() -> None:
+    bench = Bench(config(e={}))
+    sent = bench.producer().send(8)
+    bench.consumer(resume=PolicyVersion())
+    for step in range(3):
+        bench.train(step)
+
+    later = Bench(config(e={}))
+    later.core.restore(bench.core.saved(), later.now, WALL, bench.core.kept())
+    later.core.validate()
+    ledger = later.pressure().ledger
+    assert (ledger.accepted, ledger.queued, ledger.trained) == (8, 2, 6)
+    later.consumer(resume=PolicyVersion(1, 1))
+    later.core.validate()
+    ledger = later.pressure().ledger
+    assert (ledger.queued, ledger.committed, ledger.rewound) == (6, 2, 4)
+    for step in range(1, 4):
+        batch = later.batch(step)
+        assert list(ids(batch)) == sent[2 * step : 2 * step + 2]
+        assert batch.rewound is (step < 3)
+        later.settle(batch, version=PolicyVersion(1, step + 1))
+    later.core.validate()
+
+
+def test_nothing_is_kept_beyond_its_life_for_a_trainer_without_checkpoints() -> None:
+    bench = Bench(config(e={}))
+    bench.producer().send(4)
+    bench.consumer()
+    bench.train(0)
+    assert not list(bench.core.kept())
+
+
 def test_more_than_the_mark_may_come_back() -> None:
     bench = Bench()
     bench.producer().send(20)

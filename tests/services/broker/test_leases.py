@@ -98,6 +98,14 @@ def test_settling_is_idempotent_and_must_match() -> None:
     assert (ledger.trained, ledger.leased, ledger.queued) == (2, 0, 2)
 
 
+def test_a_step_never_leads_to_an_older_policy() -> None:
+    bench = ready()
+    batch = bench.batch(2)
+    assert bench.refused(settle_of(batch, version=PolicyVersion(0, 1))) is ErrorCode.INVALID
+    assert bench.pressure().ledger.leased == len(ids(batch))
+    bench.ask(settle_of(batch), Settled)
+
+
 def test_each_fate_has_its_place_in_the_ledger() -> None:
     bench = ready()
     batch = bench.batch(0, 16)

@@ -18,6 +18,8 @@ from rolloutmq.schemas.envelope import (
 )
 from rolloutmq.services.broker import saved
 from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.ledger import State
+from rolloutmq.services.broker.retained import Kept
 from rolloutmq.services.broker.segment import write_segment
 
 
@@ -83,7 +85,7 @@ def test_nothing_to_save_leaves_no_file(path: Path) -> None:
     saved.save(path, [_group(1)])
     assert saved.save(path, []) == 0
     assert not path.exists()
-    assert saved.load(path, 0.0, 0.0) == ([], 0)
+    assert saved.load(path, 0.0, 0.0) == ([], [], 0)
     saved.retire(path, saved.load(path, 0.0, 0.0))
 
 
@@ -105,4 +107,34 @@ def test_damaged_file_gives_what_is_whole_and_is_kept(path: Path, caplog: pytest
 
 def test_record_of_another_kind_or_form_is_damage(path: Path) -> None:
     write_segment(path, [(77, b"", []), (saved.GROUP, b"\xc1", [])])
-    assert saved.load(path, 0.0, 0.0) == ([], 2)
+    assert saved.load(path, 0.0, 0.0) == ([], [], 2)
+
+
+def test_settled_batches_come_back_with_their_shards_and_what_became_of_each_group(path: Path) -> None:
+    a, b, c, waiting = [_group(number) for number in (1, 2, 3, 4)]
+    first = Kept(
+        version=PolicyVersion(1, 7),
+        stepped=True,
+        split=Split.EVAL,
+        shards=[[a], [], [b]],
+        states=[[State.TRAINED], [], [State.FILTERED]],
+        short=True,
+    )
+    second = Kept(
+        version=PolicyVersion(1, 8), stepped=False, split=Split.EVAL, shards=[[c]], states=[[State.FILTERED]]
+    )
+    assert saved.save(path, [waiting], [("trainers", first), ("others", second)]) == 4
+    found = saved.load(path, now=7.0, wall=1010.0)
+    assert [_fields(group) for group in found.groups] == [_fields(waiting)]
+    assert [consumers for consumers, _ in found.kept] == ["trainers", "others"]
+    for (_, batch), original in zip(found.kept, (first, second), strict=True):
+        assert (batch.version, batch.stepped, batch.split, batch.short, batch.states) == (
+            original.version,
+            original.stepped,
+            original.split,
+            original.short,
+            original.states,
+        )
+        assert [[_fields(group) for group in shard] for shard in batch.shards] == [
+            [_fields(group) for group in shard] for shard in original.shards
+        ]

@@ -164,3 +164,15 @@ def test_a_group_resent_under_a_new_session_is_known_by_its_id() -> None:
     other = bench.producer("q")
     other.deliver(other.next(group_id="same", crc=5))
     assert bench.pressure().ledger.accepted == 3
+
+
+def test_a_group_that_is_known_by_its_id_gives_leave_to_begin_another() -> None:
+    bench = Bench(config(e={"pacing": True}))
+    old = bench.producer()
+    old.deliver(old.next(group_id="same", crc=5))
+    new = bench.producer()
+    bench.tick()
+    before = new.sync().start_limit
+    new.deliver(new.next(group_id="same", crc=5))
+    bench.tick()
+    assert new.sync().start_limit == before + 1

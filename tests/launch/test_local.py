@@ -1,0 +1,121 @@
+"""A launcher ends in order or at once, but always puts away what it started and says what became of it.
+
+The processes are stand-ins of a few lines that signal their launcher: this process.
+"""
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.launch import local
+from rolloutmq.launch.settings import load
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import ProcessSpec, Role
+
+PRELUDE = """
+import os, signal, sys, time
+from pathlib import Path
+run_dir, launcher = Path(sys.argv[1]), os.getppid()
+"""
+
+
+@pytest.fixture(autouse=True)
+def hangup() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+class Run:
+    """A run of stand-ins, and the reasons for which it was concluded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+        self.layout = RunLayout(run_dir)
+        self.concluded: list[str] = []
+        self._specs: list[ProcessSpec] = []
+        monkeypatch.setattr(local, "plan", lambda *_: self._specs)
+        monkeypatch.setattr(local, "conclude", self.conclude)
+
+    def add(self, role: Role, script: str) -> None:
+        """Let the run have a process of this role."""
+        argv = (sys.executable, "-c", PRELUDE + script, str(self.layout.root))
+        log = str(self.layout.log(role.value))
+        self._specs.append(ProcessSpec(name=role.value, role=role, argv=argv, log=log))
+
+    def conclude(self, _config: RunConfig, _layout: RunLayout, reason: str, _wall_s: float | None) -> None:
+        self.concluded.append(reason)
+
+    def up(self) -> int:
+        config = load(None, environ={}, assignments=[f'run.dir="{self.layout.root}"'])
+        return local.up(config, local.UpOptions(plain=True))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> Run:
+    return Run(monkeypatch, run_dir)
+
+
+def test_a_second_signal_kills_and_leaves_nothing(run: Run) -> None:
+    run.add(
+        Role.BROKER,
+        "(run_dir / 'sockets').mkdir(mode=0o700)\n"
+        "(run_dir / 'sockets' / 'serve').touch()\n"
+        "(run_dir / 'endpoints.json').touch()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.kill(launcher, signal.SIGINT))\n"
+        "os.kill(launcher, signal.SIGINT)\n"
+        "while True: time.sleep(60)\n",
+    )
+    assert run.up() == 130
+    assert run.concluded == ["killed by a second signal"]
+    assert [path.name for path in run.layout.sockets.iterdir()] == ["lock"]
+    assert not run.layout.endpoints.exists()
+    assert not run.layout.owner.exists()
+
+
+def test_a_second_signal_lets_the_broker_save_its_queue(run: Run) -> None:
+    run.add(
+        Role.BROKER,
+        "def save(*_):\n"
+        "    (run_dir / 'saved.rmq').touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "while True: time.sleep(60)\n",
+    )
+    run.add(
+        Role.TRAINER,
+        "signal.signal(signal.SIGTERM, lambda *_: os.kill(launcher, signal.SIGINT))\n"
+        "os.kill(launcher, signal.SIGINT)\n"
+        "while True: time.sleep(60)\n",
+    )
+    assert run.up() == 130
+    assert run.concluded == ["killed by a second signal"]
+    assert run.layout.saved.exists()
+
+
+def test_no_signal_tears_the_summary(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        run.concluded.append("whole")
+
+    monkeypatch.setattr(local, "conclude", interrupted)
+    run.add(Role.TRAINER, "")
+    assert run.up() == 0
+    assert run.concluded == ["whole"]
+    assert not run.layout.owner.exists()
+
+
+def test_a_hangup_ends_the_run_in_order(run: Run) -> None:
+    run.add(Role.TRAINER, "os.kill(launcher, signal.SIGHUP)\ntime.sleep(60)\n")
+    assert run.up() == 130
+    assert run.concluded[0].endswith("SIGHUP")
+
+
+def test_under_nohup_a_hangup_is_nothing(run: Run) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run.add(Role.TRAINER, "os.kill(launcher, signal.SIGHUP)\n")
+    assert run.up() == 0
+    assert run.concluded == ["the trainer is done"]

@@ -1,0 +1,67 @@
+"""Commands that steer a living run reach its broker, or say in one line what is wrong."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.bus.client import BlockingClient
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.launch import rundir, steer
+from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.control import GetStatus, StatusReply
+from rolloutmq.schemas.errors import ConfigError, RefusedError, RunDirInUseError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.broker.server import Broker, running_broker
+
+
+@pytest.fixture
+def broker(run_dir: Path) -> Iterator[Broker]:
+    """The broker of a run with one environment, `sort3`."""
+    config = validate({"environment": {"sort3": {"entry": "env.py:Env"}}})
+    layout = RunLayout(run_dir)
+    write_json(layout.config, config)
+    with running_broker(config, layout) as broker:
+        yield broker
+
+
+def wanted(broker: Broker) -> dict[str, int | None]:
+    with BlockingClient(broker.endpoints.serve) as client:
+        reply = client.request(GetStatus())
+    assert isinstance(reply, StatusReply)
+    return reply.pressure.wanted
+
+
+def test_a_number_of_workers_is_asked_for_and_given_back(broker: Broker, run_dir: Path) -> None:
+    assert steer.scale(run_dir, "sort3", 3) == 0
+    assert wanted(broker) == {"sort3": 3}
+    assert steer.scale(run_dir, "sort3", None) == 0
+    assert wanted(broker) == {"sort3": None}
+
+
+def test_names_that_the_run_does_not_know_are_refused(broker: Broker, run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sort4: is no environment of this run; there are: sort3"):
+        steer.scale(run_dir, "sort4", 3)
+    with pytest.raises(RefusedError, match="worker sort3-9 is not known"):
+        steer.drain(run_dir, "sort3-9")
+    assert wanted(broker) == {}
+
+
+def test_nothing_is_detached_into_the_directory_of_a_living_run(run_dir: Path) -> None:
+    output = run_dir.with_name(f"{run_dir.name}.out")
+    output.write_text("what the living run says")
+    config = validate({"run": {"dir": str(run_dir)}})
+    with rundir.claimed(run_dir, "token", resume=False), pytest.raises(RunDirInUseError, match="process"):
+        steer.detach(config, ["up", "--detach"])
+    assert output.read_text() == "what the living run says"
+
+
+def test_down_puts_away_what_a_killed_run_left(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write_json(layout.config, validate({}))
+    layout.sockets.mkdir()
+    for left in (layout.sockets / "serve", layout.endpoints):
+        left.touch()
+    assert steer.down(run_dir) == 0
+    assert [path.name for path in layout.sockets.iterdir()] == ["lock"]
+    assert not layout.endpoints.exists()
