@@ -54,9 +54,13 @@ def test_the_trainer_is_ten_lines_and_gets_what_the_producer_sends(
     assert two_steps != trainer
     with running_broker(load(None, environ={}), layout):
         sender = subprocess.Popen([sys.executable, "-c", producer])
-        trained = subprocess.run([sys.executable, "-c", two_steps], timeout=60, check=False)
-        assert trained.returncode == 0
-        assert sender.wait(60) == 0
+        try:
+            trained = subprocess.run([sys.executable, "-c", two_steps], timeout=60, check=False)
+            assert trained.returncode == 0
+            assert sender.wait(60) == 0
+        finally:
+            sender.kill()
+            sender.wait()
 
 
 def test_a_project_of_ones_own_passes_its_test(tmp_path: Path) -> None:
