@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,9 @@ import pytest
 from rolloutmq.bus.segments import Segment
 
 SHM = Path("/dev/shm")
+# Whatever is started in the background by a shell ignores SIGINT, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 LEAK_DEADLINE_S = 5.0
 """How long a process or thread that is already ending may take to be gone."""
 
