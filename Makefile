@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart test check bench accept clean
+.PHONY: quickstart test soak check bench accept clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,9 @@ quickstart: $(VENV)/.installed ## train a policy through the bus, and watch it
 
 test: $(VENV)/.installed ## every test, as a user runs them
 	$(BIN)/python -m pytest
+
+soak: $(VENV)/.installed ## the faults again, with ten times the rounds
+	ROLLOUTMQ_SOAK_ROUNDS=100 $(BIN)/python -m pytest tests/faults
 
 check: $(VENV)/.installed ## style, types, and who may import whom
 	$(BIN)/ruff format --check .

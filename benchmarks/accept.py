@@ -3,7 +3,8 @@
     python -m benchmarks.accept            all of it
     python -m benchmarks.accept seeds      only the scenarios whose name contains a word
 
-Promises are of two kinds: figures of real runs (the scenarios below), and tests by name (`promises.toml`).
+Promises are of three kinds: figures of real runs (the scenarios below), tests by name (`promises.toml`), and the rows
+with a goal that `make bench` measured last (`results.json`).
 """
 
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import scenario
+from benchmarks.results import RESULTS
 from benchmarks.scenario import LiveRun, ScenarioError
 
 ROOT: Final = Path(__file__).parent.parent
@@ -181,6 +183,16 @@ def promised_tests() -> Iterator[Figure]:
         yield Figure(promise["part"], promise["says"], "tests", said, not failing)
 
 
+def measured_rows() -> Iterator[Figure]:
+    """Report each row with a goal, as it was measured last."""
+    for row in json.loads(RESULTS.read_text())["rows"]:
+        if row["goal"] is not None:
+            least = row["bound"] == "ratio, at least"
+            said = f"{'>=' if least else '<='} {row['goal']:g}, {row['rival_name']}"
+            name = f"{row['figure']}, {row['payload']}"
+            yield Figure("bench", name, row["ratio"] if least else row["ours"], said, row["met"])
+
+
 def _passed(report: Path) -> Callable[[str], bool]:
     import xml.etree.ElementTree as ElementTree
 
@@ -206,7 +218,7 @@ def main(words: Sequence[str]) -> int:
             for figure in play(one, Path(directory)):
                 figures.append(figure)
                 print(figure.line(), flush=True)
-    parts = {"commands": commands_answer, "tests": promised_tests}
+    parts = {"commands": commands_answer, "bench": measured_rows, "tests": promised_tests}
     for part, judge in parts.items():
         if not words or part in words:
             for figure in judge():

@@ -3,8 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Final, Literal
 
-ROUNDS = 5
+ROUNDS: Final = 5
+
+Measure = Callable[[], float]
+Bound = Literal["ratio, at least", "ours, at most"]
 
 
 @dataclass(frozen=True)
@@ -16,8 +20,9 @@ class Row:
         payload: What was moved.
         ours, rival: Medians of the rounds.
         ratio: Ours over the rival's, as the median of the ratios of the rounds.
-        goal: Least ratio promised, None where nothing is.
-        met: Whether it was reached, None without a goal.
+        goal: What is promised, None where nothing is.
+        met: Whether it was kept, None without a goal.
+        bound: What the goal bounds: the least ratio, or the most that ours may be.
     """
 
     figure: str
@@ -28,34 +33,72 @@ class Row:
     ratio: float
     goal: float | None
     met: bool | None
+    bound: Bound = "ratio, at least"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What makes it this row: a later measurement of the same takes its place."""
+        return self.figure, self.payload, self.rival_name
 
     def line(self) -> str:
-        verdict = "" if self.met is None else f"  goal {self.goal:g}: {'met' if self.met else 'UNMET'}"
+        verdict = "met" if self.met else "UNMET"
+        promised = "" if self.met is None else f"  goal ({self.bound}) {self.goal:g}: {verdict}"
         return (
-            f"{self.figure}, {self.payload}: {self.ours:,.0f} against {self.rival:,.0f} "
-            f"({self.rival_name}), ratio {self.ratio:.2f}{verdict}"
+            f"{self.figure}, {self.payload}: {_short(self.ours)} against {_short(self.rival)} "
+            f"({self.rival_name}), ratio {self.ratio:.2f}{promised}"
         )
 
 
 def compare(
     figure: str,
     payload: str,
-    ours: Callable[[], float],
-    rival: Callable[[], float],
+    ours: Measure,
+    rival: Measure,
     rival_name: str,
     goal: float | None = None,
     rounds: int = ROUNDS,
 ) -> Row:
-    """Take both in turns, `rounds` times; more is better for both."""
-    pairs = [(ours(), rival()) if turn % 2 else (rival(), ours())[::-1] for turn in range(rounds)]
-    ratio = median(own / other for own, other in pairs)
+    """Take both in turns, `rounds` times; more is better for both, and the goal is the least ratio."""
+    own, other, ratio = _in_turns(ours, rival, rounds)
+    met = None if goal is None else ratio >= goal
+    return Row(figure, payload, _rounded(own), _rounded(other), rival_name, round(ratio, 3), goal, met)
+
+
+def within(
+    figure: str,
+    payload: str,
+    ours: Measure,
+    rival: Measure,
+    rival_name: str,
+    limit: float,
+    rounds: int = ROUNDS,
+) -> Row:
+    """Take both in turns, `rounds` times; less is better for both, and `limit` is the most that ours may be."""
+    own, other, ratio = _in_turns(ours, rival, rounds)
     return Row(
         figure,
         payload,
-        round(median(own for own, _ in pairs), 1),
-        round(median(other for _, other in pairs), 1),
+        _rounded(own),
+        _rounded(other),
         rival_name,
         round(ratio, 3),
-        goal,
-        None if goal is None else ratio >= goal,
+        limit,
+        own <= limit,
+        "ours, at most",
     )
+
+
+def _in_turns(ours: Measure, rival: Measure, rounds: int) -> tuple[float, float, float]:
+    """Return the medians of ours, of the rival's and of their ratios."""
+    pairs = [(ours(), rival()) if turn % 2 else (rival(), ours())[::-1] for turn in range(rounds)]
+    own, other = (median(values) for values in zip(*pairs, strict=True))
+    return own, other, median(own / other for own, other in pairs)
+
+
+def _rounded(value: float) -> float:
+    """One decimal is enough for rates; seconds and the like keep four digits."""
+    return round(value, 1) if value >= 100 else float(f"{value:.4g}")
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -81,7 +81,7 @@ def _group(name: str, nbytes: int) -> Group:
 def _broker(directory: Path, _groups: int, _nbytes: int) -> None:
     # The queue is the thing measured: nothing is held back, and nothing dropped, because of its age.
     ageless = {"entry": "bench.py:Bench", "pacing": False, "stale": "pass"}
-    config = RunConfig.model_validate({"environment": {"bench": ageless}})
+    config = RunConfig.model_validate({"broker": {"durability": "memory"}, "environment": {"bench": ageless}})
     with running_broker(config, RunLayout(directory)) as broker:
         broker.join(DEADLINE_S)
 

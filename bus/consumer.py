@@ -24,7 +24,7 @@ import msgspec
 from rolloutmq.bus.batch import Batch, decode_groups
 from rolloutmq.bus.blocking import Facade
 from rolloutmq.bus.client import Frames
-from rolloutmq.bus.downlink import PATIENCE_S, Downlink
+from rolloutmq.bus.downlink import Downlink
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.schemas import delivery as wire
 from rolloutmq.schemas.delivery import (
@@ -187,9 +187,9 @@ class Consumer:
         self.progress()
         while True:
             began = time.monotonic()
-            patience_s = POLL_S if until is None else min(POLL_S, max(0.0, until - began))
-            pull = self._request(step, version, request_id, patience_s)
-            reply, frames = await self._link.ask(pull, patience_s + PATIENCE_S)
+            wait_s = POLL_S if until is None else min(POLL_S, max(0.0, until - began))
+            pull = self._request(step, version, request_id, wait_s)
+            reply, frames = await self._link.ask(pull, wait_s)
             if isinstance(reply, wire.Batch):
                 self.progress()
                 self._leased = batch = self._decoded(reply, frames, version)

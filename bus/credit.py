@@ -6,23 +6,37 @@ put back, as if it had not been taken. The broker counts as used what it accepte
 sum of both and of what is in hand or spooled is always `begun`.
 """
 
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from rolloutmq.schemas.delivery import Ack, Wait
+from rolloutmq.schemas.delivery import Ack, Durability, Wait
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.trajectory import Group
 
 
 class Permit:
     """Leave to make one rollout. As a context manager it is abandoned at the end, unless its group was sent."""
 
-    __slots__ = ("_credit", "is_open", "step")
+    __slots__ = ("_credit", "is_open", "policy")
 
     def __init__(self, credit: "Credit") -> None:
         self._credit = credit
-        self.step = credit.step
-        """Optimizer steps that the trainer had taken when the rollout began, as the broker had said."""
+        self.policy = credit.policy
+        """The trainer's policy when the rollout began, as the broker had said."""
         self.is_open = True
         """Neither arrived nor abandoned yet."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that the trainer had taken when the rollout began, as the broker had said."""
+        return self.policy.step
+
+    def stamped(self, group: Group) -> Group:
+        """Return the group with the policy of this rollout's beginning, if it does not tell its own."""
+        if group.stamped:
+            return group
+        return replace(group, oldest=self.policy, newest=self.policy, stamped=True)
 
     def __enter__(self) -> Self:
         return self
@@ -44,17 +58,20 @@ class Credit:
         self.in_hand = 0
         """Permits that are open."""
         self.abandoned = 0
-        self.step = 0
-        """Optimizer steps of the trainer, as the broker last said."""
+        self.policy = PolicyVersion()
+        """The trainer's policy, as the broker last said."""
         self.wait = Wait.NONE
         """What holds credit back, as the broker last said."""
+        self.durability = Durability.MEMORY
+        """What the acceptance of a group survives, as the broker last said."""
 
     def grant(self, ack: Ack) -> None:
         """Take over the limits of an ack. They are state: the last one counts, also if it is lower."""
         self.start_limit = ack.start_limit
         self.byte_limit = ack.byte_limit
-        self.step = ack.step
+        self.policy = ack.policy
         self.wait = ack.wait
+        self.durability = ack.durability
 
     def begin(self) -> Permit | None:
         """Take a permit, or None if there is none now."""
@@ -88,3 +105,8 @@ class Credit:
         """Begin a new session, to which what is in hand and the `spooled` groups go over."""
         self.begun = self.in_hand + spooled
         self.abandoned = 0
+
+    def restore(self, produced: int, abandoned: int) -> None:
+        """Go on with the session of an earlier process, which has nothing in hand any more."""
+        self.begun = produced + abandoned
+        self.abandoned = abandoned

@@ -1,9 +1,10 @@
 """The sockets of one consumer: requests on one, heartbeats on another, and the way back when the broker went.
 
-A heartbeat says that the process lives, and how much progress it made. When the broker does not know the consumer (it
-has a new life, or heard nothing for too long), the consumer registers again, which begins a new `life`: leases of the
-one before are lost. When it does not answer at all, it is looked for again; only a broker in another life makes a new
-registration needed.
+A heartbeat says that the process lives, and how much progress it made; it goes on whatever else waits. When the broker
+does not answer at all, it is looked for again. When it is in another life, or does not know the consumer, the consumer
+registers again with the generation that it had: a broker that remembers gives the same one, and everything goes on, the
+open leases too. Another generation begins a new `life`: leases of the one before are lost. A broker that lives and is
+slow to answer, because its disk is, is asked again and again for the same, and has the same answer.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from rolloutmq.bus.client import BrokerClient, Frames
-from rolloutmq.bus.discovery import reach
+from rolloutmq.bus.discovery import insist, lives, reach
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.bus.sockets import make_context
 from rolloutmq.schemas.delivery import (
@@ -59,7 +60,8 @@ class Downlink:
 
     Args:
         where: Run directory or address of `serve`.
-        register: What the consumer says of itself. `resume` is said once: a later registration brings nothing back.
+        register: What the consumer says of itself. `resume` is said until one broker has answered: a later
+            registration brings nothing back.
     """
 
     def __init__(self, where: Where, register: RegisterConsumer) -> None:
@@ -67,7 +69,7 @@ class Downlink:
         self.registered: ConsumerRegistered | None = None
         """The last answer to a registration."""
         self.life = 0
-        """How many times the consumer registered."""
+        """How many times the consumer registered and was not known before."""
         self.progress = 0
         """Grows with whatever the consumer achieves."""
         self._where = where
@@ -89,49 +91,61 @@ class Downlink:
         async with self._turn:
             if self._sockets is not None and self._sockets.client is not lost:
                 return
-            while True:
-                await self._disconnect()
-                if self._closed:
-                    raise ClosedError
+            while not self._closed:
                 try:
-                    self._sockets = await self._reach()
+                    found = await self._reach()
                 except BrokerUnavailableError as error:
                     logger.warning("broker lost while connecting error=%s", error)
                 else:
+                    # The old ones stay until here, for the heartbeats: the broker may hear, and only not answer.
+                    lost_too, self._sockets = self._sockets, found
+                    await _close(lost_too)
                     return
+            raise ClosedError
 
     async def _reach(self) -> _Sockets:
         client, place = await reach(self._where, self._context)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
             heart = await stack.enter_async_context(BrokerClient(client.address, self._context))
-            if self.registered is None or place.epoch != self.registered.epoch:
-                await self._register(client)
+            if place.epoch != self._epoch:
+                await self._register(client, place.epoch)
             return _Sockets(client, heart, stack.pop_all())
 
-    async def _register(self, client: BrokerClient) -> None:
-        reply = await client.request(self.register, PATIENCE_S, REPEAT_S)
+    @property
+    def _epoch(self) -> int:
+        return self.registered.epoch if self.registered else 0
+
+    async def _register(self, client: BrokerClient, epoch: int) -> None:
+        known = self.registered.generation if self.registered else 0
+        asked = msgspec.structs.replace(self.register, generation=known)
+        # Sent once: each may begin a new generation, and the first answer would name one that is over.
+        reply, _ = await insist(client, asked, epoch, PATIENCE_S, PATIENCE_S)
         if not isinstance(reply, ConsumerRegistered):
             raise WireError(f"the broker answered {type(reply).__name__} to RegisterConsumer")
         self.register = msgspec.structs.replace(self.register, resume=None)
         self.registered = reply
-        self.life += 1
+        self.life += reply.generation != known
         logger.info("registered consumer=%s life=%d epoch=%d", self.register.consumer, self.life, reply.epoch)
 
     async def _register_again(self, client: BrokerClient, life: int) -> None:
         """Register in place of `life`, unless another task did so meanwhile."""
         async with self._turn:
-            if self.life == life:
-                await self._register(client)
+            if self.life != life or self._sockets is None or self._sockets.client is not client:
+                return
+            try:
+                await self._register(client, self._epoch)
+            except BrokerUnavailableError as error:
+                logger.warning("broker lost while registering again error=%s", error)
 
     async def ask(
-        self, message: Request, timeout_s: float = PATIENCE_S, *, lease: tuple[int, int] | None = None
+        self, message: Request, wait_s: float = 0.0, *, lease: tuple[int, int] | None = None
     ) -> tuple[Reply, Frames]:
         """Ask until there is an answer; finds the broker again and registers again by itself.
 
         Args:
             message: The request.
-            timeout_s: How long one broker may take to answer, before it is looked for again.
+            wait_s: How long the broker waits by agreement before it answers.
             lease: Number and life of the lease that the request is about.
 
         Raises:
@@ -146,9 +160,9 @@ class Downlink:
             if lease is not None and lease[1] != life:
                 raise LeaseLostError(lease[0], "the consumer had to register again")
             try:
-                return await client.request_frames(
-                    message, timeout_s, max(REPEAT_S, timeout_s - PATIENCE_S / 2)
-                )
+                repeat_s = max(REPEAT_S, wait_s + PATIENCE_S / 2)
+                patience_s = wait_s + PATIENCE_S
+                return await insist(client, message, self._epoch, patience_s, repeat_s, self._wait_on)
             except BrokerUnavailableError as error:
                 logger.warning("broker lost, looking for it again error=%s", error)
                 await self._connect(client)
@@ -160,24 +174,37 @@ class Downlink:
                     raise
                 await self._register_again(client, life)
 
+    def _wait_on(self) -> None:
+        # Who waits for a slow broker is not hung: the batch of a pull may be leased, and the reply on its way.
+        self.progress += 1
+
     async def beat(self) -> None:
-        """Send heartbeats until cancelled."""
-        while True:
-            await asyncio.sleep(BEAT_S)
-            if self._sockets is None:
-                continue
-            client, heart, _ = self._sockets
-            life = self.life
-            try:
-                await heart.request(self._heartbeat(), PATIENCE_S, REPEAT_S)
-            except ClosedError:
-                continue
-            except BrokerUnavailableError:
-                # Ends the request that waits for the broker, too, which then finds it again.
-                await self._come_back(self._connect(client))
-            except RolloutMQError as error:
-                logger.warning("heartbeat refused consumer=%s error=%s", self.register.consumer, error)
-                await self._come_back(self._register_again(client, life))
+        """Send heartbeats until cancelled, also while the broker is looked for."""
+        looking: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                if self._sockets is None:
+                    continue
+                client = self._sockets.client
+                if not await self._heard(self._sockets) and (looking is None or looking.done()):
+                    # Ends the request that waits for the broker, too, which is then put to the one that is found.
+                    looking = tasks.create_task(self._come_back(self._connect(client)), name="way back")
+
+    async def _heard(self, sockets: _Sockets) -> bool:
+        """Send one heartbeat; return whether the broker answered, and is in the life that is known."""
+        life, epoch = self.life, self._epoch
+        try:
+            await sockets.heart.request(self._heartbeat(), PATIENCE_S, REPEAT_S)
+            return await lives(sockets.heart, epoch, PATIENCE_S)
+        except ClosedError:
+            return True
+        except BrokerUnavailableError:
+            return False
+        except RolloutMQError as error:
+            logger.warning("heartbeat refused consumer=%s error=%s", self.register.consumer, error)
+            await self._come_back(self._register_again(sockets.client, life))
+            return True
 
     async def _come_back(self, way: Awaitable[None]) -> None:
         try:
@@ -188,11 +215,6 @@ class Downlink:
     def _heartbeat(self) -> ConsumerBeat:
         return ConsumerBeat(consumer=self.register.consumer, progress=self.progress)
 
-    async def _disconnect(self) -> None:
-        sockets, self._sockets = self._sockets, None
-        if sockets is not None:
-            await sockets.stack.aclose()
-
     async def close(self) -> None:
         """Give back what is leased and close the sockets; `beat` has ended before."""
         self._closed = True
@@ -202,5 +224,11 @@ class Downlink:
                 await self._sockets.client.request(release, RELEASE_S, REPEAT_S)
             except RolloutMQError as error:
                 logger.warning("release failed consumer=%s error=%s", self.register.consumer, error)
-        await self._disconnect()
+        last, self._sockets = self._sockets, None
+        await _close(last)
         self._context.term()
+
+
+async def _close(sockets: _Sockets | None) -> None:
+    if sockets is not None:
+        await sockets.stack.aclose()

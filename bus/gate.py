@@ -47,6 +47,13 @@ class Gate:
         """Whether anybody waits for credit."""
         return bool(self._starters or self._senders)
 
+    async def emptied(self, timeout_s: float | None) -> bool:
+        """Wait until every group that was handed over is acked; False if that took longer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.empty.wait()
+        return self.empty.is_set()
+
     async def acquire(self) -> Permit:
         """Wait for a permit. Cancelled: it goes to the next who waits."""
         self.require_open()

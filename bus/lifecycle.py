@@ -20,6 +20,7 @@ from typing import Final
 from rolloutmq.schemas.errors import (
     ConfigError,
     EnvironmentFailedError,
+    JournalFailedError,
     NothingToLearnError,
     RolloutMQError,
     WorkersFailedError,
@@ -32,7 +33,13 @@ FAILED: Final = 1
 """Exit code after an error that another start may be spared."""
 FORCED: Final = 130
 """Exit code after a second signal."""
-_HOPELESS: Final = (ConfigError, EnvironmentFailedError, NothingToLearnError, WorkersFailedError)
+_HOPELESS: Final = (
+    ConfigError,
+    EnvironmentFailedError,
+    JournalFailedError,
+    NothingToLearnError,
+    WorkersFailedError,
+)
 """Errors that the next start would meet again."""
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

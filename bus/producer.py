@@ -13,8 +13,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ from rolloutmq.bus.saved import SpoolFile
 from rolloutmq.bus.session import Session
 from rolloutmq.bus.spool import Entry, Spool
 from rolloutmq.bus.uplink import Uplink
-from rolloutmq.schemas.delivery import RegisterProducer, RunInfo, Wait
+from rolloutmq.schemas.delivery import Durability, RegisterProducer, RunInfo, Wait
 from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.trajectory import Group
@@ -156,9 +155,19 @@ class Producer:
         return self._session.number
 
     @property
+    def policy(self) -> PolicyVersion:
+        """The trainer's present policy, as the broker last said."""
+        return self._session.credit.policy
+
+    @property
     def step(self) -> int:
         """Optimizer steps that the trainer has taken, as the broker last said."""
-        return self._session.credit.step
+        return self.policy.step
+
+    @property
+    def durability(self) -> Durability:
+        """What a group survives once it is acked, as the broker last said."""
+        return self._session.credit.durability
 
     @property
     def wait(self) -> Wait:
@@ -209,7 +218,7 @@ class Producer:
         encoded = encode_group(group, min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes))
         held = permit or await self.acquire()
         try:
-            await self._gate.hand_over(_stamped(group, held), encoded, held)
+            await self._gate.hand_over(held.stamped(group), encoded, held)
         finally:
             if permit is None and held.is_open:
                 self._gate.put_back(held)
@@ -222,13 +231,13 @@ class Producer:
         self._session.credit.abandon(permit)
 
     async def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every group is acked and its line is in the ack log; False if that took longer.
+        """Wait until every group is acked, and in the ack log if the disk takes it; False if that took longer.
 
         Raises:
             SessionFencedError, RefusedError: The producer can do nothing more.
         """
         self._gate.require_open()
-        done = await _happens(self._gate.empty, timeout_s)
+        done = await self._gate.emptied(timeout_s)
         self._gate.require_open()
         return done
 
@@ -281,13 +290,17 @@ class Producer:
         self._uplink.send()
 
     async def close(self) -> None:
-        """Wait up to `drain_s` for acks, save what is still unacked, say goodbye. May be called twice."""
+        """Wait up to `drain_s` for acks, save what is still unacked, say goodbye. May be called twice.
+
+        Raises:
+            OSError: What is unacked could not be saved, and is lost.
+        """
         task, self._task = self._task, None
         alive = task is not None and self._gate.failure is None and self._registered.is_set()
         try:
             if alive:
                 self._gate.shut(None)
-                await _happens(self._gate.empty, self._drain_s)
+                await self._gate.emptied(self._drain_s)
         finally:
             await self._end(task, alive)
 
@@ -296,26 +309,15 @@ class Producer:
             # From here no ack is taken in, so that none is logged whose group is saved.
             task.cancel()
             await asyncio.wait({task})
-        if alive:
-            self._file.leave()
-            await self._uplink.goodbye(GOODBYE_S)
-        await self._uplink.close()
-        self._log.close()
-
-
-def _stamped(group: Group, permit: Permit) -> Group:
-    """Put the policy version that was known when the rollout began, if the group does not tell its own."""
-    if group.stamped:
-        return group
-    version = PolicyVersion(step=permit.step)
-    return replace(group, oldest=version, newest=version, stamped=True)
-
-
-async def _happens(event: asyncio.Event, timeout_s: float | None) -> bool:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    return event.is_set()
+        try:
+            if alive:
+                self._file.leave()
+                await self._uplink.goodbye(GOODBYE_S)
+            elif task is not None:
+                self._file.set_aside()
+        finally:
+            await self._uplink.close()
+            self._log.close()
 
 
 def _cause(error: Exception) -> Exception:
@@ -367,9 +369,19 @@ class BlockingProducer(Facade[Producer]):
         return self._object.session
 
     @property
+    def policy(self) -> PolicyVersion:
+        """See `Producer.policy`."""
+        return self._object.policy
+
+    @property
     def step(self) -> int:
         """See `Producer.step`."""
         return self._object.step
+
+    @property
+    def durability(self) -> Durability:
+        """See `Producer.durability`."""
+        return self._object.durability
 
     @property
     def accepted(self) -> int:

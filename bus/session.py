@@ -5,11 +5,13 @@ one while anything is unacked or somebody waits for credit, when something sent 
 abandoned while somebody waits for its permit, and every `ALIVE_S` in any case, so that the broker does not take it for
 dead. Only an answer to that question decides what is sent again.
 
-The law of numbers: if the broker knows the session, its numbers stay and it drops what it had already. If it does
-not, the unacked groups become the first ones of a new session.
+The law of numbers: if the broker knows the session, and all that it acked of it, the numbers stay and it drops what
+it had already, also in another life of the broker. If not, the unacked groups become the first ones of a new session.
 """
 
 from typing import Final
+
+from msgspec.structs import replace
 
 from rolloutmq.bus.codec import encode_envelope
 from rolloutmq.bus.credit import Credit
@@ -30,7 +32,7 @@ class Session:
 
     def __init__(self, register: RegisterProducer, spool: Spool) -> None:
         self.register = register
-        """What the producer says of itself; `resume_session` is filled in when it is sent."""
+        """What the producer says of itself; `registration` adds what the session has come to."""
         self.spool = spool
         self.credit = Credit()
         self.number = 0
@@ -44,12 +46,22 @@ class Session:
         self._asked_at = 0.0
         self._reported = 0
 
-    def goes_on(self, ack: Ack) -> bool:
-        """Whether the numbers can stay in the session that the broker offers.
+    def registration(self, *, new: bool = False) -> RegisterProducer:
+        """Return what goes on with the session, or opens the first or, if it must be, a `new` one."""
+        if new or not self.number:
+            return self.register
+        credit = self.credit
+        return replace(
+            self.register, resume_session=self.number, begun=credit.begun, abandoned=credit.abandoned
+        )
 
-        A broker that lost groups which it had acked would wait for their numbers for ever.
-        """
-        return ack.session != self.number or ack.cumulative >= self.spool.cumulative
+    def goes_on(self, ack: Ack) -> bool:
+        """Whether the session that the broker offers can be: another one, or the same with all that it acked."""
+        return ack.session != self.number or self.spool.agrees(ack)
+
+    def reconnected(self) -> None:
+        """Note that the sockets are new, and the broker is not: what was under way may be lost, or not. Ask."""
+        self.spool.doubt()
 
     def forget(self) -> None:
         """Give up the session's number; the next registration gives another one."""

@@ -7,6 +7,7 @@ and is still unacked after `RESEND_S` is overdue: the producer syncs, and what t
 again, after a pause that doubles, since a broker that reads slowly is not helped by more messages.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -88,6 +89,17 @@ class Spool:
         self.nbytes = sum(entry.header.nbytes for entry in self._entries.values())
         self.last, self.position = last, position
 
+    def agrees(self, ack: Ack) -> bool:
+        """Whether the numbers can stay with a broker that says this of the session.
+
+        It must have whatever left the spool, or it would wait for that for ever, and nothing that was never numbered
+        here, or it would take a new group for an old one.
+        """
+        named = set(_numbers(ack))
+        if ack.cumulative < self.cumulative or max(named, default=ack.cumulative) > self.last:
+            return False
+        return all(seq in self._entries or seq in named for seq in range(ack.cumulative + 1, self.last + 1))
+
     def accepted(self, ack: Ack) -> list[Entry]:
         """Remove and return what an ack of this session covers. An older ack than the last covers nothing."""
         self.cumulative = max(self.cumulative, ack.cumulative)
@@ -126,8 +138,13 @@ class Spool:
         self._unsent = deque(sorted(waiting | {entry.header.seq for entry in again}))
         return again
 
+    def doubt(self) -> None:
+        """Take whatever was sent for overdue: the pipe that it was sent into is gone."""
+        for entry in self._entries.values():
+            entry.sent_at = -math.inf
+
     def send_all_again(self) -> None:
-        """Queue everything again: the pipe that it was sent into is gone."""
+        """Queue everything again: the broker that it was sent to is gone."""
         for entry in self._entries.values():
             entry.sends = 0
         self._unsent = deque(self._entries)

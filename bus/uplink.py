@@ -3,6 +3,8 @@
 Three tasks live as long as the connection: `listen` applies published acks, `transmit` sends what has credit,
 `keep` asks when the session must. When the broker falls silent or comes back in another life, the sockets are closed,
 it is looked for again, and the session is registered anew where needed. What lay in the old pipe is in the spool still.
+A broker that lives and is slow to answer, because its disk is, keeps its sockets: each new pipe would fill anew with
+groups that it does not read.
 
 PUSH loss argument: see `bus.sockets.producer_push`; nothing counts before its ack.
 """
@@ -14,18 +16,25 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Final, NamedTuple
 
-import msgspec
 import zmq
 
 from rolloutmq.bus import codec, topics
 from rolloutmq.bus.client import BrokerClient
-from rolloutmq.bus.discovery import reach
+from rolloutmq.bus.discovery import insist, reach
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.bus.events import Subscriber
 from rolloutmq.bus.session import Session
 from rolloutmq.bus.sockets import Channel, make_context, producer_push
 from rolloutmq.bus.spool import Entry
-from rolloutmq.schemas.delivery import Ack, DeclareTables, Registered, Reply, Request, RunInfo
+from rolloutmq.schemas.delivery import (
+    Ack,
+    DeclareTables,
+    Registered,
+    RegisterProducer,
+    Reply,
+    Request,
+    RunInfo,
+)
 from rolloutmq.schemas.envelope import ColumnTable
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
@@ -119,27 +128,33 @@ class Uplink:
             await stack.enter_async_context(acks)
             self.max_group_bytes = place.max_group_bytes
             self.info = place.info
-            self._session.spool.send_all_again()
-            if place.epoch != self._session.epoch:
-                await self._register(client, self._session.number)
+            if place.epoch == self._session.epoch:
+                self._session.reconnected()
+                self._ask.set()
+            else:
+                await self._register_at(client, place.epoch)
             self._sockets = _Sockets(client, push, acks, stack.pop_all())
         self._work.set()
 
-    async def _register(self, client: BrokerClient, resume: int) -> None:
+    async def _register_at(self, client: BrokerClient, epoch: int) -> None:
+        """Go on with the session in another life of the broker, or open one."""
         session = self._session
-        asked = msgspec.structs.replace(session.register, resume_session=resume)
-        reply = await client.request(asked, PATIENCE_S, REPEAT_S)
-        if not isinstance(reply, Registered):
-            raise WireError(f"the broker answered {type(reply).__name__} to RegisterProducer")
+        if session.epoch:
+            await self._require_current(client, epoch)
+        reply = await self._registered(client, epoch, session.registration())
         if not session.goes_on(reply.ack):
-            await self._register(client, resume=0)
-            return
+            logger.warning(
+                "the broker lost what it had acked producer=%s session=%d",
+                session.register.producer,
+                session.number,
+            )
+            reply = await self._registered(client, epoch, session.registration(new=True))
         was = session.number
         accepted = session.registered(reply.ack, time.monotonic())
         self.info = reply.info
         logger.info(
             "registered producer=%s session=%d was=%d epoch=%d unacked=%d",
-            asked.producer,
+            session.register.producer,
             session.number,
             was,
             session.epoch,
@@ -147,6 +162,21 @@ class Uplink:
         )
         self.on_registered()
         self._on_accepted(accepted)
+
+    async def _require_current(self, client: BrokerClient, epoch: int) -> None:
+        """Raise SessionFencedError if a newer session took over: to register would fence that one in turn."""
+        try:
+            await insist(client, self._session.ask(time.monotonic()), epoch, PATIENCE_S, REPEAT_S)
+        except RefusedError as error:
+            if error.code is not ErrorCode.UNKNOWN:
+                raise
+
+    async def _registered(self, client: BrokerClient, epoch: int, asked: RegisterProducer) -> Registered:
+        # Sent once: a broker that gets it twice may open two sessions, of which the first answer names the fenced one.
+        reply, _ = await insist(client, asked, epoch, PATIENCE_S, PATIENCE_S)
+        if not isinstance(reply, Registered):
+            raise WireError(f"the broker answered {type(reply).__name__} to RegisterProducer")
+        return reply
 
     def renew(self) -> None:
         """Open a new session in place of the present one, which has nothing unacked; `on_registered` tells when."""
@@ -257,7 +287,7 @@ class Uplink:
     async def _granted(self, client: BrokerClient, message: Request) -> Reply:
         """Ask; a broker that does not know the session is as good as another one."""
         try:
-            return await client.request(message, PATIENCE_S, REPEAT_S)
+            return (await insist(client, message, self._session.epoch, PATIENCE_S, REPEAT_S))[0]
         except RefusedError as error:
             if error.code is not ErrorCode.UNKNOWN:
                 raise

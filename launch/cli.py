@@ -43,6 +43,14 @@ Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+GroupId = Annotated[str, typer.Argument(help="Id of the group.", show_default=False)]
+
+ledger = typer.Typer(help="Check where every accepted group is.", no_args_is_help=True)
+dead = typer.Typer(
+    help="Look at the groups that could not be trained, or queue them again.", no_args_is_help=True
+)
+app.add_typer(ledger, name="ledger", rich_help_panel=LOOK)
+app.add_typer(dead, name="dead", rich_help_panel=STEER)
 
 
 @app.command(rich_help_panel=RUN)
@@ -139,6 +147,62 @@ def tail(
     from rolloutmq.services.monitor.tail import tail as show
 
     raise typer.Exit(show(find_run(run_dir), topic))
+
+
+@app.command(rich_help_panel=LOOK)
+def explain(group_id: GroupId, run_dir: RunOption = None, as_json: Json = False) -> None:
+    """Tell where a group came from, where it has been and why."""
+    from rolloutmq.launch import explain
+    from rolloutmq.launch.rundir import find_run
+
+    raise typer.Exit(explain.explain(find_run(run_dir, living=False), group_id, as_json=as_json))
+
+
+@ledger.command("verify")
+def ledger_verify(
+    run_dir: Annotated[
+        Path | None, typer.Argument(help="Run directory; the newest below runs/ if left out.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave the groups themselves unread.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Recompute the ledger of a run from its files alone, and name every group that is not accounted for."""
+    from rolloutmq.launch import ledger
+
+    raise typer.Exit(ledger.verify(run_dir, as_json=as_json, quick=quick))
+
+
+@dead.command("list")
+def dead_list(run_dir: RunOption = None, as_json: Json = False) -> None:
+    """List the dead groups."""
+    from rolloutmq.launch import dead
+    from rolloutmq.launch.rundir import find_run
+
+    raise typer.Exit(dead.show_list(find_run(run_dir, living=False), as_json=as_json))
+
+
+@dead.command("show")
+def dead_show(group_id: GroupId, run_dir: RunOption = None) -> None:
+    """Show one dead group: why it died, its history, what it holds."""
+    from rolloutmq.launch import dead
+    from rolloutmq.launch.rundir import find_run
+
+    raise typer.Exit(dead.show(find_run(run_dir, living=False), group_id))
+
+
+@dead.command("requeue")
+def dead_requeue(
+    group_ids: Annotated[
+        list[str] | None, typer.Argument(help="Ids of the groups.", show_default=False)
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All dead groups.")] = False,
+    run_dir: RunOption = None,
+) -> None:
+    """Have the living broker queue dead groups again, with a clean slate."""
+    from rolloutmq.launch import dead
+    from rolloutmq.launch.rundir import find_run
+
+    raise typer.Exit(dead.requeue(find_run(run_dir), group_ids or [], every=every))
 
 
 @app.command(rich_help_panel=LOOK)

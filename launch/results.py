@@ -10,6 +10,7 @@ from typing import Any
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.broker.journal.remaining import remaining_ids
 from rolloutmq.services.broker.saved import load
 from rolloutmq.services.monitor.report import write_report
 from rolloutmq.services.monitor.summary import summarise
@@ -33,10 +34,8 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | 
     sys.stdout.write("\n".join(_lines(layout, summary, picture, config.trainer.steps)) + "\n")
 
 
-def _saved_ids(path: Path) -> list[str]:
-    found = load(path, 0.0, 0.0)
-    kept = [group for _, batch in found.kept for group, _ in batch.members()]
-    return [group.header.group_id for group in (*kept, *found.groups)]
+def _saved_ids(layout: RunLayout) -> list[str]:
+    return remaining_ids(layout.journal) if layout.journal.is_dir() else load(layout.saved).ids
 
 
 def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> Path | None:

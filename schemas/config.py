@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from rolloutmq.schemas.delivery import Durability
+
 MIB: Final = 1 << 20
 
 NameText = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -55,8 +57,20 @@ class BrokerConfig(Section):
     """Address to bind when the transport is tcp."""
     insecure: bool = False
     """Allow plain TCP on an address that other machines can reach. Without it that is refused."""
-    durability: Literal["memory"] = "memory"
-    """What an ack means. `memory`: a crash of the broker loses what it had accepted."""
+    durability: Durability = Durability.DISK
+    """What an ack survives. `disk`: a power cut; `os`: the broker being killed; `memory`: neither."""
+    commit_ms: NonNegativeFloat = 10.0
+    """How long acks may be gathered for one write to disk. Batches and settlements never wait for it."""
+    segment_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 32)] = 256 * MIB
+    """Size of one file of the journal. It is removed when nothing in it is needed any more."""
+    ram_bytes: PositiveInt = 256 * MIB
+    """Groups beyond it are read back from the journal when a batch needs them. At `memory` it does not bind."""
+    history_bytes: PositiveInt = 1024 * MIB
+    """Logs of what became of each group, kept for `explain` and `ledger verify`; the oldest go above it."""
+    dead_bytes: PositiveInt = 256 * MIB
+    """Dead groups kept with their contents; above it only their records stay."""
+    replay: bool = False
+    """Keep every segment, also those whose groups are all committed."""
     high_bytes: PositiveInt = 256 * MIB
     """Global mark: queued, leased and granted bytes of all environments stay below it."""
     high_groups: PositiveInt = 100_000

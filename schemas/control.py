@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rolloutmq.schemas.envelope import Count, GroupHeader, Name, Seconds, Split
+from rolloutmq.schemas.envelope import Count, GroupHeader, GroupId, Name, Seconds, Split
 from rolloutmq.schemas.message import Message
 
 
@@ -88,6 +88,20 @@ class Disconnect(Message, tag="disconnect", frozen=True, kw_only=True):
     """An environment leaves: it gives up its minimum share and its place in the weights."""
 
     env: Name
+
+
+class Requeue(Message, tag="requeue", frozen=True, kw_only=True):
+    """Put dead groups back into their queue, with a clean slate; an empty list names all of them."""
+
+    groups: Annotated[tuple[GroupId, ...], Meta(max_length=10_000)] = ()
+
+
+class Requeued(Message, tag="requeued", frozen=True, kw_only=True):
+    """What became of a `Requeue`."""
+
+    requeued: tuple[GroupId, ...] = ()
+    refused: dict[str, str] = {}
+    """Group id to the reason why it stays dead: it is not known, its frames are damaged, or the queue is full."""
 
 
 class Reset(Message, tag="reset", frozen=True, kw_only=True):
@@ -195,6 +209,26 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     """Worker counts that an operator asked for by `SetWorkers`."""
 
 
+class JournalStatus(Message, tag="journal_status", frozen=True, kw_only=True):
+    """How the broker's journal does.
+
+    Attributes:
+        health: `ok`; `slow` if it does not keep up; `full` if the disk is; `none` at durability `memory`.
+        segments, nbytes: Files of groups, and their bytes.
+        behind_bytes: Accepted and not yet written.
+        commits, commit_s: Commits so far, and the seconds that they took.
+        quarantined: Records that were damaged and are kept aside.
+    """
+
+    health: str = "none"
+    segments: Count = 0
+    nbytes: Count = 0
+    behind_bytes: Count = 0
+    commits: Count = 0
+    commit_s: Seconds = 0.0
+    quarantined: Count = 0
+
+
 class StatusReply(Message, tag="status_reply", frozen=True, kw_only=True):
     """Everything the broker knows of itself."""
 
@@ -206,6 +240,7 @@ class StatusReply(Message, tag="status_reply", frozen=True, kw_only=True):
     rejected_messages: Count
     """Messages refused because they were not of the protocol, beyond a limit or a session's credit."""
     rejected_by_reason: dict[str, int]
+    journal: JournalStatus = JournalStatus()
 
 
 class StepDone(Message, tag="step_done", frozen=True, kw_only=True):

@@ -16,6 +16,8 @@ from rolloutmq.schemas.control import (
     GetStatus,
     LatestExample,
     LatestExampleReply,
+    Requeue,
+    Requeued,
     Reset,
     SetWorkers,
     Shutdown,
@@ -43,6 +45,17 @@ RANKS_LIMIT = 4096
 """Most data-parallel ranks of one trainer; sharding a step takes time for each of them."""
 
 
+class Durability(StrEnum):
+    """What an ack, a batch and a settlement survive."""
+
+    MEMORY = "memory"
+    """Nothing: they are gone with the broker's process, unless it ends in order."""
+    OS = "os"
+    """The broker being killed; a power cut or a crash of the machine may lose the last of them."""
+    DISK = "disk"
+    """A power cut, too: what was said is on disk before it is said."""
+
+
 class Wait(StrEnum):
     """Why somebody waits. Producers wait for credit, trainers for a batch."""
 
@@ -58,6 +71,8 @@ class Wait(StrEnum):
     """Enough sequences are queued, but no combination of whole groups has the number."""
     MIN_SHARE = "min_share"
     BATCH_EXCEEDS_CAP = "batch_exceeds_cap"
+    JOURNAL_SLOW = "journal_slow"
+    """The disk does not keep up, or is full."""
     LEASED_ELSEWHERE = "leased_elsewhere"
     """Another step of this consumer group is still leased."""
 
@@ -72,9 +87,10 @@ class Ack(Message, tag="ack", frozen=True, kw_only=True):
         gaps: Bit `i` (least significant first) is set if number `cumulative + 2 + i` is accepted too.
         byte_limit: Highest `GroupHeader.position` that will be accepted.
         start_limit: How many rollouts the session may have begun in all, abandoned ones included.
-        step: Optimizer steps that the trainer has taken.
+        policy: The trainer's present policy: what is sampled from now on comes from it or from a later one.
         draining: The producer must begin nothing new.
         wait: What holds the credit back, if anything does.
+        durability: What the acceptance of the groups survives.
     """
 
     epoch: Count
@@ -83,9 +99,10 @@ class Ack(Message, tag="ack", frozen=True, kw_only=True):
     gaps: bytes = b""
     byte_limit: Count
     start_limit: Count
-    step: Count = 0
+    policy: PolicyVersion = PolicyVersion()
     draining: bool = False
     wait: Wait = Wait.NONE
+    durability: Durability = Durability.MEMORY
 
 
 class RunInfo(Message, tag="run_info", frozen=True, kw_only=True):
@@ -116,6 +133,7 @@ class RegisterProducer(Message, tag="register_producer", frozen=True, kw_only=Tr
         min_share: Part of every batch that is kept for the environment, 0 to 1.
         max_tokens: Longest sequence that it produces, in tokens.
         resume_session: A saved session whose unacked groups will be sent again.
+        begun, abandoned: Rollouts of that session that were begun, and those of them that came to nothing.
         pid, host: For people and for the orchestrator.
     """
 
@@ -129,6 +147,8 @@ class RegisterProducer(Message, tag="register_producer", frozen=True, kw_only=Tr
     min_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     max_tokens: Count = 0
     resume_session: Count = 0
+    begun: Count = 0
+    abandoned: Count = 0
     pid: Count = 0
     host: str = ""
 
@@ -169,6 +189,8 @@ class RegisterConsumer(Message, tag="register_consumer", frozen=True, kw_only=Tr
     """Join a consumer group. The same consumer registering again releases what it held.
 
     Attributes:
+        generation: That of an earlier registration of this same process. If the broker still knows it, everything
+            stays as it is and the answer has the same generation: it was only the broker that was away.
         resume: Set by a trainer that starts at a checkpoint: every batch that was settled for a later step, and
             every batch still leased, comes back in the same composition and order.
     """
@@ -178,6 +200,7 @@ class RegisterConsumer(Message, tag="register_consumer", frozen=True, kw_only=Tr
     rank: Count = 0
     world_size: Annotated[int, Meta(ge=1, le=RANKS_LIMIT)] = 1
     info: RunInfo = RunInfo()
+    generation: Count = 0
     resume: PolicyVersion | None = None
 
 
@@ -350,6 +373,7 @@ Request = (
     | GetStatus
     | LatestExample
     | Disconnect
+    | Requeue
     | Reset
     | Shutdown
 )
@@ -364,6 +388,7 @@ Reply = (
     | WorkerBeatReply
     | StatusReply
     | LatestExampleReply
+    | Requeued
     | Ok
     | ErrorReply
 )

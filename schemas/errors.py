@@ -362,6 +362,28 @@ class DamagedFileError(ResourceError):
         return f"{self.path}, line {self.line}: {self.problem}"
 
 
+class DamagedRecordError(ResourceError):
+    """What is read back from the journal is not what was written; it is kept aside."""
+
+    def __init__(self, path: str, offset: int) -> None:
+        self.path = path
+        self.offset = offset
+
+    def __str__(self) -> str:
+        return f"{self.path}: the record at {self.offset} is damaged"
+
+
+class JournalFailedError(ResourceError):
+    """The disk failed to write or to sync: nothing more can be promised, and the broker ends."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}; what was acked before is safe, nothing was acked since"
+
+
 class MissingError(ResourceError):
     """Something that should be on this machine is not."""
 

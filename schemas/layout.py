@@ -11,7 +11,9 @@ checkpoints/         step-000050/ ...                                   trainer
 trained.jsonl        each settled batch, with the ids of its groups     trainer
 acks/<worker>.jsonl  the ids of the groups that were acked              each producer
 dropped.jsonl        each group that left the queue untrained, and why  broker
-saved.rmq            groups accepted but not trained, at the end        broker
+saved.rmq            the state at the end, with its groups, at durability `memory`   broker
+journal/             groups-00000001.rmq ..., facts-00000001.rmq ..., quarantine/  broker
+dead/                one file for each dead group                       broker
 metrics.jsonl        every event that was published                     telemetry
 logs/<name>.log      what each process printed
 sockets/             ipc endpoints, mode 0700
@@ -39,6 +41,8 @@ class RunLayout:
         self.acks = root / "acks"
         self.dropped = root / "dropped.jsonl"
         self.saved = root / "saved.rmq"
+        self.journal = root / "journal"
+        self.dead = root / "dead"
         self.metrics = root / "metrics.jsonl"
         self.logs = root / "logs"
         self.sockets = root / "sockets"

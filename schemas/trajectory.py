@@ -353,12 +353,13 @@ class Group:
     def rewards(self) -> RewardSummary:
         """Summarise the scores for the header."""
         scores = self.columns["scores"].numbers()
+        low, high = float(scores.min()), float(scores.max())
         with np.errstate(over="ignore"):
             mean = float(scores.mean())
-        if not np.isfinite(mean):
-            # The sum of large scores overflows where their mean does not.
-            mean = float((scores / scores.size).sum())
-        return RewardSummary(mean, float(scores.min()), float(scores.max()))
+            if not np.isfinite(mean):
+                # The sum of large scores overflows where their mean does not; the parts may still add up to too much.
+                mean = float((scores / scores.size).sum())
+        return RewardSummary(min(max(mean, low), high), low, high)
 
     def __getitem__(self, name: str) -> list[Any]:
         """Return the rows of a column; KeyError if the group has none of that name."""

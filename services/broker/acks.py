@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Ack
+from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.services.broker.sessions import Session, Sessions
 
 _QUIET_PART = 0.7
@@ -19,12 +20,15 @@ _QUIET_PART = 0.7
 class Acks:
     """Makes acks and keeps the schedule of their repetition."""
 
-    def __init__(self, config: BrokerConfig, epoch: int, sessions: Sessions, step: Callable[[], int]) -> None:
+    def __init__(
+        self, config: BrokerConfig, epoch: int, sessions: Sessions, policy: Callable[[], PolicyVersion]
+    ) -> None:
+        self._durability = config.durability
         self._interval_s = config.ack_interval_s
         self._quiet_s = config.silence_s * _QUIET_PART
         self._epoch = epoch
         self._sessions = sessions
-        self._step = step
+        self._policy = policy
         self._ring: deque[tuple[float, Session]] = deque()
 
     def of(self, session: Session) -> Ack:
@@ -37,9 +41,10 @@ class Acks:
             gaps=window.gaps(),
             byte_limit=session.promised_bytes,
             start_limit=session.start_limit,
-            step=self._step(),
+            policy=self._policy(),
             draining=session.draining,
             wait=session.wait,
+            durability=self._durability,
         )
 
     def schedule(self, session: Session, now: float) -> None:

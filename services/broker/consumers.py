@@ -8,7 +8,7 @@ import msgspec
 from rolloutmq.schemas.delivery import Pull, RegisterConsumer, Wait
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.services.broker.actions import Route
-from rolloutmq.services.broker.forming import Stream
+from rolloutmq.services.broker.groups import Stream
 
 CONSUMERS_LIMIT: Final = 1 << 16
 """Consumers that are remembered; a step has at most as many ranks."""
@@ -21,6 +21,7 @@ class Consumer(msgspec.Struct, eq=False):
     group: str
     rank: int
     world_size: int
+    generation: int
     heard_at: float
     progress: int = 0
 
@@ -54,14 +55,24 @@ class Consumers:
             consumer.heard_at = now
         return consumer
 
-    def register(self, request: RegisterConsumer, now: float) -> bool:
-        """Note a new life of a consumer; False if there is no place for one more."""
-        if request.consumer not in self._consumers and len(self._consumers) >= CONSUMERS_LIMIT:
+    def __iter__(self) -> Iterator[Consumer]:
+        return iter(self._consumers.values())
+
+    def full(self, name: str) -> bool:
+        """Whether there is no place for one more."""
+        return name not in self._consumers and len(self._consumers) >= CONSUMERS_LIMIT
+
+    def register(self, consumer: Consumer) -> None:
+        """Note a new life of a consumer."""
+        self._consumers[consumer.name] = consumer
+
+    def goes_on(self, request: RegisterConsumer) -> bool:
+        """Whether a registration is that of a process which is known: it was only the broker that was away."""
+        known = self._consumers.get(request.consumer)
+        if known is None or not request.generation:
             return False
-        self._consumers[request.consumer] = Consumer(
-            request.consumer, request.group, request.rank, request.world_size, now
-        )
-        return True
+        told = request.generation, request.group, request.rank, request.world_size
+        return told == (known.generation, known.group, known.rank, known.world_size)
 
     def resumes(self, request: RegisterConsumer) -> bool:
         """Whether this registration rewinds, or joins another rank that has done so already."""
@@ -73,6 +84,11 @@ class Consumers:
             return False
         self._resumed[request.group] = (request.resume, {request.consumer})
         return True
+
+    @property
+    def resumptions(self) -> dict[str, tuple[PolicyVersion, set[str]]]:
+        """The last resume of each consumer group, and the ranks that joined in it, until it moves on."""
+        return self._resumed
 
     def moved_on(self, group: str) -> None:
         """Note that a batch was settled: from now on, any resume of the group is a new one."""

@@ -21,8 +21,10 @@ from rolloutmq.schemas.delivery import (
 from rolloutmq.schemas.envelope import Split
 from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.services.broker.actions import Route
-from rolloutmq.services.broker.consumers import Waiting
+from rolloutmq.services.broker.consumers import Consumer, Waiting
+from rolloutmq.services.broker.journal.facts import Joined, Pulled, Settles
 from rolloutmq.services.broker.leases import Ended, Lease, Part
+from rolloutmq.services.broker.ledger import State as Place
 from rolloutmq.services.broker.settlement import fates
 from rolloutmq.services.broker.state import State, refuse
 
@@ -40,20 +42,45 @@ class Consuming:
             return refuse(ErrorCode.INVALID, "rank must be below world_size")
         if not state.run.serves(request.info.run):
             return refuse(ErrorCode.INVALID, f"this broker serves run {state.run.name}")
-        resumes = state.consumers.resumes(request)
-        if not state.consumers.register(request, now):
+        if state.consumers.full(request.consumer):
             return refuse(ErrorCode.LIMIT, "too many consumers")
+        if state.consumers.goes_on(request):
+            state.consumers.heard(request.consumer, now)
+            return ConsumerRegistered(epoch=state.epoch, generation=request.generation, info=state.run.info)
         self._dismiss(request.consumer, now)
-        state.run.registered(request.consumer, request.info)
-        if resumes and request.resume is not None:
-            state.settlement.rewind(request.group, request.resume, wall)
-            state.run.step = request.resume.step
-        self._release(request.consumer, wall, failed=True)
+        joined = Joined(
+            request.consumer,
+            request.group,
+            request.rank,
+            request.world_size,
+            state.leases.next_generation(),
+            request.info,
+        )
+        self.join(joined, now)
+        if state.consumers.resumes(request) and request.resume is not None:
+            state.settlement.rewind(request.group, request.resume, request.consumer, wall)
+            state.run.resumed(request.resume)
+        self._release(request.consumer, wall, failed=True, why="registered again")
         self._rebatch()
         self.serve(now, wall)
-        return ConsumerRegistered(
-            epoch=state.epoch, generation=state.leases.next_generation(), info=state.run.info
+        return ConsumerRegistered(epoch=state.epoch, generation=joined.generation, info=state.run.info)
+
+    def join(self, joined: Joined, now: float) -> None:
+        """Note a new life of a consumer."""
+        state = self._state
+        state.log.add(joined)
+        state.leases.generation = max(state.leases.generation, joined.generation)
+        state.consumers.register(
+            Consumer(
+                name=joined.consumer,
+                group=joined.group,
+                rank=joined.rank,
+                world_size=joined.world_size,
+                generation=joined.generation,
+                heard_at=now,
+            )
         )
+        state.run.registered(joined.consumer, joined.info)
 
     def _rebatch(self) -> None:
         self._state.pacing.batch_sequences = self._state.run.batch_sequences
@@ -117,13 +144,25 @@ class Consuming:
                 self._hold(waiting, self._cap(found), now)
                 return False
             lease = found
+            if lease.split is Split.TRAIN:
+                state.run.pulls(lease.version)
         part = lease.parts[pull.rank] if lease.fits(pull) else None
         if part is None or part.settle is not None or part.consumer not in {"", pull.consumer}:
             self._hold(waiting, Wait.LEASED_ELSEWHERE, now)
             return False
+        if not self._readable(lease, part, wall):
+            return self._answered(waiting, now, wall)
         state.waited(waiting.wait, now - waiting.counted_at)
         self._hand_out(waiting, lease, part, now)
         return True
+
+    def _readable(self, lease: Lease, part: Part, wall: float) -> bool:
+        """Bring a part into memory; if some of it is damaged, the step goes back without that."""
+        damaged = [group for group in part.groups if not group.body.load()]
+        if damaged:
+            self._state.settlement.lose(lease, wall, failed=False, why="damaged on disk")
+            self._state.dropping.drop(damaged, Place.DEAD, "damaged", wall)
+        return not damaged
 
     def _hold(self, waiting: Waiting, wait: Wait, now: float) -> None:
         self._state.waited(waiting.wait, now - waiting.counted_at)
@@ -139,10 +178,10 @@ class Consuming:
 
     def _hand_out(self, waiting: Waiting, lease: Lease, part: Part, now: float) -> None:
         pull = waiting.pull
-        part.consumer, part.request_id = pull.consumer, pull.request_id
+        if (part.consumer, part.request_id) != (pull.consumer, pull.request_id):
+            part.consumer, part.request_id = pull.consumer, pull.request_id
+            self._state.log.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
         part.progress_at = now
-        if lease.split is Split.TRAIN:
-            self._state.run.step = pull.version.step
         tables = {group.table.id: group.table for group in part.groups}
         batch = Batch(
             lease=lease.number,
@@ -162,8 +201,10 @@ class Consuming:
             short=lease.short,
             rewound=lease.rewound,
         )
-        frames = tuple(frame for group in part.groups for frame in group.frames)
-        self._state.outbox.reply(waiting.route, batch, frames)
+        frames = tuple(frame for group in part.groups for frame in group.body.frames)
+        self._state.outbox.reply(waiting.route, batch, frames, binding=True)
+        for group in part.groups:
+            group.body.spare()
 
     def _give_up(self, waiting: Waiting, now: float) -> None:
         state = self._state
@@ -191,6 +232,7 @@ class Consuming:
             if fates(part, settle) is None:
                 return refuse(ErrorCode.INVALID, "each group of the part must be in exactly one list")
             part.settle = settle
+            state.log.add(Settles(settle))
             if lease.settled:
                 self._end(lease, now, wall)
         elif part.settle != settle:
@@ -203,14 +245,17 @@ class Consuming:
         return Settled(step=step, commit_wanted=wanted)
 
     def _end(self, lease: Lease, now: float, wall: float) -> None:
+        self._state.settlement.settle(lease, now, wall)
+        self.moved_on(lease)
+        self._state.repace = True
+        self.serve(now, wall)
+
+    def moved_on(self, lease: Lease) -> None:
+        """Note the policy that a settled lease led to."""
         state = self._state
-        version = max(part.settle.version for part in lease.parts if part.settle is not None)
-        state.settlement.settle(lease, now, wall)
         state.consumers.moved_on(lease.stream[0])
         if lease.split is Split.TRAIN:
-            state.run.step = version.step
-        state.repace = True
-        self.serve(now, wall)
+            state.run.policy = max(part.settle.version for part in lease.parts if part.settle is not None)
 
     def commit(self, request: Commit, now: float) -> Ok | ErrorReply:
         """Let go of what a checkpoint covers."""
@@ -226,14 +271,14 @@ class Consuming:
         if self._state.consumers.heard(request.consumer, now) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
         self._dismiss(request.consumer, now)
-        self._release(request.consumer, wall, failed=False)
+        self._release(request.consumer, wall, failed=False, why=f"given back: {request.reason}")
         self.serve(now, wall)
         return Ok()
 
-    def _release(self, consumer: str, wall: float, *, failed: bool) -> None:
+    def _release(self, consumer: str, wall: float, *, failed: bool, why: str) -> None:
         for lease in self._state.leases:
             if any(lease.held_by(consumer)):
-                self._state.settlement.lose(lease, wall, failed=failed)
+                self._state.settlement.lose(lease, wall, failed=failed, why=why)
                 self._state.repace = True
 
     def beat(self, beat: ConsumerBeat, now: float) -> Ok | ErrorReply:
@@ -263,9 +308,10 @@ class Consuming:
         moment = now - state.config.broker.silence_s
         for lease in state.leases:
             holders = {p.consumer for p in lease.parts if p.consumer and p.settle is None}
-            gone = any(state.consumers.silent_since(name, moment) for name in holders)
+            gone = [name for name in holders if state.consumers.silent_since(name, moment)]
             if gone or lease.expires_at(state.config.broker.lease_s) <= now:
-                state.settlement.lose(lease, wall, failed=True)
+                why = f"{gone[0]} fell silent" if gone else "no progress"
+                state.settlement.lose(lease, wall, failed=True, why=why)
                 state.repace = True
 
     def sweep(self, now: float) -> None:

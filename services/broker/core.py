@@ -7,8 +7,9 @@
 Every call takes the clock: `now` in monotonic seconds decides, `wall` is for records. The core keeps groups as opaque
 frames and opens none. It is deterministic, it logs nothing, and whatever a peer says ends in a reply or a count.
 
-The seam of the journal: between a change and the reply that tells of it. `ingest` publishes acks only in `tick`, and
-replies leave in the actions of a call, so that a shell can make both wait for the disk.
+The seam of the journal: each call leaves `facts` of what it changed, and marks the actions that tell of a change as
+binding. The shell hands the facts to the journal and lets binding actions wait until they are durable. `snapshot` and
+`restore` are the two ends of a life; an earlier life is brought back by the very code that serves this one.
 """
 
 import math
@@ -22,7 +23,9 @@ from rolloutmq.schemas.control import (
     Disconnect,
     Drain,
     GetStatus,
+    JournalStatus,
     LatestExample,
+    Requeued,
     Reset,
     SetWorkers,
     Shutdown,
@@ -48,16 +51,20 @@ from rolloutmq.services.broker.actions import Action, Publish, Route
 from rolloutmq.services.broker.audit import audit
 from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.groups import StoredGroup
-from rolloutmq.services.broker.lanes import Lane
-from rolloutmq.services.broker.ledger import State as Place
+from rolloutmq.services.broker.journal.body import Body, Ram
+from rolloutmq.services.broker.journal.facts import Accepted, AnyFact
+from rolloutmq.services.broker.log import Entry
 from rolloutmq.services.broker.operating import Operating
 from rolloutmq.services.broker.producing import Producing
-from rolloutmq.services.broker.retained import Kept
+from rolloutmq.services.broker.restoring import restore
+from rolloutmq.services.broker.snapshot import SnapshotItem, snapshot
 from rolloutmq.services.broker.state import State
 from rolloutmq.services.broker.status import Status
 
 POUR_S: Final = 0.05
 """How often room is looked for on behalf of producers that wait for it."""
+_TELL_NOTHING: Final = frozenset({GetInfo, WorkerBeat, GetStatus, ConsumerBeat, Shutdown})
+"""Requests whose answers bind nobody to anything."""
 SWEEP_S: Final = 1.0
 """How often the silent are looked for."""
 
@@ -69,16 +76,24 @@ class BrokerCore:
         config: The run's configuration.
         epoch: Number of this life of the broker; larger than that of any life before.
         endpoints: Addresses to tell to those who ask.
+        ram: Budget of the groups that are in memory; None if they cannot be anywhere else.
 
     Attributes:
         shutdown: Somebody asked the broker to save what it holds and end.
     """
 
-    def __init__(self, config: RunConfig, *, epoch: int, endpoints: Endpoints | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        epoch: int,
+        endpoints: Endpoints | None = None,
+        ram: Ram | None = None,
+    ) -> None:
         self.shutdown = False
         self._pressure_s = config.broker.pressure_interval_s
         self._ack_s = config.broker.ack_interval_s
-        self._state = State(config, epoch, endpoints)
+        self._state = State(config, epoch, endpoints, ram)
         self._producing = Producing(self._state)
         self._consuming = Consuming(self._state)
         self._operating = Operating(self._state, self._producing, self._consuming)
@@ -130,7 +145,8 @@ class BrokerCore:
         elif isinstance(request, LatestExample):
             self._state.outbox.reply(route, *self._operating.latest(request))
         else:
-            self._state.outbox.reply(route, self._handlers[type(request)](request, now, wall))
+            reply = self._handlers[type(request)](request, now, wall)
+            self._state.outbox.reply(route, reply, binding=type(request) not in _TELL_NOTHING)
         return self._state.outbox.take()
 
     def _end(self) -> Ok:
@@ -206,60 +222,78 @@ class BrokerCore:
         """Whether the shell may read `ingest`: the global mark is the last resort, credits come first."""
         return not self._state.admission.full()
 
+    def facts(self) -> list[Entry]:
+        """Return what has changed since the last time, for the journal."""
+        return self._state.log.take()
+
+    def journaled(self, status: JournalStatus, now: float) -> None:
+        """Note how the journal does; while it does not keep up, nothing more is begun."""
+        state = self._state
+        stalled = status.health in {"slow", "full"}
+        state.journal = status
+        if stalled != state.pacing.stalled:
+            state.pacing.stalled = stalled
+            state.pacing.pace_all(now)
+
+    def requeue(
+        self, route: Route, dead: Sequence[StoredGroup], refused: dict[str, str], now: float, wall: float
+    ) -> tuple[list[Action], list[int]]:
+        """Queue dead groups again, which the shell has read back; returns their former orders, too."""
+        names: list[str] = []
+        orders: list[int] = []
+        for group in dead:
+            order = group.order
+            problem = self._operating.requeue(group, now, wall)
+            if problem:
+                refused[group.header.group_id] = problem
+            else:
+                names.append(group.header.group_id)
+                orders.append(order)
+        self._state.outbox.reply(route, Requeued(requeued=tuple(names), refused=refused), binding=True)
+        self._consuming.serve(now, wall)
+        return self._state.outbox.take(), orders
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether nothing becomes durable for now."""
+        return self._state.journal.health == "full"
+
     def rejected(self, reason: str) -> None:
         """Count a message that the shell could not decode."""
         self._state.rejected[reason] += 1
 
-    def saved(self) -> Iterator[StoredGroup]:
-        """Yield every group that is accepted and not settled, first those that are pulled first."""
-        state = self._state
-        for lease in state.leases:
-            if lease.rewound:
-                yield from lease.groups
-        for batch in state.retained.all_returning():
-            yield from batch.groups
-        rest = [g for lease in state.leases if not lease.rewound for g in lease.groups]
-        for lane in state.lanes:
-            rest.extend(lane.in_order())
-        yield from sorted(rest, key=lambda group: group.order)
+    def snapshot(self) -> "Iterator[SnapshotItem]":
+        """Yield the whole state, for the beginning of a log. What is pending in `facts` comes before it."""
+        return snapshot(self._state)
 
-    def kept(self) -> Iterator[tuple[str, Kept]]:
-        """Yield every settled batch that no checkpoint covers yet, with its consumer group: it may have to come again.
+    @property
+    def held_groups(self) -> int:
+        """Groups that still exist, settled ones that wait for their checkpoint included."""
+        return len(self._state.groups)
 
-        Those of a trainer that never spoke of a checkpoint are left out; nobody will ever ask for them.
-        """
-        return self._state.retained.uncovered()
+    def forget_unclaimed(self) -> None:
+        """Let the settled batches of trainers go that make no checkpoints."""
+        self._state.settlement.forget_unclaimed()
 
     def restore(
         self,
-        groups: Iterable[StoredGroup],
+        facts: Iterable[AnyFact],
+        body: Callable[[Accepted], Body],
         now: float,
         wall: float,
-        kept: Iterable[tuple[str, Kept]] = (),
-    ) -> None:
-        """Queue what an earlier life saved, and keep what it kept. Sessions of that life are unknown now.
+    ) -> list[str]:
+        """Become what an earlier life was. Before anything else.
 
-        Before anything else.
+        Args:
+            facts: The items of a snapshot, then facts in their order.
+            body: Finds the frames of a group.
+            now: Monotonic seconds; whoever was alive gets the full time to speak up.
+            wall: Seconds since the epoch.
+
+        Returns:
+            What does not fit together, a line each; something was damaged then.
         """
-        state = self._state
-        for consumers, batch in kept:
-            state.retained.restore(consumers, batch)
-            for group, place in batch.members():
-                lane = self._returned(group, now, wall)
-                state.ledger.move(Place.QUEUED, place)
-                lane.trained_groups += place is Place.TRAINED
-        for group in groups:
-            state.lanes.accept(self._returned(group, now, wall), group, now)
-
-    def _returned(self, group: StoredGroup, now: float, wall: float) -> Lane:
-        """Note a group of an earlier life; returns its lane."""
-        state = self._state
-        group.accepted_at = now - max(0.0, wall - group.accepted_wall)
-        state.ledger.accept()
-        state.known[group.header.group_id] = group
-        state.newest[group.env] = group
-        state.sessions.reserve_above(group.session)
-        return state.lanes.open(group.env, group.split, now)
+        return restore(self._state, self._operating, self._producing, self._consuming, facts, body, now, wall)
 
     def validate(self) -> None:
         """Assert every invariant; for tests."""

@@ -3,16 +3,16 @@
     wait      blocking poll until a socket is readable, the core's next deadline, or a request to stop
     round     a bounded burst from each readable socket, control first, so that no peer starves another
     carry out replies and events at once; a peer that left or does not read is counted, never waited for
+    commit    hand what changed to the journal, and say what binds only when it is durable
 
 What a peer sends is held against the limits before anything of it is decoded, and a message that fails is counted by
 reason and dropped. Nothing here keeps state of the run; that is the core's. While the core is above its global mark
-`ingest` is not polled: its pipes fill and the producers block.
+`ingest` is not polled: its pipes fill and the producers block. The same holds while the journal is far behind.
 """
 
 import errno
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,12 +23,19 @@ import zmq
 
 from rolloutmq.bus import codec, topics
 from rolloutmq.bus.sockets import Socket
+from rolloutmq.schemas.control import Requeue
 from rolloutmq.schemas.delivery import ErrorReply
 from rolloutmq.schemas.delivery import Reply as ReplyMessage
 from rolloutmq.schemas.envelope import ENVELOPE_LIMIT_BYTES, FRAMES_LIMIT
 from rolloutmq.schemas.errors import LimitExceededError, MalformedError, WireError
-from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply, Route
+from rolloutmq.services.broker.actions import Action, Bury, Dropped, Publish, Reply, Route, Unbury
 from rolloutmq.services.broker.core import BrokerCore
+from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.held import Held
+from rolloutmq.services.broker.journal.body import Body, Ram
+from rolloutmq.services.broker.journal.dead import DeadGroup, DeadStore
+from rolloutmq.services.broker.journal.writer import Journal
+from rolloutmq.services.broker.wake import Wake
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +52,8 @@ REQUEST_LIMIT_BYTES: Final = 1 << 20
 """Largest request: a settlement of 10,000 groups is about half of it."""
 EVENT_LIMIT_BYTES: Final = 64 << 10
 """Largest event of another service; they are samples of a few hundred bytes."""
+BEHIND_LIMIT_BYTES: Final = 96 << 20
+"""With more than that accepted and not yet durable, nothing more is taken in."""
 DRAIN_S: Final = 2.0
 """At the end, longest time to take in what has already arrived."""
 QUIET_MS: Final = 20
@@ -84,8 +93,22 @@ class Arrival(msgspec.Struct):
 class DataPlane:
     """Runs the core on its sockets. All methods but `stop` belong to one thread."""
 
-    def __init__(self, core: BrokerCore, sockets: BrokerSockets, dropped: Log, max_group_bytes: int) -> None:
+    def __init__(
+        self,
+        core: BrokerCore,
+        sockets: BrokerSockets,
+        dropped: Log,
+        dead: DeadStore,
+        max_group_bytes: int,
+        wake: Wake,
+        journal: Journal | None = None,
+        ram: Ram | None = None,
+    ) -> None:
         self.core = core
+        self._journal = journal
+        self._ram = ram
+        self._dead = dead
+        self._held = Held()
         self.unsent: dict[str, int] = {}
         """Replies that could not be sent, by kind and reason."""
         self.rejections: dict[str, int] = {}
@@ -93,7 +116,7 @@ class DataPlane:
         self._sockets = sockets
         self._dropped = dropped
         self._max_group_bytes = max_group_bytes
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = wake
         self._stopping = False
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
@@ -104,35 +127,49 @@ class DataPlane:
     def stop(self) -> None:
         """Ask `run` to return. For any thread, and for signal handlers."""
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
-
-    def close(self) -> None:
-        """Release the wake-up descriptor, after `run` returned."""
-        os.close(self._wake)
+        self._wake.set()
 
     def run(self) -> None:
-        """Serve until stopped or until the core was told to shut down, then take in what has arrived."""
+        """Serve until stopped or until the core was told to shut down, then take in what has arrived.
+
+        Raises:
+            JournalFailedError: The disk failed; nothing is said any more.
+        """
         while not self._stopping and not self.core.shutdown:
             due = self.core.next_deadline(time.monotonic())
             self._round(self._wait(due))
             self._tick(due)
+            self._commit()
         self._drain()
         logger.info("data plane ended rejected=%s unsent=%s", self.rejections, self.unsent)
 
     def _wait(self, due: float) -> set[object]:
-        reading = self.core.reading()
+        reading = self._takes()
         if reading != self._reading:
             if reading:
                 self._poller.register(self._sockets.ingest, zmq.POLLIN)
             else:
                 self._poller.unregister(self._sockets.ingest)
-                logger.warning("not reading ingest reason=global_full")
+                logger.warning("not reading ingest reason=%s", self._full())
             self._reading = reading
+        if self._journal is not None:
+            due = min(due, self._journal.next_deadline())
         left_s = min(max(due - time.monotonic(), 0.0), IDLE_S)
         return {socket for socket, _ in self._poller.poll(math.ceil(left_s * 1e3))}
 
+    def _takes(self) -> bool:
+        """Whether `ingest` may be read now."""
+        return self.core.reading() and not self._journal_full()
+
+    def _journal_full(self) -> bool:
+        return self._journal is not None and self._journal.behind_bytes > BEHIND_LIMIT_BYTES
+
+    def _full(self) -> str:
+        return "journal_slow" if self._journal_full() else "global_full"
+
     def _round(self, readable: set[object]) -> None:
         sockets = self._sockets
+        self._wake.clear()
         if sockets.serve in readable:
             self._burst(self._serve_one)
         if sockets.events in readable:
@@ -146,14 +183,33 @@ class DataPlane:
         # What came in meanwhile may have moved the deadline, forward or back: the earlier one counts.
         now = time.monotonic()
         if now >= due or now >= self.core.next_deadline(now):
+            if self._journal is not None:
+                self.core.journaled(self._journal.status(), now)
             self._carry_out(self.core.tick(now, time.time()))
+
+    def _commit(self) -> None:
+        """Let the journal go on, and say what has become durable."""
+        if self._journal is None:
+            return
+        self._journal.advance(time.monotonic(), urgent=self._held.urgent)
+        for action in self._held.release(self._journal.done):
+            self._do(action)
+        if self._journal.wants_snapshot:
+            self._journal.append(self.core.facts())
+            self._journal.rotate(self.core.snapshot())
 
     def _drain(self) -> None:
         until = time.monotonic() + DRAIN_S
-        while self.core.reading() and self._sockets.ingest.poll(QUIET_MS) and time.monotonic() < until:
+        while self._takes() and self._sockets.ingest.poll(QUIET_MS) and time.monotonic() < until:
             self._ingest(BURST_MESSAGES, BURST_BYTES)
+            self._commit()
         self._burst(self._serve_one)
         self._carry_out(self.core.tick(time.monotonic(), time.time()))
+        self._commit()
+        while self._held and time.monotonic() < until:
+            self._poller.poll(QUIET_MS)
+            self._wake.clear()
+            self._commit()
 
     def _burst(self, take_one: Callable[[], None]) -> None:
         try:
@@ -165,7 +221,7 @@ class DataPlane:
     def _ingest(self, messages: int, nbytes: int) -> None:
         """Take in up to that much of what has arrived."""
         try:
-            while messages > 0 and nbytes > 0 and self.core.reading():
+            while messages > 0 and nbytes > 0 and self._takes():
                 messages -= 1
                 try:
                     message = self._receive(self._sockets.ingest, self._max_group_bytes)
@@ -192,7 +248,44 @@ class DataPlane:
             self._reject(f"serve: {error.code.value}")
             self._send_reply(route, ErrorReply(code=error.code, detail=error.detail[:500]))
             return
-        self._carry_out(self.core.request(route, request, time.monotonic(), time.time()))
+        if isinstance(request, Requeue):
+            self._requeue(route, request)
+        else:
+            self._carry_out(self.core.request(route, request, time.monotonic(), time.time()))
+
+    def _requeue(self, route: Route, request: Requeue) -> None:
+        """Bring dead groups back; their files go when that is durable."""
+        refused: dict[str, str] = {}
+        found = {name: self._dead.find(name) for name in request.groups}
+        refused |= dict.fromkeys((name for name, group in found.items() if group is None), "it is not known")
+        groups = list(found.values())
+        if not request.groups:
+            groups = [self._dead.open(entry.order) for entry in self._dead.entries()]
+        dead = []
+        for group in groups:
+            if group is not None and group.frames is None:
+                refused[group.meta.header.group_id] = "its contents are not there"
+            elif group is not None:
+                dead.append(self._stored(group))
+        actions, queued = self.core.requeue(route, dead, refused, time.monotonic(), time.time())
+        self._carry_out([*actions, *map(Unbury, queued)])
+
+    def _stored(self, dead: DeadGroup) -> StoredGroup:
+        meta = dead.meta
+        frames = tuple(map(bytes, dead.frames or ()))
+        return StoredGroup(
+            header=meta.header,
+            env=meta.env,
+            split=meta.split,
+            run=meta.run,
+            producer=meta.producer,
+            session=meta.session,
+            table=meta.table,
+            body=Body(frames, meta.header.nbytes, self._ram),
+            accepted_at=0.0,
+            accepted_wall=meta.at,
+            order=meta.order,
+        )
 
     def _events_one(self) -> None:
         frame = self._sockets.events.recv(zmq.NOBLOCK)
@@ -248,14 +341,31 @@ class DataPlane:
         return frames
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
+        """Hand what changed to the journal, and do what may be done now; what binds waits for the journal."""
+        journal = self._journal
+        if journal is not None:
+            journal.append(self.core.facts())
         for action in actions:
-            match action:
-                case Reply(route, message, frames):
-                    self._send_reply(route, message, frames)
-                case Publish(topic, message):
-                    self._sockets.events.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
-                case Dropped(record):
-                    self._dropped.write(msgspec.json.encode(record) + b"\n")
+            if journal is None or not action.binding or journal.done >= journal.ticket:
+                self._held.said(action)
+                self._do(action)
+            elif (last := self._held.last(action)) is not None and self.core.disk_full:
+                self._do(last)
+            else:
+                self._held.hold(journal.ticket, action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Reply(route, message, frames):
+                self._send_reply(route, message, frames)
+            case Publish(topic, message):
+                self._sockets.events.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
+            case Dropped(record):
+                self._dropped.write(msgspec.json.encode(record) + b"\n")
+            case Bury(group, frames, reason):
+                self._dead.bury(group, frames, reason, time.time())
+            case Unbury(order):
+                self._dead.remove(order)
 
     def _send_reply(self, route: Route, message: ReplyMessage, frames: tuple[Any, ...] = ()) -> None:
         try:

@@ -1,26 +1,25 @@
 """Forming a step: from the queues to a list of groups, or the reason to wait.
 
 What is too old for the policy that will learn is dropped here (or passed on and counted, as its environment is
-configured), and only what a batch would take is looked at, so that no pull scans a queue. The wait for an exact
-combination is measured per stream, not per request: pulls that are shorter than it still see it end.
+configured), and so is what cannot be read back from disk. Only what a batch would take is looked at, so that no pull
+scans a queue. The wait for an exact combination is measured per stream, not per request: pulls that are shorter than
+it still see it end.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Pull, Wait
-from rolloutmq.schemas.envelope import Split
-from rolloutmq.services.broker.actions import Outbox
+from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.services.broker.batching import Counts, Supply, compose, largest_below
-from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.dropping import Dropping
+from rolloutmq.services.broker.groups import StoredGroup, Stream
 from rolloutmq.services.broker.lanes import Lane, Lanes
 from rolloutmq.services.broker.ledger import Ledger, State
-
-Stream = tuple[str, Split]
-"""A consumer group and a split: one step of it is leased at a time."""
+from rolloutmq.services.broker.lineage import Lineage
 
 
 class Formed(msgspec.Struct):
@@ -33,26 +32,41 @@ class Formed(msgspec.Struct):
 class Former:
     """Takes batches from the lanes."""
 
-    def __init__(self, config: BrokerConfig, lanes: Lanes, ledger: Ledger, outbox: Outbox) -> None:
+    def __init__(
+        self, config: BrokerConfig, lanes: Lanes, ledger: Ledger, dropping: Dropping, lineage: Lineage
+    ) -> None:
         self._config = config
         self._lanes = lanes
         self._ledger = ledger
-        self._outbox = outbox
+        self._dropping = dropping
+        self._lineage = lineage
         self._unfit_since: dict[Stream, float] = {}
         self.staleness_max = 0
 
     def form(self, stream: Stream, pull: Pull, now: float, wall: float) -> Formed | Wait:
         """Take exactly `pull.sequences` from the queues, or say why that cannot be now."""
         while True:
-            formed = self._attempt(stream, pull, now)
+            formed = self._alone(pull) or self._attempt(stream, pull, now)
             if isinstance(formed, Wait):
                 return formed
-            fresh = self._without_stale(formed.groups, pull, wall)
-            if fresh is None:
+            stale = self._stale(formed.groups, pull.version)
+            damaged = [group for group in formed.groups if group not in stale and not group.body.load()]
+            if not stale and not damaged:
                 self._unfit_since.pop(stream, None)
+                self.count(formed.groups, pull.version)
                 _settle_carry(self._lanes.of_split(pull.split), formed.groups)
                 return formed
-            self._lanes.put_back(fresh)
+            self._lanes.put_back(formed.groups)
+            self._dropping.drop(stale, State.EXPIRED, "stale", wall)
+            self._dropping.drop(damaged, State.DEAD, "damaged", wall)
+
+    def _alone(self, pull: Pull) -> Formed | None:
+        """Take a group that must not fail together with others, if there is one."""
+        suspect = self._lanes.suspect(pull.split, pull.sequences)
+        if suspect is None:
+            return None
+        self._lanes.of(suspect).remove(suspect)
+        return Formed([suspect], short=suspect.header.sequences < pull.sequences)
 
     def deadline(self, now: float) -> float:
         """Return when a wait for an exact combination, or for a silent lane, may end."""
@@ -117,33 +131,28 @@ class Former:
         groups.sort(key=lambda group: group.order)
         return Formed(groups)
 
-    def _without_stale(self, groups: list[StoredGroup], pull: Pull, wall: float) -> list[StoredGroup] | None:
-        """Drop what is too old and return the rest; None if nothing had to be dropped."""
-        stale: list[StoredGroup] = []
+    def _stale(self, groups: list[StoredGroup], version: PolicyVersion) -> list[StoredGroup]:
+        """Return those that are too old for their environment, unless it passes them on."""
+        found = []
+        for group in groups:
+            rule = self._lanes.of(group).rule
+            if rule.stale == "drop" and self._staleness(group, version) > rule.max_staleness:
+                found.append(group)
+        return found
+
+    def _staleness(self, group: StoredGroup, version: PolicyVersion) -> int:
+        return self._lineage.distance(version, group.header.oldest)
+
+    def count(self, groups: Iterable[StoredGroup], version: PolicyVersion) -> None:
+        """Count how old the groups of a batch are for the policy that learns from them."""
         worst = passed = 0
         for group in groups:
-            distance = pull.version.distance(group.header.oldest)
-            rule = self._lanes.of(group).rule
-            if distance > rule.max_staleness and rule.stale == "drop":
-                stale.append(group)
-                continue
-            passed += distance > rule.max_staleness
+            distance = self._staleness(group, version)
+            passed += distance > self._lanes.of(group).rule.max_staleness
             worst = max(worst, distance)
-        if not stale:
-            self.staleness_max = max(self.staleness_max, worst)
-            if passed:
-                self._ledger.reasons["passed(stale)"] += passed
-            return None
-        for group in stale:
-            self.drop(group, State.EXPIRED, "stale", wall)
-        dropped = set(map(id, stale))
-        return [group for group in groups if id(group) not in dropped]
-
-    def drop(self, group: StoredGroup, state: State, reason: str, wall: float) -> None:
-        """End a group that was taken from its queue and is not leased."""
-        self._ledger.move(State.QUEUED, state, reason=reason)
-        self._lanes.let_go(group)
-        self._outbox.dropped(wall, group.header.group_id, state.value, reason)
+        self.staleness_max = max(self.staleness_max, worst)
+        if passed:
+            self._ledger.reasons["passed(stale)"] += passed
 
 
 def _supply(lane: Lane, floor: int) -> Supply:
@@ -154,7 +163,7 @@ def _supply(lane: Lane, floor: int) -> Supply:
     else:
         counts = {size: len(queue) for size, queue in sizes.items()}
     weight = lane.weight if lane.connected else 0.0
-    return Supply(counts, lambda: (g.header.sequences for g in lane.in_order()), weight, floor, lane.carry)
+    return Supply(counts, lane.ages, weight, floor, lane.carry)
 
 
 def _settle_carry(lanes: Sequence[Lane], groups: Sequence[StoredGroup]) -> None:

@@ -1,21 +1,25 @@
-"""A group as the broker holds it: its header, where it came from, and frames that nobody here opens."""
+"""Groups as the broker holds them: headers, where they came from, and bodies that nobody here opens."""
 
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 
 from rolloutmq.schemas.envelope import ColumnTable, GroupHeader, Split
+from rolloutmq.services.broker.journal.body import Body
+
+Stream = tuple[str, Split]
+"""A consumer group and a split: one step of it is leased at a time."""
 
 
 class StoredGroup(msgspec.Struct, kw_only=True, eq=False, weakref=True):
     """One accepted group, from its acceptance until its checkpoint.
 
     Attributes:
-        frames: The buffers as they arrived; released when the group is settled for good.
-        accepted_at: Monotonic seconds of this broker's clock; `accepted_wall` is for people and for `saved.rmq`.
+        body: The frames as they arrived; released when the group is settled for good.
+        accepted_at: Monotonic seconds of this broker's clock; `accepted_wall` is for people and for the journal.
         deliveries: How many times it was handed out.
         failures: How many of its leases were lost.
-        order: Place in the order of acceptance. A group that comes back takes its old place.
+        order: Number of its acceptance, unique in the run. A group that comes back takes its old place.
     """
 
     header: GroupHeader
@@ -25,9 +29,44 @@ class StoredGroup(msgspec.Struct, kw_only=True, eq=False, weakref=True):
     producer: str
     session: int
     table: ColumnTable
-    frames: tuple[Any, ...]
+    body: Body
     accepted_at: float
     accepted_wall: float
     deliveries: int = 0
     failures: int = 0
     order: int = 0
+
+
+class Groups:
+    """Every group that still exists, by its order: what the journal must be able to give back."""
+
+    def __init__(self) -> None:
+        self.next_order = 1
+        self._groups: dict[int, StoredGroup] = {}
+
+    def __iter__(self) -> Iterator[StoredGroup]:
+        """Yield the groups in no certain order."""
+        return iter(self._groups.values())
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: StoredGroup) -> None:
+        """Take in a group; one without an order gets the next one."""
+        if not group.order:
+            group.order = self.next_order
+        self.next_order = max(self.next_order, group.order + 1)
+        self._groups[group.order] = group
+
+    def find(self, order: int) -> StoredGroup | None:
+        return self._groups.get(order)
+
+    def gone(self, group: StoredGroup) -> None:
+        """Let a group go for good, with its frames; a second time changes nothing."""
+        if self._groups.pop(group.order, None) is not None:
+            group.body.release()
+
+    def clear(self) -> None:
+        """Let all groups go; the numbers go on."""
+        for group in list(self._groups.values()):
+            self.gone(group)

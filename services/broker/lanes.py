@@ -1,8 +1,9 @@
 """Lanes: the queue of one environment and split, indexed by the size of its groups.
 
 The cost of a pull does not grow with the length of a queue: groups of one size lie in one deque, oldest first, and a
-batch is composed from counts of sizes. A group that comes back takes its old place in the order. The lane counts what
-is queued and what is leased; rewound batches are kept apart, because their bytes belong to `retain_bytes`.
+batch is composed from counts of sizes. A group that comes back takes its old place in the order; one that has a
+single chance left is a suspect and lies apart, because it goes out alone. The lane counts what is queued and what is
+leased; rewound batches are kept apart, because their bytes belong to `retain_bytes`.
 """
 
 from collections import deque
@@ -13,7 +14,7 @@ from typing import Final
 
 from rolloutmq.schemas.config import EnvironmentConfig
 from rolloutmq.schemas.envelope import Split
-from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.groups import Groups, StoredGroup
 from rolloutmq.services.broker.rates import Rate
 
 _order: Final = attrgetter("order")
@@ -42,8 +43,11 @@ class Load:
 class Lane:
     """One environment's queue and what it may take of every batch."""
 
-    def __init__(self, env: str, split: Split, rule: EnvironmentConfig, now: float) -> None:
+    def __init__(
+        self, env: str, split: Split, rule: EnvironmentConfig, now: float, last_chance: int = 1 << 30
+    ) -> None:
         self.env = env
+        self._last_chance = last_chance
         self.split = split
         self.rule = rule
         self.weight = rule.weight
@@ -65,6 +69,8 @@ class Lane:
         """When it last got a group, or its first producer."""
         self.arrivals = Rate()
         self.sizes: dict[int, deque[StoredGroup]] = {}
+        self.suspects: list[StoredGroup] = []
+        """Queued groups that may fail once more before they are dead, oldest first; not in `sizes`."""
 
     def accept(self, group: StoredGroup, now: float) -> None:
         """Queue a new group at the end."""
@@ -77,8 +83,27 @@ class Lane:
 
     def append(self, group: StoredGroup) -> None:
         """Queue a group behind all others of its size."""
+        if self.suspected(group):
+            self.put_back([group])
+            return
         self.sizes.setdefault(group.header.sequences, deque()).append(group)
         self.queued.add(group)
+
+    def suspected(self, group: StoredGroup) -> bool:
+        """Whether one failure more would end the group: then it must be its own."""
+        return 0 < group.failures >= self._last_chance
+
+    def remove(self, group: StoredGroup) -> None:
+        """Remove one queued group, wherever it is; quick near the head."""
+        if self.suspected(group):
+            self.suspects.remove(group)
+        else:
+            size = group.header.sequences
+            queue = self.sizes[size]
+            queue.remove(group)
+            if not queue:
+                del self.sizes[size]
+        self.queued.add(group, -1)
 
     def take(self, size: int, count: int) -> list[StoredGroup]:
         """Remove the oldest `count` groups of a size from the queue; there must be that many."""
@@ -94,8 +119,12 @@ class Lane:
         """Return groups to their old places in the queue."""
         back: dict[int, list[StoredGroup]] = {}
         for group in groups:
-            back.setdefault(group.header.sequences, []).append(group)
             self.queued.add(group)
+            if self.suspected(group):
+                self.suspects.append(group)
+                self.suspects.sort(key=_order)
+            else:
+                back.setdefault(group.header.sequences, []).append(group)
         for size, returned in back.items():
             returned.sort(key=_order)
             queue = self.sizes.setdefault(size, deque())
@@ -106,13 +135,20 @@ class Lane:
 
     def in_order(self) -> Iterator[StoredGroup]:
         """Yield what is queued, oldest first."""
-        if len(self.sizes) == 1:
+        if len(self.sizes) == 1 and not self.suspects:
             return iter(next(iter(self.sizes.values())))
-        return merge(*self.sizes.values(), key=_order)
+        return merge(self.suspects, *self.sizes.values(), key=_order)
+
+    def ages(self) -> Iterator[int]:
+        """Yield the sizes of the groups that a batch may be composed of, oldest first."""
+        queues = self.sizes.values()
+        ordered = next(iter(queues)) if len(queues) == 1 else merge(*queues, key=_order)
+        return (group.header.sequences for group in ordered)
 
     def oldest(self) -> StoredGroup | None:
         """Return the head of the queue."""
-        return min((queue[0] for queue in self.sizes.values()), key=_order, default=None)
+        heads = [queue[0] for queue in self.sizes.values()] + self.suspects[:1]
+        return min(heads, key=_order, default=None)
 
     @property
     def pending_sequences(self) -> int:
@@ -127,12 +163,16 @@ class Lane:
     def validate(self) -> None:
         """Assert that the counts are those of the containers."""
         load = Load()
+        for group in self.suspects:
+            assert self.suspected(group)
+            load.add(group)
         for size, queue in self.sizes.items():
             assert queue, f"empty deque for size {size}"
             orders = [group.order for group in queue]
             assert orders == sorted(orders), f"{self.env}: size {size} out of order"
             for group in queue:
                 assert group.header.sequences == size
+                assert not self.suspected(group)
                 load.add(group)
         assert load.as_tuple() == self.queued.as_tuple(), self.env
         assert min(self.leased.as_tuple() + self.rewinding.as_tuple()) >= 0, self.env
@@ -142,13 +182,16 @@ class Lane:
 class Lanes:
     """All lanes, and their sums."""
 
-    def __init__(self, environments: dict[str, EnvironmentConfig]) -> None:
+    def __init__(
+        self, environments: dict[str, EnvironmentConfig], groups: Groups, last_chance: int = 1 << 30
+    ) -> None:
         self._rules = environments
+        self._groups = groups
+        self._last_chance = last_chance
         self._lanes: dict[tuple[str, Split], Lane] = {}
         self.held_groups = 0
         """Groups queued or leased, rewound batches not counted."""
         self.held_bytes = 0
-        self._next_order = 1
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes.values())
@@ -164,7 +207,7 @@ class Lanes:
         lane = self._lanes.get((env, split))
         if lane is None:
             rule = self._rules.get(env) or EnvironmentConfig(entry="unknown:Unknown")
-            lane = self._lanes[env, split] = Lane(env, split, rule, now)
+            lane = self._lanes[env, split] = Lane(env, split, rule, now, self._last_chance)
         return lane
 
     def configured(self, env: str) -> bool:
@@ -180,8 +223,7 @@ class Lanes:
 
     def accept(self, lane: Lane, group: StoredGroup, now: float) -> None:
         """Queue a new group and give it its place in the order."""
-        group.order = self._next_order
-        self._next_order += 1
+        self._groups.add(group)
         self.held_groups += 1
         self.held_bytes += group.header.nbytes
         lane.accept(group, now)
@@ -190,6 +232,11 @@ class Lanes:
         """Count groups that were taken from a queue as leased."""
         for group in groups:
             lane.leased.add(group)
+
+    def suspect(self, split: Split, sequences: int) -> StoredGroup | None:
+        """Return the oldest suspect with at most so many sequences."""
+        found = (g for lane in self.of_split(split) for g in lane.suspects if g.header.sequences <= sequences)
+        return min(found, key=_order, default=None)
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:
         """Return groups that were taken to their old places in their queues."""

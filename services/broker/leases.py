@@ -13,8 +13,7 @@ import msgspec
 
 from rolloutmq.schemas.delivery import Pull, Settle
 from rolloutmq.schemas.envelope import PolicyVersion, Split
-from rolloutmq.services.broker.forming import Stream
-from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.groups import StoredGroup, Stream
 
 REMEMBERED: Final = 64
 """Ended leases that are remembered, so that a repeated request gets the same answer."""
@@ -48,6 +47,7 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
     parts: list[Part]
     short: bool = False
     rewound: bool = False
+    """Its groups were settled before, or leased when their trainer was rewound."""
 
     @property
     def split(self) -> Split:
@@ -99,8 +99,9 @@ class Leases:
         self._open: dict[int, Lease] = {}
         self._of_stream: dict[Stream, Lease] = {}
         self._ended: OrderedDict[int, Ended] = OrderedDict()
-        self._next = 1
-        self._generation = 0
+        self.last_number = 0
+        self.generation = 0
+        """Highest number that was given to a lease or to a life of a consumer."""
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(list(self._open.values()))
@@ -110,8 +111,8 @@ class Leases:
 
     def next_generation(self) -> int:
         """Return a number that is higher than any before."""
-        self._generation += 1
-        return self._generation
+        self.generation += 1
+        return self.generation
 
     def of(self, stream: Stream) -> Lease | None:
         """Return the open lease of a stream."""
@@ -122,44 +123,27 @@ class Leases:
         lease: Lease | Ended | None = self._open.get(number) or self._ended.get(number)
         return lease if lease is not None and lease.generation == generation else None
 
-    def open(
-        self,
-        stream: Stream,
-        pull: Pull,
-        shards: list[list[StoredGroup]],
-        now: float,
-        *,
-        short: bool,
-        rewound: bool,
-    ) -> Lease:
-        """Lease shards for the step that a pull asks for."""
-        lease = Lease(
-            number=self._next,
-            generation=self.next_generation(),
-            stream=stream,
-            step=pull.step,
-            version=pull.version,
-            sequences=pull.sequences,
-            parts=[Part(groups, now) for groups in shards],
-            short=short,
-            rewound=rewound,
-        )
-        self._next += 1
+    def next_number(self) -> int:
+        """Return the number for another lease."""
+        return self.last_number + 1
+
+    def open(self, lease: Lease) -> None:
+        """Hold a new lease, or one of an earlier life."""
+        self.last_number = max(self.last_number, lease.number)
+        self.generation = max(self.generation, lease.generation)
         self._open[lease.number] = lease
-        self._of_stream[stream] = lease
-        for group in lease.groups:
-            group.deliveries += 1
-        return lease
+        self._of_stream[lease.stream] = lease
 
     def end(self, lease: Lease) -> None:
         """Close a lease that is settled, and remember how."""
         self.lose(lease)
-        self._ended[lease.number] = Ended(
-            lease.generation,
-            lease.step,
-            tuple(part.settle for part in lease.parts if part.settle is not None),
-            frozenset((part.consumer, part.request_id) for part in lease.parts),
-        )
+        settles = tuple(part.settle for part in lease.parts if part.settle is not None)
+        requests = frozenset((part.consumer, part.request_id) for part in lease.parts)
+        self.remember(lease.number, Ended(lease.generation, lease.step, settles, requests))
+
+    def remember(self, number: int, ended: Ended) -> None:
+        """Remember how a lease ended, at the cost of the one that ended longest ago."""
+        self._ended[number] = ended
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
@@ -167,6 +151,14 @@ class Leases:
         """Close a lease without an outcome: nothing of it is remembered, so its ranks are fenced."""
         del self._open[lease.number]
         del self._of_stream[lease.stream]
+
+    def ended(self) -> Iterator[tuple[int, Ended]]:
+        """Yield what is remembered, oldest first."""
+        return iter(self._ended.items())
+
+    def numbered(self, number: int) -> Lease | None:
+        """Return an open lease."""
+        return self._open.get(number)
 
     def over(self, consumer: str, request_id: str) -> bool:
         """Whether a request was answered by a lease that is settled: its batch is gone."""

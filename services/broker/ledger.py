@@ -10,6 +10,7 @@ from collections import Counter
 from enum import StrEnum
 
 from rolloutmq.schemas.control import LedgerCounts
+from rolloutmq.services.broker.journal.facts import LedgerItem
 
 
 class State(StrEnum):
@@ -49,6 +50,18 @@ class Ledger:
         self.counts[new] += groups
         if reason:
             self.reasons[f"{new.value}({reason})"] += groups
+
+    def requeued(self) -> None:
+        """Count a dead group out; it is accepted anew."""
+        self.move(State.DEAD, State.DISCARDED, reason="requeued")
+
+    def restore(self, item: LedgerItem) -> None:
+        """Become what a snapshot says."""
+        self.accepted, self.rewound, self.lost = item.accepted, item.rewound, item.lost
+        self.forgotten = item.forgotten
+        for state in State:
+            self.counts[state] = item.counts.get(state.value, 0)
+        self.reasons.update(item.reasons)
 
     def rewind(self, old: State, groups: int) -> None:
         """Bring settled groups back to the queue, because the trainer resumed before them."""

@@ -18,7 +18,18 @@ from rolloutmq.schemas.control import (
 from rolloutmq.schemas.delivery import ErrorReply, InfoReply, Ok
 from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.services.broker.consuming import Consuming
+from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal.facts import (
+    Accepted,
+    Disconnected,
+    Produced,
+    Requeued,
+    Told,
+    Wanted,
+    WasReset,
+)
 from rolloutmq.services.broker.producing import LANES_LIMIT, Producing
+from rolloutmq.services.broker.sessions import Session
 from rolloutmq.services.broker.state import State, refuse
 
 
@@ -39,7 +50,7 @@ class Operating:
             return refuse(ErrorCode.LIMIT, "too many workers")
         session = state.sessions.current(beat.worker)
         if session is not None and not session.closed and beat.pid == session.pid:
-            session.produced = max(0, beat.produced - session.produced_before)
+            self._produced(session, beat)
             if beat.state is WorkerState.DRAINING and not session.draining:
                 session.draining = True
                 session.touch()
@@ -47,13 +58,20 @@ class Operating:
                 self._producing.alive(session, now)
         return WorkerBeatReply(draining=state.workers.draining(beat.worker))
 
+    def _produced(self, session: Session, beat: WorkerBeat) -> None:
+        produced = max(0, beat.produced - session.produced_before)
+        if produced != session.produced:
+            session.produced = produced
+            self._state.log.add(Produced(session.number, produced, session.abandoned))
+
     def drain(self, drain: Drain) -> Ok | ErrorReply:
         """Tell a worker to finish and go, until it says that it does."""
         state = self._state
         session = state.sessions.current(drain.worker)
         if session is None and state.workers.last(drain.worker) is None:
             return refuse(ErrorCode.UNKNOWN, f"worker {drain.worker} is not known")
-        state.workers.tell(drain)
+        if state.workers.tell(drain):
+            state.log.add(Told(drain.worker, drain.reason, state.workers.pid(drain.worker)))
         if session is not None and session.alive:
             session.draining = True
             session.touch()
@@ -66,6 +84,7 @@ class Operating:
         if request.env not in wanted and len(wanted) >= LANES_LIMIT:
             return refuse(ErrorCode.LIMIT, "too many environments")
         wanted[request.env] = request.count
+        self._state.log.add(Wanted(request.env, request.count))
         return Ok()
 
     def info(self) -> InfoReply:
@@ -87,26 +106,52 @@ class Operating:
         if request.env:
             found = newest.get(request.env)
         else:
-            found = max(newest.values(), key=lambda group: group.order, default=None)
+            found = max(newest.values(), key=lambda example: example[0].order, default=None)
         if found is None:
             return LatestExampleReply(), ()
-        reply = LatestExampleReply(header=found.header, env=found.env, table=encode(found.table))
-        return reply, found.frames
+        group, frames = found
+        return LatestExampleReply(header=group.header, env=group.env, table=encode(group.table)), frames
 
     def disconnect(self, request: Disconnect) -> Ok | ErrorReply:
         """Take an environment out of the weights; what it has queued only fills up batches."""
-        lanes = [lane for lane in self._state.lanes if lane.env == request.env]
-        if not lanes:
+        if not self.leave(request.env):
             return refuse(ErrorCode.UNKNOWN, f"environment {request.env} is not known")
-        for lane in lanes:
-            lane.connected, lane.min_share = False, 0.0
+        self._state.log.add(Disconnected(request.env))
         self._state.repace = True
         return Ok()
 
-    def reset(self, request: Reset, wall: float) -> Ok:  # noqa: ARG002 - the reason is for the shell's log
-        """Forget the run. Session numbers and the ledger go on, so that nothing old passes for new."""
+    def leave(self, env: str) -> bool:
+        """Take an environment out of the weights; False if there is none of that name."""
+        lanes = [lane for lane in self._state.lanes if lane.env == env]
+        for lane in lanes:
+            lane.connected, lane.min_share = False, 0.0
+        return bool(lanes)
+
+    def requeue(self, group: StoredGroup, now: float, wall: float) -> str:
+        """Queue a dead group again; return why it cannot be, or an empty string."""
         state = self._state
+        if state.admission.full() or group.header.nbytes > state.admission.room:
+            return "the queue is full"
+        if group.header.group_id in state.known:
+            return "it is not dead"
+        state.log.add(Requeued(group.order))
+        state.ledger.requeued()
+        group.order = group.failures = group.deliveries = 0
+        group.accepted_at, group.accepted_wall = now, wall
+        state.admit(group, state.lanes.open(group.env, group.split, now), now)
+        state.log.add(group)
+        return ""
+
+    def reset(self, request: Reset, wall: float) -> Ok:
+        """Forget the run. Session numbers and the ledger go on, so that nothing old passes for new."""
         self._consuming.reset()
+        self._state.log.add(WasReset(request.reason))
+        self.forget(wall)
+        return Ok()
+
+    def forget(self, wall: float) -> None:
+        """Forget all but what goes on."""
+        state = self._state
         state.ledger.lost += state.sessions.lost_of_silent()
         state.admission.clear()
         state.acks.clear()
@@ -117,4 +162,17 @@ class Operating:
         state.newest.clear()
         state.wanted.clear()
         state.pacing.batch_sequences = state.run.batch_sequences
-        return Ok()
+
+
+def accepted(group: StoredGroup) -> Accepted:
+    """Return the fact of a group's acceptance; its writer knows the place."""
+    return Accepted(
+        order=group.order,
+        header=group.header,
+        env=group.env,
+        split=group.split,
+        run=group.run,
+        producer=group.producer,
+        session=group.session,
+        at=group.accepted_wall,
+    )

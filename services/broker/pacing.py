@@ -29,6 +29,8 @@ class Pacing:
     """Grants rollouts."""
 
     def __init__(self, lanes: Lanes, admission: Admission, silent_env_s: float, batch: int) -> None:
+        self.stalled = False
+        """The disk does not take what there is: nothing more is begun."""
         self._lanes = lanes
         self._admission = admission
         self._silent_env_s = silent_env_s
@@ -73,6 +75,8 @@ class Pacing:
 
     def _free(self, lane: Lane, share: float) -> tuple[int, Wait]:
         """Return how many rollouts more the lane may begin, and what holds the others back."""
+        if self.stalled:
+            return 0, Wait.JOURNAL_SLOW
         if not lane.rule.pacing:
             return self._admission.room_groups, Wait.GLOBAL_FULL
         budget = (lane.rule.max_staleness + 1) * self.batch_sequences * share
@@ -89,7 +93,7 @@ class Pacing:
         window = session.slots if paced else max(session.slots, OPEN_WINDOW)
         if session.draining or session.starts_out * 2 > window:
             return False
-        if not paced:
+        if not paced and not self.stalled:
             self._grant([session], self._admission.room_groups, paced=False)
         return paced
 

@@ -21,6 +21,8 @@ from rolloutmq.schemas.delivery import (
 from rolloutmq.schemas.envelope import Envelope, GroupHeader
 from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal.body import Body
+from rolloutmq.services.broker.journal.facts import Declared, Opened, Produced, Skipped, Told
 from rolloutmq.services.broker.lanes import Lane
 from rolloutmq.services.broker.sessions import Session
 from rolloutmq.services.broker.state import State, refuse
@@ -40,24 +42,33 @@ class Producing:
         state = self._state
         if (error := self._unacceptable(request)) is not None:
             return error
-        lane = self._lane(request, now)
+        lane = self.lane(request, now)
         former = state.sessions.current(request.producer)
         keeps_draining = former is not None and former.draining and request.pid == former.pid != 0
         if former is not None and former.alive:
             state.admission.retire(former)
         session = state.sessions.open(request, lane, now)
+        if session.number == request.resume_session:
+            session.start_limit = max(session.start_limit, request.begun)
+            session.abandoned = max(session.abandoned, min(request.abandoned, request.begun))
         if keeps_draining:
             session.draining = True
         else:
-            state.workers.untell(request.producer)
+            self.untell(request.producer)
         beat = state.workers.last(request.producer)
         if beat is not None and beat.pid == request.pid:
             session.produced_before = beat.produced - session.window.accepted
+        state.log.add(_opened(session, request))
         state.admission.revive(session, now)
         state.acks.schedule(session, now)
         state.pacing.pace(lane, now)
         state.repace = True
         return Registered(ack=state.acks.of(session), info=state.run.info)
+
+    def untell(self, worker: str) -> None:
+        """End a drain: the process that it was for is over."""
+        if self._state.workers.untell(worker):
+            self._state.log.add(Told(worker, "", told=False))
 
     def _unacceptable(self, request: RegisterProducer) -> ErrorReply | None:
         state = self._state
@@ -72,7 +83,8 @@ class Producing:
             return refuse(ErrorCode.LIMIT, "too many environments")
         return None
 
-    def _lane(self, request: RegisterProducer, now: float) -> Lane:
+    def lane(self, request: RegisterProducer, now: float) -> Lane:
+        """Return the lane of a producer that registers, with the numbers that it tells."""
         state = self._state
         lane = state.lanes.open(request.env, request.split, now)
         lane.connected = True
@@ -92,6 +104,7 @@ class Producing:
             return session
         if not session.declare(request.tables):
             return refuse(ErrorCode.LIMIT, "too many column tables in one session")
+        self._state.log.add(Declared(session.number, request.tables))
         return Ok()
 
     def sync(self, request: Sync, now: float) -> Ack | ErrorReply:
@@ -116,6 +129,7 @@ class Producing:
         state.admission.abandoned(session, request.abandoned)
         session.produced = request.produced
         session.closed = True
+        state.log.add(Produced(session.number, session.produced, session.abandoned, closed=True))
         state.admission.retire(session)
         state.repace = True
         return Ok()
@@ -183,8 +197,11 @@ class Producing:
         wall: float,
     ) -> None:
         state, lane = self._state, session.lane
-        session.window.accept(header)
+        session.window.accept(header.seq, header.position, header.nbytes)
         if self._held_already(session, header):
+            state.log.add(
+                Skipped(session.number, header.seq, header.position, header.nbytes, header.group_id)
+            )
             state.rejected["duplicate"] += 1
             state.admission.arrived(session, now)
             state.repace |= state.pacing.arrived(session)
@@ -197,15 +214,14 @@ class Producing:
             producer=session.producer,
             session=session.number,
             table=session.tables[header.table],
-            frames=frames,
+            body=Body(frames, header.nbytes, state.ram),
             accepted_at=now,
             accepted_wall=wall,
         )
-        state.lanes.accept(lane, group, now)
-        state.ledger.accept()
-        state.known[header.group_id] = group
+        state.admit(group, lane, now)
+        state.log.add(group)
         state.produced.add(header.sequences, now)
-        state.newest[lane.env] = group
+        state.newest[lane.env] = group, frames
         state.admission.arrived(session, now)
         state.repace |= state.pacing.arrived(session) or header.sequences != lane.group_size
 
@@ -226,3 +242,20 @@ class Producing:
             if session.alive and session.heard_at <= moment:
                 self._state.admission.retire(session)
                 self._state.repace = True
+
+
+def _opened(session: Session, request: RegisterProducer) -> Opened:
+    return Opened(
+        number=session.number,
+        producer=request.producer,
+        env=request.env,
+        split=request.split,
+        slots=request.slots,
+        group_size=request.group_size,
+        weight=request.weight,
+        min_share=request.min_share,
+        pid=request.pid,
+        host=request.host,
+        draining=session.draining,
+        produced_before=session.produced_before,
+    )

@@ -13,8 +13,7 @@ from typing import Final
 import msgspec
 
 from rolloutmq.schemas.envelope import PolicyVersion, Split
-from rolloutmq.services.broker.forming import Stream
-from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.groups import StoredGroup, Stream
 from rolloutmq.services.broker.ledger import State
 
 FORGET_PARTS: Final = 2
@@ -50,6 +49,11 @@ class Returning(msgspec.Struct, eq=False):
 
     shards: list[list[StoredGroup]]
     short: bool
+
+    def apart(self) -> "list[Returning]":
+        """Return its groups as batches of their own, in their order: one of them may be poison."""
+        ordered = sorted(self.groups, key=lambda group: group.order)
+        return [Returning([[group]], short=True) for group in ordered]
 
     @property
     def groups(self) -> list[StoredGroup]:
@@ -96,42 +100,73 @@ class Retained:
         )
         return kept[:cut], kept[cut:]
 
-    def surplus(self, group: str, retain_bytes: int) -> Iterator[Kept]:
-        """Remove and yield the oldest batches of a trainer without checkpoints, as far as they are too many.
-
-        The caller lets their bytes go by `charge`.
-        """
-        kept = self._kept.get(group)
-        while kept and group not in self._checkpointing and self.nbytes > FORGET_PARTS * retain_bytes:
-            yield kept.popleft()
+    def surplus(self, group: str, retain_bytes: int) -> int:
+        """Return how many of the oldest batches of a trainer without checkpoints are too many."""
+        if group in self._checkpointing:
+            return 0
+        over = self.nbytes - FORGET_PARTS * retain_bytes
+        count = 0
+        for batch in self._kept.get(group, ()):
+            if over <= 0:
+                break
+            over -= batch.nbytes
+            count += 1
+        return count
 
     def send_back(self, stream: Stream, batches: Iterable[Returning]) -> None:
         """Put batches at the head of the rewind queue, in their order."""
         queue = self._returning.setdefault(stream, deque())
         queue.extendleft(reversed(list(batches)))
 
+    def append(self, stream: Stream, batch: Returning) -> None:
+        """Put a batch at the end of the rewind queue."""
+        self._returning.setdefault(stream, deque()).append(batch)
+
     def next_return(self, stream: Stream) -> Returning | None:
         """Remove and return the next batch that comes again."""
         queue = self._returning.get(stream)
         return queue.popleft() if queue else None
+
+    def remove(self, group: StoredGroup) -> bool:
+        """Take one group out of the rewind queue; False if it is not there."""
+        for queue in self._returning.values():
+            for batch in queue:
+                for groups in batch.shards:
+                    if group in groups:
+                        groups.remove(group)
+                        return True
+        return False
+
+    def drop_empty(self) -> None:
+        """Forget batches on the rewind queue that have no group left."""
+        for stream, queue in self._returning.items():
+            self._returning[stream] = deque(batch for batch in queue if batch.groups)
+
+    def returning(self) -> Iterator[tuple[Stream, Returning]]:
+        """Yield every batch on a rewind queue, in their order."""
+        return ((stream, batch) for stream, queue in self._returning.items() for batch in queue)
+
+    def kept(self) -> Iterator[tuple[str, Kept]]:
+        """Yield every kept batch with its consumer group, in their order."""
+        return ((group, batch) for group, queue in self._kept.items() for batch in queue)
+
+    @property
+    def checkpointing(self) -> set[str]:
+        """Consumer groups that have spoken of a checkpoint."""
+        return self._checkpointing
+
+    def oldest(self, group: str, count: int) -> Iterator[Kept]:
+        """Remove and yield the oldest kept batches of a consumer group."""
+        kept = self._kept.get(group)
+        while kept and count > 0:
+            count -= 1
+            yield kept.popleft()
 
     def all_returning(self) -> Iterator[Returning]:
         return (batch for queue in self._returning.values() for batch in queue)
 
     def all_kept(self) -> Iterator[Kept]:
         return (batch for queue in self._kept.values() for batch in queue)
-
-    def uncovered(self) -> Iterator[tuple[str, Kept]]:
-        """Yield each batch that waits for a checkpoint, in its order, with its consumer group."""
-        return (
-            (group, batch) for group in sorted(self._checkpointing) for batch in self._kept.get(group, ())
-        )
-
-    def restore(self, group: str, batch: Kept) -> None:
-        """Keep a batch that an earlier life of the broker kept, and count its bytes."""
-        self._checkpointing.add(group)
-        self.keep(group, batch)
-        self.charge(batch.nbytes)
 
     def clear(self) -> None:
         """Forget all batches and their bytes."""

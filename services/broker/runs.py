@@ -4,6 +4,9 @@ from msgspec.structs import replace
 
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.delivery import RunInfo
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.services.broker.journal.facts import RunItem
+from rolloutmq.services.broker.lineage import Lineage
 
 ANY_RUN = "default"
 """A run name that means whatever run this broker serves."""
@@ -16,7 +19,9 @@ class Run:
         self._config = config
         self._pulled = 0
         self._owner = ""
-        self.step = 0
+        self.policy = PolicyVersion()
+        """The trainer's present policy."""
+        self.lineage = Lineage()
         self.info = self._configured()
 
     def _configured(self) -> RunInfo:
@@ -62,7 +67,17 @@ class Run:
             return
         self._owner = consumer
         self.info = replace(self.info, started=True, **told)
-        self.step = max(self.step, info.starting_step)
+        self.policy = max(self.policy, PolicyVersion(self.policy.incarnation, info.starting_step))
+
+    def pulls(self, version: PolicyVersion) -> None:
+        """Note the policy of a trainer that is given a batch."""
+        self.lineage.seen(version)
+        self.policy = version
+
+    def resumed(self, version: PolicyVersion) -> None:
+        """Note that the trainer went back to a checkpoint."""
+        self.lineage.resumed(version)
+        self.policy = version
 
     def pulled(self, sequences: int) -> bool:
         """Note the size of a pull; return whether it changes what a batch is."""
@@ -70,8 +85,20 @@ class Run:
         self._pulled = sequences
         return changed
 
+    def item(self) -> RunItem:
+        """Return all of it for a snapshot; what other parts know of the run is added there."""
+        forks = tuple(self.lineage.forks.items())
+        return RunItem(self.info, self._owner, self._pulled, self.policy, forks, (), ())
+
+    def restore(self, item: RunItem) -> None:
+        """Become what `item` returned."""
+        self.info, self._owner, self._pulled, self.policy = item.info, item.owner, item.pulled, item.policy
+        self.lineage.forks.update(item.forks)
+
     def reset(self) -> None:
         """Forget what was registered and the step."""
-        self._pulled = self.step = 0
+        self._pulled = 0
         self._owner = ""
+        self.policy = PolicyVersion()
+        self.lineage.clear()
         self.info = self._configured()

@@ -1,107 +1,95 @@
-"""What a broker leaves for its next life: `saved.rmq`, the groups that were accepted and not yet trained for good.
+"""What a broker without a journal leaves for its next life: `saved.rmq`, its state and its groups.
 
-First the batches that were settled and that no checkpoint covers: where their trainer died too, it comes back at its
-last checkpoint and they come again. Then the groups that wait.
-
-Written when the broker ends in order, read and removed when it starts. A file with damage in it gives what is whole
-and is kept under another name, for a person to look at.
+Written when the broker ends in order, read and removed when it starts: a snapshot as a journal begins with, then one
+record for each group, named by its order. A file with damage in it gives what is whole and is kept under another name,
+for a person to look at.
 """
 
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from rolloutmq.schemas.envelope import ColumnTable, GroupHeader, PolicyVersion, Split
-from rolloutmq.services.broker.groups import StoredGroup
-from rolloutmq.services.broker.ledger import State
-from rolloutmq.services.broker.retained import Kept
-from rolloutmq.services.broker.segment import Damage, Record, read_segment, write_segment
+from rolloutmq.services.broker.journal.body import Body, Frames
+from rolloutmq.services.broker.journal.facts import Accepted, AnyFact, Fact, GroupItem, decode_facts, encode
+from rolloutmq.services.broker.journal.segment import Damage, read_segment, write_segment
+from rolloutmq.services.broker.snapshot import SnapshotItem
 
 logger = logging.getLogger(__name__)
 
-GROUP: Final = 1
-"""Kind of a record that holds one group."""
-KEPT: Final = 2
-"""Kind of a record that holds one group of a settled batch."""
-
-KeptBatch = tuple[str, Kept]
-"""A settled batch, and the consumer group whose checkpoint it waits for."""
-
-
-class SavedGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Meta of such a record; the frames are the group's."""
-
-    header: GroupHeader
-    env: str
-    split: Split
-    run: str
-    producer: str
-    session: int
-    table: ColumnTable
-    accepted_wall: float
-    deliveries: int
-    failures: int
-
-
-class SavedMember(msgspec.Struct, frozen=True, array_like=True):
-    """Meta of a record of kind KEPT. Those of one batch have its number and follow one another."""
-
-    batch: int
-    consumers: str
-    version: PolicyVersion
-    stepped: bool
-    short: bool
-    shards: int
-    shard: int
-    state: State
-    group: SavedGroup
-
-
-_FORMS: Final[dict[int, type[SavedGroup | SavedMember]]] = {GROUP: SavedGroup, KEPT: SavedMember}
+BODY: Final = 1
+"""Kind of a record that holds the frames of one group; its meta is the order."""
+STATE: Final = 2
+"""Kind of a record that holds items of the snapshot."""
+ITEMS: Final = 1000
+"""Items of one record."""
 
 
 class Saved(NamedTuple):
-    """What was found: groups and batches in their order, and how many records or stretches could not be read."""
+    """What was found: the items, frames by order, and how many stretches of the file could not be read."""
 
-    groups: list[StoredGroup]
-    kept: list[KeptBatch]
-    damaged: int
+    facts: tuple[AnyFact, ...] = ()
+    frames: dict[int, Frames] = {}
+    damaged: int = 0
+
+    def body(self, accepted: Accepted) -> Body:
+        """Return the frames of a group; without them it is damaged."""
+        return Body(self.frames.get(accepted.order), accepted.header.nbytes)
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of the groups that were not yet settled, or may come again."""
+        return [fact.accepted.header.group_id for fact in self.facts if isinstance(fact, GroupItem)]
 
 
-def save(path: Path, groups: Iterable[StoredGroup], kept: Iterable[KeptBatch] = ()) -> int:
-    """Write batches and groups in their order and return how many groups; without any there is no file."""
-    records = [record for number, batch in enumerate(kept) for record in _records(number, *batch)]
-    records += [(GROUP, msgspec.msgpack.encode(_meta(group)), group.frames) for group in groups]
-    if not records:
+def save(path: Path, snapshot: Iterable[SnapshotItem]) -> int:
+    """Write a state with its groups and return how many groups; without any there is no file."""
+    items: list[Fact] = []
+    bodies: list[tuple[int, Body]] = []
+    for item in snapshot:
+        if isinstance(item, tuple):
+            group, body = item
+            items.append(group)
+            bodies.append((group.accepted.order, body))
+        else:
+            items.append(item)
+    if not bodies:
         path.unlink(missing_ok=True)
         return 0
-    return write_segment(path, records)
+    write_segment(path, _records(items, bodies))
+    return len(bodies)
 
 
-def load(path: Path, now: float, wall: float) -> Saved:
-    """Read what a former life saved; `now` is this life's monotonic clock, `wall` the clock on the wall."""
+def _records(items: list[Fact], bodies: list[tuple[int, Body]]) -> Iterator[tuple[int, bytes, Sequence[Any]]]:
+    for start in range(0, len(items), ITEMS):
+        yield STATE, b"", [encode(items[start : start + ITEMS])]
+    for order, body in bodies:
+        yield BODY, encode(order), body.frames
+
+
+def load(path: Path) -> Saved:
+    """Read what a former life saved."""
     try:
         found = list(read_segment(path))
     except FileNotFoundError:
-        return Saved([], [], damaged=0)
-    groups: list[StoredGroup] = []
-    members: list[tuple[SavedMember, StoredGroup]] = []
+        return Saved()
+    facts: list[AnyFact] = []
+    frames: dict[int, Frames] = {}
+    damaged = 0
     for record in found:
-        if isinstance(record, Damage):
-            continue
-        match _meta_of(record):
-            case SavedGroup() as meta:
-                groups.append(_group(meta, record, now, wall))
-            case SavedMember() as meta:
-                members.append((meta, _group(meta.group, record, now, wall)))
-    batches = groupby(members, key=lambda member: member[0].batch)
-    kept = [_batch(list(batch)) for _, batch in batches]
-    return Saved(groups, kept, damaged=len(found) - len(groups) - len(members))
+        try:
+            if isinstance(record, Damage):
+                damaged += 1
+            elif record.kind == STATE:
+                facts += decode_facts(record.frames[0])
+            else:
+                frames[msgspec.msgpack.decode(record.meta, type=int)] = tuple(map(bytes, record.frames))
+        except (msgspec.MsgspecError, IndexError):
+            damaged += 1
+    return Saved(tuple(facts), frames, damaged)
 
 
 def retire(path: Path, saved: Saved) -> None:
@@ -115,81 +103,6 @@ def retire(path: Path, saved: Saved) -> None:
         "damaged file=%s stretches=%d groups_read=%d kept_as=%s",
         path,
         saved.damaged,
-        len(saved.groups),
+        len(saved.frames),
         aside,
-    )
-
-
-def _meta(group: StoredGroup) -> SavedGroup:
-    return SavedGroup(
-        header=group.header,
-        env=group.env,
-        split=group.split,
-        run=group.run,
-        producer=group.producer,
-        session=group.session,
-        table=group.table,
-        accepted_wall=group.accepted_wall,
-        deliveries=group.deliveries,
-        failures=group.failures,
-    )
-
-
-def _records(number: int, consumers: str, batch: Kept) -> Iterator[tuple[int, bytes, Sequence[Any]]]:
-    for shard, (groups, states) in enumerate(zip(batch.shards, batch.states, strict=True)):
-        for group, state in zip(groups, states, strict=True):
-            meta = SavedMember(
-                batch=number,
-                consumers=consumers,
-                version=batch.version,
-                stepped=batch.stepped,
-                short=batch.short,
-                shards=len(batch.shards),
-                shard=shard,
-                state=state,
-                group=_meta(group),
-            )
-            yield KEPT, msgspec.msgpack.encode(meta), group.frames
-
-
-def _batch(members: Sequence[tuple[SavedMember, StoredGroup]]) -> KeptBatch:
-    first, group = members[0]
-    batch = Kept(
-        version=first.version,
-        stepped=first.stepped,
-        split=group.split,
-        shards=[[] for _ in range(first.shards)],
-        states=[[] for _ in range(first.shards)],
-        short=first.short,
-    )
-    for member, stored in members:
-        batch.shards[member.shard].append(stored)
-        batch.states[member.shard].append(member.state)
-    return first.consumers, batch
-
-
-def _meta_of(record: Record) -> SavedGroup | SavedMember | None:
-    """Return what a record says; None if it is of a kind or form that this version does not know."""
-    if record.kind not in _FORMS:
-        return None
-    try:
-        return msgspec.msgpack.decode(record.meta, type=_FORMS[record.kind])
-    except msgspec.MsgspecError:
-        return None
-
-
-def _group(meta: SavedGroup, record: Record, now: float, wall: float) -> StoredGroup:
-    return StoredGroup(
-        header=meta.header,
-        env=meta.env,
-        split=meta.split,
-        run=meta.run,
-        producer=meta.producer,
-        session=meta.session,
-        table=meta.table,
-        frames=tuple(bytes(frame) for frame in record.frames),
-        accepted_at=now - max(0.0, wall - meta.accepted_wall),
-        accepted_wall=meta.accepted_wall,
-        deliveries=meta.deliveries,
-        failures=meta.failures,
     )

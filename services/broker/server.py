@@ -1,16 +1,18 @@
 """The broker's life: claim the run directory, bind, serve, save.
 
-    start   claim the sockets, bind them, put back what a former life saved, say in `endpoints.json` where they are
-    serve   the data plane, in a thread of its own
-    end     by a signal, by `Shutdown`, or by leaving the block: take in what has arrived, save what is not trained,
+    start   claim the sockets, bind them, become what a former life was, say in `endpoints.json` where they are
+    serve   the data plane, in a thread of its own; the journal, in another
+    end     by a signal, by `Shutdown`, or by leaving the block: take in what has arrived, make the state durable,
             remove `endpoints.json`, close
 
-An ack means `memory` so far: what a broker that is killed had accepted is gone with it. An orderly end loses nothing.
+At durability `memory` there is no journal: a broker that is killed loses what it had accepted, and one that ends in
+order leaves its state in `saved.rmq`. The two are never mixed in one run directory.
 """
 
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import os
 import resource
@@ -27,6 +29,7 @@ from rolloutmq.bus import sockets, topics
 from rolloutmq.bus.endpoint import SOCKETS, bindings, claim, connectable, read_endpoints
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.schemas.config import BrokerConfig, RunConfig
+from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.envelope import ENVELOPE_LIMIT_BYTES
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MalformedError
 from rolloutmq.schemas.layout import RunLayout
@@ -39,6 +42,11 @@ from rolloutmq.services.broker.dataplane import (
     BrokerSockets,
     DataPlane,
 )
+from rolloutmq.services.broker.journal.body import Ram
+from rolloutmq.services.broker.journal.dead import DeadStore
+from rolloutmq.services.broker.journal.facts import Began
+from rolloutmq.services.broker.journal.writer import Journal
+from rolloutmq.services.broker.wake import Wake
 from rolloutmq.services.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
@@ -109,18 +117,23 @@ def running_broker(
         bound = _made(context, config.broker)
         stack.callback(bound.close)
         endpoints = _bind(bound, addresses, _former(layout), epoch)
-        core = BrokerCore(config, epoch=epoch, endpoints=endpoints)
-        _restore(core, layout)
-        stack.callback(_save, core, layout)
+        wake = Wake()
+        stack.callback(wake.close)
+        ram = None if config.broker.durability is Durability.MEMORY else Ram(config.broker.ram_bytes)
+        core = BrokerCore(config, epoch=epoch, endpoints=endpoints, ram=ram)
+        journal = stack.enter_context(_lasting(core, config.broker, layout, ram, epoch, wake))
         dropped = stack.enter_context(layout.dropped.open("ab", buffering=0))
-        plane = DataPlane(core, bound, dropped, config.broker.max_group_bytes)
-        stack.callback(plane.close)
+        dead = DeadStore(
+            layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
+        )
+        plane = DataPlane(core, bound, dropped, dead, config.broker.max_group_bytes, wake, journal, ram)
         broker = Broker(core, plane, endpoints, on_end)
         stack.callback(layout.endpoints.unlink, missing_ok=True)
         write_json(layout.endpoints, endpoints)
         stack.callback(broker.stop)
         broker.start()
-        logger.info("ready serve=%s epoch=%d durability=memory", endpoints.serve, epoch)
+        durability = config.broker.durability.value
+        logger.info("ready serve=%s epoch=%d durability=%s", endpoints.serve, epoch, durability)
         yield broker
         broker.stop()
         if broker.error is not None:
@@ -197,16 +210,70 @@ def _former(layout: RunLayout) -> Endpoints | None:
         return None
 
 
+@contextlib.contextmanager
+def _lasting(
+    core: BrokerCore,
+    config: BrokerConfig,
+    layout: RunLayout,
+    ram: Ram | None,
+    epoch: int,
+    wake: Wake,
+) -> Iterator[Journal | None]:
+    """Bring the former life of the broker back, and make this one last as the run demands."""
+    if ram is None:
+        if any(layout.journal.glob("facts-*.rmq")):
+            raise ConfigError("broker.durability", f"{layout.journal} is of a run that is journaled")
+        _restore(core, layout)
+        yield None
+        _save(core, layout)
+        return
+    if layout.saved.exists():
+        raise ConfigError("broker.durability", f"{layout.saved} is of a run at durability memory")
+    journal = Journal(layout.journal, config, ram, wake.set)
+    try:
+        with _uncollected():
+            _recover(core, journal)
+            began = Began(epoch, os.getpid(), config.durability.value)
+            journal.start([*core.snapshot(), began])
+        yield journal
+        journal.append(core.facts())
+        journal.close(snapshot=core.snapshot())
+    finally:
+        journal.close()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let the collector of garbage rest while much is made that stays: it would look at all of it, again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _recover(core: BrokerCore, journal: Journal) -> None:
+    began = time.monotonic()
+    found = journal.recover()
+    problems = core.restore(found.facts, found.body, began, time.time())
+    for line in (*found.damage, *problems):
+        logger.error("damaged journal: %s", line)
+    if not found.empty:
+        logger.info("recovered groups=%d seconds=%.2f", core.held_groups, time.monotonic() - began)
+
+
 def _restore(core: BrokerCore, layout: RunLayout) -> None:
-    now, wall = time.monotonic(), time.time()
-    found = saved.load(layout.saved, now, wall)
-    core.restore(found.groups, now, wall, found.kept)
+    found = saved.load(layout.saved)
+    for problem in core.restore(found.facts, found.body, time.monotonic(), time.time()):
+        logger.error("damaged file=%s: %s", layout.saved, problem)
     saved.retire(layout.saved, found)
-    if found.groups or found.kept:
-        counts = len(found.groups), len(found.kept)
-        logger.info("restored groups=%d settled_batches=%d file=%s", *counts, layout.saved)
+    if found.facts:
+        logger.info("restored groups=%d file=%s", core.held_groups, layout.saved)
 
 
 def _save(core: BrokerCore, layout: RunLayout) -> None:
-    count = saved.save(layout.saved, core.saved(), core.kept())
+    core.forget_unclaimed()
+    count = saved.save(layout.saved, core.snapshot())
     logger.info("saved groups=%d", count)

@@ -158,18 +158,18 @@ class Sessions:
         """Give no number up to this one: a group of an earlier life has it."""
         self._next = max(self._next, number + 1)
 
-    def open(self, request: RegisterProducer, lane: Lane, now: float) -> Session:
+    def open(self, request: RegisterProducer, lane: Lane, now: float, number: int = 0) -> Session:
         """Make the producer's next session, or bring a saved one back; fences the one before.
 
-        The caller has put the former session to rest.
+        The caller has put the former session to rest. A `number` is that of a session which an earlier life opened.
         """
         known = self._producers.setdefault(request.producer, _Producer())
         session = self._resumable(known, request, lane)
         if known.current and known.current != (session.number if session else 0):
             self._retire(known)
         if session is None:
-            session = Session(self._next, request, lane, now, self.touched)
-            self._next += 1
+            session = Session(number or self._next, request, lane, now, self.touched)
+            self.reserve_above(session.number)
             self._sessions[session.number] = session
         known.current = session.number
         known.latest = max(known.latest, session.number)
@@ -178,6 +178,36 @@ class Sessions:
         session.heard_at = session.accepted_at = now
         self._forget_oldest(request.producer)
         return session
+
+    def remembered(self) -> Iterator[tuple[Session, bool]]:
+        """Yield every session and whether it is its producer's current one; those of one producer oldest first."""
+        for known in self._producers.values():
+            for number in (*known.idle, known.current):
+                if number in self._sessions:
+                    yield self._sessions[number], number == known.current
+
+    def restore(self, session: Session, *, current: bool) -> None:
+        """Remember a session of an earlier life; those of one producer come in the order of `remembered`."""
+        known = self._producers.setdefault(session.producer, _Producer())
+        known.latest = max(known.latest, session.number)
+        if current:
+            known.current = session.number
+        else:
+            known.idle.append(session.number)
+        self._sessions[session.number] = session
+        self.reserve_above(session.number)
+
+    def numbered(self, number: int) -> Session | None:
+        """Return a session that is remembered."""
+        return self._sessions.get(number)
+
+    def rest(self, now: float) -> None:
+        """Begin a life: nobody has been heard of yet."""
+        self.touched.clear()
+        for session in self:
+            session.alive = session.scheduled = False
+            session.granted_bytes = session.promised_bytes = session.start_limit = 0
+            session.heard_at = session.accepted_at = session.granted_at = now
 
     def _resumable(self, known: _Producer, request: RegisterProducer, lane: Lane) -> Session | None:
         number = request.resume_session

@@ -1,20 +1,24 @@
 """How groups move between queue, lease and settlement, and back.
 
-Every transition of a group after its acceptance is here, each with its line in the ledger and its bytes in the right
-account: an ordinary batch counts against the queue's mark until it is settled, a rewound one against `retain_bytes`
-until a checkpoint covers it.
+Every transition of a group after its acceptance is here or in `dropping`, each with its fact, its line in the ledger,
+and its bytes in the right account: an ordinary batch counts against the queue's mark until it is settled, a rewound
+one against `retain_bytes` until a checkpoint covers it. What decides and what changes are apart, so that the facts of
+an earlier life lead to the same state by the same code: `lease` decides and `hold` changes, `settle` and `conclude`,
+`lose` and `give_back`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rolloutmq.schemas.delivery import Pull, Settle, Wait
 from rolloutmq.schemas.envelope import PolicyVersion, Split
-from rolloutmq.services.broker.actions import Outbox
-from rolloutmq.services.broker.forming import Former, Stream
-from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.dropping import Dropping
+from rolloutmq.services.broker.forming import Former
+from rolloutmq.services.broker.groups import Groups, StoredGroup, Stream
+from rolloutmq.services.broker.journal.facts import Committed, Forgot, Leased, Lost, Rewound
 from rolloutmq.services.broker.lanes import Lane, Lanes
 from rolloutmq.services.broker.leases import Lease, Leases, Part
 from rolloutmq.services.broker.ledger import Ledger, State
+from rolloutmq.services.broker.log import Log
 from rolloutmq.services.broker.rates import Rate
 from rolloutmq.services.broker.retained import Kept, Retained, Returning
 from rolloutmq.services.broker.shards import shard
@@ -51,7 +55,9 @@ class Settlement:
         leases: Leases,
         retained: Retained,
         ledger: Ledger,
-        outbox: Outbox,
+        groups: Groups,
+        dropping: Dropping,
+        log: Log,
         *,
         max_deliveries: int,
         retain_bytes: int,
@@ -61,7 +67,9 @@ class Settlement:
         self._leases = leases
         self._retained = retained
         self._ledger = ledger
-        self._outbox = outbox
+        self._groups = groups
+        self._dropping = dropping
+        self._log = log
         self._max_deliveries = max_deliveries
         self._retain_bytes = retain_bytes
         self.consumed = Rate()
@@ -69,74 +77,111 @@ class Settlement:
 
     def lease(self, stream: Stream, pull: Pull, now: float, wall: float) -> Lease | Wait:
         """Lease the next batch: one that comes again if there is any, otherwise a new one."""
-        again = self._retained.next_return(stream)
+        again = self._next_return(stream, wall)
         if again is not None:
-            return self._lease_again(stream, again, pull, now)
-        formed = self._former.form(stream, pull, now, wall)
-        if isinstance(formed, Wait):
-            return formed
-        for group in formed.groups:
-            self._lanes.of(group).leased.add(group)
-        self._ledger.move(State.QUEUED, State.LEASED, len(formed.groups))
-        shards = shard(formed.groups, pull.world_size)
-        return self._leases.open(stream, pull, shards, now, short=formed.short, rewound=False)
+            shards, short = again.shards, again.short
+            if len(shards) != pull.world_size:
+                shards = shard(again.groups, pull.world_size)
+        else:
+            formed = self._former.form(stream, pull, now, wall)
+            if isinstance(formed, Wait):
+                return formed
+            shards, short = shard(formed.groups, pull.world_size), formed.short
+        lease = Lease(
+            number=self._leases.next_number(),
+            generation=self._leases.next_generation(),
+            stream=stream,
+            step=pull.step,
+            version=pull.version,
+            sequences=pull.sequences,
+            parts=[Part(groups, now) for groups in shards],
+            short=short,
+            rewound=again is not None,
+        )
+        self._log.add(_leased(lease))
+        self.hold(lease)
+        return lease
 
-    def _lease_again(self, stream: Stream, again: Returning, pull: Pull, now: float) -> Lease:
-        shards = again.shards
-        if len(shards) != pull.world_size:
-            shards = shard(again.groups, pull.world_size)
-        self._ledger.move(State.QUEUED, State.LEASED, len(again.groups))
-        return self._leases.open(stream, pull, shards, now, short=again.short, rewound=True)
+    def _next_return(self, stream: Stream, wall: float) -> Returning | None:
+        """Take the next batch that comes again, without what cannot be read back."""
+        while (again := self._retained.next_return(stream)) is not None:
+            damaged = [group for group in again.groups if not group.body.load()]
+            if not damaged:
+                return again
+            self._send_back(stream, [again])
+            self._dropping.drop(damaged, State.DEAD, "damaged", wall)
+        return None
 
-    def settle(self, lease: Lease, now: float, wall: float) -> bool:
-        """End a lease whose ranks have all settled; return whether a step was taken."""
+    def take(self, fact: Leased) -> list[list[StoredGroup]]:
+        """Take what an earlier life leased out of the queue, or from the head of the rewind queue."""
+        shards = [[g for n in orders if (g := self._groups.find(n))] for orders in fact.shards]
+        if fact.again:
+            self._retained.next_return((fact.group, fact.split))
+            return shards
+        for group in (group for groups in shards for group in groups):
+            self._lanes.of(group).remove(group)
+        return shards
+
+    def hold(self, lease: Lease) -> None:
+        """Count the groups of a new lease, which were taken from their queues, as leased."""
+        for group in lease.groups:
+            group.deliveries += 1
+            if not lease.rewound:
+                self._lanes.of(group).leased.add(group)
+        self._ledger.move(State.QUEUED, State.LEASED, sum(1 for _ in lease.groups))
+        self._leases.open(lease)
+
+    def settle(self, lease: Lease, now: float, wall: float) -> None:
+        """End a lease whose ranks have all settled."""
+        consumer_group = lease.stream[0]
+        batch = self.conclude(lease, wall)
+        self.consumed.add(sum(group.header.sequences for group, _ in batch.members()), now)
+        surplus = self._retained.surplus(consumer_group, self._retain_bytes)
+        if surplus:
+            self._log.add(Forgot(consumer_group, surplus))
+            self.forget_oldest(consumer_group, surplus)
+
+    def conclude(self, lease: Lease, wall: float) -> Kept:
+        """Move the groups of a settled lease to where its ranks said, and keep the batch for its checkpoint."""
         self._leases.end(lease)
-        kept_groups: list[list[StoredGroup]] = []
-        kept_states: list[list[State]] = []
-        versions = []
-        for part in lease.parts:
-            assert part.settle is not None
-            versions.append(part.settle.version)
-            ended = fates(part, part.settle)
+        settles = [part.settle for part in lease.parts if part.settle is not None]
+        shards: list[list[tuple[StoredGroup, State]]] = []
+        for part, settle in zip(lease.parts, settles, strict=True):
+            ended = fates(part, settle)
             assert ended is not None
-            alive = []
+            alive: list[tuple[StoredGroup, State]] = []
             for group, fate in zip(part.groups, ended, strict=True):
                 self._end(lease, group, fate, wall)
                 if fate[0] is not State.DEAD:
                     alive.append((group, fate[0]))
-            self.consumed.add(sum(group.header.sequences for group, _ in alive), now)
-            kept_groups.append([group for group, _ in alive])
-            kept_states.append([state for _, state in alive])
-        stepped = any(State.TRAINED in states for states in kept_states)
-        kept = Kept(
-            version=max(versions),
-            stepped=stepped,
+            shards.append(alive)
+        batch = Kept(
+            version=max(settle.version for settle in settles),
+            stepped=any(state is State.TRAINED for alive in shards for _, state in alive),
             split=lease.split,
-            shards=kept_groups,
-            states=kept_states,
+            shards=[[group for group, _ in alive] for alive in shards],
+            states=[[state for _, state in alive] for alive in shards],
             short=lease.short,
         )
-        if any(kept_groups):
-            self._retained.keep(lease.stream[0], kept)
-            self._forget_surplus(lease.stream[0])
-        return stepped
-
-    def _forget_surplus(self, consumer_group: str) -> None:
-        for batch in self._retained.surplus(consumer_group, self._retain_bytes):
-            self._retained.charge(-batch.nbytes)
-            self._ledger.forgotten += sum(state is State.TRAINED for _, state in batch.members())
+        if any(batch.shards):
+            self._retained.keep(lease.stream[0], batch)
+        return batch
 
     def _end(self, lease: Lease, group: StoredGroup, fate: Fate, wall: float) -> None:
         state, reason = fate
         lane = self._leave(lease.rewound, group)
+        if not lease.rewound:
+            self._lanes.let_go(group)
         if state is State.DEAD:
+            if lease.rewound:
+                self._retained.charge(-group.header.nbytes)
             self._ledger.move(State.LEASED, state, reason="rejected")
-            self._bury(lease.rewound, group, f"rejected: {reason}", wall)
+            self._dropping.end(group, state, f"rejected: {reason}", wall)
             return
         self._ledger.move(State.LEASED, state)
         lane.trained_groups += state is State.TRAINED
+        group.body.shed()
         if not lease.rewound:
-            self._lanes.let_go(group)
             self._retained.charge(group.header.nbytes)
 
     def _leave(self, rewound: bool, group: StoredGroup) -> Lane:
@@ -144,77 +189,110 @@ class Settlement:
         (lane.rewinding if rewound else lane.leased).add(group, -1)
         return lane
 
-    def _bury(self, rewound: bool, group: StoredGroup, reason: str, wall: float) -> None:
-        if rewound:
-            self._retained.charge(-group.header.nbytes)
-        else:
-            self._lanes.let_go(group)
-        self._outbox.dropped(wall, group.header.group_id, State.DEAD.value, reason)
-
-    def lose(self, lease: Lease, wall: float, *, failed: bool) -> None:
+    def lose(self, lease: Lease, wall: float, *, failed: bool, why: str) -> None:
         """Take a lease back: its groups return to their places; those that failed too often are dead.
 
         Args:
             lease: An open lease.
             wall: Wall-clock seconds, for the records.
             failed: Whether its trainer was lost with it, rather than giving it back.
+            why: For people.
         """
-        self._leases.lose(lease)
-        back = self._survivors(lease, wall, failed=failed)
-        if lease.rewound:
-            self._ledger.move(State.LEASED, State.QUEUED, sum(map(len, back)))
-            self._send_back(lease.stream, [Returning(back, lease.short)])
-            return
-        for groups in back:
-            for group in groups:
-                self._leave(False, group)
-            self._lanes.put_back(groups)
-            self._ledger.move(State.LEASED, State.QUEUED, len(groups))
+        self._log.add(Lost(lease.number, failed, why))
+        self.give_back(lease, failed=failed)
+        self._bury(lease.groups, wall)
 
-    def _survivors(self, lease: Lease, wall: float, *, failed: bool) -> list[list[StoredGroup]]:
-        back: list[list[StoredGroup]] = []
-        for part in lease.parts:
-            alive = []
-            for group in part.groups:
-                group.failures += failed
-                if group.failures < self._max_deliveries:
-                    alive.append(group)
-                    continue
-                self._leave(lease.rewound, group)
-                self._ledger.move(State.LEASED, State.DEAD, reason="deliveries")
-                reason = f"lost with {group.failures} leases"
-                self._bury(lease.rewound, group, reason, wall)
-            back.append(alive)
-        return back
+    def give_back(self, lease: Lease, *, failed: bool) -> None:
+        """Return the groups of a lease to their places."""
+        groups = self._unlease(lease, failed=failed)
+        if lease.rewound:
+            self._send_back(lease.stream, self._again(lease))
+            return
+        for group in groups:
+            self._leave(False, group)
+        self._lanes.put_back(groups)
+
+    def _unlease(self, lease: Lease, *, failed: bool) -> list[StoredGroup]:
+        self._leases.lose(lease)
+        groups = list(lease.groups)
+        for group in groups:
+            group.failures += failed
+        self._ledger.move(State.LEASED, State.QUEUED, len(groups))
+        return groups
+
+    def _again(self, lease: Lease) -> list[Returning]:
+        """Return the batch as it comes again: whole, or apart if one failure more would end a group."""
+        batch = Returning([part.groups for part in lease.parts], lease.short)
+        last = any(self._lanes.of(group).suspected(group) for group in lease.groups)
+        return batch.apart() if last else [batch]
+
+    def _bury(self, groups: Iterable[StoredGroup], wall: float) -> None:
+        dead = [group for group in groups if group.failures >= self._max_deliveries]
+        for group in dead:
+            self._dropping.drop([group], State.DEAD, "deliveries", wall, f"lost with {group.failures} leases")
 
     def _send_back(self, stream: Stream, batches: Iterable[Returning]) -> None:
         self._retained.send_back(stream, [batch for batch in batches if batch.groups])
 
     def commit(self, consumer_group: str, version: PolicyVersion) -> None:
         """Forget the batches that a durable checkpoint covers."""
-        self._forget(self._retained.covered(consumer_group, version))
+        self._log.add(Committed(consumer_group, version))
+        self._commit(self._retained.covered(consumer_group, version))
 
-    def _forget(self, covered: Iterable[Kept]) -> None:
+    def _commit(self, covered: Iterable[Kept]) -> None:
         for batch in covered:
             self._retained.charge(-batch.nbytes)
-            for _, state in batch.members():
+            for group, state in batch.members():
                 if state is State.TRAINED:
                     self._ledger.move(State.TRAINED, State.COMMITTED)
+                self._groups.gone(group)
 
-    def rewind(self, consumer_group: str, version: PolicyVersion, wall: float) -> None:
+    def forget_oldest(self, consumer_group: str, count: int) -> None:
+        """Let kept batches go that no checkpoint will ever cover; their groups stay counted as they are."""
+        for batch in self._retained.oldest(consumer_group, count):
+            self._retained.charge(-batch.nbytes)
+            self._ledger.forgotten += sum(state is State.TRAINED for _, state in batch.members())
+            for group, _ in batch.members():
+                self._groups.gone(group)
+
+    def forget_unclaimed(self) -> None:
+        """Let the batches of trainers go that never spoke of a checkpoint: nobody will ever ask for them."""
+        kept = {group for group, _ in self._retained.kept()}
+        for group in kept - self._retained.checkpointing:
+            self._log.add(Forgot(group, 1 << 62))
+            self.forget_oldest(group, 1 << 62)
+
+    def rewind(self, consumer_group: str, version: PolicyVersion, consumer: str, wall: float) -> None:
         """Bring back every batch that was settled after `version`, then what is leased now.
 
         What the checkpoint covers is committed: the trainer has just started from it.
         """
+        leases = [lease for split in Split if (lease := self._leases.of((consumer_group, split)))]
+        for lease in leases:
+            self._log.add(Lost(lease.number, True, "rewound", recalled=True))
+            self.recall(lease)
+        self._log.add(Rewound(consumer_group, version, consumer))
+        self.bring_back(consumer_group, version)
+        for lease in leases:
+            self._bury(lease.groups, wall)
+
+    def recall(self, lease: Lease) -> None:
+        """Take an open lease back for the rewind queue, where the batches before it will follow."""
+        groups = self._unlease(lease, failed=True)
+        if not lease.rewound:
+            for group in groups:
+                self._leave(False, group).rewinding.add(group)
+                self._lanes.let_go(group)
+                self._retained.charge(group.header.nbytes)
+        self._send_back(lease.stream, self._again(lease))
+
+    def bring_back(self, consumer_group: str, version: PolicyVersion) -> None:
+        """Put the batches that were settled after `version` at the head of the rewind queue."""
         covered, after = self._retained.after(consumer_group, version)
-        self._forget(covered)
+        self._commit(covered)
         for split in Split:
-            stream = consumer_group, split
-            lease = self._leases.of(stream)
             batches = [Returning(b.shards, b.short) for b in after if b.split is split]
-            if lease is not None:
-                batches.append(self._recall(lease, wall))
-            self._send_back(stream, batches)
+            self._send_back((consumer_group, split), batches)
         for batch in after:
             for group, state in batch.members():
                 self._ledger.rewind(state, 1)
@@ -222,27 +300,12 @@ class Settlement:
                 lane.rewinding.add(group)
                 lane.trained_groups -= state is State.TRAINED
 
-    def _recall(self, lease: Lease, wall: float) -> Returning:
-        """Take an open lease back whole, for the rewind queue."""
-        self._leases.lose(lease)
-        shards = self._survivors(lease, wall, failed=True)
-        for groups in shards:
-            self._ledger.move(State.LEASED, State.QUEUED, len(groups))
-            if lease.rewound:
-                continue
-            for group in groups:
-                lane = self._leave(False, group)
-                lane.rewinding.add(group)
-                self._lanes.let_go(group)
-                self._retained.charge(group.header.nbytes)
-        return Returning(shards, lease.short)
-
     def reset(self, wall: float) -> None:
         """Discard what is queued, leased or on its way back; what was trained stays counted as that."""
         for lease in self._leases:
             self._discard(lease.groups, State.LEASED, wall)
         for lane in self._lanes:
-            self._discard(lane.in_order(), State.QUEUED, wall)
+            self._discard(list(lane.in_order()), State.QUEUED, wall)
         for batch in self._retained.all_returning():
             self._discard(batch.groups, State.QUEUED, wall)
         self._ledger.forgotten += sum(
@@ -252,8 +315,29 @@ class Settlement:
         self._retained.clear()
         self._lanes.clear()
         self._former.forget()
+        self._groups.clear()
 
     def _discard(self, groups: Iterable[StoredGroup], state: State, wall: float) -> None:
         for group in groups:
             self._ledger.move(state, State.DISCARDED, reason="reset")
-            self._outbox.dropped(wall, group.header.group_id, State.DISCARDED.value, "reset")
+            self._dropping.end(group, State.DISCARDED, "reset", wall)
+
+
+def _leased(lease: Lease) -> Leased:
+    return Leased(
+        number=lease.number,
+        generation=lease.generation,
+        group=lease.stream[0],
+        split=lease.split,
+        step=lease.step,
+        version=lease.version,
+        sequences=lease.sequences,
+        shards=orders([part.groups for part in lease.parts]),
+        short=lease.short,
+        again=lease.rewound,
+    )
+
+
+def orders(shards: Sequence[Sequence[StoredGroup]]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of each rank by their orders."""
+    return tuple(tuple(group.order for group in groups) for groups in shards)

@@ -5,8 +5,20 @@ one, and what lies beyond is refused: its producer still has it. Positions must 
 positions.
 """
 
+from typing import NamedTuple
+
 from rolloutmq.schemas.delivery import GAP_WINDOW
 from rolloutmq.schemas.envelope import GroupHeader
+
+
+class WindowState(NamedTuple):
+    """A window as plain numbers."""
+
+    cumulative: int
+    accepted: int
+    nbytes: int
+    position: int
+    above: tuple[tuple[int, int], ...]
 
 
 class SequenceWindow:
@@ -43,18 +55,28 @@ class SequenceWindow:
             return "position"
         return ""
 
-    def accept(self, header: GroupHeader) -> None:
+    def accept(self, seq: int, position: int, nbytes: int) -> None:
         """Remember a group that `refusal` has nothing against."""
         self.accepted += 1
-        self.nbytes += header.nbytes
-        if header.seq != self.cumulative + 1:
-            self._above[header.seq] = header.position
+        self.nbytes += nbytes
+        if seq != self.cumulative + 1:
+            self._above[seq] = position
             return
         self.cumulative += 1
-        self._position = header.position
-        while self._above and (position := self._above.pop(self.cumulative + 1, None)) is not None:
+        self._position = position
+        while self._above and (position := self._above.pop(self.cumulative + 1, -1)) >= 0:
             self.cumulative += 1
             self._position = position
+
+    def snapshot(self) -> WindowState:
+        """Return all that the window is."""
+        above = tuple(self._above.items())
+        return WindowState(self.cumulative, self.accepted, self.nbytes, self._position, above)
+
+    def restore(self, state: WindowState) -> None:
+        """Become the window that `snapshot` returned."""
+        self.cumulative, self.accepted, self.nbytes, self._position, above = state
+        self._above = dict(above)
 
     def gaps(self) -> bytes:
         """Return the bitmap of `Ack.gaps`: bit `i` is number `cumulative + 2 + i`."""

@@ -22,6 +22,8 @@ _CONFIRMED: Final = frozenset({WorkerState.DRAINING, WorkerState.GONE, WorkerSta
 
 class _Told(msgspec.Struct):
     drain: Drain
+    pid: int = 0
+    """The process that it is for; 0 for whichever beats first."""
     confirmed: bool = False
     due: float = 0.0
 
@@ -38,10 +40,12 @@ class Workers:
         before = self._beats.get(beat.worker)
         if before is None and len(self._beats) >= WORKERS_LIMIT:
             return False
-        if before is not None and (before[0].pid, before[0].host) != (beat.pid, beat.host):
-            self._told.pop(beat.worker, None)
-        self._beats[beat.worker] = beat, now
         told = self._told.get(beat.worker)
+        other = before is not None and (before[0].pid, before[0].host) != (beat.pid, beat.host)
+        if told is not None and (other or told.pid not in {0, beat.pid}):
+            del self._told[beat.worker]
+            told = None
+        self._beats[beat.worker] = beat, now
         if told is not None and beat.state in _CONFIRMED:
             told.confirmed = True
         return True
@@ -51,15 +55,23 @@ class Workers:
         known = self._beats.get(worker)
         return known[0] if known else None
 
-    def tell(self, drain: Drain) -> None:
-        """Remember that a worker shall drain; the same again changes nothing."""
-        if drain.worker not in self._told:
-            beat = self.last(drain.worker)
-            self._told[drain.worker] = _Told(drain, beat is not None and beat.state in _CONFIRMED)
+    def tell(self, drain: Drain, pid: int = 0) -> bool:
+        """Remember that a worker shall drain; False if it was told before."""
+        if drain.worker in self._told:
+            return False
+        beat = self.last(drain.worker)
+        pid = beat.pid if beat is not None else pid
+        self._told[drain.worker] = _Told(drain, pid, beat is not None and beat.state in _CONFIRMED)
+        return True
 
-    def untell(self, worker: str) -> None:
-        """Forget a drain: the process that it was for is over."""
-        self._told.pop(worker, None)
+    def pid(self, worker: str) -> int:
+        """Return the process that a drain is for, or 0."""
+        told = self._told.get(worker)
+        return told.pid if told is not None else 0
+
+    def untell(self, worker: str) -> bool:
+        """Forget a drain; False if there is none."""
+        return self._told.pop(worker, None) is not None
 
     def draining(self, worker: str) -> bool:
         """Whether a worker was told to drain."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.client import BlockingClient
-from rolloutmq.schemas.control import GetStatus, LaneStatus, StatusReply, WorkerState
+from rolloutmq.schemas.control import GetStatus, JournalStatus, LaneStatus, StatusReply, WorkerState
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.monitor import figures, waits
@@ -68,6 +68,8 @@ def status_text(reply: StatusReply) -> str:
         *(("lane", _lane(lane)) for lane in pressure.lanes),
         ("workers", _workers(reply)),
     ]
+    if reply.journal.health != "none":
+        rows.insert(1, ("journal", _journal(reply.journal)))
     if reply.rejected_messages:
         reasons = ", ".join(f"{why} {count}" for why, count in reply.rejected_by_reason.items())
         rows.append(("refused", f"{reply.rejected_messages} messages ({reasons})"))
@@ -79,6 +81,16 @@ def _lane(lane: LaneStatus) -> str:
         f"{lane.env}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} under way"
         f" at {lane.producers} producers, {lane.accepted_per_s:.1f} groups a second"
     )
+
+
+def _journal(journal: JournalStatus) -> str:
+    parts = [f"{journal.health}, {figures.amount(journal.nbytes)} in {journal.segments} segments"]
+    parts.append(f"{figures.amount(journal.behind_bytes)} behind")
+    if journal.commits:
+        parts.append(f"{1e3 * journal.commit_s / journal.commits:.1f} ms a commit")
+    if journal.quarantined:
+        parts.append(f"{journal.quarantined} damaged records kept aside")
+    return ", ".join(parts)
 
 
 def _workers(reply: StatusReply) -> str:

@@ -12,7 +12,6 @@ discarded and in flight that names it, and else it is lost.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from rolloutmq.schemas.config import RunConfig
@@ -24,7 +23,7 @@ from rolloutmq.services.monitor.metrics import Metrics, read_metrics
 WINDOW_STEPS: Final = 50
 """Steps at either end over which `reward_first` and `reward_last` are means."""
 
-ReadIds = Callable[[Path], Iterable[str]]
+ReadIds = Callable[[RunLayout], Iterable[str]]
 """Gives the ids of the groups that a `saved.rmq` holds."""
 
 
@@ -165,7 +164,7 @@ def summarise(
     Args:
         layout: Where the logs are; a missing one is an empty one.
         config: Of the run; gives the staleness bound.
-        saved_ids: Reads the ids out of `saved.rmq`; called only if there is one.
+        saved_ids: Reads the ids of the groups that the broker still has, from wherever it left them.
         wall_s: Seconds that the run took. Without it, the span of what was recorded.
 
     Returns:
@@ -180,7 +179,7 @@ def summarise(
         - groups_filtered: groups pulled whose rewards were all equal, so that they held no signal.
         - groups_expired, groups_dead, groups_discarded: groups that left the queue untrained: too old, undeliverable or
           refused by the trainer, thrown away on request.
-        - groups_in_flight: groups that the broker saved at the end; `up --resume` trains them.
+        - groups_in_flight: groups that the broker still has; `up --resume` trains them.
         - groups_lost: groups accepted that nothing accounts for. Must be 0.
         - groups_trained_twice: groups that the final policy learned from more than once. Must be 0.
         - groups_rewound: groups pulled again since the weights that they led to first were lost.
@@ -198,8 +197,7 @@ def summarise(
     log = read_trainer_log(read_lines(layout.trained, SettledBatch))
     acks = read_acks(layout)
     dropped = list(read_lines(layout.dropped, DroppedGroup))
-    saved = saved_ids(layout.saved) if layout.saved.exists() else ()
-    accounts = settle_accounts(acks.ids, log, dropped, saved)
+    accounts = settle_accounts(acks.ids, log, dropped, saved_ids(layout))
     seen = read_metrics(layout.metrics)
     fewest = sum(env.min_workers for env in config.environment.values())
     ready = seen.ready_counts(fewest, until=log.batches[-1].at if log.batches else None)

@@ -17,6 +17,7 @@ WORKER_WAITS: Final[Mapping[str, str]] = {
     Wait.STALE_GUARD: "a rollout begun now would come too stale; the trainer is slower",
     Wait.LANE_FULL: "the queue of their environment is full; the trainer is slower",
     Wait.GLOBAL_FULL: "the queue is at its high mark of bytes or groups",
+    Wait.JOURNAL_SLOW: "the disk of the broker is full, or does not keep up",
     Wait.NO_CREDIT: "they have no byte credit left: the queue is nearly full",
 }
 

@@ -200,7 +200,7 @@ class Worker:
         return await stack.enter_async_context(
             OpenAIPolicy.opened(
                 self._address,
-                known=lambda: PolicyVersion(0, self._producer.step if self._producer else 0),
+                known=lambda: self._producer.policy if self._producer else PolicyVersion(),
                 patience_s=PATIENCE * self.section.rollout_timeout_s,
             )
         )

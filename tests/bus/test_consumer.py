@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from rolloutmq.bus import downlink
+from rolloutmq.bus import discovery, downlink
 from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.consumer import Consumer
 from rolloutmq.bus.spool import Spool
@@ -19,6 +19,7 @@ from rolloutmq.schemas.delivery import (
     ConsumerBeat,
     Delivery,
     ErrorReply,
+    GetInfo,
     NoBatch,
     Pull,
     RegisterConsumer,
@@ -26,6 +27,7 @@ from rolloutmq.schemas.delivery import (
     Release,
     RunInfo,
     Settle,
+    Settled,
     Wait,
 )
 from rolloutmq.schemas.envelope import PolicyVersion
@@ -33,7 +35,7 @@ from rolloutmq.schemas.errors import ErrorCode, LeaseLostError, RefusedError, Us
 from rolloutmq.schemas.trajectory import Group
 
 if TYPE_CHECKING:
-    from tests.bus.conftest import Answer, FakeBroker
+    from tests.bus.fake import Answer, FakeBroker
 
 MakeGroup = Callable[..., Group]
 
@@ -44,6 +46,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downlink, "BEAT_S", 0.1)
     monkeypatch.setattr(downlink, "PATIENCE_S", 0.5)
     monkeypatch.setattr(downlink, "REPEAT_S", 0.1)
+    monkeypatch.setattr(discovery, "PROBE_S", 0.3)
+    monkeypatch.setattr(discovery, "ATTEMPT_S", 0.3)
 
 
 V0 = PolicyVersion(3, 10)
@@ -194,7 +198,7 @@ async def test_a_broker_in_another_life_voids_the_lease_and_gives_the_next_batch
         opened = Consumer.open(fake.layout.root, sequences=8, resume=V0)
         c = await opened.__aenter__()
         batch = await c.pull(11, V0)
-    fake.epoch += 1
+    fake.new_life()
     async with fake.running("b"):
         with pytest.raises(LeaseLostError):
             await batch.ack()
@@ -206,15 +210,118 @@ async def test_a_broker_in_another_life_voids_the_lease_and_gives_the_next_batch
     assert fake.asked_for(Settle)[0].trained == ("b",)
 
 
+async def test_a_broker_that_remembers_keeps_the_lease(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    async with fake.running("a"):
+        opened = Consumer.open(fake.layout.root, sequences=8, resume=V0)
+        c = await opened.__aenter__()
+        batch = await c.pull(11, V0)
+    fake.restart()
+    async with fake.running("b"):
+        await batch.ack()
+        assert (c.epoch, c._link.life) == (2, 1)
+        await opened.__aexit__(None, None, None)
+    first, again = fake.asked_for(RegisterConsumer)
+    assert (first.generation, first.resume, again.generation, again.resume) == (0, V0, 1, None)
+    assert fake.asked_for(Settle)[0].trained == ("a",)
+
+
+async def test_a_restart_in_place_is_noticed_by_the_heartbeat(fake: "FakeBroker") -> None:
+    """It is back before anybody misses it: what it was asked is asked again, not waited for."""
+    fake.answers[Pull] = lambda _: None
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        pulling = asyncio.create_task(c.pull(11, V0, wait_s=0.0))
+        await fake.until(lambda: bool(fake.asked_for(Pull)))
+        del fake.answers[Pull]
+        fake.restart()
+        assert await pulling is None
+        assert c.epoch == 2
+    assert len({pull.request_id for pull in fake.asked_for(Pull)}) == 1
+
+
+async def test_a_settlement_whose_reply_died_with_the_broker_is_repeated(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    fake.answers[Settle] = lambda _: None
+    async with fake.running("a"):
+        opened = Consumer.open(fake.layout.root, sequences=8)
+        c = await opened.__aenter__()
+        batch = await c.pull(11, V0)
+        settling = asyncio.create_task(c.settle(batch, filtered=["a"]))
+        await fake.until(lambda: bool(fake.asked_for(Settle)))
+    fake.restart()
+    fake.answers[Settle] = lambda _: Settled(step=11)
+    async with fake.running("b"):
+        assert (await settling).step == 11
+        await opened.__aexit__(None, None, None)
+    assert len(set(map(msgspec.msgpack.encode, fake.asked_for(Settle)))) == 1
+
+
+async def test_resume_is_said_until_a_broker_has_answered(fake: "FakeBroker") -> None:
+    fake.answers[RegisterConsumer] = lambda _: None
+    async with fake.running("a"):
+        opened = Consumer.open(fake.layout.root, sequences=8, resume=V0)
+        opening = asyncio.create_task(opened.__aenter__())
+        await fake.until(lambda: bool(fake.asked_for(RegisterConsumer)))
+    fake.restart()
+    del fake.answers[RegisterConsumer]
+    async with fake.running("b"):
+        c = await opening
+        fake.restart()
+        await fake.until(lambda: c.epoch == 3)
+        await opened.__aexit__(None, None, None)
+    said = [r.resume for r in fake.asked_for(RegisterConsumer)]
+    assert set(said[:-1]) == {V0}
+    assert said[-1] is None
+
+
+async def test_a_slow_settlement_ends_well_and_heartbeats_go_on(
+    fake: "FakeBroker", group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk is full: what tells of a change is answered late, and the broker lives."""
+    fake.answers[Pull] = answers(leased([group("a")]))
+    fake.answers[Settle] = lambda _: None
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        settling = asyncio.create_task(batch.ack())
+        await fake.until(lambda: caplog.text.count("the broker takes long request=Settle") == 2)
+        beats = len(fake.asked_for(ConsumerBeat))
+        await fake.until(lambda: len(fake.asked_for(ConsumerBeat)) >= beats + 2)
+        # Waiting for a slow broker counts as progress, or the lease would be lost by it.
+        assert fake.asked_for(ConsumerBeat)[-1].progress > fake.asked_for(ConsumerBeat)[0].progress
+        fake.answers[Settle] = lambda _: Settled(step=11)
+        assert (await settling).step == 11
+    assert len(fake.asked_for(RegisterConsumer)) == 1
+    assert "broker lost" not in caplog.text
+
+
+async def test_heartbeats_go_on_while_the_broker_answers_nothing_at_all(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        for kind in (Settle, ConsumerBeat, GetInfo):
+            fake.answers[kind] = lambda _: None
+        settling = asyncio.create_task(batch.ack())
+        await fake.until(lambda: len(fake.asked_for(GetInfo)) > 5)
+        beats = len(fake.asked_for(ConsumerBeat))
+        await fake.until(lambda: len(fake.asked_for(ConsumerBeat)) >= beats + 5)
+        assert not settling.done()
+        fake.answers.clear()
+        await settling
+    assert len(fake.asked_for(RegisterConsumer)) == 1
+
+
 async def test_a_heartbeat_that_finds_itself_unknown_registers_again(
     fake: "FakeBroker", group: MakeGroup
 ) -> None:
     fake.answers[Pull] = answers(leased([group("a")]), leased([group("b")], lease=2))
     async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
         batch = await c.pull(11, V0)
-        fake.answers[ConsumerBeat] = lambda _: ErrorReply(code=ErrorCode.UNKNOWN)
+        fake.generations.clear()
         await fake.until(lambda: len(fake.asked_for(RegisterConsumer)) == 2)
-        del fake.answers[ConsumerBeat]
         with pytest.raises(LeaseLostError):
             await batch.ack()
         assert (await c.pull(11, V0)).groups[0].group_id == "b"

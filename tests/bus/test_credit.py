@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutmq.bus.credit import Credit, Permit
-from rolloutmq.schemas.delivery import Ack, Wait
+from rolloutmq.schemas.delivery import Ack, Durability, Wait
+from rolloutmq.schemas.envelope import PolicyVersion
 
 
 def granted(starts: int, size: int = 0) -> Credit:
@@ -16,7 +17,8 @@ def granted(starts: int, size: int = 0) -> Credit:
             cumulative=0,
             byte_limit=size,
             start_limit=starts,
-            step=5,
+            policy=PolicyVersion(2, 5),
+            durability=Durability.DISK,
             wait=Wait.NO_CREDIT,
         )
     )
@@ -28,7 +30,8 @@ def test_permits_end_at_the_limit() -> None:
     assert credit.begin() is not None
     assert credit.begin() is not None
     assert credit.begin() is None
-    assert (credit.byte_limit, credit.step, credit.wait) == (77, 5, Wait.NO_CREDIT)
+    assert (credit.byte_limit, credit.policy, credit.wait) == (77, PolicyVersion(2, 5), Wait.NO_CREDIT)
+    assert credit.durability is Durability.DISK
 
 
 def test_an_abandoned_permit_stays_used_and_one_put_back_does_not() -> None:
@@ -56,6 +59,32 @@ def test_a_new_session_takes_over_what_is_in_hand() -> None:
     credit.arrive(permits[1])
     credit.restart(spooled=1)
     assert (credit.begun, credit.in_hand, credit.abandoned) == (3, 2, 0)
+
+
+def test_a_permit_tells_the_policy_of_its_beginning() -> None:
+    credit = granted(1)
+    permit = credit.begin()
+    assert permit is not None
+    credit.grant(
+        Ack(epoch=1, session=1, cumulative=0, byte_limit=0, start_limit=0, policy=PolicyVersion(3, 4))
+    )
+    assert (permit.policy, permit.step) == (PolicyVersion(2, 5), 5)
+    assert credit.policy == PolicyVersion(3, 4)
+
+
+def test_lower_limits_hold_back_what_was_not_begun() -> None:
+    credit = granted(3)
+    permits = [credit.begin() for _ in range(3)]
+    credit.grant(Ack(epoch=2, session=1, cumulative=0, byte_limit=0, start_limit=2))
+    assert credit.begin() is None
+    assert permits[2] is not None
+    assert credit.arrive(permits[2])
+
+
+def test_a_restored_session_has_nothing_in_hand() -> None:
+    credit = granted(9)
+    credit.restore(produced=4, abandoned=2)
+    assert (credit.begun, credit.in_hand, credit.abandoned) == (6, 0, 2)
 
 
 @given(st.lists(st.sampled_from(["begin", "arrive", "abandon", "put_back"]), max_size=80), st.integers(0, 20))

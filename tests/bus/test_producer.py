@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from rolloutmq.bus import uplink
+from rolloutmq.bus import discovery, uplink
 from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.producer import Producer
 from rolloutmq.schemas.delivery import (
     Ack,
     DeclareTables,
+    Durability,
     ErrorReply,
     Goodbye,
     Registered,
@@ -21,7 +22,7 @@ from rolloutmq.schemas.delivery import (
     RunInfo,
     Sync,
 )
-from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import (
     ClosedError,
     DrainingError,
@@ -35,7 +36,7 @@ from rolloutmq.schemas.records import AckedGroup
 from rolloutmq.schemas.trajectory import Group
 
 if TYPE_CHECKING:
-    from tests.bus.conftest import Answer, FakeBroker
+    from tests.bus.fake import Answer, FakeBroker
 
 MakeGroup = Callable[..., Group]
 
@@ -45,6 +46,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker that is gone is missed soon."""
     monkeypatch.setattr(uplink, "PATIENCE_S", 0.5)
     monkeypatch.setattr(uplink, "REPEAT_S", 0.1)
+    monkeypatch.setattr(discovery, "PROBE_S", 0.3)
+    monkeypatch.setattr(discovery, "ATTEMPT_S", 0.3)
 
 
 def logged(path: Path) -> list[str]:
@@ -455,3 +458,161 @@ async def test_leaving_that_is_cancelled_goes_straight_to_saving(
             await producing
         assert spool.exists()
         assert fake.asked_for(Goodbye)
+
+
+async def test_a_group_carries_the_whole_version_that_was_known_when_it_began(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.policy = PolicyVersion(3, 40)
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        permit = await p.acquire()
+        fake.policy = PolicyVersion(4, 20)
+        await p.send(group("g-0"))
+        assert await p.flush(5)
+        assert (p.policy, p.step, p.durability) == (PolicyVersion(4, 20), 20, Durability.OS)
+        await p.send(group("g-1"), permit)
+        assert await p.flush(5)
+    assert [header.newest for header in fake.accepted.values()] == [PolicyVersion(3, 40)] * 2
+    assert permit.step == 40
+
+
+async def test_a_broker_that_remembers_goes_on_with_the_session(
+    fake: "FakeBroker", group: MakeGroup, tmp_path: Path
+) -> None:
+    """Only what it lacks is sent again; what is in hand is finished and sent, also where the limits fell."""
+    log = tmp_path / "p.jsonl"
+    async with fake.running("a"):
+        opened = Producer.open(fake.layout.root, env="e", producer="p", ack_log=log)
+        p = await opened.__aenter__()
+        fake.publishes = False
+        p.abandon(await p.acquire())
+        permits = [await p.acquire() for _ in range(2)]
+        fake.lose = {2}
+        for index in range(3):
+            await p.send(group(f"g-{index}"))
+        await fake.until(lambda: fake.arrived == [1, 2, 3])
+    fake.restart()
+    fake.publishes = True
+    fake.start_limit, fake.byte_limit = 4, p._session.spool.position
+    async with fake.running("b"):
+        assert await p.flush(15)
+        assert (p.session, p.accepted) == (1, 3)
+        held = [asyncio.create_task(p.send(group(f"h-{index}"), permits[index])) for index in range(2)]
+        beginning = asyncio.create_task(p.acquire())
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in (*held, beginning))
+        fake.byte_limit = 1 << 40
+        fake.publish()
+        await asyncio.gather(*held)
+        assert not beginning.done()
+        fake.start_limit = 7
+        fake.publish()
+        p.abandon(await beginning)
+        assert await p.flush(5)
+        await opened.__aexit__(None, None, None)
+    assert fake.arrived == [1, 2, 3, 2, 4, 5]
+    assert set(fake.taken.values()) == {1}
+    assert logged(log)[-2:] == ["h-0", "h-1"]
+    again = fake.asked_for(RegisterProducer)[-1]
+    assert (again.resume_session, again.begun, again.abandoned) == (1, 6, 1)
+    assert fake.asked_for(Goodbye)[-1].abandoned == 2
+
+
+async def test_a_broker_that_is_slow_is_waited_for_on_the_same_sockets(
+    fake: "FakeBroker", group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its disk is full: it takes groups in and answers no question that tells of them, but lives."""
+    fake.publishes = False
+    fake.answers[Sync] = lambda _: None
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        sockets = p._uplink._sockets
+        for index in range(20):
+            await p.send(group(f"g-{index}"))
+        await fake.until(lambda: caplog.text.count("the broker takes long request=Sync") == 2)
+        assert fake.arrived == list(range(1, 21))
+        assert p._uplink._sockets is sockets
+        del fake.answers[Sync]
+        assert await p.flush(5)
+    assert fake.arrived == list(range(1, 21))
+    assert len(fake.asked_for(RegisterProducer)) == 1
+    assert "broker lost" not in caplog.text
+
+
+async def test_a_slow_registration_does_not_fence_itself(fake: "FakeBroker", group: MakeGroup) -> None:
+    """The broker opens a session for each request, and answers only the last in time."""
+
+    def late(request: RegisterProducer) -> "Answer":
+        answer = fake._answer(request)
+        return answer if len(fake.asked_for(RegisterProducer)) == 3 else None
+
+    fake.answers[RegisterProducer] = late
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        assert p.session == 3
+        await p.send(group("g"))
+        assert await p.flush(5)
+
+
+async def test_new_sockets_to_the_same_broker_send_only_what_is_missing(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.publishes = False
+    async with fake.running("a"):
+        opened = Producer.open(fake.layout.root, env="e", producer="p")
+        p = await opened.__aenter__()
+        fake.lose = {3}
+        for index in range(5):
+            await p.send(group(f"g-{index}"))
+        await fake.until(lambda: len(fake.arrived) == 5)
+    async with fake.running("b"):
+        assert await p.flush(15)
+        await opened.__aexit__(None, None, None)
+    assert fake.arrived == [1, 2, 3, 4, 5, 3]
+    assert len(fake.asked_for(RegisterProducer)) == 1
+
+
+async def test_a_producer_that_was_fenced_while_the_broker_was_away_does_not_fence_back(
+    fake: "FakeBroker", group: MakeGroup, tmp_path: Path
+) -> None:
+    spool = tmp_path / "p.spool"
+    async with fake.running("a"):
+        opened = Producer.open(fake.layout.root, env="e", producer="p", save_to=spool)
+        p = await opened.__aenter__()
+        fake.lose = {1}
+        await p.send(group("g"))
+        await fake.until(lambda: fake.arrived == [1])
+    fake.restart()
+    fake._open(0)
+    async with fake.running("b"):
+        with pytest.raises(SessionFencedError):
+            await p.flush(10)
+        await opened.__aexit__(None, None, None)
+        assert len(fake.asked_for(RegisterProducer)) == 1
+    assert not spool.exists()
+    assert [path.name for path in tmp_path.glob("p.spool*")] == ["p.spool.session-1"]
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+async def test_a_spool_saved_at_the_drain_deadline_is_resent_after_the_broker_restarted(
+    fake: "FakeBroker", group: MakeGroup, tmp_path: Path, caplog: pytest.LogCaptureFixture, remembers: bool
+) -> None:
+    spool, log = tmp_path / "p.spool", tmp_path / "p.jsonl"
+    options = {"env": "e", "producer": "p", "save_to": spool, "ack_log": log, "drain_s": 0.05}
+    async with fake.running("a"):
+        fake.lose = {2, 3}
+        async with Producer.open(fake.layout.root, **options) as p:  # type: ignore[arg-type]
+            await p.acquire()
+            for index in range(3):
+                await p.send(group(f"g-{index}"))
+            await fake.until(lambda: fake.arrived == [1, 2, 3])
+    assert f"saved unacked groups producer=p groups=2 file={spool}" in caplog.text
+    if remembers:
+        fake.restart()
+    else:
+        fake.new_life()
+    async with fake.running("b"), Producer.open(fake.layout.root, **options) as p:  # type: ignore[arg-type]
+        assert not spool.exists()
+        assert p.accepted == 2
+    assert fake.arrived[3:] == ([2, 3] if remembers else [1, 2])
+    assert logged(log) == ["g-0", "g-1", "g-2"]
+    resumed = fake.asked_for(RegisterProducer)[1]
+    assert (resumed.resume_session, resumed.begun, resumed.abandoned) == (1, 4, 1)

@@ -3,18 +3,20 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from rolloutmq.bus import downlink, uplink
+from rolloutmq.bus import discovery, downlink, uplink
 from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.consumer import Consumer
 from rolloutmq.bus.producer import Producer
 from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig, TrainerConfig
-from rolloutmq.schemas.delivery import RunInfo
+from rolloutmq.schemas.delivery import Durability, RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import DrainingError, LeaseLostError, SessionFencedError
 from rolloutmq.schemas.layout import RunLayout
@@ -29,6 +31,7 @@ MakeGroup = Callable[..., Group]
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker that is gone is missed soon."""
     monkeypatch.setattr(downlink, "BEAT_S", 0.1)
+    monkeypatch.setattr(discovery, "ATTEMPT_S", 0.5)
     for module in (uplink, downlink):
         monkeypatch.setattr(module, "PATIENCE_S", 0.5)
         monkeypatch.setattr(module, "REPEAT_S", 0.1)
@@ -119,6 +122,37 @@ async def test_a_broker_that_ends_in_order_loses_nothing(
     acked = {msgspec.json.decode(line, type=AckedGroup).group_id for line in log.read_bytes().splitlines()}
     assert acked == {f"g-{index}" for index in range(total)}
     assert trained.keys() == acked
+
+
+async def test_a_broker_that_comes_back_with_its_journal_is_only_a_pause(
+    run_dir: Path, group: MakeGroup, tmp_path: Path
+) -> None:
+    """Session, lease and what was saved while it was away go on; only the epoch is another."""
+    spool, layout, settings = tmp_path / "q.spool", RunLayout(run_dir), config(durability="os")
+    saving = partial(Producer.open, run_dir, env="e", producer="q", group_size=2, save_to=spool)
+    async with AsyncExitStack() as stack:
+        with running_broker(settings, layout):
+            p = await stack.enter_async_context(Producer.open(run_dir, env="e", producer="p", group_size=2))
+            c = await stack.enter_async_context(Consumer.open(run_dir, sequences=8))
+            leaving = saving(drain_s=0.0)
+            q = await leaving.__aenter__()
+            permit = await q.acquire()
+            for index in range(4):
+                await p.send(group(f"g-{index}"))
+            batch = await c.pull(1, PolicyVersion())
+            session, epoch = p.session, c.epoch
+        await q.send(group("saved"), permit)
+        await leaving.__aexit__(None, None, None)
+        assert spool.exists()
+        with running_broker(settings, layout):
+            await batch.ack()
+            await p.send(group("g-4"))
+            assert await p.flush(15)
+            assert (p.session, p.durability) == (session, Durability.OS)
+            assert c.epoch > epoch
+            async with saving() as q:
+                assert (q.accepted, spool.exists()) == (1, False)
+            await stack.aclose()
 
 
 async def test_pacing_lets_no_more_rollouts_begin_than_can_be_trained_in_time(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.bus.codec import encode_group
-from rolloutmq.bus.saved import SpoolFile
+from rolloutmq.bus.saved import SpoolFile, owner
 from rolloutmq.bus.session import Session
 from rolloutmq.bus.spool import Spool
 from rolloutmq.schemas.delivery import Ack, RegisterProducer
@@ -17,16 +17,20 @@ def session(env: str = "e") -> Session:
     return Session(RegisterProducer(producer="p", env=env), Spool(1 << 20))
 
 
-def ack(number: int, cumulative: int = 0) -> Ack:
-    return Ack(epoch=1, session=number, cumulative=cumulative, byte_limit=0, start_limit=0)
+def ack(number: int, cumulative: int = 0, starts: int = 0) -> Ack:
+    return Ack(epoch=1, session=number, cumulative=cumulative, byte_limit=0, start_limit=starts)
+
+
+def add(to: Session, index: int) -> None:
+    group = Group.build(f"g-{index}", tokens=[[index] * index], mask=[[1] * index], scores=[1.0])
+    to.spool.add(group, encode_group(group, 1 << 20))
 
 
 def filled(number: int = 7) -> Session:
     made = session()
     made.registered(ack(number), 0.0)
     for index in range(3):
-        group = Group.build(f"g-{index}", tokens=[[index] * index], mask=[[1] * index], scores=[1.0])
-        made.spool.add(group, encode_group(group, 1 << 20))
+        add(made, index)
     made.acked(ack(number, cumulative=1), 0.0)
     return made
 
@@ -84,17 +88,87 @@ def test_groups_of_another_are_left_alone(tmp_path: Path) -> None:
     assert path.exists()
 
 
-def test_any_damage_is_found_and_the_file_kept_aside(tmp_path: Path) -> None:
+def test_what_was_in_hand_at_the_end_counts_as_abandoned(tmp_path: Path) -> None:
+    old, path = session(), tmp_path / "p.spool"
+    old.registered(ack(7, starts=9), 0.0)
+    permits = [old.credit.begin() for _ in range(3)]
+    assert permits[0] is not None
+    assert permits[1] is not None
+    old.credit.abandon(permits[0])
+    old.credit.arrive(permits[1])
+    add(old, 1)
+    SpoolFile(path, old).leave()
+    new = session()
+    SpoolFile(path, new).load()
+    assert (new.credit.begun, new.credit.abandoned, new.credit.in_hand) == (3, 2, 0)
+    assert new.registration().begun == 3
+
+
+def test_any_damage_is_found_and_what_is_whole_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "p.spool"
     SpoolFile(path, filled()).leave()
     whole = path.read_bytes()
+    headers = {e.header.seq: (e.header, [bytes(f) for f in e.frames]) for e in filled().spool}
     flipped = [whole[:i] + bytes([whole[i] ^ 0x10]) + whole[i + 1 :] for i in range(len(whole))]
+    salvaged = set()
     for damaged in [b"", *flipped, *(whole[:end] for end in range(0, len(whole), 7))]:
         path.write_bytes(damaged)
         new = session()
-        assert not SpoolFile(path, new).load()
-        assert not path.exists()
-        assert len(new.spool) == new.number == 0
-        aside = next(tmp_path.iterdir())
+        loaded = SpoolFile(path, new).load()
+        came = {e.header.seq: (e.header, [bytes(f) for f in e.frames]) for e in new.spool}
+        assert came.items() < headers.items()
+        assert loaded == bool(came) == path.exists()
+        assert new.number == (7 if came else 0)
+        salvaged.add(tuple(came))
+        (aside,) = tmp_path.glob("p.spool.damaged-*")
         assert aside.read_bytes() == damaged
         aside.unlink()
+    assert salvaged == {(), (2,), (3,)}
+    assert SpoolFile(path, session()).load() == path.exists()
+
+
+def test_what_was_damaged_is_not_waited_for_under_the_old_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "p.spool"
+    SpoolFile(path, filled()).leave()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # of the last group
+    path.write_bytes(data)
+    new = session()
+    assert SpoolFile(path, new).load()
+    assert not new.goes_on(ack(7, cumulative=1))
+    assert new.goes_on(ack(7, cumulative=3))
+
+
+def test_a_session_that_came_to_a_bad_end_leaves_the_path_to_the_next(tmp_path: Path) -> None:
+    path, fenced = tmp_path / "p.spool", filled()
+    SpoolFile(path, fenced).set_aside()
+    assert not path.exists()
+    aside = tmp_path / "p.spool.session-7"
+    assert owner(aside).producer == "p"
+    assert SpoolFile(aside, session()).load()
+    SpoolFile(path, session()).set_aside()
+    assert list(tmp_path.iterdir()) == [aside]
+
+
+def test_a_disk_that_fails_loses_the_groups_aloud_and_keeps_the_older_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "p.spool"
+    SpoolFile(path, filled()).leave()
+    before = path.read_bytes()
+    live = session()
+    file = SpoolFile(path, live)
+    assert file.load()
+    live.registered(ack(9), 0.0)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    file.renew()
+    assert "keep their old session" in caplog.text
+    with pytest.raises(OSError, match="No space"):
+        file.leave()
+    assert "unacked groups are lost producer=p groups=2 first=g-1" in caplog.text
+    assert [p.name for p in tmp_path.iterdir()] == ["p.spool"]
+    assert path.read_bytes() == before

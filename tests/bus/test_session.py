@@ -9,7 +9,7 @@ from rolloutmq.schemas.envelope import Split
 from rolloutmq.schemas.trajectory import Group
 
 
-def ack(session: int = 5, epoch: int = 1, cumulative: int = 0, **more: int | bool) -> Ack:
+def ack(session: int = 5, epoch: int = 1, cumulative: int = 0, **more: int | bytes) -> Ack:
     values = {"byte_limit": 1 << 30, "start_limit": 4, **more}
     return Ack(epoch=epoch, session=session, cumulative=cumulative, **values)  # type: ignore[arg-type]
 
@@ -141,3 +141,44 @@ def test_the_envelope_names_session_and_group() -> None:
     envelope = codec.decode_envelope(session.envelope(entry), 1, entry.header.nbytes)
     assert (envelope.producer, envelope.session, envelope.env, envelope.split) == ("p", 5, "e", Split.EVAL)
     assert envelope.groups == (entry.header,)
+
+
+def test_a_registration_goes_on_with_what_was_begun_or_asks_for_a_new_session() -> None:
+    session = Session(RegisterProducer(producer="p", env="e"), Spool(1 << 20))
+    assert session.registration() == session.register
+    session.registered(ack(start_limit=9), 0.0)
+    permits = [session.credit.begin() for _ in range(3)]
+    assert permits[0] is not None
+    session.credit.abandon(permits[0])
+    again = session.registration()
+    assert (again.producer, again.resume_session, again.begun, again.abandoned) == ("p", 5, 3, 1)
+    assert session.registration(new=True) == session.register
+    session.forget()
+    assert session.registration() == session.register
+
+
+def test_a_broker_that_forgot_an_acked_group_above_a_gap_must_give_another_number() -> None:
+    session = opened(4)
+    session.acked(ack(gaps=b"\x01"), 0.0)  # 2 is acked, 1 is not
+    assert session.goes_on(ack(epoch=2, gaps=b"\x01"))
+    assert session.goes_on(ack(epoch=2, cumulative=3))
+    assert not session.goes_on(ack(epoch=2))
+
+
+def test_a_broker_that_has_numbers_which_were_never_given_must_give_another() -> None:
+    session = opened(2)
+    assert session.goes_on(ack(epoch=2, cumulative=2))
+    assert not session.goes_on(ack(epoch=2, cumulative=3))
+    assert not session.goes_on(ack(epoch=2, gaps=b"\x02"))
+
+
+def test_after_new_sockets_it_asks_and_sends_only_what_the_broker_lacks() -> None:
+    session = opened(4)
+    send(session, 0.0)
+    session.acked(ack(cumulative=1), 0.0)
+    session.reconnected()
+    assert session.next_unsent() is None
+    assert session.spool.overdue(0.0)
+    asked = session.ask(0.0)
+    _, again = session.synced(ack(cumulative=2), asked, 0.0)
+    assert [entry.header.seq for entry in again] == [3, 4] == send(session, 0.0)

@@ -35,6 +35,12 @@ def test_version() -> None:
         (["status", "nowhere"], 1, "a run in nowhere is missing"),
         (["down"], 1, "a living run below runs/ is missing"),
         (["scale", "e", "many"], 2, "must be a number"),
+        (["ledger", "verify", "nowhere"], 2, "a run in nowhere is missing"),
+        (["explain", "g1", "--run-dir", "nowhere"], 1, "a run in nowhere is missing"),
+        (["explain"], 2, "group_id"),
+        (["dead", "list"], 1, "runs/ is missing"),
+        (["dead", "show", "g1", "--run-dir", "nowhere"], 1, "a run in nowhere is missing"),
+        (["dead", "requeue", "g1"], 1, "a living run below runs/ is missing"),
         (["worker", "--run-dir", "nowhere", "--worker", "e-0"], 1, "nowhere"),
     ],
 )

@@ -1,7 +1,10 @@
 """A broker core with a clock of its own, and peers that say the shortest thing that works."""
 
+from collections.abc import Iterable
 from itertools import count
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import GetStatus, Pressure, StatusReply
@@ -38,9 +41,28 @@ from rolloutmq.schemas.records import DroppedGroup
 from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal.body import Body, Frames
+from rolloutmq.services.broker.journal.facts import (
+    Accepted,
+    AnyFact,
+    ConsumerItem,
+    Fact,
+    GroupItem,
+    KeptItem,
+    LaneItem,
+    RunItem,
+    SessionItem,
+    Table,
+    Told,
+    decode_facts,
+    encode,
+)
+from rolloutmq.services.broker.operating import accepted
 
 TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1), ColumnSpec("scores", Dtype.F64, 0)))
 WALL = 1_700_000_000.0
+SHADOWED_FACTS = 150
+"""With more facts than that, a restart is no longer tried after every step."""
 M = TypeVar("M")
 
 
@@ -102,7 +124,7 @@ def stored(order: int, sequences: int = 4, *, tokens: int = 0, env: str = "e") -
         producer="p",
         session=1,
         table=TABLE,
-        frames=(b"",),
+        body=Body((b"",), 100),
         accepted_at=0.0,
         accepted_wall=WALL,
         order=order,
@@ -154,11 +176,39 @@ class Peer:
         return self.bench.ask(request, Ack)
 
 
+class Memory:
+    """A journal that forgets nothing: a snapshot, the facts after it, and every body."""
+
+    def __init__(self) -> None:
+        self.facts: list[Fact] = []
+        self.bodies: dict[int, Frames] = {}
+
+    def write(self, entries: Iterable[StoredGroup | Fact]) -> None:
+        for entry in entries:
+            if isinstance(entry, StoredGroup):
+                if entry.body.load():
+                    self.bodies[entry.order] = entry.body.frames
+                self.facts.append(accepted(entry))
+            else:
+                self.facts.append(entry)
+
+    def body(self, fact: Accepted) -> Body:
+        return Body(self.bodies.get(fact.order), fact.header.nbytes)
+
+    def read(self) -> list[AnyFact]:
+        """Return the facts as they come back from disk."""
+        return list(decode_facts(encode(self.facts)))
+
+
 class Bench:
     """A core under test. Every step is followed by `validate`."""
 
     def __init__(self, settings: RunConfig | None = None, epoch: int = 1) -> None:
-        self.core = BrokerCore(settings or config(e={}), epoch=epoch)
+        self.settings = settings or config(e={})
+        self.core = BrokerCore(self.settings, epoch=epoch)
+        self.journal = Memory()
+        self.shadowed = True
+        """Whether each step is followed by a look at what a restart would make of it."""
         self.now = 100.0
         self.dropped: list[DroppedGroup] = []
         self.published: list[Publish] = []
@@ -168,12 +218,57 @@ class Bench:
 
     def _done(self, actions: list[Action]) -> list[Action]:
         self.core.validate()
+        entries = self.core.facts()
+        self.journal.write(entries)
+        if self.shadowed and entries and len(self.journal.facts) < SHADOWED_FACTS:
+            self.compare(self.reborn())
         for action in actions:
             if isinstance(action, Dropped):
                 self.dropped.append(action.record)
             elif isinstance(action, Publish):
                 self.published.append(action)
         return actions
+
+    def reborn(self, settings: RunConfig | None = None) -> "Bench":
+        """Return what the next life of this broker would be, were it killed now."""
+        later = Bench(settings or self.settings, epoch=self.core._state.epoch + 1)
+        later.now, later.journal, later.shadowed = self.now, Memory(), self.shadowed
+        later._requests = self._requests
+        problems = later.core.restore(self.journal.read(), self.journal.body, self.now, WALL)
+        assert not problems, problems
+        later.core.validate()
+        later.journal.facts = [item[0] if isinstance(item, tuple) else item for item in later.core.snapshot()]
+        later.journal.bodies = self.journal.bodies
+        return later
+
+    def restart(self) -> None:
+        """Kill the broker and start it again; this bench goes on with its next life."""
+        later = self.reborn()
+        self.core, self.journal = later.core, later.journal
+
+    def order(self, group_id: str) -> int:
+        """Return the number of the acceptance of a group that still exists."""
+        groups = (item[0].accepted for item in self.core.snapshot() if isinstance(item, tuple))
+        return next(group.order for group in groups if group.header.group_id == group_id)
+
+    def waiting(self) -> list[str]:
+        """Return the ids of all groups that are queued or leased, or come again, in the order of acceptance."""
+        kept: set[int] = set()
+        found: dict[int, str] = {}
+        for item in self.core.snapshot():
+            if isinstance(item, tuple):
+                found[item[0].accepted.order] = item[0].accepted.header.group_id
+            elif isinstance(item, KeptItem):
+                kept.update(order for rank in item.shards for order in rank)
+        return [name for order, name in sorted(found.items()) if order not in kept]
+
+    def compare(self, later: "Bench") -> None:
+        """Assert that a restart changes nothing that counts, twice over."""
+        now = lasting(self)
+        for restored in (lasting(later), lasting(later.reborn())):
+            made_up = [item for item in restored if item not in now]
+            forgotten = [item for item in now if item not in restored]
+            assert (made_up, forgotten) == ([], []), (made_up, forgotten)
 
     def ingest(self, envelope: Envelope, frames: list[bytes]) -> list[Action]:
         actions = self._done(self.core.ingest(envelope, frames, self.now, WALL))
@@ -266,6 +361,26 @@ class Bench:
 
     def status(self) -> StatusReply:
         return self.ask(GetStatus(), StatusReply)
+
+
+def lasting(bench: Bench) -> list[Fact]:
+    """Return the state of a core without what a restart may forget."""
+    found: list[Fact] = []
+    for item in bench.core.snapshot():
+        match item:
+            case (GroupItem() as group, Body()):
+                found.append(group)
+            case LaneItem():
+                found.append(replace(item, carry=0.0))
+            case SessionItem():
+                found.append(replace(item, abandoned=0, draining=False))
+            case RunItem():
+                found.append(replace(item, pulled=0, resumed=()))
+            case ConsumerItem() | Table() | Told():
+                continue
+            case Fact():
+                found.append(item)
+    return found
 
 
 def _pull(step: int, sequences: int, number: int, given: dict[str, Any]) -> dict[str, Any]:

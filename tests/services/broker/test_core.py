@@ -12,6 +12,7 @@ from rolloutmq.schemas.control import (
     LatestExample,
     LatestExampleReply,
     Pressure,
+    Requeue,
     Reset,
     SetWorkers,
     Shutdown,
@@ -24,6 +25,7 @@ from rolloutmq.schemas.delivery import (
     ErrorReply,
     GetInfo,
     InfoReply,
+    NoBatch,
     Ok,
     Pull,
     RegisterConsumer,
@@ -162,7 +164,7 @@ def test_status_tells_the_run() -> None:
     bench.tick()
     bench.now += 2.0
     status = bench.status()
-    assert (status.run, status.total_steps, status.durability) == ("r", 7, "memory")
+    assert (status.run, status.total_steps, status.durability) == ("r", 7, "disk")
     assert status.uptime_s == 2.0
     bench.core.rejected("malformed")
     assert bench.status().rejected_messages == 1
@@ -266,48 +268,42 @@ def test_shutdown_is_only_asked_for() -> None:
 # Another life
 
 
-def test_what_is_saved_comes_back_in_order_and_is_not_taken_in_twice() -> None:
+def test_a_broker_that_was_killed_comes_back_as_it_was() -> None:
     bench = Bench(config(e={}, f={}))
     e, f = bench.producer(), bench.producer("q", "f")
     sent = [e.send()[0] if i % 2 else f.send()[0] for i in range(8)]
     last = e.next()
     e.deliver(last)
-    bench.consumer()
+    generation = bench.consumer()
     trained = bench.train(0)
-    leased = bench.batch(1)
+    leased = bench.batch(1, request_id="mine")
     bench.now += 50.0
-    saved = list(bench.core.saved())
-    order = [group.header.group_id for group in saved]
-    assert order == [i for i in [*sent, last.group_id] if i not in trained]
-    assert set(ids(leased)) <= set(order)
+    assert bench.waiting() == [i for i in [*sent, last.group_id] if i not in trained]
 
-    later = Bench(config(e={}, f={}))
-    later.now = 7.0
-    later.core.restore(saved, later.now, WALL + 50.0)
-    later.core.validate()
+    later = bench.reborn()
     ledger = later.pressure().ledger
-    assert (ledger.accepted, ledger.queued) == (7, 7)
-    assert [group.header.group_id for group in later.core.saved()] == order
-    assert later.pressure().lanes[0].oldest_age_s == 50.0
-    again = later.producer()
-    assert again.session > max(group.session for group in saved)
-    again.deliver(again.next(group_id=last.group_id))
-    assert later.pressure().ledger.accepted == 7
-    assert again.sync().cumulative == 1
-    later.consumer()
-    batch = later.batch(1, 28)
-    assert [d.deliveries for d in batch.groups].count(2) == 2
+    assert (ledger.accepted, ledger.queued, ledger.leased, ledger.trained) == (9, 5, 2, 2)
+    assert later.waiting() == bench.waiting()
+    assert e.session == later.producer(resume_session=e.session).session
+    assert later.consumer(generation=generation) == generation
+    assert later.batch(1, request_id="mine") == leased
+    later.settle(leased)
+    e.bench = later
+    e.deliver(last)
+    assert later.pressure().ledger.accepted == 9
+    assert later.status().rejected_by_reason == {"duplicate": 1}
 
 
-def test_rewound_batches_are_saved_too_and_trained_ones_are_not() -> None:
+def test_who_falls_silent_over_a_restart_loses_its_lease() -> None:
     bench = Bench(config(e={}))
-    sent = bench.producer().send(8)
+    bench.producer().send(2)
     bench.consumer()
-    for step in range(3):
-        bench.train(step)
-    bench.consumer(resume=PolicyVersion(0, 1))
-    bench.batch(1)
-    assert [group.header.group_id for group in bench.core.saved()] == sent[2:]
+    bench.batch(0)
+    later = bench.reborn()
+    later.tick(9.0)
+    assert later.pressure().ledger.leased == 2
+    later.tick(2.0)
+    assert later.pressure().ledger.queued == 2
 
 
 def test_a_trainer_that_died_with_the_broker_gets_again_what_its_checkpoint_does_not_cover() -> None:
@@ -317,37 +313,50 @@ def test_a_trainer_that_died_with_the_broker_gets_again_what_its_checkpoint_does
     for step in range(3):
         bench.train(step)
 
-    later = Bench(config(e={}))
-    later.core.restore(bench.core.saved(), later.now, WALL, bench.core.kept())
-    later.core.validate()
+    later = bench.reborn()
     ledger = later.pressure().ledger
     assert (ledger.accepted, ledger.queued, ledger.trained) == (8, 2, 6)
-    later.consumer(resume=PolicyVersion(1, 1))
-    later.core.validate()
+    later.consumer(resume=PolicyVersion(0, 1))
     ledger = later.pressure().ledger
     assert (ledger.queued, ledger.committed, ledger.rewound) == (6, 2, 4)
     for step in range(1, 4):
-        batch = later.batch(step)
+        batch = later.batch(step, version=PolicyVersion(1, step))
         assert list(ids(batch)) == sent[2 * step : 2 * step + 2]
         assert batch.rewound is (step < 3)
         later.settle(batch, version=PolicyVersion(1, step + 1))
-    later.core.validate()
 
 
-def test_nothing_is_kept_beyond_its_life_for_a_trainer_without_checkpoints() -> None:
+def test_batches_of_a_trainer_without_checkpoints_can_be_let_go() -> None:
     bench = Bench(config(e={}))
     bench.producer().send(4)
     bench.consumer()
     bench.train(0)
-    assert not list(bench.core.kept())
+    bench.core.forget_unclaimed()
+    bench.core.validate()
+    assert len([item for item in bench.core.snapshot() if isinstance(item, tuple)]) == 2
+
+
+def test_a_body_that_is_damaged_is_dead_and_its_neighbours_go_on() -> None:
+    bench = Bench(config(e={}))
+    sent = bench.producer().send(5)
+    bench.consumer()
+    leased = bench.batch(0, request_id="mine")
+    del bench.journal.bodies[bench.order(sent[0])], bench.journal.bodies[bench.order(sent[3])]
+    later = bench.reborn()
+    again = later.batch(0, request_id="mine")
+    assert ids(leased) == (sent[0], sent[1])
+    assert ids(again) == (sent[1], sent[2])
+    assert [(record.group_id, record.reason) for record in later.dropped] == [(sent[0], "damaged")]
+    later.settle(again)
+    assert isinstance(later.pull(1), NoBatch)
+    assert later.pressure().ledger.reasons == {"dead(damaged)": 2}
+    assert later.pressure().ledger.queued == 1
 
 
 def test_more_than_the_mark_may_come_back() -> None:
     bench = Bench()
     bench.producer().send(20)
-    small = Bench(config(broker={"high_bytes": 1000, "max_group_bytes": 500}, e={}), epoch=2)
-    small.core.restore(bench.core.saved(), 0.0, WALL)
-    small.core.validate()
+    small = bench.reborn(config(broker={"high_bytes": 1000, "max_group_bytes": 500}, e={}))
     assert not small.core.reading()
     peer = small.producer()
     assert peer.sync().byte_limit == 0
@@ -473,5 +482,5 @@ def test_noise_never_raises_and_is_always_answered() -> None:
 
 def test_every_kind_of_request_has_its_answer() -> None:
     bench = Bench()
-    late = {Pull, LatestExample}
+    late = {Pull, LatestExample, Requeue}
     assert set(get_args(delivery.Request)) == set(bench.core._handlers) | late

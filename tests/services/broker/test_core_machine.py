@@ -1,5 +1,6 @@
 """The whole core against a simple model: unreliable producers, a trainer that crashes, and a clock."""
 
+from collections import Counter
 from itertools import count
 
 from hypothesis import HealthCheck, settings
@@ -29,6 +30,8 @@ from rolloutmq.schemas.delivery import (
 from rolloutmq.schemas.envelope import GroupHeader, PolicyVersion, Split
 
 BATCH = 8
+LAST_CHANCE = 3
+"""Failures after which a group goes out alone; one more ends it."""
 SETTINGS = config(
     broker={
         "high_bytes": 6000,
@@ -38,7 +41,7 @@ SETTINGS = config(
         "silent_env_s": 3.0,
         "silence_s": 5.0,
         "lease_s": 20.0,
-        "max_deliveries": 4,
+        "max_deliveries": LAST_CHANCE + 1,
     },
     batch=BATCH,
     paced={"pacing": True, "max_staleness": 2, "group_size": 3, "min_share": 0.25},
@@ -60,7 +63,7 @@ class Producer:
         self.acked: set[str] = set()
         self.orphans: set[str] = set()
         """Groups of a process that died before it saw an ack; the broker may have them or not."""
-        self.session = 0
+        self.session = self.begun = self.abandoned = 0
         self.ack: Ack | None = None
         self.gone = False
         self.register(resume=False)
@@ -72,6 +75,8 @@ class Producer:
             slots=3,
             group_size=3,
             resume_session=self.session if resume else 0,
+            begun=self.begun if resume else 0,
+            abandoned=self.abandoned if resume else 0,
         )
         ack = self.bench.ask(asked, Registered).ack
         if ack.session != self.session:
@@ -104,10 +109,10 @@ class Producer:
         return head
 
     def apply(self, ack: Ack) -> None:
-        """Take over an ack. Acks of one session never fall."""
+        """Take over an ack. Acks of one session never fall in one life of the broker."""
         if ack.session != self.session:
             return
-        if self.ack is not None:
+        if self.ack is not None and self.ack.epoch == ack.epoch:
             assert ack.cumulative >= self.ack.cumulative
             assert ack.byte_limit >= self.ack.byte_limit
             assert ack.start_limit >= self.ack.start_limit
@@ -126,7 +131,7 @@ class Producer:
         assert self.ack is not None
         self.begun += 1
         group_id = f"{self.name}.{next(self.numbers)}"
-        self._add(nbytes, sequences, self.ack.step, group_id)
+        self._add(nbytes, sequences, self.ack.policy.step, group_id)
         self.transmit()
 
     def transmit(self) -> None:
@@ -154,6 +159,7 @@ class Machine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.bench = Bench(SETTINGS)
+        self.bench.shadowed = False
         self.producers = [Producer(self.bench, number) for number in range(len(ENVS))]
         self.batch: Batch | None = None
         self.step = self.committed = 0
@@ -165,7 +171,23 @@ class Machine(RuleBasedStateMachine):
         """Settled batches since the last commit, as (version after, ids that survive)."""
         self.expected: list[tuple[str, ...]] = []
         """Batches that must come again, in this order."""
-        self.bench.consumer()
+        self.failures: Counter[str] = Counter()
+        self.generation = self.bench.consumer()
+
+    # The broker
+
+    @rule(lost=st.booleans())
+    def restart(self, lost: bool) -> None:
+        """The broker is killed and comes back; what was on its way may be lost."""
+        self.bench.restart()
+        for producer in self.producers:
+            if lost:
+                producer.wire.clear()
+            if not producer.gone:
+                before = producer.session
+                producer.register(resume=True)
+                assert producer.session == before
+        assert self.bench.consumer(generation=self.generation) == self.generation
 
     # Producers
 
@@ -283,8 +305,10 @@ class Machine(RuleBasedStateMachine):
         again = [kept for _, kept in self.history]
         if self.batch is not None:
             again.append(ids(self.batch))
-        self.bench.consumer(resume=PolicyVersion(0, self.committed))
         self.expected = again + self.expected
+        if self.batch is not None:
+            self.expected[len(again) - 1 : len(again)] = self.lost_again()
+        self.generation = self.bench.consumer(resume=PolicyVersion(0, self.committed))
         self.trained = {g: after for g, after in self.trained.items() if after <= self.committed}
         self.filtered -= {group_id for kept in again for group_id in kept}
         self.history.clear()
@@ -310,8 +334,9 @@ class Machine(RuleBasedStateMachine):
     def hang(self) -> None:
         """The trainer falls silent for so long that its lease is lost."""
         assert self.batch is not None
+        again = self.lost_again()
         if self.batch.rewound:
-            self.expected.insert(0, ids(self.batch))
+            self.expected = again + self.expected
         self.bench.tick(6.0)
         late = Settle(
             consumer="c",
@@ -321,8 +346,17 @@ class Machine(RuleBasedStateMachine):
             trained=ids(self.batch),
         )
         assert self.bench.refused(late).value == "lease_lost"
-        self.bench.consumer()
+        self.generation = self.bench.consumer()
         self.batch = None
+
+    def lost_again(self) -> list[tuple[str, ...]]:
+        """Count a failure of the batch; return it as it comes again: apart, if one more would end a group."""
+        assert self.batch is not None
+        groups = ids(self.batch)
+        self.failures.update(groups)
+        if max(self.failures[group] for group in groups) < LAST_CHANCE:
+            return [groups]
+        return [(group,) for group in sorted(groups, key=self.bench.order)]
 
     @invariant()
     def nothing_accepted_is_lost(self) -> None:
@@ -364,7 +398,7 @@ class Machine(RuleBasedStateMachine):
             self.commit()
 
     def _account(self) -> None:
-        held = [group.header.group_id for group in self.bench.core.saved()]
+        held = self.bench.waiting()
         dropped = {record.group_id for record in self.bench.dropped}
         acked = set().union(*(p.acked for p in self.producers))
         ledger = self.bench.pressure().ledger
@@ -378,7 +412,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

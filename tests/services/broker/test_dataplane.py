@@ -28,6 +28,8 @@ from rolloutmq.schemas.records import DroppedGroup
 from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply, Route
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.dataplane import BrokerSockets, DataPlane
+from rolloutmq.services.broker.journal.dead import DeadStore
+from rolloutmq.services.broker.wake import Wake
 
 LIMIT_S = 10.0
 MAX_GROUP_BYTES = 300_000
@@ -156,8 +158,10 @@ def running(script: Script, directory: Path) -> Iterator[Running]:
             getattr(bound, name).bind(f"ipc://{directory}/{name}")
         bound.publish.send(b"\x01")  # everything: the filter under test is the plane's
         lines = _Lines()
-        plane = DataPlane(cast(BrokerCore, script), bound, lines, MAX_GROUP_BYTES)
-        stack.callback(plane.close)
+        wake = Wake()
+        stack.callback(wake.close)
+        dead = DeadStore(directory / "dead", 1 << 20, sync=False)
+        plane = DataPlane(cast(BrokerCore, script), bound, lines, dead, MAX_GROUP_BYTES, wake)
         thread = threading.Thread(target=plane.run)
         it = Running(script, plane, context, directory, stack, lines, thread)
         stack.callback(it.end)

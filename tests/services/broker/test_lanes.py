@@ -6,6 +6,7 @@ from tests.services.broker.bench import stored
 
 from rolloutmq.schemas.config import EnvironmentConfig
 from rolloutmq.schemas.envelope import Split
+from rolloutmq.services.broker.groups import Groups
 from rolloutmq.services.broker.lanes import Lane, Lanes
 
 
@@ -53,7 +54,7 @@ def test_two_leases_that_return_in_the_wrong_order_end_in_the_right_one() -> Non
 
 
 def test_the_sums_over_all_lanes_follow_every_move() -> None:
-    lanes = Lanes({})
+    lanes = Lanes({}, Groups())
     one, other = (lanes.open(env, Split.TRAIN, 0.0) for env in ("a", "b"))
     for lane in (one, other):
         for _ in range(3):

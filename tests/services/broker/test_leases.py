@@ -247,15 +247,51 @@ def test_progress_keeps_a_lease_and_a_beat_without_it_does_not_extend_for_ever()
     bench.settle(batch)
 
 
-def test_a_group_that_kills_its_trainers_is_buried() -> None:
-    bench = ready(2)
-    for failures in range(3):
-        assert [d.deliveries for d in bench.batch(0).groups] == [failures + 1] * 2
-        bench.consumer()
+def test_a_group_that_kills_its_trainers_is_buried_alone() -> None:
+    bench = ready(6)
+    poison = ids(bench.batch(0))[1]
+    bench.consumer()
+    trained: list[str] = []
+    step = 0
+    while isinstance(batch := bench.pull(step), Batch):
+        if poison in ids(batch):
+            bench.consumer()
+            continue
+        bench.settle(batch)
+        trained += ids(batch)
+        step += 1
     ledger = bench.pressure().ledger
-    assert (ledger.dead, ledger.queued) == (2, 0)
-    assert ledger.reasons == {"dead(deliveries)": 2}
-    assert [record.state for record in bench.dropped] == ["dead", "dead"]
+    assert (ledger.dead, ledger.queued, len(set(trained))) == (1, 0, 5)
+    assert ledger.reasons == {"dead(deliveries)": 1}
+    assert [record.group_id for record in bench.dropped] == [poison]
+
+
+def test_a_group_with_one_chance_left_goes_out_alone_and_first() -> None:
+    bench = ready(4)
+    for _ in range(2):
+        assert len(bench.batch(0).groups) == 2
+        bench.consumer()
+    for step in range(2):
+        alone = bench.batch(step)
+        assert (len(alone.groups), alone.short, alone.groups[0].deliveries) == (1, True, 3)
+        bench.settle(alone)
+    assert len(bench.batch(2).groups) == 2
+
+
+def test_two_poisons_in_one_batch_take_nobody_with_them() -> None:
+    bench = ready(8)
+    poisons = set(ids(bench.batch(0, 16))[1:3])
+    bench.consumer()
+    for step in range(99):
+        batch = bench.pull(step, 16)
+        if not isinstance(batch, Batch):
+            break
+        if poisons & set(ids(batch)):
+            bench.consumer()
+        else:
+            bench.settle(batch)
+    assert {record.group_id for record in bench.dropped} == poisons
+    assert bench.pressure().ledger.dead == 2
 
 
 def test_giving_back_is_no_failure() -> None:

@@ -1,5 +1,6 @@
 """A whole broker on real sockets: groups travel, strangers do no harm, an end loses nothing."""
 
+import errno
 import os
 import signal
 import socket
@@ -21,9 +22,11 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig, TrainerConfig
 from rolloutmq.schemas.control import GetStatus, Pressure, Shutdown, StatusReply
 from rolloutmq.schemas.delivery import (
+    Ack,
     Batch,
     ConsumerRegistered,
     DeclareTables,
+    Durability,
     GetInfo,
     InfoReply,
     Ok,
@@ -34,6 +37,7 @@ from rolloutmq.schemas.delivery import (
     Reply,
     Settle,
     Settled,
+    Sync,
 )
 from rolloutmq.schemas.envelope import (
     PROTOCOL_VERSION,
@@ -41,11 +45,17 @@ from rolloutmq.schemas.envelope import (
     PolicyVersion,
     Split,
 )
-from rolloutmq.schemas.errors import AddressInUseError, BrokerUnavailableError, ConfigError
+from rolloutmq.schemas.errors import (
+    AddressInUseError,
+    BrokerUnavailableError,
+    ConfigError,
+    JournalFailedError,
+)
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.core import BrokerCore
+from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.server import Broker, running_broker
 
 LIMIT_S = 10.0
@@ -74,6 +84,7 @@ class Peer:
         assert self.push.poll(5000, zmq.POLLOUT)
         self.session = 0
         self.position = 0
+        self.declared: set[str] = set()
 
     def close(self) -> None:
         self.client.close()
@@ -86,8 +97,10 @@ class Peer:
     def send(self, seq: int, group: Group) -> None:
         """Push one group of the session."""
         encoded = codec.encode_group(group, 1 << 26)
-        declared = DeclareTables(producer="p", session=self.session, tables=(encoded.table,))
-        self.client.request(declared)
+        if encoded.table.id not in self.declared:
+            declared = DeclareTables(producer="p", session=self.session, tables=(encoded.table,))
+            self.client.request(declared)
+            self.declared.add(encoded.table.id)
         self.position += encoded.nbytes
         header = codec.header_of(group, encoded, seq=seq, position=self.position)
         envelope = Envelope(PROTOCOL_VERSION, "p", self.session, "default", "sort3", Split.TRAIN, (header,))
@@ -120,6 +133,11 @@ class Peer:
     def wait_accepted(self, count: int) -> None:
         until = time.monotonic() + LIMIT_S
         while self.status().pressure.ledger.accepted < count:
+            assert time.monotonic() < until
+
+    def wait_durable(self, count: int) -> None:
+        until = time.monotonic() + LIMIT_S
+        while _is(Ack, self.client.request(Sync(producer="p", session=self.session))).cumulative < count:
             assert time.monotonic() < until
 
 
@@ -269,17 +287,19 @@ def test_strangers_on_tcp_leave_it_serving(layout: RunLayout) -> None:
         it.wait_accepted(1)
 
 
-def test_orderly_end_saves_what_is_not_trained(layout: RunLayout) -> None:
-    with running_broker(_config(), layout) as broker, peer(broker.endpoints) as it:
+@pytest.mark.parametrize("durability", list(Durability))
+def test_orderly_end_keeps_what_is_not_trained(layout: RunLayout, durability: Durability) -> None:
+    config = _config(durability=durability)
+    with running_broker(config, layout) as broker, peer(broker.endpoints) as it:
         it.register()
         for number in (1, 2, 3):
             it.send(number, _group(number))
         it.wait_accepted(3)
         batch, _ = it.pull(0, 2)
-        assert len(batch.groups) == 1  # leased and not settled: saved with the others
+        assert len(batch.groups) == 1  # leased and not settled: kept with the others
         _stopped(broker)
-    assert layout.saved.exists()
-    with running_broker(_config(), layout) as broker, peer(broker.endpoints) as it:
+    assert layout.saved.exists() is (durability is Durability.MEMORY)
+    with running_broker(config, layout) as broker, peer(broker.endpoints) as it:
         assert not layout.saved.exists()
         _, groups = it.pull(0, 6)
         assert [group.group_id for group in groups] == ["g-1", "g-2", "g-3"]
@@ -287,10 +307,52 @@ def test_orderly_end_saves_what_is_not_trained(layout: RunLayout) -> None:
         _stopped(broker)
 
 
-def test_end_with_nothing_left_leaves_no_file(layout: RunLayout) -> None:
-    with running_broker(_config(), layout):
+def test_end_with_nothing_left_leaves_no_groups(layout: RunLayout) -> None:
+    with running_broker(_config(durability="memory"), layout):
         pass
     assert not layout.saved.exists()
+    with running_broker(_config(), layout):
+        pass
+    assert [path.name for path in layout.journal.glob("groups-*")] == []
+
+
+@pytest.mark.parametrize(("first", "then"), [("memory", "disk"), ("disk", "memory")])
+def test_a_run_keeps_its_kind_of_durability(layout: RunLayout, first: str, then: str) -> None:
+    with running_broker(_config(durability=first), layout) as broker, peer(broker.endpoints) as it:
+        it.register()
+        it.send(1, _group(1))
+        it.wait_accepted(1)
+        _stopped(broker)
+    with (
+        pytest.raises(ConfigError, match=r"broker\.durability"),
+        running_broker(_config(durability=then), layout),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("durability", [Durability.OS, Durability.DISK])
+def test_a_disk_that_fails_ends_the_broker_and_nothing_is_acked(
+    layout: RunLayout, durability: Durability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def send() -> None:
+        with running_broker(_config(durability=durability), layout) as broker, peer(broker.endpoints) as it:
+            it.register()
+            it.send(1, _group(1))
+            it.wait_durable(1)
+            monkeypatch.setattr(Disk, "pwritev", broken)
+            it.send(2, _group(2))
+            assert broker.join(LIMIT_S)
+
+    with pytest.raises(JournalFailedError):
+        send()
+    monkeypatch.undo()
+    with running_broker(_config(durability=durability), layout) as broker, peer(broker.endpoints) as it:
+        _, groups = it.pull(0, 2)
+        assert [group.group_id for group in groups] == ["g-1"]
+        _stopped(broker)
 
 
 def test_broker_that_was_killed_comes_back_to_its_ports(layout: RunLayout) -> None:
@@ -344,7 +406,7 @@ def test_defect_of_the_core_ends_the_broker_with_its_error(
 
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "Shutdown"])
 def test_process_ends_in_order(layout: RunLayout, end: str) -> None:
-    write_json(layout.config, _config())
+    write_json(layout.config, _config(durability="memory"))
     program = (
         "import sys; from pathlib import Path; from rolloutmq.services.broker.server import main;"
         f"sys.exit(main(Path({str(layout.root)!r})))"

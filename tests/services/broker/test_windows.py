@@ -22,7 +22,7 @@ def test_any_order_with_duplicates_is_told_exactly(order: list[int], again: list
         head = header(seq, seq * 100)
         assert (window.refusal(head) == "duplicate") == (seq in accepted)
         if seq not in accepted:
-            window.accept(head)
+            window.accept(head.seq, head.position, head.nbytes)
             accepted.add(seq)
         window.validate()
         assert numbers(window) == accepted
@@ -37,10 +37,10 @@ def test_beyond_the_window_is_refused_and_memory_is_bounded() -> None:
     last = GAP_WINDOW
     assert window.refusal(header(last + 1, 10**6)) == "beyond_window"
     for seq in range(2, last + 1):
-        window.accept(header(seq, seq * 100))
+        window.accept(seq, seq * 100, 100)
     assert len(window.gaps()) <= GAP_WINDOW // 8
     assert window.cumulative == 0
-    window.accept(header(1, 100))
+    window.accept(1, 100, 100)
     assert (window.cumulative, window.gaps()) == (last, b"")
 
 
@@ -50,6 +50,6 @@ def test_positions_must_agree_with_sizes() -> None:
     assert window.refusal(header(1, 101)) == "position"
     assert window.refusal(header(3, 101)) == "position"
     assert window.refusal(header(3, 102)) == ""
-    window.accept(header(1, 100))
+    window.accept(1, 100, 100)
     assert window.refusal(header(2, 100)) == "position"
     assert window.refusal(header(1 << 62, 1 << 62)) == "beyond_window"

@@ -8,10 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from rolloutmq.bus import codec
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.control import LaneStatus, Pressure, StatusReply, WorkerStatus
+from rolloutmq.schemas.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
 from rolloutmq.services.monitor import status as command
@@ -78,6 +79,18 @@ def test_text_is_for_a_person(answering: RunLayout, capsys: pytest.CaptureFixtur
     assert "workers  2 ready" in lines
     assert "refused  2 messages (malformed 2)" in lines
     assert any(line.startswith("why      workers wait: ") for line in lines)
+    assert not any(line.startswith("journal") for line in lines)
+
+
+def test_the_journal_says_how_it_does(reply: StatusReply) -> None:
+    journal = JournalStatus(
+        health="slow", segments=3, nbytes=640 << 20, behind_bytes=9 << 20, commits=200, commit_s=1.0
+    )
+    line = "journal  slow, 640 MiB in 3 segments, 9.0 MiB behind, 5.0 ms a commit"
+    assert line in status_text(replace(reply, journal=journal)).splitlines()
+    damaged = replace(journal, health="ok", commits=0, quarantined=2)
+    line = "journal  ok, 640 MiB in 3 segments, 9.0 MiB behind, 2 damaged records kept aside"
+    assert line in status_text(replace(reply, durability="disk", journal=damaged)).splitlines()
 
 
 def test_nothing_refused_is_not_told(reply: StatusReply) -> None:

@@ -51,8 +51,6 @@ def dropped(name: str, state: str) -> DroppedGroup:
 
 
 def join(layout: RunLayout, *saved: str, wall_s: float | None = 10.0) -> dict[str, Any]:
-    if saved:
-        layout.saved.touch()
     return summarise(layout, CONFIG, saved_ids=lambda _: saved, wall_s=wall_s)
 
 
@@ -255,10 +253,3 @@ def test_empty_run_has_a_summary_without_rewards(run_dir: Path) -> None:
     assert summary["steps"] == 0
     assert groups(summary) == {}
     assert msgspec.json.encode(summary)
-
-
-def test_saved_file_is_read_only_if_there_is_one(run_dir: Path) -> None:
-    def fail(path: Path) -> list[str]:
-        raise AssertionError(path)
-
-    summarise(RunLayout(run_dir), CONFIG, saved_ids=fail)

@@ -9,7 +9,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutmq.services.broker.segment import (
+from rolloutmq.services.broker.journal.segment import (
     HEADER_BYTES,
     RECORD_MAGIC,
     Damage,

@@ -34,6 +34,7 @@ _HEADER: Final = struct.Struct("<4sHHIIQI")
 _CRC: Final = struct.Struct("<I")
 _PLACE: Final = struct.Struct("<8sQ")
 HEADER_BYTES: Final = _HEADER.size + _CRC.size
+FILE_HEADER_BYTES: Final = _FILE.size
 
 Buffer = Any
 """Bytes, or whatever has the buffer protocol: a memoryview, a frame of the socket library."""
@@ -46,6 +47,28 @@ class Record(NamedTuple):
     kind: int
     meta: memoryview
     frames: tuple[memoryview, ...]
+
+    @property
+    def span(self) -> int:
+        """Bytes from its beginning to where the next one begins."""
+        return record_bytes(self.meta.nbytes, len(self.frames), sum(frame.nbytes for frame in self.frames))
+
+
+class Header(NamedTuple):
+    """What is in front of a record's payload."""
+
+    kind: int
+    meta_length: int
+    frames: int
+    nbytes: int
+    """Bytes of the payload."""
+    crc: int
+
+    @property
+    def span(self) -> int:
+        """Bytes from the beginning of the record to where the next one begins."""
+        end = HEADER_BYTES + self.nbytes
+        return end + -end % ALIGNMENT_BYTES
 
 
 class Damage(NamedTuple):
@@ -66,20 +89,28 @@ def encode_record(
     nonce: bytes, offset: int, kind: int, meta: bytes, frames: Sequence[Buffer]
 ) -> list[Buffer]:
     """Lay out one record as buffers to be written in this order at `offset`, without copying the frames."""
-    views = [memoryview(frame).cast("B") for frame in frames]
-    lengths = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
-    nbytes = len(lengths) + len(meta) + sum(view.nbytes for view in views)
-    header = _HEADER.pack(
-        RECORD_MAGIC,
-        VERSION,
-        kind,
-        len(meta),
-        len(views),
-        nbytes,
-        checksum([lengths, meta, *views]),
-    )
-    crc = _CRC.pack(_header_crc(nonce, offset, header))
-    return [header + crc + lengths + meta, *views, bytes(-nbytes % ALIGNMENT_BYTES)]
+    head, views, nbytes = lay_out(nonce, offset, kind, meta, frames)
+    return [head, *(memoryview(view) for view in views), bytes(-nbytes % ALIGNMENT_BYTES)]
+
+
+def lay_out(
+    nonce: bytes, offset: int, kind: int, meta: bytes, frames: Sequence[Buffer]
+) -> tuple[bytes, list[bytes | memoryview], int]:
+    """Return what goes before a record's frames, the frames, and the bytes of all; zeros to a multiple of 8 follow."""
+    views = [frame if type(frame) is bytes else memoryview(frame).cast("B") for frame in frames]
+    sizes = [len(view) for view in views]
+    first = struct.pack(f"<{len(sizes)}Q", *sizes) + meta
+    nbytes = len(first) + sum(sizes)
+    crc = checksum([first, *views])
+    header = _HEADER.pack(RECORD_MAGIC, VERSION, kind, len(meta), len(sizes), nbytes, crc)
+    head = header + _CRC.pack(_header_crc(nonce, offset, header)) + first
+    return head, views, HEADER_BYTES + nbytes
+
+
+def record_bytes(meta: int, frames: int, nbytes: int) -> int:
+    """Return how much of a segment a record takes: bytes of the meta, number of frames, bytes of all frames."""
+    total = HEADER_BYTES + frames * 8 + meta + nbytes
+    return total + -total % ALIGNMENT_BYTES
 
 
 def scan(data: Buffer, *, sealed: bool) -> Iterator[Record | Damage]:
@@ -90,7 +121,7 @@ def scan(data: Buffer, *, sealed: bool) -> Iterator[Record | Damage]:
         sealed: It was finished, so that a missing end is damage and not a torn tail.
     """
     view = memoryview(data).cast("B").toreadonly()
-    nonce = _nonce(view)
+    nonce = nonce_of(view)
     if nonce is None:
         yield Damage(0, view.nbytes, torn=not sealed and view.nbytes < _FILE.size)
         return
@@ -144,8 +175,9 @@ def _sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def _nonce(view: memoryview) -> bytes | None:
-    if view.nbytes < _FILE.size:
+def nonce_of(view: Buffer) -> bytes | None:
+    """Return the nonce that a segment begins with; None if it does not begin like one."""
+    if len(view) < FILE_HEADER_BYTES:
         return None
     magic, nonce, crc, _ = _FILE.unpack_from(view)
     if magic != FILE_MAGIC or crc != checksum([magic, nonce]):
@@ -153,8 +185,33 @@ def _nonce(view: memoryview) -> bytes | None:
     return bytes(nonce)
 
 
+def header_at(data: bytes, nonce: bytes, offset: int) -> Header | None:
+    """Return what the `HEADER_BYTES` at an offset of a segment say; None if they are no header of this place."""
+    if len(data) < HEADER_BYTES or not data.startswith(RECORD_MAGIC):
+        return None
+    header = data[: _HEADER.size]
+    (crc,) = _CRC.unpack_from(data, _HEADER.size)
+    _, version, kind, meta_length, count, nbytes, payload_crc = _HEADER.unpack(header)
+    if version != VERSION or crc != _header_crc(nonce, offset, header):
+        return None
+    return Header(kind, meta_length, count, nbytes, payload_crc)
+
+
+def take_apart(header: Header, payload: memoryview) -> tuple[memoryview, tuple[memoryview, ...]] | None:
+    """Return the meta and the frames of a record's payload; None if it is not what was written."""
+    cursor = header.frames * 8 + header.meta_length
+    if payload.nbytes != header.nbytes or cursor > header.nbytes or header.crc != checksum([payload]):
+        return None
+    meta = payload[header.frames * 8 : cursor]
+    frames = []
+    for length in struct.unpack_from(f"<{header.frames}Q", payload):
+        frames.append(payload[cursor : cursor + length])
+        cursor += length
+    return (meta, tuple(frames)) if cursor == header.nbytes else None
+
+
 def _header_crc(nonce: bytes, offset: int, header: bytes) -> int:
-    return checksum([_PLACE.pack(nonce, offset), header])
+    return checksum([_PLACE.pack(nonce, offset) + header])
 
 
 def _record_at(view: memoryview, nonce: bytes, offset: int) -> tuple[Record, int] | None:
@@ -162,25 +219,13 @@ def _record_at(view: memoryview, nonce: bytes, offset: int) -> tuple[Record, int
     start = offset + HEADER_BYTES
     if start > view.nbytes or offset % ALIGNMENT_BYTES:
         return None
-    header = bytes(view[offset : offset + _HEADER.size])
-    (crc,) = _CRC.unpack_from(view, offset + _HEADER.size)
-    magic, version, kind, meta_length, count, nbytes, payload_crc = _HEADER.unpack(header)
-    if magic != RECORD_MAGIC or version != VERSION or crc != _header_crc(nonce, offset, header):
+    header = header_at(bytes(view[offset:start]), nonce, offset)
+    if header is None:
         return None
-    payload = view[start : start + nbytes]
-    if payload.nbytes != nbytes or payload_crc != checksum([payload]):
+    parts = take_apart(header, view[start : start + header.nbytes])
+    if parts is None:
         return None
-    cursor = count * 8 + meta_length
-    if cursor > nbytes:
-        return None
-    meta = payload[count * 8 : cursor]
-    frames = []
-    for length in struct.unpack_from(f"<{count}Q", payload):
-        frames.append(payload[cursor : cursor + length])
-        cursor += length
-    if cursor != nbytes:
-        return None
-    return Record(offset, kind, meta, tuple(frames)), start + nbytes + -nbytes % ALIGNMENT_BYTES
+    return Record(offset, header.kind, *parts), offset + header.span
 
 
 def _next_record(view: memoryview, nonce: bytes, offset: int) -> int | None:

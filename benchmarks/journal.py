@@ -1,0 +1,104 @@
+"""Megabytes a second into the journal, until all of it is durable, against SQLite on the same disk in turns.
+
+Ours is the journal as the data plane drives it: one `append` for each group, one `advance` for each burst and each
+wake-up, and at most 64 MiB on their way to the disk. The clock stops when `done` covers the last ticket. At
+`os` that is a write, at `disk` a sync; at `memory` there is no journal, and so no row. The rival is in `sqlite`.
+Nothing is deleted on the way, and both begin with no file: creating and preallocating segments is in our time.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from benchmarks import feeder, scratch, sqlite
+from benchmarks.row import Row, compare
+from benchmarks.sqlite import STOCK, TUNED, Settings, Synchronous
+from rolloutmq.schemas.config import BrokerConfig
+from rolloutmq.schemas.delivery import Durability
+from rolloutmq.schemas.envelope import ColumnTable, GroupHeader, PolicyVersion, RewardSummary
+from rolloutmq.services.broker.journal.body import Ram
+
+MIB: Final = 1 << 20
+POOL_BYTES: Final = 64 * MIB
+"""Different contents of the records, so that they are no more in the processor's cache than what a socket brings."""
+TABLE: Final = ColumnTable(())
+LEVELS: Final = (Durability.OS, Durability.DISK)
+
+
+def rows() -> Iterator[Row]:
+    """Groups of eight long sequences, with a goal; and short ones, for information."""
+    for record_bytes, total_bytes, goal in ((256 << 10, 1024 * MIB, 4.0), (16 << 10, 256 * MIB, None)):
+        records = records_of(record_bytes, total_bytes)
+        for level in LEVELS:
+            yield _row(level, records, "FULL", TUNED, goal)
+        yield _row(Durability.DISK, records, "FULL", STOCK, None)
+        yield _row(Durability.OS, records, "NORMAL", TUNED, None)
+
+
+def _row(
+    level: Durability,
+    records: Sequence[memoryview],
+    synchronous: Synchronous,
+    settings: Settings,
+    goal: float | None,
+) -> Row:
+    total_bytes = sum(record.nbytes for record in records)
+    return compare(
+        f"journal, MB/s, {level.value}",
+        f"{total_bytes >> 20} MiB in records of {records[0].nbytes >> 10} KiB",
+        partial(_rate, records, partial(seconds, level)),
+        partial(_rate, records, partial(sqlite.seconds, synchronous=synchronous, settings=settings)),
+        f"SQLite WAL {synchronous}, {settings.page_bytes >> 10} KiB pages, "
+        f"checkpoints every {settings.checkpoint_bytes >> 20} MiB",
+        goal,
+    )
+
+
+def records_of(record_bytes: int, total_bytes: int) -> list[memoryview]:
+    """Return that many bytes in records of one size; their memory is shared beyond `POOL_BYTES`."""
+    pool = memoryview(os.urandom(min(POOL_BYTES, total_bytes)))
+    slots = pool.nbytes // record_bytes
+    starts = (number % slots * record_bytes for number in range(total_bytes // record_bytes))
+    return [pool[start : start + record_bytes] for start in starts]
+
+
+def _rate(records: Sequence[memoryview], work: Callable[[Path, Sequence[memoryview]], float]) -> float:
+    with scratch.directory() as directory:
+        return sum(record.nbytes for record in records) / work(directory, records) / 1e6
+
+
+def seconds(level: Durability, directory: Path, records: Sequence[memoryview]) -> float:
+    """Append the records to a new journal, and return the seconds until they are durable."""
+    config = BrokerConfig(durability=level)
+    ram = Ram(config.ram_bytes)
+    groups = [
+        feeder.stored(_header(number, record), TABLE, record, ram) for number, record in enumerate(records, 1)
+    ]
+    with feeder.running(directory, config, ram) as running:
+        started = time.perf_counter()
+        running.feed(groups)
+        running.finish()
+        return time.perf_counter() - started
+
+
+def _header(number: int, frame: memoryview) -> GroupHeader:
+    version = PolicyVersion(1, number // 64)
+    return GroupHeader(
+        seq=number,
+        position=number * frame.nbytes,
+        group_id=f"{feeder.PRODUCER}/{number}",
+        table=TABLE.id,
+        frames=1,
+        nbytes=frame.nbytes,
+        crc=0,
+        sequences=8,
+        tokens=frame.nbytes // 9,
+        oldest=version,
+        newest=version,
+        started_at=0.0,
+        finished_at=1.0,
+        rewards=RewardSummary(),
+    )

@@ -1,0 +1,99 @@
+"""Binding actions that wait until what they tell of is durable, in their order.
+
+While the disk is full the wait may be long, so memory is bounded: who asks for the same batch again gets it once, of
+all replies the oldest are dropped beyond `HELD_LIMIT` (who asked asks again), and acks do not wait at all: the last
+durable one is said again, with the reason.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from rolloutmq.schemas.delivery import Ack, Batch, Wait
+from rolloutmq.services.broker.actions import Action, Publish, Reply
+
+HELD_LIMIT: Final = 20_000
+ACKS_LIMIT: Final = 1 << 16
+"""Sessions whose last durable ack is remembered."""
+
+
+class _Entry(msgspec.Struct):
+    ticket: int
+    action: Action | None
+    """None if a later action took its place."""
+
+
+class Held:
+    """Actions by the batch of the journal that they wait for."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Entry] = deque()
+        self._batches: dict[tuple[bytes, int], _Entry] = {}
+        """The newest held reply to whoever asks for a lease, by its address."""
+        self._acks: dict[int, Ack] = {}
+        self._replies = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a peer waits for an answer; acks can be gathered."""
+        return self._replies > 0
+
+    def hold(self, ticket: int, action: Action) -> None:
+        """Keep an action until batch `ticket` is durable; tickets never fall."""
+        entry = _Entry(ticket, action)
+        self._waiting.append(entry)
+        self._replies += isinstance(action, Reply)
+        if (key := _batch(action)) is not None:
+            if key in self._batches:
+                self._batches[key].action = None
+                self._replies -= 1
+            self._batches[key] = entry
+        if len(self._waiting) > HELD_LIMIT:
+            self._next()
+
+    def _next(self) -> Action | None:
+        """Remove and return the first action."""
+        action = self._waiting.popleft().action
+        self._replies -= isinstance(action, Reply)
+        if action is not None and (key := _batch(action)) is not None:
+            del self._batches[key]
+        return action
+
+    def release(self, done: int) -> Iterator[Action]:
+        """Yield what waited for batches up to `done`."""
+        while self._waiting and self._waiting[0].ticket <= done:
+            action = self._next()
+            if action is not None:
+                self.said(action)
+                yield action
+
+    def said(self, action: Action) -> None:
+        """Note an ack that is said."""
+        if isinstance(action, Publish | Reply) and isinstance(action.message, Ack):
+            ack = action.message
+            self._acks.pop(ack.session, None)
+            self._acks[ack.session] = ack
+            if len(self._acks) > ACKS_LIMIT:
+                del self._acks[next(iter(self._acks))]
+
+    def last(self, action: Action) -> Action | None:
+        """Return the last durable ack in place of one that is not, or None if there is none to say."""
+        if not isinstance(action, Publish | Reply) or not isinstance(action.message, Ack):
+            return None
+        ack = self._acks.get(action.message.session)
+        if ack is None or ack.epoch != action.message.epoch:
+            return None
+        return replace(action, message=replace(ack, wait=Wait.JOURNAL_SLOW))
+
+
+def _batch(action: Action) -> tuple[bytes, int] | None:
+    """Return who is given which lease, if the action is a batch."""
+    if isinstance(action, Reply) and isinstance(action.message, Batch):
+        return action.route[0], action.message.lease
+    return None

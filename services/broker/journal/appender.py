@@ -1,0 +1,203 @@
+"""The end of a file of records: gathers them, writes them in few calls, waits for room where there is none."""
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from rolloutmq.services.broker.journal.disk import Disk
+from rolloutmq.services.broker.journal.segment import ALIGNMENT_BYTES, lay_out
+
+logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 0.25
+"""How often a write is tried again while the disk is full."""
+WRITE_BYTES: Final = 2 << 20
+"""So much is written at once: the disk begins with it while the next is copied."""
+_BUFFERS_LIMIT: Final = 1000
+"""Most buffers of one call; the system allows 1024."""
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_PASSES: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Somebody else can make room, memory or descriptors."""
+_T = TypeVar("_T")
+
+
+def passes(error: OSError) -> bool:
+    """Whether the disk did not fail but only lacked room, or the process a descriptor."""
+    return error.errno in _PASSES
+
+
+class Patience:
+    """Tries again what fails for want of room.
+
+    Attributes:
+        full: It is waiting for room right now.
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.full = False
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called before each pause; it may make room."""
+        self._changed = changed
+        self._until = float("inf")
+        self._hurry = threading.Event()
+
+    @classmethod
+    def none(cls) -> "Patience":
+        """Return one that waits for nothing."""
+        patience = cls(lambda: None)
+        patience.hurry(0.0)
+        return patience
+
+    def hurry(self, seconds: float) -> None:
+        """Give up that many seconds from now, also what waits already. For any thread."""
+        self._until = time.monotonic() + seconds
+        self._hurry.set()
+
+    def relax(self) -> None:
+        """Wait for ever again."""
+        self._until = float("inf")
+        self._hurry.clear()
+
+    def persist(self, action: Callable[[], _T]) -> _T:
+        """Return what the action returns, as soon as there is room for it; OSError if it fails otherwise."""
+        try:
+            while True:
+                try:
+                    return action()
+                except InterruptedError:
+                    continue
+                except OSError as error:
+                    if not passes(error) or time.monotonic() >= self._until:
+                        raise
+                    self._note(error)
+                self.meanwhile()
+                if self._hurry.wait(RETRY_S):
+                    time.sleep(RETRY_S / 10)
+        finally:
+            if self.full:
+                self.full = False
+                self._changed()
+
+    def _note(self, error: OSError) -> None:
+        if not self.full:
+            logger.warning("journal waits for room error=%s", error)
+            self.full = True
+            self._changed()
+
+
+class Appender:
+    """Appends records to a new file. What was added is in the file after `flush`, and stays after `sync`.
+
+    Attributes:
+        offset: Where the next record begins.
+        patience: What becomes of writes for which there is no room.
+    """
+
+    def __init__(self, disk: Disk, path: Path, nonce: bytes, patience: Patience, *, for_sync: bool) -> None:
+        self.path = path
+        self.offset = 0
+        self._for_sync = for_sync
+        self._disk = disk
+        self.patience = patience
+        self._fd = disk.create(path)
+        self._nonce = nonce
+        self._buffers: list[Any] = []
+        self._waiting = 0
+        self._written = 0
+        self._begun = 0
+        """Up to here the system was told to begin writing out."""
+
+    def add_raw(self, data: bytes) -> None:
+        """Append bytes that are no record: the header of the file."""
+        self._take([data], len(data))
+
+    def add(self, kind: int, meta: bytes, frames: Sequence[Any]) -> int:
+        """Append a record and return its offset."""
+        offset = self.offset
+        head, views, nbytes = lay_out(self._nonce, offset, kind, meta, frames)
+        # The file is zero here, but what follows in the same call has to begin at the right place.
+        gap = offset - self._written - self._waiting
+        self._take([bytes(gap) + head if gap else head, *views], gap + nbytes)
+        return offset
+
+    def _take(self, buffers: list[Any], nbytes: int) -> None:
+        self._buffers += buffers
+        self._waiting += nbytes
+        end = self._written + self._waiting
+        self.offset = end + -end % ALIGNMENT_BYTES
+        if self._waiting >= WRITE_BYTES or len(self._buffers) >= _BUFFERS_LIMIT:
+            self.flush()
+            self._hasten()
+
+    def _hasten(self) -> None:
+        if self._for_sync:
+            self._disk.begin_writing_out(self._fd, self._begun, self._written - self._begun)
+            self._begun = self._written
+
+    def flush(self) -> None:
+        """Write all that was added; waits while there is no room."""
+        if self._buffers:
+            buffers, self._buffers, self._waiting = self._buffers, [], 0
+            for start in range(0, len(buffers), _BUFFERS_LIMIT):
+                self._write(buffers[start : start + _BUFFERS_LIMIT])
+            self._written = self.offset
+
+    def _write(self, buffers: list[Any]) -> None:
+        while buffers:
+            count = self.patience.persist(partial(self._disk.pwritev, self._fd, buffers, self._written))
+            if count <= 0:
+                raise OSError(errno.EIO, f"{self.path}: nothing was written, and no reason given")
+            self._written += count
+            buffers = _after(buffers, count)
+
+    def write_zeros(self, offset: int, nbytes: int) -> None:
+        """Write zeros behind the end, so that the records which come there change nothing but bytes."""
+        end = offset + nbytes
+        while offset < end:
+            zeros = bytes(end - offset)
+            offset += Patience.none().persist(partial(self._disk.pwritev, self._fd, [zeros], offset))
+
+    def sync(self) -> None:
+        """Make what was flushed last."""
+        self._disk.fdatasync(self._fd)
+
+    def forget_cached(self, offset: int) -> None:
+        """Let go of the cache of what is on disk from an offset on."""
+        self._disk.forget_cached(self._fd, offset, self._written - offset)
+
+    def allocate(self, nbytes: int) -> None:
+        self._disk.allocate(self._fd, nbytes)
+
+    def cut(self, nbytes: int | None = None) -> None:
+        """Give back what is behind an offset; behind the last record if none is said."""
+        self._disk.truncate(self._fd, self.offset if nbytes is None else nbytes)
+
+    def close(self) -> None:
+        self._disk.close(self._fd)
+
+    def abandon(self, nbytes: int | None) -> bool:
+        """Close the file after the disk failed, cut to so many bytes; False if it did not let itself be cut."""
+        cut = False
+        with suppress(OSError):
+            if nbytes is not None:
+                self.cut(nbytes)
+                cut = True
+        with suppress(OSError):
+            self.close()
+        return cut
+
+
+def _after(buffers: list[Any], count: int) -> list[Any]:
+    """Return what is left of the buffers after so many bytes."""
+    for index, buffer in enumerate(buffers):
+        view = memoryview(buffer)
+        if count < view.nbytes:
+            return [view[count:], *buffers[index + 1 :]] if count else buffers[index:]
+        count -= view.nbytes
+    return []

@@ -1,0 +1,330 @@
+"""The thread that writes: takes batches of what happened, makes each one durable, and tidies up in between.
+
+    commit   groups to their segments, sync; facts to the log; sync that too if more happened than acceptances
+    chores   the next segment ahead of time, zeros ahead in the log, facts of acceptances synced within a second,
+             segments removed that nobody needs, old logs removed: one after each commit, the rest when idle
+
+A fact is written when the group that it names is durable, and a segment is removed when the facts that say so are.
+When the disk fails nothing more is written, synced or said to be durable.
+"""
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rolloutmq.schemas.config import BrokerConfig
+from rolloutmq.schemas.delivery import Durability
+from rolloutmq.schemas.envelope import ColumnTable
+from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal.appender import Patience
+from rolloutmq.services.broker.journal.body import Body, Frames, Ram
+from rolloutmq.services.broker.journal.disk import Disk
+from rolloutmq.services.broker.journal.factlog import FactLog, prune
+from rolloutmq.services.broker.journal.facts import Accepted, Fact, GroupItem, GroupMeta, Place, Table, encode
+from rolloutmq.services.broker.journal.grouplog import GroupLog
+from rolloutmq.services.broker.journal.segments import Segment, Segments
+
+logger = logging.getLogger(__name__)
+
+Entry = StoredGroup | Fact
+SnapshotItem = Fact | tuple[GroupItem, Body]
+
+FACTS_SYNC_S: Final = 1.0
+"""The facts of acceptances are durable by then; until they are, the segments speak for them."""
+
+
+@dataclass
+class Turn:
+    """A new log of facts begins here."""
+
+    snapshot: list[SnapshotItem]
+
+
+@dataclass
+class Batch:
+    """What is made durable together."""
+
+    number: int
+    entries: list[Entry | Turn] = field(default_factory=list)
+    frames: list[Frames] = field(default_factory=list)
+    """Of the groups among the entries: their bodies may have let them go by the time they are written."""
+    nbytes: int = 0
+    binding: bool = False
+    """Something but acceptances is in it."""
+    dead: list[Segment] = field(default_factory=list)
+    """Segments that may go after it."""
+
+
+@dataclass
+class Commit:
+    """A batch that is durable."""
+
+    batch: Batch
+    sealed: list[Segment]
+
+
+class Committer:
+    """Writes batches. All but the constructor, `begin` and what says otherwise belongs to its thread.
+
+    Attributes:
+        finished: Commits in their order, for another thread to take.
+        failure: Why the disk failed; no commit comes after it.
+        commits, busy_s: How many commits there were, and the seconds they took.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: BrokerConfig,
+        segments: Segments,
+        ram: Ram,
+        wake: Callable[[], None],
+        disk: Disk,
+    ) -> None:
+        self.patience = Patience(wake)
+        self.finished: deque[Commit] = deque()
+        self.failure: OSError | None = None
+        self.commits = 0
+        self.busy_s = 0.0
+        self._directory = directory
+        self._config = config
+        self._segments = segments
+        self._ram = ram
+        self._wake = wake
+        self._disk = disk
+        self._syncs = config.durability is Durability.DISK
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._groups: GroupLog
+        self._facts: FactLog
+        self._facts_due = float("inf")
+        self._removals: deque[Segment] = deque()
+        self._pruned = False
+        self._tables: dict[str, msgspec.Raw] = {}
+        self.patience.meanwhile = self._make_room
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def log_bytes(self) -> tuple[int, int]:
+        """Bytes of the present log's snapshot, and of the facts after it. For any thread."""
+        return self._facts.snapshot_bytes, self._facts.facts_bytes
+
+    def begin(self, log: int, segment: int, snapshot: list[SnapshotItem]) -> None:
+        """Write the first log of this life and start the thread; blocks. `segment` is the first number to use."""
+        self._groups = GroupLog(self._segments, self._config, self._ram, self._disk, self.patience, segment)
+        try:
+            self._facts = self._new_log(log, snapshot)
+        except BaseException:
+            self._groups.abandon(cut=False)
+            raise
+        self._thread.start()
+
+    def put(self, batch: Batch | None) -> None:
+        """Hand over a batch; None ends the thread after those before it. For another thread."""
+        self._batches.put(batch)
+
+    def join(self) -> None:
+        """Wait for the thread to end. For another thread."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (batch := self._take()) is not None:
+                self._commit(batch)
+                self._chore()
+            self._finish()
+        except OSError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("journal failed")
+            self._fail(OSError(f"{type(error).__name__}: {error}"))
+
+    def _take(self) -> Batch | None:
+        while True:
+            try:
+                return self._batches.get(block=False)
+            except queue.Empty:
+                if self._chore():
+                    continue
+            try:
+                left_s = self._facts_due - time.monotonic()
+                return self._batches.get(timeout=None if left_s == float("inf") else max(left_s, 0.0))
+            except queue.Empty:
+                continue
+
+    def _commit(self, batch: Batch) -> None:
+        began = time.monotonic()
+        facts: list[Fact] = []
+        frames = iter(batch.frames)
+        for entry in batch.entries:
+            if isinstance(entry, StoredGroup):
+                facts.append(self._accept(entry, next(frames)))
+            elif isinstance(entry, Turn):
+                self._write(facts, binding=True)
+                facts = []
+                self._turn(entry.snapshot)
+            else:
+                facts.append(entry)
+        self._write(facts, binding=batch.binding or bool(batch.dead))
+        self._groups.settle()
+        self._facts.settle()
+        self._removals += batch.dead
+        self.commits += 1
+        self.busy_s += time.monotonic() - began
+        self.finished.append(Commit(batch, self._groups.take_sealed()))
+        self._wake()
+
+    def _accept(self, group: StoredGroup, frames: Frames) -> Accepted:
+        meta = GroupMeta(
+            group.order,
+            group.header,
+            group.env,
+            group.split,
+            group.run,
+            group.producer,
+            group.session,
+            self._encoded(group.table),
+            group.accepted_wall,
+        )
+        segment, offset = self._groups.append(encode(meta), frames, group.body.nbytes)
+        group.body.place = segment, offset
+        return Accepted(
+            group.order,
+            group.header,
+            group.env,
+            group.split,
+            group.run,
+            group.producer,
+            group.session,
+            group.accepted_wall,
+            Place(segment.number, offset),
+        )
+
+    def _encoded(self, table: ColumnTable) -> ColumnTable:
+        """Return a table as it is written, in place of the table itself: there are few, and groups are many."""
+        found = self._tables.get(table.id)
+        if found is None:
+            found = self._tables[table.id] = msgspec.Raw(encode(table))
+        return found  # type: ignore[return-value]
+
+    def _write(self, facts: Sequence[Fact], *, binding: bool) -> None:
+        """Make the groups durable, then write the facts, and sync them too if they are binding."""
+        self._groups.commit()
+        if facts:
+            self._facts.append(facts)
+        if not self._syncs:
+            return
+        if binding:
+            self._sync_facts()
+        elif facts and self._facts_due == float("inf"):
+            self._facts_due = time.monotonic() + FACTS_SYNC_S
+
+    def _sync_facts(self) -> None:
+        self._facts_due = float("inf")
+        self._facts.sync()
+
+    def _turn(self, snapshot: list[SnapshotItem]) -> None:
+        former = self._facts
+        self._facts = self._new_log(former.number + 1, snapshot)
+        self._groups.settle()  # The new log names them, whatever comes of the rest of the batch.
+        former.close(sync=self._syncs)
+
+    def _new_log(self, number: int, snapshot: list[SnapshotItem]) -> FactLog:
+        items = list(self._placed(snapshot))
+        self._groups.commit()
+        self._pruned = False
+        return self.patience.persist(
+            partial(
+                FactLog,
+                self._directory,
+                number,
+                self._groups.number,
+                items,
+                self._disk,
+                self.patience,
+                syncs=self._syncs,
+            )
+        )
+
+    def _placed(self, snapshot: Iterable[SnapshotItem]) -> Iterable[Fact]:
+        """Yield the items with the places of the groups; a group that was never written is written now."""
+        tables: dict[str, ColumnTable] = {}
+        for item in snapshot:
+            if isinstance(item, Table):
+                tables[item.table.id] = item.table
+            if not isinstance(item, tuple):
+                yield item
+                continue
+            group, body = item
+            if body.place is None and body.in_memory:
+                self._place(group, body, tables[group.table])
+            place = None if body.place is None else Place(body.place[0].number, body.place[1])
+            yield msgspec.structs.replace(
+                group, accepted=msgspec.structs.replace(group.accepted, place=place)
+            )
+
+    def _place(self, item: GroupItem, body: Body, table: ColumnTable) -> None:
+        group = item.accepted
+        meta = GroupMeta(
+            group.order,
+            group.header,
+            group.env,
+            group.split,
+            group.run,
+            group.producer,
+            group.session,
+            self._encoded(table),
+            group.at,
+        )
+        body.place = self._groups.append(encode(meta), body.frames, body.nbytes)
+
+    def _chore(self) -> bool:
+        """Do a little of what need not be done during a commit; False if there is nothing."""
+        if time.monotonic() >= self._facts_due:
+            self._sync_facts()
+            return True
+        if any([self._groups.prepare(), self._facts.prepare(), self._remove()]):
+            return True
+        if not self._pruned:
+            self._pruned = True
+            return prune(self._directory, self._config.history_bytes, self._disk)
+        return False
+
+    def _remove(self) -> bool:
+        """Remove a segment that may go, or more if many may; False if there is none."""
+        count = math.ceil(len(self._removals) / 4)
+        for _ in range(count):
+            self._disk.unlink(self._removals.popleft().path)
+        if count and self._syncs and not self._removals:
+            self._disk.sync_directory(self._directory)
+        return count > 0
+
+    def _make_room(self) -> None:
+        while self._remove():
+            pass
+
+    def _finish(self) -> None:
+        self._make_room()
+        self._groups.close()
+        self._facts.close(sync=True)
+        self._disk.sync_directory(self._directory)
+
+    def _fail(self, error: OSError) -> None:
+        logger.error("journal failed error=%s", error)
+        # A fact must not outlive the groups that it names: they go only if it is gone.
+        self._groups.abandon(cut=self._facts.abandon())
+        self.failure = error
+        self._wake()

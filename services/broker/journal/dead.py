@@ -1,0 +1,258 @@
+"""Dead letters: one file for each dead group, with what is known of it and, while there is room, its contents.
+
+A file is a segment of one or two records: the letter, whose meta says all, and then the group's frames. So a listing
+reads the beginnings of the files only, and a file is there whole or not at all. Files are named by the group's order,
+which is unique in the run; ids of groups are anything a producer likes.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal.facts import GroupMeta
+from rolloutmq.services.broker.journal.segment import (
+    NONCE_BYTES,
+    Buffer,
+    Damage,
+    Record,
+    encode_record,
+    file_header,
+    scan,
+)
+
+logger = logging.getLogger(__name__)
+
+LETTER: Final = 16
+CONTENTS: Final = 17
+"""Kinds of records, which no other file of the journal has."""
+REASON_CHARS: Final = 2000
+HEAD_BYTES: Final = 1 << 16
+"""Enough for any letter: a header of 4 KiB, a table of 8 KiB, a reason."""
+
+
+class Letter(msgspec.Struct, frozen=True, array_like=True):
+    """Meta of the first record."""
+
+    group: GroupMeta
+    reason: str
+    at: float
+    """Wall-clock seconds of the death."""
+    deliveries: int
+    failures: int
+    kept: bool
+    """Whether the contents follow."""
+
+
+class DeadEntry(NamedTuple):
+    """One file. `letter` is None, and `damaged` says why, where it cannot be read."""
+
+    order: int
+    path: Path
+    nbytes: int
+    letter: Letter | None
+    damaged: str = ""
+
+
+class DeadGroup(NamedTuple):
+    """One dead group; `frames` is None where its contents were not kept, or are damaged."""
+
+    order: int
+    letter: Letter
+    frames: tuple[memoryview, ...] | None
+    damaged: bool = False
+
+    @property
+    def meta(self) -> GroupMeta:
+        return self.letter.group
+
+    @property
+    def reason(self) -> str:
+        return self.letter.reason
+
+    @property
+    def failures(self) -> int:
+        return self.letter.failures
+
+
+class DeadStore:
+    """The files of a directory, which is made when the first group is buried. For one thread; blocks on the disk."""
+
+    def __init__(self, directory: Path, limit_bytes: int, *, sync: bool) -> None:
+        self._directory = directory
+        self._limit_bytes = limit_bytes
+        self._sync = sync
+        self._nbytes: int | None = None
+        self._orders: dict[str, set[int]] | None = None
+
+    def bury(self, group: StoredGroup, frames: tuple[Any, ...] | None, reason: str, wall: float) -> bool:
+        """Write a group's file; a second one of the same order takes the place of the first.
+
+        Args:
+            group: The dead group.
+            frames: Its contents, or None if they are lost.
+            reason: Why it died, for people.
+            wall: Wall-clock seconds.
+
+        Returns:
+            Whether the file is there. Where the disk refuses it, that is logged, and the broker goes on.
+        """
+        path = self._path(group.order)
+        before = _size(path)
+        kept = frames is not None and self._total() - before + group.header.nbytes <= self._limit_bytes
+        letter = Letter(
+            group=_meta(group),
+            reason=reason[:REASON_CHARS],
+            at=wall,
+            deliveries=group.deliveries,
+            failures=group.failures,
+            kept=kept,
+        )
+        try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            written = self._write(path, letter, frames if kept else None)
+        except OSError as error:
+            logger.error("dead letter not written group=%s error=%s", group.header.group_id, error)
+            return False
+        self._nbytes = self._total() + written - before
+        if self._orders is not None:
+            self._orders.setdefault(group.header.group_id, set()).add(group.order)
+        return True
+
+    def find(self, group_id: str) -> DeadGroup | None:
+        """Return the dead group of an id, the oldest if there are several; None if none of them can be read."""
+        for order in sorted(self._index().get(group_id, ())):
+            if (found := self.open(order)) is not None and found.meta.header.group_id == group_id:
+                return found
+        return None
+
+    def open(self, order: int) -> DeadGroup | None:
+        """Return the dead group of an order, with its contents; None if there is none, or its letter is damaged."""
+        try:
+            data = self._path(order).read_bytes()
+        except OSError:
+            return None
+        records = list(scan(data, sealed=True))
+        letter = _letter(records, order)
+        if isinstance(letter, str):
+            return None
+        contents = next((r for r in records if isinstance(r, Record) and r.kind == CONTENTS), None)
+        frames = contents.frames if contents is not None else None
+        return DeadGroup(order, letter, frames, damaged=letter.kept and frames is None)
+
+    def entries(self) -> Iterator[DeadEntry]:
+        """Yield every file by its order, without reading the contents."""
+        for path in sorted(self._directory.glob("*.rmq"), key=lambda path: (len(path.stem), path.stem)):
+            order = int(path.stem) if path.stem.isdecimal() else 0
+            try:
+                with path.open("rb") as file:
+                    nbytes = os.fstat(file.fileno()).st_size
+                    head = file.read(HEAD_BYTES)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                yield DeadEntry(order, path, 0, None, str(error))
+                continue
+            letter = _letter(scan(head, sealed=False), order)
+            if isinstance(letter, str):
+                yield DeadEntry(order, path, nbytes, None, letter)
+            else:
+                yield DeadEntry(order, path, nbytes, letter)
+
+    def remove(self, order: int) -> None:
+        """Remove a group's file, if there is one: it lives again."""
+        path = self._path(order)
+        try:
+            nbytes = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.error("dead letter not removed file=%s error=%s", path, error)
+            return
+        if self._nbytes is not None:
+            self._nbytes -= nbytes
+        for orders in (self._orders or {}).values():
+            orders.discard(order)
+
+    def _path(self, order: int) -> Path:
+        return self._directory / f"{order:012d}.rmq"
+
+    def _total(self) -> int:
+        if self._nbytes is None:
+            self._nbytes = sum(entry.nbytes for entry in self.entries())
+        return self._nbytes
+
+    def _index(self) -> dict[str, set[int]]:
+        if self._orders is None:
+            self._orders = {}
+            for entry in self.entries():
+                if entry.letter is not None:
+                    self._orders.setdefault(entry.letter.group.header.group_id, set()).add(entry.order)
+        return self._orders
+
+    def _write(self, path: Path, letter: Letter, frames: Sequence[Buffer] | None) -> int:
+        nonce = os.urandom(NONCE_BYTES)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            with unfinished.open("wb") as file:
+                file.write(file_header(nonce))
+                meta = msgspec.msgpack.encode(letter)
+                file.writelines(encode_record(nonce, file.tell(), LETTER, meta, ()))
+                if frames is not None:
+                    file.writelines(encode_record(nonce, file.tell(), CONTENTS, b"", frames))
+                file.flush()
+                nbytes = file.tell()
+                if self._sync:
+                    os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        if self._sync:
+            _sync_directory(self._directory)
+        return nbytes
+
+
+def _letter(records: Iterator[Record | Damage] | Sequence[Record | Damage], order: int) -> Letter | str:
+    """Return the letter that a file begins with, or what is wrong with it."""
+    first = next(iter(records), None)
+    if not isinstance(first, Record) or first.kind != LETTER:
+        return "its beginning is damaged"
+    try:
+        letter = msgspec.msgpack.decode(first.meta, type=Letter)
+    except msgspec.MsgspecError as error:
+        return f"it is not understood: {error}"
+    return letter if letter.group.order == order else f"it is the letter of order {letter.group.order}"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _meta(group: StoredGroup) -> GroupMeta:
+    return GroupMeta(
+        order=group.order,
+        header=group.header,
+        env=group.env,
+        split=group.split,
+        run=group.run,
+        producer=group.producer,
+        session=group.session,
+        table=group.table,
+        at=group.accepted_wall,
+    )
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,87 @@
+"""The port to the disk: every call of the journal to the operating system, so that tests can make each of them fail."""
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+_WRITE: Final = 2
+"""`SYNC_FILE_RANGE_WRITE`: begin to write out, wait for nothing."""
+_UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+
+_sync_file_range: Final = getattr(ctypes.CDLL(None), "sync_file_range", None)
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+class Disk:
+    """What the journal asks of the operating system. All methods block; those that fail raise OSError."""
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing and return its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def open(self, path: Path) -> int:
+        """Open a file for reading and return its descriptor."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def pread(self, fd: int, nbytes: int, offset: int) -> bytes:
+        return os.pread(fd, nbytes, offset)
+
+    def next_data(self, fd: int, offset: int) -> int:
+        """Return where the next bytes that were ever written begin; OSError(ENXIO) if none were."""
+        return os.lseek(fd, offset, os.SEEK_DATA)
+
+    def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
+        """Write at an offset and return how many bytes it took, which may be fewer."""
+        return os.pwritev(fd, buffers, offset)
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Reserve room, so that writes up to there do not run out of it; does nothing where that cannot be done."""
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+
+    def begin_writing_out(self, fd: int, offset: int, nbytes: int) -> None:
+        """Let the system begin with a stretch that `fdatasync` will wait for."""
+        if _sync_file_range is not None:
+            _sync_file_range(fd, offset, nbytes, _WRITE)
+
+    def forget_cached(self, fd: int, offset: int, nbytes: int) -> None:
+        """Let the system reuse the memory that caches a stretch which is on disk."""
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        os.ftruncate(fd, nbytes)
+
+    def cut(self, path: Path, nbytes: int) -> None:
+        """Shorten a file that nobody writes."""
+        os.truncate(path, nbytes)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, old: Path, new: Path) -> None:
+        old.rename(new)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; one that is gone already is as well."""
+        path.unlink(missing_ok=True)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make what was created, renamed or removed in a directory last."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,183 @@
+"""The end of the segments, where groups are written. Belongs to the thread that writes.
+
+The next segment is made ahead of time: to reserve its room and to put its name on disk takes longer than a commit.
+"""
+
+from functools import partial
+from typing import Final
+
+from rolloutmq.schemas.config import BrokerConfig
+from rolloutmq.schemas.delivery import Durability
+from rolloutmq.services.broker.journal.appender import NO_ROOM, Appender, Patience, passes
+from rolloutmq.services.broker.journal.body import Frames, Ram
+from rolloutmq.services.broker.journal.disk import Disk
+from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES, file_header, record_bytes
+from rolloutmq.services.broker.journal.segments import GROUP, Segment, Segments, numbered_nonce
+
+SMALLEST_BYTES: Final = 1 << 20
+"""Where the disk has no room for a whole segment, smaller ones are tried, down to this."""
+
+
+class _Writing:
+    """A segment that is written to, or will be next."""
+
+    def __init__(self, segment: Segment, file: Appender) -> None:
+        self.segment = segment
+        self.file = file
+        self.settled = FILE_HEADER_BYTES
+        """Everything before this belongs to a finished commit."""
+        self.synced = FILE_HEADER_BYTES
+
+    @property
+    def unused(self) -> bool:
+        return self.file.offset == FILE_HEADER_BYTES
+
+
+class GroupLog:
+    """Appends groups to segments. OSError from any method means that the disk failed.
+
+    Attributes:
+        next_number: Number of the segment that will be made next.
+    """
+
+    def __init__(
+        self, segments: Segments, config: BrokerConfig, ram: Ram, disk: Disk, patience: Patience, number: int
+    ) -> None:
+        self.next_number = number
+        self._sealed: list[Segment] = []
+        self._segments = segments
+        self._directory = segments.path_of(number).parent
+        self._config = config
+        self._syncs = config.durability is Durability.DISK
+        self._ram = ram
+        self._disk = disk
+        self._patience = patience
+        self._current: _Writing | None = None
+        self._next: _Writing | None = None
+        self._tried_ahead = False
+
+    @property
+    def number(self) -> int:
+        """Number of the segment in which the next group will be, or of the one before it."""
+        writing = self._current or self._next
+        return self.next_number if writing is None else writing.segment.number
+
+    def append(self, meta: bytes, frames: Frames, nbytes: int) -> tuple[Segment, int]:
+        """Write a group and return its place; it is durable after `commit`."""
+        need = record_bytes(len(meta), len(frames), nbytes)
+        current = self._current
+        if current is None or current.file.offset + need > current.segment.nbytes:
+            current = self._turn(need)
+        return current.segment, current.file.add(GROUP, meta, frames)
+
+    def commit(self) -> None:
+        """Make all that was appended as durable as the level says."""
+        current = self._current
+        if current is None:
+            return
+        current.file.flush()
+        if self._syncs and current.file.offset > current.synced:
+            current.file.sync()
+            # What memory holds needs no second place there, and pages that are reused at once are the fastest.
+            if not self._ram.short:
+                current.file.forget_cached(current.synced)
+            current.synced = current.file.offset
+
+    def settle(self) -> None:
+        """Note that a commit is finished."""
+        if self._current is not None:
+            self._current.settled = self._current.file.offset
+
+    def take_sealed(self) -> list[Segment]:
+        """Return the segments that were filled since the last time."""
+        sealed, self._sealed = self._sealed, []
+        return sealed
+
+    def prepare(self) -> bool:
+        """Make the next segment ahead of time; False if there is nothing to do, or no room."""
+        if self._next is not None or self._tried_ahead:
+            return False
+        self._tried_ahead = True
+        try:
+            self._next = self._create(self._config.segment_bytes)
+        except OSError as error:
+            if not passes(error):
+                raise
+            return False
+        return True
+
+    def abandon(self, *, cut: bool) -> None:
+        """Close the files after the disk failed, and take back what no finished commit covers, if that still works."""
+        for writing in (self._current, self._next):
+            if writing is not None:
+                writing.file.abandon(writing.settled if cut else None)
+        self._current = self._next = None
+
+    def close(self) -> None:
+        """Make everything last, give back room that was not used, and close the files."""
+        for writing in (self._current, self._next):
+            if writing is not None and writing.unused:
+                writing.file.close()
+                self._disk.unlink(writing.file.path)
+                self._segments.drop(writing.segment)
+            elif writing is not None:
+                writing.file.flush()
+                writing.file.sync()
+                self._finish(writing)
+        self._current = self._next = None
+        self._disk.sync_directory(self._directory)
+
+    def _turn(self, need: int) -> _Writing:
+        if self._current is not None:
+            self.commit()
+            self._finish(self._current)
+            self._sealed.append(self._current.segment)
+        room = max(self._config.segment_bytes, FILE_HEADER_BYTES + need)
+        if self._next is None:
+            self._current = None
+            self._current = self._patience.persist(
+                partial(self._create_smaller, room, FILE_HEADER_BYTES + need)
+            )
+        else:
+            self._current, self._next = self._next, None
+            if room > self._current.segment.nbytes:
+                self._patience.persist(partial(self._current.file.allocate, room))
+                self._current.segment.nbytes = room
+        self._tried_ahead = False
+        return self._current
+
+    def _finish(self, writing: _Writing) -> None:
+        writing.file.cut()
+        writing.segment.nbytes = writing.file.offset
+        writing.file.close()
+
+    def _create_smaller(self, nbytes: int, need: int) -> _Writing:
+        """Create a segment with that room, or with as much as there is."""
+        while True:
+            try:
+                return self._create(nbytes)
+            except OSError as error:
+                smaller = max(nbytes // 2, SMALLEST_BYTES, need)
+                if error.errno not in NO_ROOM or smaller >= nbytes:
+                    raise
+                nbytes = smaller
+
+    def _create(self, nbytes: int) -> _Writing:
+        number = self.next_number
+        nonce = numbered_nonce(number)
+        path = self._segments.path_of(number)
+        file = Appender(self._disk, path, nonce, Patience.none(), for_sync=self._syncs)
+        try:
+            file.allocate(nbytes)
+            file.add_raw(file_header(nonce))
+            file.flush()
+            if self._syncs:
+                file.sync()
+                self._disk.sync_directory(path.parent)
+        except BaseException:
+            file.close()
+            self._disk.unlink(path)
+            raise
+        file.patience = self._patience
+        self.next_number += 1
+        return _Writing(self._segments.add(number, nbytes), file)

@@ -1,0 +1,138 @@
+"""Reading the files of the journal piece by piece: one record at its place, or one after the other.
+
+Nothing is mapped: a disk that cannot give a page back would end the process instead of raising an error.
+"""
+
+import errno
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from rolloutmq.services.broker.journal.disk import Disk
+from rolloutmq.services.broker.journal.segment import (
+    ALIGNMENT_BYTES,
+    FILE_HEADER_BYTES,
+    HEADER_BYTES,
+    RECORD_MAGIC,
+    Damage,
+    Header,
+    Record,
+    header_at,
+    nonce_of,
+    take_apart,
+)
+
+logger = logging.getLogger(__name__)
+
+_WINDOW_BYTES: Final = 1 << 20
+
+
+class RecordFile:
+    """A file of records, open for reading.
+
+    Attributes:
+        nonce: What its records are bound to; None if the file does not begin as it should.
+        size: Bytes of the file.
+    """
+
+    def __init__(self, disk: Disk, path: Path) -> None:
+        self.path = path
+        self._disk = disk
+        self._fd = disk.open(path)
+        try:
+            self.size = disk.size(self._fd)
+            self.nonce = nonce_of(self._read(FILE_HEADER_BYTES, 0))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._disk.close(self._fd)
+
+    def record(self, offset: int) -> Record | None:
+        """Return the record at an offset, checked; None if what is there was not written there."""
+        header = self.header(offset)
+        return None if header is None else self._record(header, offset)
+
+    def _record(self, header: Header, offset: int) -> Record | None:
+        parts = take_apart(header, memoryview(self._read(header.nbytes, offset + HEADER_BYTES)))
+        return None if parts is None else Record(offset, header.kind, *parts)
+
+    def header(self, offset: int) -> Header | None:
+        """Return the header at an offset; None if it is not one, or says more than the file has."""
+        if self.nonce is None or offset % ALIGNMENT_BYTES or offset < FILE_HEADER_BYTES:
+            return None
+        self.size = self._disk.size(self._fd)
+        header = header_at(self._read(HEADER_BYTES, offset), self.nonce, offset)
+        if header is None or offset + HEADER_BYTES + header.nbytes > self.size:
+            return None
+        return header
+
+    def stretch(self, offset: int) -> int:
+        """Return how many bytes from an offset on are lost if the record there is damaged."""
+        header = self.header(offset)
+        end = self._following(offset + 1) if header is None else offset + header.span
+        return (self.size if end is None else min(end, self.size)) - offset
+
+    def scan(self, start: int) -> Iterator[Record | Damage]:
+        """Yield what is from an offset on; the damage that reaches the end of the file is `torn`."""
+        offset = start
+        while offset < self.size:
+            header = self.header(offset)
+            record = None if header is None else self._record(header, offset)
+            if header is not None and record is not None:
+                yield record
+                offset += header.span
+                continue
+            if self.blank(offset):
+                return  # room that was never used
+            nbytes = self.stretch(offset)
+            end = offset + nbytes
+            yield Damage(offset, nbytes, torn=self._following(end) is None)
+            offset = end
+
+    def blank(self, offset: int) -> bool:
+        """Whether nothing but zeros follows."""
+        while (offset := self._next_data(offset)) < self.size:
+            data = self._read(_WINDOW_BYTES, offset)
+            if not data or np.frombuffer(data, np.uint8).any():
+                return False
+            offset += len(data)
+        return True
+
+    def _next_data(self, offset: int) -> int:
+        try:
+            return self._disk.next_data(self._fd, offset)
+        except OSError as error:
+            return self.size if error.errno == errno.ENXIO else offset
+
+    def _following(self, offset: int) -> int | None:
+        """Return where the first record at or after an offset begins, as far as headers tell."""
+        while (offset := self._next_data(offset)) < self.size:
+            data = self._read(_WINDOW_BYTES + HEADER_BYTES, offset)
+            found = data.find(RECORD_MAGIC)
+            while 0 <= found < _WINDOW_BYTES:
+                if self.header(offset + found) is not None:
+                    return offset + found
+                found = data.find(RECORD_MAGIC, found + 1)
+            offset += _WINDOW_BYTES
+        return None
+
+    def _read(self, nbytes: int, offset: int) -> bytes:
+        """Read so many bytes, or what there is of them; what the disk cannot give back is not there."""
+        parts = [self._pread(nbytes, offset)]
+        while parts[-1] and (left := nbytes - sum(map(len, parts))):
+            parts.append(self._pread(left, offset + nbytes - left))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _pread(self, nbytes: int, offset: int) -> bytes:
+        try:
+            return self._disk.pread(self._fd, nbytes, offset)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            logger.error("not readable file=%s offset=%d bytes=%d", self.path, offset, nbytes)
+            return b""

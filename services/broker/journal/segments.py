@@ -1,0 +1,205 @@
+"""The segments of groups as the data plane sees them: which are there, how much of each is needed, what they say.
+
+A segment's number is part of the nonce of its file, so that a copy under another name gives nothing. Numbers are never
+used twice. Only the thread of the data plane reads; another one writes (see `grouplog`).
+"""
+
+import errno
+import logging
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.schemas.errors import DamagedRecordError
+from rolloutmq.services.broker.journal.body import Frames
+from rolloutmq.services.broker.journal.disk import Disk
+from rolloutmq.services.broker.journal.quarantine import Quarantine
+from rolloutmq.services.broker.journal.reading import RecordFile
+from rolloutmq.services.broker.journal.segment import NONCE_BYTES
+
+logger = logging.getLogger(__name__)
+
+GROUP: Final = 1
+"""Kind of a record that holds a group; its meta is `facts.GroupMeta`."""
+OPEN_LIMIT: Final = 16
+"""Most segments that are open for reading."""
+_NUMBER_BYTES: Final = 4
+_NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+def numbered_nonce(number: int, rest: bytes | None = None) -> bytes:
+    """Return the nonce of the file of that number; what the number leaves of it is random unless it is said."""
+    if rest is None:
+        rest = os.urandom(NONCE_BYTES - _NUMBER_BYTES)
+    return number.to_bytes(_NUMBER_BYTES, "little") + rest
+
+
+def is_numbered(nonce: bytes | None, number: int) -> bool:
+    """Whether a file that begins with this nonce has that number."""
+    return nonce is not None and nonce[:_NUMBER_BYTES] == number.to_bytes(_NUMBER_BYTES, "little")
+
+
+def numbered_files(directory: Path, stem: str) -> dict[int, Path]:
+    """Return the files `stem-NNNNNNNN.rmq` of a directory by number, in their order."""
+    pattern = re.compile(rf"{stem}-(\d{{8,}})\.rmq")
+    matches = ((pattern.fullmatch(path.name), path) for path in directory.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_file()))
+
+
+class Segment:
+    """One file of groups. What is read is the word of the disk, checked.
+
+    Attributes:
+        nbytes: How much room it takes.
+        live: How many of its records are needed.
+        sealed: Nothing will be written to it any more.
+    """
+
+    def __init__(self, number: int, path: Path, owner: "Segments", nbytes: int = 0) -> None:
+        self.number = number
+        self.path = path
+        self.nbytes = nbytes
+        self.live = 0
+        self.sealed = False
+        self._owner = owner
+
+    def read(self, offset: int) -> Frames:
+        """Return the frames of the record at `offset`; DamagedRecordError if they are not what was written."""
+        return self._owner.read(self, offset)
+
+    def gained(self) -> None:
+        self.live += 1
+
+    def lost(self) -> None:
+        self.live -= 1
+        self._owner.check(self)
+
+    def seal(self) -> None:
+        """Note that no record will be added."""
+        self.sealed = True
+        self._owner.check(self)
+
+
+class Segments:
+    """All segments of a journal.
+
+    Attributes:
+        dead: Sealed ones of which nothing is needed; for the journal to remove.
+    """
+
+    def __init__(self, directory: Path, disk: Disk, *, keep_all: bool) -> None:
+        self.quarantine = Quarantine(directory / "quarantine", disk)
+        self.dead: list[Segment] = []
+        self._directory = directory
+        self._disk = disk
+        self._keep_all = keep_all
+        self._segments: dict[int, Segment] = {}
+        self._open: OrderedDict[int, RecordFile] = OrderedDict()
+        self._reserve: int | None = disk.open(directory)
+        """A descriptor to give up when there are no others."""
+        self._closed = False
+        self._settled = False
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(list(self._segments.values()))
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self)
+
+    def path_of(self, number: int) -> Path:
+        return self._directory / f"groups-{number:08d}.rmq"
+
+    def add(self, number: int, nbytes: int) -> Segment:
+        """Take in a segment; also for the thread that writes."""
+        segment = self._segments[number] = Segment(number, self.path_of(number), self, nbytes)
+        return segment
+
+    def find(self, number: int) -> Segment:
+        """Return the segment of that number. One that is not there gives nothing but damage."""
+        found = self._segments.get(number)
+        return Segment(number, self.path_of(number), self) if found is None else found
+
+    def settle(self) -> None:
+        """Let segments go from now on: while facts are read back, who needs what changes with every one of them."""
+        self._settled = True
+        for segment in self:
+            self.check(segment)
+
+    def check(self, segment: Segment) -> None:
+        """See whether a segment may go."""
+        if not self._settled or self._keep_all:
+            return
+        if segment.sealed and segment.live <= 0 and segment.number in self._segments:
+            self.dead.append(self._segments.pop(segment.number))
+            self._shut(segment.number)
+
+    def drop(self, segment: Segment) -> None:
+        """Forget a segment whose file was never used; also for the thread that writes."""
+        self._segments.pop(segment.number, None)
+
+    def read(self, segment: Segment, offset: int) -> Frames:
+        """Return the frames of a record; what is damaged is kept aside, and DamagedRecordError raised."""
+        try:
+            file = self._file(segment)
+            if is_numbered(file.nonce, segment.number):
+                record = file.record(offset)
+                if record is not None and record.kind == GROUP:
+                    return record.frames
+                self.quarantine.keep(segment.path, offset, file.stretch(offset))
+            else:
+                self.quarantine.keep_whole(segment.path)
+        except FileNotFoundError:
+            self.quarantine.missing(segment.path)
+        except OSError as error:
+            logger.error("not readable file=%s offset=%d error=%s", segment.path, offset, error)
+            self.quarantine.keep(segment.path, offset, 0)
+        finally:
+            if self._closed:
+                self._shut(segment.number)
+        raise DamagedRecordError(str(segment.path), offset)
+
+    def close(self) -> None:
+        """Release every descriptor. What is read from now on is opened for that alone; may be called again."""
+        self._closed = True
+        for number in list(self._open):
+            self._shut(number)
+        self._give_reserve()
+
+    def _file(self, segment: Segment) -> RecordFile:
+        file = self._open.get(segment.number)
+        if file is None:
+            file = self._open_one(segment.path)
+            self._open[segment.number] = file
+            while len(self._open) > OPEN_LIMIT:
+                self._shut(next(iter(self._open)))
+        self._open.move_to_end(segment.number)
+        return file
+
+    def _open_one(self, path: Path) -> RecordFile:
+        while True:
+            try:
+                return RecordFile(self._disk, path)
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTOR or not (self._open or self._reserve is not None):
+                    raise
+            if self._open:
+                self._shut(next(iter(self._open)))
+            else:
+                self._give_reserve()
+
+    def _shut(self, number: int) -> None:
+        file = self._open.pop(number, None)
+        if file is not None:
+            file.close()
+
+    def _give_reserve(self) -> None:
+        if self._reserve is not None:
+            self._disk.close(self._reserve)
+            self._reserve = None

@@ -1,0 +1,217 @@
+"""The journal: what is appended becomes durable in batches, written by a thread of its own while the next one gathers.
+
+    append    joins the open batch; `ticket` is its number
+    advance   takes in what was finished (`done`), and hands over the open batch if the thread is idle and it is time
+    rotate    begins a new log of facts with a snapshot, behind everything appended so far
+
+At most one batch is being written. At `disk` a batch is done when it is synced, at `os` when it is written.
+All methods belong to the thread of the data plane, which appends the facts of a change before it calls `advance`: what
+the change let go of is removed from disk with the batch that is handed over then.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.schemas.config import BrokerConfig
+from rolloutmq.schemas.control import JournalStatus
+from rolloutmq.schemas.errors import JournalFailedError
+from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal.body import Ram
+from rolloutmq.services.broker.journal.committing import Batch, Commit, Committer, Entry, SnapshotItem, Turn
+from rolloutmq.services.broker.journal.disk import Disk
+from rolloutmq.services.broker.journal.recovery import Recovered, recover
+from rolloutmq.services.broker.journal.segments import Segments
+
+__all__ = ["BEHIND_SLOW_BYTES", "Entry", "Journal", "Recovered", "SnapshotItem"]
+
+logger = logging.getLogger(__name__)
+
+COMMIT_BYTES: Final = 8 << 20
+"""So much waiting is written at once, whenever the last commit was."""
+BEHIND_SLOW_BYTES: Final = 64 << 20
+"""More than this appended and not durable: the disk does not keep up."""
+SNAPSHOT_AFTER_BYTES: Final = 32 << 20
+"""A log of facts this much longer than its snapshot is worth a new one."""
+PATIENCE_S: Final = 5.0
+"""How long a full disk is waited for at the beginning and at the end."""
+_FACT_BYTES: Final = 200
+"""About what a fact takes."""
+
+
+class Journal:
+    """Makes what happens last.
+
+    Attributes:
+        ticket: Number of the batch that the last append went to, 0 before the first.
+        done: Every batch up to this number is durable.
+        behind_bytes: Appended and not durable.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: BrokerConfig,
+        ram: Ram,
+        wake: Callable[[], None],
+        disk: Disk | None = None,
+    ) -> None:
+        """`wake` is called by the thread of the journal after each commit, and when its health changes."""
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.ticket = 0
+        self.done = 0
+        self.behind_bytes = 0
+        self._directory = directory
+        self._config = config
+        self._ram = ram
+        self._disk = disk or Disk()
+        self._commit_s = config.commit_ms / 1e3
+        self._segments = Segments(directory, self._disk, keep_all=config.replay)
+        self._committer = Committer(directory, config, self._segments, ram, wake, self._disk)
+        self._recovered: Recovered | None = None
+        self._open = Batch(1)
+        self._busy = False
+        self._began_at = float("-inf")
+        self._turning = False
+
+    def recover(self) -> Recovered:
+        """Read what an earlier life left; blocks. Comes before `start`."""
+        self._recovered = recover(self._directory, self._segments, self._ram, self._disk)
+        return self._recovered
+
+    def start(self, snapshot: Iterable[SnapshotItem]) -> None:
+        """Begin a new log of facts with the state, and start to write; JournalFailedError if that cannot be done."""
+        former = self._recovered or self.recover()
+        items = list(snapshot)
+        self._report_missing(items)
+        patience = self._committer.patience
+        patience.hurry(PATIENCE_S)
+        try:
+            self._committer.begin(former.log_number + 1, former.segment_number + 1, items)
+        except OSError as error:
+            raise JournalFailedError(str(self._directory), str(error)) from error
+        patience.relax()
+        for item in items:
+            if isinstance(item, tuple):
+                item[1].settled_on_disk()
+        self._segments.settle()
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Let what happened join the open batch; never blocks."""
+        batch = self._open
+        nbytes = 0
+        for entry in entries:
+            if isinstance(entry, StoredGroup):
+                batch.frames.append(entry.body.frames)
+                nbytes += entry.body.nbytes
+            else:
+                batch.binding = True
+                nbytes += _FACT_BYTES
+        if entries:
+            batch.entries += entries
+            batch.nbytes += nbytes
+            self.behind_bytes += nbytes
+            self.ticket = batch.number
+
+    def advance(self, now: float, *, urgent: bool) -> None:
+        """Take in what was finished, and begin the next commit if it is time.
+
+        Args:
+            now: Monotonic seconds.
+            urgent: Somebody waits for it: begin as soon as the thread is idle.
+
+        Raises:
+            JournalFailedError: The disk failed: what is not done by now never will be.
+        """
+        self._collect()
+        failure = self._committer.failure
+        if failure is not None:
+            raise JournalFailedError(str(self._directory), str(failure))
+        if not self._busy and self._waiting() and (urgent or now >= self._due()):
+            self._began_at = now
+            self._hand_over()
+
+    def next_deadline(self) -> float:
+        """Return the monotonic time at which `advance` has something to do without a wake-up; infinity for none."""
+        return float("inf") if self._busy or not self._waiting() else self._due()
+
+    def status(self) -> JournalStatus:
+        """Return how the journal does."""
+        committer = self._committer
+        health = "slow" if self.behind_bytes > BEHIND_SLOW_BYTES else "ok"
+        return JournalStatus(
+            health="full" if committer.patience.full else health,
+            segments=len(self._segments),
+            nbytes=self._segments.nbytes,
+            behind_bytes=self.behind_bytes,
+            commits=committer.commits,
+            commit_s=committer.busy_s,
+            quarantined=self._segments.quarantine.count,
+        )
+
+    @property
+    def wants_snapshot(self) -> bool:
+        """Whether the log of facts has grown so much that a new snapshot pays."""
+        snapshot_bytes, facts_bytes = self._committer.log_bytes
+        return not self._turning and facts_bytes > max(SNAPSHOT_AFTER_BYTES, 2 * snapshot_bytes)
+
+    def rotate(self, snapshot: Iterable[SnapshotItem]) -> None:
+        """Let a new log of facts begin with the state as it is after everything appended so far."""
+        self._turning = True
+        self._open.entries.append(Turn(list(snapshot)))
+        self._open.binding = True
+        self.ticket = self._open.number
+
+    def close(self, *, snapshot: Iterable[SnapshotItem] | None = None) -> None:
+        """Commit all, sync it, and end; blocks. After the disk failed it only ends. May be called again."""
+        if self._committer.running:
+            if snapshot is not None:
+                self.rotate(snapshot)
+            self._committer.patience.hurry(PATIENCE_S)
+            if self._waiting():
+                self._hand_over()
+            self._committer.put(None)
+            self._committer.join()
+        self._collect()
+        self._segments.close()
+
+    def _waiting(self) -> bool:
+        return bool(self._open.entries or self._segments.dead)
+
+    def _due(self) -> float:
+        return float("-inf") if self._open.nbytes >= COMMIT_BYTES else self._began_at + self._commit_s
+
+    def _hand_over(self) -> None:
+        batch, self._open = self._open, Batch(self._open.number + 1)
+        batch.dead, self._segments.dead = self._segments.dead, []
+        self._busy = True
+        self._committer.put(batch)
+
+    def _collect(self) -> None:
+        finished = self._committer.finished
+        while finished:
+            self._busy = False
+            self._take_in(finished.popleft())
+
+    def _take_in(self, commit: Commit) -> None:
+        for entry in commit.batch.entries:
+            if isinstance(entry, StoredGroup):
+                entry.body.settled_on_disk()
+            elif isinstance(entry, Turn):
+                self._turning = False
+        for segment in commit.sealed:
+            segment.seal()
+        self.behind_bytes -= commit.batch.nbytes
+        self.done = commit.batch.number
+
+    def _report_missing(self, items: list[SnapshotItem]) -> None:
+        """Say which groups of the state are not there: what becomes of each one is known when it is read."""
+        missing: dict[str, int] = {}
+        for item in items:
+            place = item[1].place if isinstance(item, tuple) else None
+            if place is not None and place[1] >= self._segments.find(place[0].number).nbytes:
+                name = self._segments.path_of(place[0].number).name
+                missing[name] = missing.get(name, 0) + 1
+        for name, count in missing.items():
+            logger.error("missing file=%s groups=%d", self._directory / name, count)

@@ -1,0 +1,43 @@
+"""How far apart two policies are, when a trainer has gone back to a checkpoint in between.
+
+A trainer that resumes at version (i, s) goes on as incarnation j > i from step s. Between a policy of j and one of i
+lie the steps from each of them to that fork: the steps after s that were lost count, and so do those taken since.
+"""
+
+from rolloutmq.schemas.envelope import PolicyVersion
+
+
+class Lineage:
+    """Where each incarnation began."""
+
+    def __init__(self) -> None:
+        self.forks: dict[int, PolicyVersion] = {}
+        """The version that an incarnation resumed at."""
+        self._resumed: PolicyVersion | None = None
+
+    def resumed(self, version: PolicyVersion) -> None:
+        """Note that a trainer resumed at a version; its incarnation shows with its first pull."""
+        self._resumed = version
+
+    def seen(self, version: PolicyVersion) -> None:
+        """Note the policy of a trainer that pulls."""
+        resumed = self._resumed
+        if resumed is not None and version.incarnation > resumed.incarnation:
+            self.forks.setdefault(version.incarnation, resumed)
+            self._resumed = None
+
+    def distance(self, policy: PolicyVersion, sampled: PolicyVersion) -> int:
+        """Return how many optimizer steps lie between two policies, by way of the forks between them."""
+        steps = 0
+        while policy.incarnation != sampled.incarnation:
+            younger, other = max(policy, sampled), min(policy, sampled)
+            fork = self.forks.get(younger.incarnation)
+            if fork is None or fork.incarnation >= younger.incarnation:
+                break
+            steps += max(0, younger.step - fork.step)
+            policy, sampled = fork, other
+        return steps + abs(policy.step - sampled.step)
+
+    def clear(self) -> None:
+        self.forks.clear()
+        self._resumed = None

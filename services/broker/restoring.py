@@ -1,0 +1,399 @@
+"""Bringing an earlier life of the broker back: the items of its snapshot, then its facts, by the code that made them.
+
+Whatever is damaged on disk may leave facts that speak of what is not known. Such a fact is passed over and named;
+the rest goes on.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rolloutmq.schemas.control import Drain
+from rolloutmq.schemas.delivery import RegisterProducer
+from rolloutmq.schemas.envelope import ColumnTable
+from rolloutmq.services.broker.consumers import Consumer
+from rolloutmq.services.broker.consuming import Consuming
+from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal import facts as f
+from rolloutmq.services.broker.journal.body import Body
+from rolloutmq.services.broker.leases import Ended, Lease, Part
+from rolloutmq.services.broker.ledger import State as Place
+from rolloutmq.services.broker.operating import Operating
+from rolloutmq.services.broker.producing import Producing
+from rolloutmq.services.broker.rates import Rate
+from rolloutmq.services.broker.retained import Kept, Returning
+from rolloutmq.services.broker.sessions import Session
+from rolloutmq.services.broker.settlement import fates
+from rolloutmq.services.broker.state import State
+from rolloutmq.services.broker.windows import WindowState
+
+FindBody = Callable[[f.Accepted], Body]
+Shards = tuple[tuple[int, ...], ...]
+
+
+class UnknownReferenceError(Exception):
+    """A fact speaks of something that is not known."""
+
+
+def restore(
+    state: State,
+    operating: Operating,
+    producing: Producing,
+    consuming: Consuming,
+    facts: Iterable[f.AnyFact],
+    body: FindBody,
+    now: float,
+    wall: float,
+) -> list[str]:
+    """Apply items and facts to a new state; return what does not fit together, a line each."""
+    restoring = Restoring(state, operating, producing, consuming, body, now, wall)
+    recording, state.log.recording, state.outbox.muted = state.log.recording, False, True
+    for fact in facts:
+        restoring.apply(fact)
+    restoring.finish()
+    state.log.recording, state.outbox.muted = recording, False
+    state.outbox.drop_all()
+    return restoring.problems
+
+
+class Restoring:
+    """Applies facts, one at a time."""
+
+    def __init__(
+        self,
+        state: State,
+        operating: Operating,
+        producing: Producing,
+        consuming: Consuming,
+        body: FindBody,
+        now: float,
+        wall: float,
+    ) -> None:
+        self.problems: list[str] = []
+        self._state = state
+        self._operating = operating
+        self._producing = producing
+        self._consuming = consuming
+        self._body = body
+        self._now = now
+        self._wall = wall
+        self._tables: dict[str, ColumnTable] = {}
+        self._loose: dict[int, StoredGroup] = {}
+        """Groups of the snapshot of which no item has said yet where they are."""
+        self._apply: dict[type[f.Fact], Callable[[Any], object]] = {**self._of_items(), **self._of_facts()}
+
+    def _of_items(self) -> dict[type[f.Fact], Callable[[Any], object]]:
+        return {
+            f.Numbers: self._numbers,
+            f.Table: lambda item: self._tables.update({item.table.id: item.table}),
+            f.LaneItem: self._lane,
+            f.SessionItem: self._session,
+            f.GroupItem: self._group,
+            f.LeaseItem: self._lease,
+            f.EndedItem: self._ended,
+            f.KeptItem: self._kept,
+            f.ReturningItem: self._returning,
+            f.LedgerItem: self._ledger,
+            f.ConsumerItem: self._consumer,
+            f.RunItem: self._run,
+        }
+
+    def _of_facts(self) -> dict[type[f.Fact], Callable[[Any], object]]:
+        state = self._state
+        return {
+            f.Accepted: self._accepted,
+            f.Skipped: self._skipped,
+            f.Opened: self._opened,
+            f.Declared: self._declared,
+            f.Produced: self._produced,
+            f.Joined: lambda fact: self._consuming.join(fact, self._now),
+            f.Leased: self._leased,
+            f.Pulled: self._pulled,
+            f.Settles: self._settles,
+            f.Lost: self._lost,
+            f.Dropped: self._dropped,
+            f.Committed: lambda fact: state.settlement.commit(fact.group, fact.version),
+            f.Forgot: lambda fact: state.settlement.forget_oldest(fact.group, fact.batches),
+            f.Rewound: self._rewound,
+            f.Requeued: lambda _: state.ledger.requeued(),
+            f.Disconnected: lambda fact: self._operating.leave(fact.env),
+            f.WasReset: lambda _: self._operating.forget(self._wall),
+            f.Wanted: lambda fact: state.wanted.update({fact.env: fact.count}),
+            f.Told: self._told,
+            f.Began: lambda _: None,
+        }
+
+    def apply(self, fact: f.AnyFact) -> None:
+        """Change the state as the fact says, or note that it does not fit."""
+        try:
+            self._apply[type(fact)](fact)
+        except (UnknownReferenceError, KeyError, ValueError, IndexError) as error:
+            self.problems.append(f"{type(fact).__name__} does not fit: {error}")
+
+    def finish(self) -> None:
+        """Queue what no item spoke of, and begin: nobody has been heard of yet."""
+        self._queue_loose()
+        state = self._state
+        state.sessions.rest(self._now)
+        for lane in state.lanes:
+            lane.arrivals = Rate()
+        state.pacing.batch_sequences = state.run.batch_sequences
+        state.repace = True
+
+    def _queue_loose(self) -> None:
+        state, groups = self._state, list(self._loose.values())
+        self._loose.clear()
+        for group in groups:
+            state.lanes.held_groups += 1
+            state.lanes.held_bytes += group.header.nbytes
+        state.lanes.put_back(groups)
+
+    # The items of a snapshot.
+
+    def _numbers(self, item: f.Numbers) -> None:
+        state = self._state
+        state.groups.next_order = item.next_order
+        state.leases.last_number, state.leases.generation = item.next_lease, item.generation
+        state.former.staleness_max = item.staleness_max
+
+    def _lane(self, item: f.LaneItem) -> None:
+        lane = self._state.lanes.open(item.env, item.split, self._now)
+        lane.connected, lane.group_size, lane.carry = item.connected, item.group_size, item.carry
+        if not self._state.lanes.configured(item.env) or not item.connected:
+            lane.weight, lane.min_share = item.weight, item.min_share
+        lane.accepted_groups, lane.trained_groups = item.accepted_groups, item.trained_groups
+        lane.largest_bytes = item.largest_bytes
+
+    def _session(self, item: f.SessionItem) -> None:
+        state = self._state
+        asked = RegisterProducer(
+            producer=item.producer,
+            env=item.env,
+            split=item.split,
+            slots=item.slots,
+            pid=item.pid,
+            host=item.host,
+        )
+        lane = state.lanes.open(item.env, item.split, self._now)
+        session = Session(item.number, asked, lane, self._now, state.sessions.touched)
+        session.tables = {name: self._tables[name] for name in item.tables}
+        session.abandoned, session.closed, session.draining = item.abandoned, item.closed, item.draining
+        session.produced, session.produced_before = item.produced, item.produced_before
+        above = item.above
+        session.window.restore(WindowState(item.cumulative, item.accepted, item.nbytes, item.position, above))
+        state.sessions.restore(session, current=item.current)
+
+    def _group(self, item: f.GroupItem) -> None:
+        group = self._stored(item.accepted, self._tables[item.table])
+        group.deliveries, group.failures = item.deliveries, item.failures
+        self._state.lanes.open(group.env, group.split, self._now)
+        self._state.groups.add(group)
+        self._state.known[group.header.group_id] = group
+        self._loose[group.order] = group
+
+    def _stored(self, fact: f.Accepted, table: ColumnTable) -> StoredGroup:
+        return StoredGroup(
+            header=fact.header,
+            env=fact.env,
+            split=fact.split,
+            run=fact.run,
+            producer=fact.producer,
+            session=fact.session,
+            table=table,
+            body=self._body(fact),
+            accepted_at=self._now - max(0.0, self._wall - fact.at),
+            accepted_wall=fact.at,
+            order=fact.order,
+        )
+
+    def _place(self, shards: Shards) -> list[list[StoredGroup]]:
+        return [[self._loose.pop(order) for order in rank if order in self._loose] for rank in shards]
+
+    def _rewinding(self, shards: list[list[StoredGroup]]) -> None:
+        state = self._state
+        for group in (group for groups in shards for group in groups):
+            state.lanes.of(group).rewinding.add(group)
+            state.retained.charge(group.header.nbytes)
+
+    def _lease(self, item: f.LeaseItem) -> None:
+        state, shards = self._state, self._place(item.shards)
+        lease = Lease(
+            number=item.number,
+            generation=item.generation,
+            stream=(item.group, item.split),
+            step=item.step,
+            version=item.version,
+            sequences=item.sequences,
+            parts=[Part(groups, self._now) for groups in shards],
+            short=item.short,
+            rewound=item.rewound,
+        )
+        for part, (consumer, request_id, settle) in zip(lease.parts, item.parts, strict=True):
+            part.consumer, part.request_id, part.settle = consumer, request_id, settle
+        if item.rewound:
+            self._rewinding(shards)
+        else:
+            for group in lease.groups:
+                state.lanes.of(group).leased.add(group)
+                state.lanes.held_groups += 1
+                state.lanes.held_bytes += group.header.nbytes
+        state.leases.open(lease)
+
+    def _ended(self, item: f.EndedItem) -> None:
+        ended = Ended(item.generation, item.step, item.settles, frozenset(item.requests))
+        self._state.leases.remember(item.number, ended)
+
+    def _kept(self, item: f.KeptItem) -> None:
+        batch = Kept(
+            version=item.version,
+            stepped=item.stepped,
+            split=item.split,
+            shards=self._place(item.shards),
+            states=[[Place(state) for state in states] for states in item.states],
+            short=item.short,
+        )
+        self._state.retained.keep(item.group, batch)
+        self._state.retained.charge(batch.nbytes)
+
+    def _returning(self, item: f.ReturningItem) -> None:
+        stream, shards = (item.group, item.split), self._place(item.shards)
+        self._rewinding(shards)
+        self._state.retained.append(stream, Returning(shards, item.short))
+
+    def _ledger(self, item: f.LedgerItem) -> None:
+        self._state.ledger.restore(item)
+        self._state.sessions.lost_of_collapsed = item.lost_of_collapsed
+
+    def _consumer(self, item: f.ConsumerItem) -> None:
+        self._state.consumers.register(
+            Consumer(
+                name=item.consumer,
+                group=item.group,
+                rank=item.rank,
+                world_size=item.world_size,
+                generation=item.generation,
+                heard_at=self._now,
+                progress=item.progress,
+            )
+        )
+
+    def _run(self, item: f.RunItem) -> None:
+        state = self._state
+        state.run.restore(item)
+        state.retained.checkpointing.update(item.checkpointing)
+        for group, version, joined in item.resumed:
+            state.consumers.resumptions[group] = version, set(joined)
+        self._queue_loose()
+
+    # Facts.
+
+    def _accepted(self, fact: f.Accepted) -> None:
+        state = self._state
+        session = state.sessions.numbered(fact.session)
+        header = fact.header
+        if session is not None and not session.window.seen(header.seq):
+            session.window.accept(header.seq, header.position, header.nbytes)
+        if state.groups.find(fact.order) is not None:
+            return
+        group = self._stored(fact, self._tables[header.table])
+        state.admit(group, state.lanes.open(group.env, group.split, self._now), self._now)
+
+    def _skipped(self, fact: f.Skipped) -> None:
+        session = self._state.sessions.numbered(fact.session)
+        if session is not None and not session.window.seen(fact.seq):
+            session.window.accept(fact.seq, fact.position, fact.nbytes)
+
+    def _opened(self, fact: f.Opened) -> None:
+        state = self._state
+        asked = RegisterProducer(
+            producer=fact.producer,
+            env=fact.env,
+            split=fact.split,
+            slots=fact.slots,
+            group_size=fact.group_size,
+            weight=fact.weight,
+            min_share=fact.min_share,
+            resume_session=fact.number,
+            pid=fact.pid,
+            host=fact.host,
+        )
+        lane = self._producing.lane(asked, self._now)
+        session = state.sessions.open(asked, lane, self._now, fact.number)
+        session.draining, session.produced_before = fact.draining, fact.produced_before
+
+    def _declared(self, fact: f.Declared) -> None:
+        self._tables.update({table.id: table for table in fact.tables})
+        session = self._state.sessions.numbered(fact.session)
+        if session is not None:
+            session.declare(fact.tables)
+
+    def _produced(self, fact: f.Produced) -> None:
+        session = self._state.sessions.numbered(fact.session)
+        if session is not None:
+            session.produced, session.closed = fact.produced, fact.closed
+            session.abandoned = max(session.abandoned, fact.abandoned)
+
+    def _leased(self, fact: f.Leased) -> None:
+        state = self._state
+        lease = Lease(
+            number=fact.number,
+            generation=fact.generation,
+            stream=(fact.group, fact.split),
+            step=fact.step,
+            version=fact.version,
+            sequences=fact.sequences,
+            parts=[Part(groups, self._now) for groups in state.settlement.take(fact)],
+            short=fact.short,
+            rewound=fact.again,
+        )
+        state.settlement.hold(lease)
+        if not fact.again:
+            state.former.count(lease.groups, fact.version)
+        if fact.split == 0:
+            state.run.pulled(fact.sequences)
+            state.run.pulls(fact.version)
+
+    def _find(self, lease: int) -> Lease:
+        found = self._state.leases.numbered(lease)
+        if found is None:
+            raise UnknownReferenceError(f"lease {lease} is not known")
+        return found
+
+    def _pulled(self, fact: f.Pulled) -> None:
+        part = self._find(fact.lease).parts[fact.rank]
+        part.consumer, part.request_id = fact.consumer, fact.request_id
+
+    def _settles(self, fact: f.Settles) -> None:
+        lease = self._find(fact.settle.lease)
+        part = lease.parts[fact.settle.rank]
+        if fates(part, fact.settle) is None:
+            raise UnknownReferenceError(f"the groups of lease {lease.number} are not those that were settled")
+        part.settle = fact.settle
+        if lease.settled:
+            self._state.settlement.conclude(lease, self._wall)
+            self._consuming.moved_on(lease)
+
+    def _lost(self, fact: f.Lost) -> None:
+        settlement, lease = self._state.settlement, self._find(fact.lease)
+        if fact.recalled:
+            settlement.recall(lease)
+        else:
+            settlement.give_back(lease, failed=fact.failed)
+
+    def _dropped(self, fact: f.Dropped) -> None:
+        group = self._state.groups.find(fact.order)
+        if group is None:
+            raise UnknownReferenceError(f"group {fact.order} is not known")
+        self._state.dropping.drop([group], Place(fact.state), fact.reason, self._wall)
+
+    def _rewound(self, fact: f.Rewound) -> None:
+        state = self._state
+        state.settlement.bring_back(fact.group, fact.version)
+        state.consumers.resumptions[fact.group] = fact.version, {fact.consumer}
+        state.run.resumed(fact.version)
+
+    def _told(self, fact: f.Told) -> None:
+        workers = self._state.workers
+        if fact.told:
+            workers.tell(Drain(worker=fact.worker, reason=fact.reason), fact.pid)
+        else:
+            workers.untell(fact.worker)

@@ -1,0 +1,91 @@
+"""The log of acks: every line whole and true, whatever the disk and the life before did."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rolloutmq.bus.acklog import AckLog
+from rolloutmq.bus.codec import encode_group
+from rolloutmq.bus.spool import Entry, Spool
+from rolloutmq.schemas.records import AckedGroup
+from rolloutmq.schemas.trajectory import Group
+
+
+def entry(name: str) -> Entry:
+    group = Group.build(name, tokens=[[1]], mask=[[1]], scores=[0.0])
+    return Spool(1 << 20).add(group, encode_group(group, 1 << 20))
+
+
+def names(path: Path) -> list[str]:
+    return [msgspec.json.decode(line, type=AckedGroup).group_id for line in path.read_bytes().splitlines()]
+
+
+def test_lines_are_there_at_once_and_the_file_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "acks" / "p.jsonl"
+    for life in range(2):
+        log = AckLog(path)
+        log.write([entry(f"a-{life}"), entry(f"b-{life}")], 3)
+        log.write([], 3)
+        assert names(path) == [f"{letter}-{n}" for n in range(life + 1) for letter in "ab"]
+        log.close()
+        log.close()
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"gro', b"x" * 10_000])
+@pytest.mark.parametrize("lines", [0, 1, 100])
+def test_a_torn_last_line_is_cut(tmp_path: Path, torn: bytes, lines: int) -> None:
+    path = tmp_path / "p.jsonl"
+    log = AckLog(path)
+    log.write([entry(f"g-{index}") for index in range(lines)], 3)
+    log.close()
+    with path.open("ab") as file:
+        file.write(torn)
+    log = AckLog(path)
+    log.write([entry("next")], 4)
+    log.close()
+    assert names(path) == [*(f"g-{index}" for index in range(lines)), "next"]
+
+
+class _Full:
+    """A file on a disk that takes some bytes and then none, until there is room."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.data = bytearray()
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        taken = min(self.room, len(data))
+        self.room -= taken
+        self.data += data[:taken]
+        return taken
+
+
+def test_lines_wait_for_room_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log, disk = AckLog(tmp_path / "p.jsonl"), _Full(room=10)
+    log.close()
+    log._file = disk  # type: ignore[assignment]
+    for index in range(3):
+        log.write([entry(f"g-{index}")], 3)
+    assert caplog.text.count("cannot be written down") == 1
+    disk.room = 1 << 20
+    log.write([entry("g-3")], 3)
+    lines = bytes(disk.data).splitlines()
+    assert [msgspec.json.decode(line, type=AckedGroup).group_id for line in lines] == [
+        f"g-{n}" for n in range(4)
+    ]
+
+
+def test_what_the_disk_never_took_is_said_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    log = AckLog(Path("/dev/full"))
+    log.write([entry("g-0"), entry("g-1")], 3)
+    log.close()
+    assert "acks were not written down file=/dev/full lines=2" in caplog.text
+
+
+def test_without_a_path_nothing_is_written() -> None:
+    log = AckLog(None)
+    log.write([entry("g")], 1)
+    log.close()

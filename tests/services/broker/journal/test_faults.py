@@ -1,0 +1,232 @@
+"""What the disk may do while the journal writes: it goes on, waits, or stops; it never says done too early."""
+
+import errno
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.services.broker.journal.journals import (
+    Driven,
+    FailingDisk,
+    config,
+    group,
+    orders,
+    path_of,
+    served,
+    snapshot,
+)
+
+from rolloutmq.schemas.delivery import Durability
+from rolloutmq.schemas.errors import JournalFailedError
+from rolloutmq.services.broker.journal.facts import Dropped
+from rolloutmq.services.broker.journal.writer import Entry
+
+GONE = Dropped(7, "expired", "stale")
+
+
+@pytest.fixture
+def disk() -> FailingDisk:
+    return FailingDisk()
+
+
+def again(directory: Path) -> Driven:
+    """Read what is left, and end at once."""
+    run = Driven(directory, config())
+    run.journal.close()
+    return run
+
+
+def test_short_writes_are_continued(tmp_path: Path, disk: FailingDisk) -> None:
+    disk.short = 700
+    run = Driven(tmp_path, config(), disk).start()
+    run.write(*map(group, range(1, 20)), GONE)
+    run.journal.close()
+    assert served(again(tmp_path).found) == set(range(1, 20))
+
+
+def test_interrupted_writes_are_repeated(tmp_path: Path, disk: FailingDisk) -> None:
+    run = Driven(tmp_path, config(), disk).start()
+    disk.fail("pwritev", errno.EINTR, times=3)
+    run.write(group(1), GONE)
+    run.journal.close()
+    assert served(again(tmp_path).found) == {1}
+
+
+@pytest.mark.parametrize("method", ["pwritev", "allocate", "create"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE])
+def test_without_room_it_waits_and_then_goes_on(
+    tmp_path: Path, disk: FailingDisk, method: str, number: int
+) -> None:
+    run = Driven(tmp_path, config(), disk).start()
+    run.write(group(1))
+    disk.fail(method, number)
+    run.append(*(group(number, 30_000) for number in range(2, 8)), GONE)
+    run.until(lambda: run.journal.status().health == "full")
+    assert run.journal.done == 1
+    disk.heal()
+    run.settle()
+    assert run.journal.status().health == "ok"
+    run.journal.close()
+    assert served(again(tmp_path).found) == set(range(1, 8))
+
+
+def test_room_may_come_from_segments_that_nothing_needs(tmp_path: Path, disk: FailingDisk) -> None:
+    run = Driven(tmp_path, config(), disk).start()
+    groups = [group(number, 20_000) for number in range(1, 8)]
+    run.write(*groups)
+
+    def full_until_one_is_gone(fd: int) -> None:
+        if "groups" in path_of(fd) and (tmp_path / "groups-00000001.rmq").exists():
+            raise OSError(errno.ENOSPC, "no room")
+
+    disk.plan["pwritev"] = full_until_one_is_gone
+    for one in groups[:3]:
+        one.body.release()
+    run.write(GONE)
+    run.write(*(group(number, 30_000) for number in range(8, 12)))
+    run.journal.close()
+    assert served(again(tmp_path).found) == set(range(4, 12))
+
+
+@contextmanager
+def file_limit(nbytes: int) -> Iterator[None]:
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_real_limit_on_files_is_waited_out_or_lived_with(tmp_path: Path) -> None:
+    with file_limit(3 << 20):
+        run = Driven(tmp_path, config(segment_bytes=8 << 20)).start()
+        run.write(*(group(number, 500_000) for number in range(1, 11)))  # in smaller segments
+        run.append(group(11, 4 << 20))
+        run.until(lambda: run.journal.status().health == "full")
+    run.settle()
+    run.journal.close()
+    assert served(again(tmp_path).found) == set(range(1, 12))
+
+
+def test_a_disk_that_stays_full_does_not_keep_the_end_for_ever(
+    tmp_path: Path, disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolloutmq.services.broker.journal.writer.PATIENCE_S", 0.1)
+    run = Driven(tmp_path, config(), disk).start()
+    run.write(group(1))
+    disk.fail("pwritev", errno.ENOSPC)
+    run.append(group(2))
+    run.until(lambda: run.journal.status().health == "full")
+    run.journal.close()
+    assert run.journal.done == 1
+    assert orders(again(tmp_path).found) == [1]
+
+
+def test_full_disk_at_the_start_is_said(
+    tmp_path: Path, disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolloutmq.services.broker.journal.writer.PATIENCE_S", 0.1)
+    disk.fail("pwritev", errno.ENOSPC)
+    run = Driven(tmp_path, config(), disk)
+    with pytest.raises(JournalFailedError, match="No space left"):
+        run.start()
+    run.journal.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("level", [Durability.OS, Durability.DISK])
+@pytest.mark.parametrize("entries", ["group", "fact", "both"])
+def test_failed_write_stops_it_for_good(
+    tmp_path: Path, disk: FailingDisk, level: Durability, entries: str
+) -> None:
+    run = _begun(tmp_path, disk, level)
+    disk.fail("pwritev", errno.EIO, times=1, match="facts" if entries == "fact" else "groups")
+    _failed(run, [GONE] if entries == "fact" else [group(2)] if entries == "group" else [group(2), GONE])
+    assert orders(again(tmp_path).found)[:1] == [1]
+    assert served(again(tmp_path).found) == {1}
+
+
+def _begun(directory: Path, disk: FailingDisk, level: Durability = Durability.DISK) -> Driven:
+    """Return a journal with one group, which has done all that it does ahead of time."""
+    run = Driven(directory, config(level), disk).start()
+    run.write(group(1))
+    for _ in range(6):
+        run.write(GONE)
+    return run
+
+
+def _failed(run: Driven, entries: list[Entry]) -> None:
+    done = run.journal.done
+    run.append(*entries)
+    with pytest.raises(JournalFailedError, match="acked since"):
+        run.settle()
+    run.append(group(3))
+    with pytest.raises(JournalFailedError):
+        run.journal.advance(0.0, urgent=True)
+    run.journal.close(snapshot=snapshot())
+    assert run.journal.done == done
+
+
+@pytest.mark.parametrize("name", ["groups", "facts"])
+def test_failed_sync_stops_it_and_takes_back_what_was_not_done(
+    tmp_path: Path, disk: FailingDisk, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = _begun(tmp_path, disk)
+    disk.fail("fdatasync", errno.EIO, times=1, match=name)
+    with caplog.at_level(logging.ERROR):
+        _failed(run, [group(2), GONE, GONE])
+    assert "journal failed" in caplog.text
+    calls = disk.calls
+    assert (
+        "pwritev" not in calls[len(calls) - calls[::-1].index("fdatasync") :]
+    )  # nothing was written after it
+    found = again(tmp_path).found
+    assert orders(found)[0] == 1
+    assert list(found.facts).count(GONE) == 6
+    assert served(found) == {1}
+
+
+def test_where_facts_cannot_be_taken_back_the_groups_they_name_stay(
+    tmp_path: Path, disk: FailingDisk
+) -> None:
+    run = _begun(tmp_path, disk)
+    disk.fail("fdatasync", errno.EIO, times=1, match="facts")
+    disk.fail("truncate", errno.EIO, match="facts")
+    _failed(run, [group(2), GONE])
+    assert served(again(tmp_path).found) == {1, 2}
+
+
+def test_failed_rotation_leaves_the_old_log(tmp_path: Path, disk: FailingDisk) -> None:
+    run = _begun(tmp_path, disk)
+    disk.fail("rename", errno.EIO)
+    run.journal.rotate(snapshot())
+    with pytest.raises(JournalFailedError):
+        run.settle()
+    run.journal.close()
+    assert served(again(tmp_path).found) == {1}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_file_system_that_cannot_reserve_room_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr("os.posix_fallocate", refuse)
+    run = Driven(tmp_path, config()).start()
+    run.write(*(group(number, 20_000) for number in range(1, 8)), GONE)
+    run.journal.close()
+    assert served(again(tmp_path).found) == set(range(1, 8))
+
+
+def test_what_cannot_be_encoded_stops_it_too(tmp_path: Path) -> None:
+    run = Driven(tmp_path, config()).start()
+    run.append(Dropped(object(), "expired", "stale"))  # type: ignore[arg-type]
+    with pytest.raises(JournalFailedError, match="TypeError"):
+        run.settle()
+    run.journal.close()

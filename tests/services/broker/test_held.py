@@ -1,0 +1,71 @@
+from rolloutmq.schemas.delivery import Ack, Batch, Ok, Wait
+from rolloutmq.services.broker.actions import Action, Publish, Reply, Unbury
+from rolloutmq.services.broker.held import HELD_LIMIT, Held
+
+
+def ack(cumulative: int, session: int = 1, epoch: int = 1) -> Ack:
+    return Ack(epoch=epoch, session=session, cumulative=cumulative, byte_limit=0, start_limit=0)
+
+
+def test_what_binds_leaves_in_its_order_when_its_batch_is_durable() -> None:
+    held = Held()
+    actions: list[Action] = [
+        Reply((b"a",), Ok()),
+        Unbury(3),
+        Publish(b"ack.p/", ack(1)),
+        Reply((b"b",), Ok()),
+    ]
+    for ticket, action in zip((1, 1, 2, 3), actions, strict=True):
+        held.hold(ticket, action)
+    assert list(held.release(0)) == []
+    assert list(held.release(2)) == actions[:3]
+    assert list(held.release(9)) == actions[3:]
+    assert len(held) == 0
+
+
+def test_only_replies_are_urgent() -> None:
+    held = Held()
+    held.hold(1, Publish(b"ack.p/", ack(1)))
+    urgent = [held.urgent]
+    held.hold(1, Reply((b"a",), Ok()))
+    urgent.append(held.urgent)
+    list(held.release(1))
+    assert [*urgent, held.urgent] == [False, True, False]
+
+
+def test_the_last_durable_ack_stands_in_with_the_reason() -> None:
+    held = Held()
+    newer = Publish(b"ack.p/", ack(7))
+    assert held.last(newer) is None
+    held.said(Publish(b"ack.p/", ack(3)))
+    assert held.last(Reply((b"a",), Ok())) is None
+    assert held.last(Publish(b"ack.q/", ack(7, session=2))) is None
+    assert held.last(Publish(b"ack.p/", ack(7, epoch=2))) is None
+    instead = held.last(newer)
+    assert isinstance(instead, Publish)
+    assert isinstance(instead.message, Ack)
+    assert (instead.message.cumulative, instead.message.wait) == (3, Wait.JOURNAL_SLOW)
+
+
+def test_memory_is_bounded_while_nothing_becomes_durable() -> None:
+    held = Held()
+    for number in range(HELD_LIMIT + 10):
+        held.hold(1, Reply((b"%d" % number,), Ok()))
+    assert len(held) == HELD_LIMIT
+    first = next(held.release(1))
+    assert isinstance(first, Reply)
+    assert first.route == (b"10",)
+    list(held.release(1))
+    assert not held.urgent
+
+
+def test_who_asks_again_for_a_batch_gets_it_once() -> None:
+    held = Held()
+    batch = Batch(lease=1, generation=1, step=0, groups=(), tables=())
+    replies = [
+        Reply((who, b"%d" % number, b""), batch) for number, who in enumerate((b"a", b"a", b"b", b"a"))
+    ]
+    for reply in replies:
+        held.hold(1, reply)
+    assert list(held.release(1)) == replies[2:]
+    assert not held.urgent
