@@ -260,5 +260,5 @@ def _read_index(path: Path, data: memoryview) -> tuple[_Index, int]:
         raise MalformedError(f"{path}: is no saved spool, or its index is damaged")
     try:
         return msgspec.msgpack.decode(index, type=_Index), _HEAD.size + size
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise MalformedError(f"{path}: {error}") from None

@@ -35,6 +35,7 @@ from rolloutmq.services.broker.held import Held
 from rolloutmq.services.broker.journal.body import Body, Ram
 from rolloutmq.services.broker.journal.dead import DeadGroup, DeadStore
 from rolloutmq.services.broker.journal.writer import Journal
+from rolloutmq.services.broker.listening import Listening
 from rolloutmq.services.broker.wake import Wake
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,12 @@ class BrokerSockets:
     events: Socket
     publish: Socket
 
+    @property
+    def all(self) -> tuple[Socket, Socket, Socket, Socket]:
+        return self.ingest, self.serve, self.events, self.publish
+
     def close(self) -> None:
-        for socket in (self.ingest, self.serve, self.events, self.publish):
+        for socket in self.all:
             socket.close()
 
 
@@ -114,6 +119,7 @@ class DataPlane:
         self.rejections: dict[str, int] = {}
         """Messages that were not of the protocol, by socket and reason."""
         self._sockets = sockets
+        self._listening = Listening(sockets.all)
         self._dropped = dropped
         self._max_group_bytes = max_group_bytes
         self._wake = wake
@@ -140,6 +146,8 @@ class DataPlane:
             self._round(self._wait(due))
             self._tick(due)
             self._commit()
+            self._listening.check(time.monotonic())
+        self._listening.close()
         self._drain()
         logger.info("data plane ended rejected=%s unsent=%s", self.rejections, self.unsent)
 
@@ -154,6 +162,7 @@ class DataPlane:
             self._reading = reading
         if self._journal is not None:
             due = min(due, self._journal.next_deadline())
+        due = min(due, self._listening.due)
         left_s = min(max(due - time.monotonic(), 0.0), IDLE_S)
         return {socket for socket, _ in self._poller.poll(math.ceil(left_s * 1e3))}
 

@@ -51,6 +51,7 @@ from rolloutmq.services.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
 
+JOURNAL_DESCRIPTORS: Final = 64
 IO_THREADS: Final = 1
 """Threads of the socket library."""
 
@@ -155,9 +156,13 @@ async def _serve(run_dir: Path, stop: Stop) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Allow as many descriptors as this user may have: a producer needs three, and 1,024 is the usual limit."""
+    """Allow nearly as many descriptors as this user may have: a producer needs three, and 1,024 is the usual limit.
+
+    The rest is the journal's, which takes them one by one where clients have left it none.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if most != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most - min(JOURNAL_DESCRIPTORS, most // 8), most))
 
 
 def _made(context: sockets.Context, config: BrokerConfig) -> BrokerSockets:

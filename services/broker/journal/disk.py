@@ -3,6 +3,8 @@
 import ctypes
 import errno
 import os
+import resource
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,16 +18,39 @@ if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
+_limit_lock: Final = threading.Lock()
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Open a file, if need be with one of the descriptors between the soft and the hard limit.
+
+    The broker keeps its soft limit below the hard one: the clients may take all that there are, and there is always
+    somebody who waits for the next.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    with _limit_lock:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 class Disk:
     """What the journal asks of the operating system. All methods block; those that fail raise OSError."""
 
     def create(self, path: Path) -> int:
         """Open a new file for writing and return its descriptor."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        return _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def open(self, path: Path) -> int:
         """Open a file for reading and return its descriptor."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return _opened(path, os.O_RDONLY)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
@@ -80,7 +105,7 @@ class Disk:
 
     def sync_directory(self, path: Path) -> None:
         """Make what was created, renamed or removed in a directory last."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = _opened(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:

@@ -5,7 +5,7 @@ their `order`, the number of their acceptance in this run. The form is msgpack a
 may be added at the end with a default, and a tag is never used twice.
 """
 
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -376,6 +376,7 @@ AnyFact = (
     | LedgerItem | ConsumerItem | RunItem
 )  # fmt: skip
 
+_T = TypeVar("_T")
 _encoder: Final = msgspec.msgpack.Encoder()
 _facts: Final = msgspec.msgpack.Decoder(tuple[AnyFact, ...])
 _meta: Final = msgspec.msgpack.Decoder(GroupMeta)
@@ -388,9 +389,16 @@ def encode(facts: Any) -> bytes:
 
 def decode_facts(data: memoryview | bytes) -> tuple[AnyFact, ...]:
     """Decode what `encode` made of a list; msgspec.MsgspecError if it is nothing of the kind."""
-    return _facts.decode(data)
+    return _decoded(_facts, data)
 
 
 def decode_meta(data: memoryview | bytes) -> GroupMeta:
     """Decode the meta of a group's record; msgspec.MsgspecError if it is nothing of the kind."""
-    return _meta.decode(data)
+    return _decoded(_meta, data)
+
+
+def _decoded(decoder: "msgspec.msgpack.Decoder[_T]", data: memoryview | bytes) -> _T:
+    try:
+        return decoder.decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from None

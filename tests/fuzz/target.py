@@ -1,0 +1,369 @@
+"""The fuzz target: every decoder that bytes from outside reach, and valid bytes to begin with.
+
+`fuzz_one(data)` feeds `data` to each decoder. A decoder may return a value or raise the error that it promises;
+whatever else comes out of it is a defect. Where a checksum would turn every mutation away, the bytes are tried a second
+time with the checksum made right, as a peer that means harm would do.
+"""
+
+import logging
+import struct
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from rolloutmq.bus import codec
+from rolloutmq.bus.opaque import check_values
+from rolloutmq.bus.saved import SpoolFile
+from rolloutmq.bus.session import Session
+from rolloutmq.bus.spool import Spool
+from rolloutmq.schemas.control import Drain, StepDone, WorkerBeat, WorkerState
+from rolloutmq.schemas.delivery import (
+    Ack,
+    Batch,
+    DeclareTables,
+    Delivery,
+    ErrorReply,
+    Pull,
+    RegisterConsumer,
+    Registered,
+    RegisterProducer,
+    Rejected,
+    RunInfo,
+    Settle,
+)
+from rolloutmq.schemas.envelope import PROTOCOL_VERSION, Envelope, GroupHeader, PolicyVersion, Split
+from rolloutmq.schemas.errors import ErrorCode, UsageError, WireError
+from rolloutmq.schemas.telemetry import HostSample
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.services.broker.journal import facts
+from rolloutmq.services.broker.journal.segment import Damage, Record, encode_record, file_header, scan
+
+GROUP_MAGIC: Final = b"RMQGROUP"
+"""Begins a group as one run of bytes: header and table, each after its length, then the frames likewise."""
+SPOOL_MAGIC: Final = b"RMQSPOOL"
+SEGMENT_MAGIC: Final = b"RMQSEG"
+NONCE: Final = b"\x01\x02\x03\x04\x05\x06\x07\x08"
+OWNER: Final = RegisterProducer(producer="p", env="sort3")
+_LENGTH: Final = struct.Struct("<I")
+_HEAD: Final = struct.Struct("<8sQI")
+_RECORD: Final = struct.Struct("<4sHHIIQI")
+_FIRST_RECORD: Final = 24
+"""Where the first record of a segment begins."""
+
+MESSAGES: Final[dict[str, Callable[[Any], Any]]] = {
+    "request": codec.decode_request,
+    "reply": codec.decode_reply,
+    "event": codec.decode_event,
+    "ack": codec.decode_ack,
+    "drain": codec.decode_drain,
+    "table": codec.decode_table,
+    "header": codec.decode_header,
+}
+
+
+def fuzz_one(data: bytes) -> None:
+    """Feed bytes to every decoder; raises what none of them may raise."""
+    for decode in MESSAGES.values():
+        _message(decode, data)
+    _envelope(data)
+    _opaque(data)
+    _facts(data)
+    if data.startswith(GROUP_MAGIC[:4]):
+        _group(data)
+        _spool(data)
+    if data.startswith(SEGMENT_MAGIC[:4]):
+        _segment(data)
+
+
+def _message(decode: Callable[[Any], Any], data: bytes) -> None:
+    with suppress(WireError):
+        again = msgspec.msgpack.encode(decode(data))
+        assert msgspec.msgpack.encode(decode(again)) == again, "what was decoded does not come back"
+
+
+def _envelope(data: bytes) -> None:
+    for frames, nbytes in ((1, 100), (300, 100), (0, 0)):
+        with suppress(WireError):
+            envelope = codec.decode_envelope(data, frames, nbytes)
+            assert sum(header.frames for header in envelope.groups) == frames
+            assert sum(header.nbytes for header in envelope.groups) == nbytes
+
+
+def _opaque(data: bytes) -> None:
+    with suppress(WireError):
+        check_values([data])
+        codec.decode_value(data)
+
+
+def _facts(data: bytes) -> None:
+    for decode in (facts.decode_facts, facts.decode_meta):
+        with suppress(msgspec.MsgspecError):
+            decode(data)
+
+
+def _group(data: bytes) -> None:
+    parts = _parted(data[len(GROUP_MAGIC) :])
+    with suppress(WireError, IndexError):
+        header, table = codec.decode_header(parts[0]), codec.decode_table(parts[1])
+        right = msgspec.structs.replace(
+            header,
+            frames=max(1, len(parts) - 2),
+            nbytes=max(1, sum(map(len, parts[2:]))),
+            crc=codec.checksum(parts[2:]),
+        )
+        for described in (header, right):
+            with suppress(WireError):
+                _read_through(codec.decode_group(described, table, parts[2:]))
+
+
+def _read_through(group: Group) -> None:
+    """Use a decoded group as a trainer does: nothing may be wrong with it any more."""
+    group.check()
+    for column in group.columns.values():
+        if column.lengths:
+            assert len(column.rows()) == group.sequences
+    assert np.isfinite(group.rewards().mean)
+
+
+def _parted(data: bytes) -> list[bytes]:
+    """Return the parts that each come after their length; the last one may be cut short."""
+    parts, at = [], 0
+    while at + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        parts.append(data[at + _LENGTH.size : at + _LENGTH.size + length])
+        at += _LENGTH.size + length
+    return parts
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+
+
+def _spool(data: bytes) -> None:
+    _load(data)
+    if len(data) >= _HEAD.size:
+        _load(with_index_checksum(data))
+
+
+def with_index_checksum(data: bytes) -> bytes:
+    """Return a saved spool whose index has the right checksum, whatever it says."""
+    _, size, _ = _HEAD.unpack_from(data)
+    index = data[_HEAD.size : _HEAD.size + size]
+    return _HEAD.pack(SPOOL_MAGIC, len(index), codec.checksum([index])) + data[_HEAD.size :]
+
+
+def _load(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "p.rmq"
+        path.write_bytes(data)
+        session = Session(OWNER, Spool(1 << 20))
+        with _quiet("rolloutmq.bus.saved"), suppress(UsageError):
+            loaded = SpoolFile(path, session).load()
+            assert loaded == (len(session.spool) > 0)
+
+
+class _quiet:  # noqa: N801 - a context manager
+    """Say nothing of damaged files meanwhile: there are thousands."""
+
+    def __init__(self, name: str) -> None:
+        self._logger = logging.getLogger(name)
+
+    def __enter__(self) -> None:
+        self._logger.disabled = True
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.disabled = False
+
+
+def _segment(data: bytes) -> None:
+    for tried in (data, _with_checksums(data)):
+        for sealed in (True, False):
+            _scan(tried, sealed)
+
+
+def _scan(data: bytes, sealed: bool) -> None:
+    """What is found lies in the file, in order and without overlap."""
+    end = 0
+    for item in scan(data, sealed=sealed):
+        assert end <= item.offset <= len(data)
+        if isinstance(item, Damage):
+            assert not (sealed and item.torn)
+            end = item.offset + item.nbytes
+        else:
+            end = item.offset + _RECORD.size + 4 + _nbytes(item)
+        assert end <= len(data)
+
+
+def _nbytes(record: Record) -> int:
+    return record.meta.nbytes + sum(8 + frame.nbytes for frame in record.frames)
+
+
+def _with_checksums(data: bytes) -> bytes:
+    """Return a segment whose beginning and first record have the right checksums, whatever else they say."""
+    if len(data) < _FIRST_RECORD + _RECORD.size + 4:
+        return data
+    fields = list(_RECORD.unpack_from(data, _FIRST_RECORD))
+    start = _FIRST_RECORD + _RECORD.size + 4
+    fields[0], fields[1], fields[6] = b"\xa7RMQ", 1, codec.checksum([data[start : start + fields[5]]])
+    header = _RECORD.pack(*fields)
+    crc = codec.checksum([NONCE + _FIRST_RECORD.to_bytes(8, "little"), header])
+    return file_header(NONCE) + header + _LENGTH.pack(crc) + data[start:]
+
+
+@cache
+def seeds() -> tuple[bytes, ...]:
+    """Return valid bytes for each decoder."""
+    return (*_message_seeds(), _group_seed(), _segment_seed(), _spool_seed(), *_facts_seeds())
+
+
+def _sample() -> tuple[Group, codec.EncodedGroup, GroupHeader]:
+    tokens = [[1, 2, 3], [4, 5, 6, 7]]
+    group = Group.build(
+        "g-1",
+        tokens=tokens,
+        mask=[[True] * len(row) for row in tokens],
+        scores=[0.0, 1.0],
+        inference_logprobs=[[-0.5] * len(row) for row in tokens],
+        messages=[{"role": "user", "content": "3 1 2"}, [1, 2.5, None, b"x", True]],
+    )
+    encoded = codec.encode_group(group, 1 << 20)
+    return group, encoded, codec.header_of(group, encoded, seq=1, position=encoded.nbytes)
+
+
+def _message_seeds() -> list[bytes]:
+    _, encoded, header = _sample()
+    version = PolicyVersion(1, 7)
+    ack = Ack(epoch=3, session=4, cumulative=5, gaps=b"\x05", byte_limit=6, start_limit=7)
+    delivery = Delivery(header=header, env="sort3", producer="p", session=4)
+    envelope = Envelope(PROTOCOL_VERSION, "p", 4, "default", "sort3", Split.TRAIN, (header,) * 3)
+    messages: list[Any] = [
+        ack,
+        Registered(ack=ack, info=RunInfo()),
+        Batch(lease=1, generation=2, step=3, groups=(delivery,) * 2, tables=(encoded.table,)),
+        ErrorReply(code=ErrorCode.UNKNOWN, detail="d"),
+        OWNER,
+        DeclareTables(producer="p", session=4, tables=(encoded.table,)),
+        RegisterConsumer(consumer="t", resume=version),
+        Pull(consumer="t", step=1, version=version, sequences=4, request_id="r"),
+        Settle(
+            consumer="t",
+            lease=1,
+            generation=2,
+            version=version,
+            trained=("a", "b"),
+            rejected=(Rejected(group_id="c", reason="r"),),
+        ),
+        WorkerBeat(worker="w", env="sort3", state=WorkerState.READY, error="e"),
+        Drain(worker="w"),
+        _step_done(),
+        _host_sample(),
+    ]
+    parts = (envelope, header, encoded.table)
+    opaque = [{"role": "user", "content": ["a", 1, 2.5, None, True, b"x"]}] * 3
+    return [*map(msgspec.msgpack.encode, (*messages, *parts, opaque))]
+
+
+def _step_done() -> StepDone:
+    return StepDone(
+        run="default", incarnation=1, step=2, at=3.0, reward=0.5, loss=0.1, tokens=10, groups=2, filtered=0,
+        staleness_max=1, staleness_mean=0.5, pull_s=0.1, step_s=0.2, extra={"kl": 0.1},
+    )  # fmt: skip
+
+
+def _host_sample() -> HostSample:
+    return HostSample(
+        host="h", number=1, at=2.0, cpus=2, cpu_percent=50.0, memory_used_bytes=1, memory_total_bytes=2,
+        shm_free_bytes=3, disk_free_bytes=4, load_1m=0.5,
+    )  # fmt: skip
+
+
+def _group_seed() -> bytes:
+    _, encoded, header = _sample()
+    frames = [bytes(frame) for frame in encoded.frames]
+    return GROUP_MAGIC + _joined([codec.encode(header), codec.encode(encoded.table), *frames])
+
+
+def _segment_seed() -> bytes:
+    data = bytearray(file_header(NONCE))
+    for kind, meta, frames in ((1, b"meta", [b"frame", b"f" * 100]), (2, b"", []), (3, b"m", [b""])):
+        for part in encode_record(NONCE, len(data), kind, meta, frames):
+            data += part
+    return bytes(data)
+
+
+def _spool_seed() -> bytes:
+    group, encoded, _ = _sample()
+    session = Session(OWNER, Spool(1 << 20))
+    session.number = 4
+    for _ in range(2):
+        session.spool.add(group, encoded)
+    with tempfile.TemporaryDirectory() as directory, _quiet("rolloutmq.bus.saved"):
+        path = Path(directory) / "p.rmq"
+        SpoolFile(path, session).leave()
+        return path.read_bytes()
+
+
+def _facts_seeds() -> list[bytes]:
+    _, encoded, header = _sample()
+    run = "sort3", Split.TRAIN, "default", "p", 4
+    accepted = facts.Accepted(1, header, *run, 0.5, facts.Place(1, 24))
+    listed = [
+        accepted,
+        facts.Declared(4, (encoded.table,)),
+        facts.Leased(1, 1, "t", Split.TRAIN, 1, PolicyVersion(), 4, ((1, 2), (3,))),
+        facts.Dropped(1, "dead", "poison"),
+        facts.Numbers(2, 2, 1),
+    ]
+    return [facts.encode(listed), facts.encode(facts.GroupMeta(1, header, *run, encoded.table, 0.5))]
+
+
+Edit = tuple[str, float, int]
+"""What to do to bytes, where (as a part of their length), and a number."""
+
+NUMBERS: Final = (
+    b"\xff" * 8,
+    b"\x00" * 8,
+    b"\x7f" + b"\xff" * 7,
+    b"\xcf" + b"\xff" * 8,
+    b"\xdd\xff\xff\xff\xff",
+    b"\xc1",
+    b"\x80",
+)
+
+
+def mutate(data: bytes, edits: Sequence[Edit]) -> bytes:
+    """Change bytes a little, again and again."""
+    for kind, where, number in edits:
+        at = int(where * len(data))
+        data = _EDITS[kind](data, at, number)
+    return data
+
+
+def _flip(data: bytes, at: int, number: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ (1 << number % 8)]) + data[at + 1 :] if at < len(data) else data
+
+
+def _splice(data: bytes, at: int, number: int) -> bytes:
+    other = seeds()[number % len(seeds())]
+    return data[:at] + other[number % max(1, len(other)) :]
+
+
+_EDITS: Final[dict[str, Callable[[bytes, int, int], bytes]]] = {
+    "flip": _flip,
+    "set": lambda data, at, number: data[:at] + bytes([number % 256]) + data[at + 1 :],
+    "cut": lambda data, at, _: data[:at],
+    "remove": lambda data, at, number: data[:at] + data[at + number % 32 :],
+    "repeat": lambda data, at, number: data[:at] + data[at : at + 16] * (number % 64) + data[at + 16 :],
+    "insert": lambda data, at, number: data[:at] + NUMBERS[number % len(NUMBERS)] + data[at:],
+    "overwrite": lambda data, at, number: (
+        data[:at] + NUMBERS[number % len(NUMBERS)] + data[at + len(NUMBERS[number % len(NUMBERS)]) :]
+    ),
+    "splice": _splice,
+}
+EDITS: Final = tuple(_EDITS)
