@@ -5,7 +5,7 @@ fewer workers are wanted or the run is over, leaves its file where it is: `resen
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -22,16 +22,19 @@ _DESCRIBED: Final = (
 )  # fmt: skip
 
 
-async def resend_spools(where: Where, directory: Path, *, ack_logs: Path | None = None) -> dict[str, int]:
+async def resend_spools(
+    where: Where, directory: Path, *, ack_logs: Path | None = None, living: Container[str] = ()
+) -> dict[str, int]:
     """Send every saved spool of a directory, each under its producer's name and session, and remove it.
 
     Waits for the broker, and for its credit, as long as it takes. Cancelled: what was not acked is still in its file.
-    Only for producers that do not live: one that does would be fenced. Damaged files are kept aside.
+    Damaged files are kept aside.
 
     Args:
         where: Run directory, or address of the broker's `serve` socket.
         directory: Where the files are; those of a run are in `spools/`.
         ack_logs: Directory of the files `<producer>.jsonl` that get a line for each acked group.
+        living: Producers that send their own; a producer that lives and is not named would be fenced.
 
     Returns:
         Groups that were acked, by producer.
@@ -41,6 +44,8 @@ async def resend_spools(where: Where, directory: Path, *, ack_logs: Path | None 
     """
     acked: dict[str, int] = {}
     for path, about in list(_left_in(directory)):
+        if about.producer in living:
+            continue
         log = ack_logs and ack_logs / f"{about.producer}.jsonl"
         options = {name: getattr(about, name) for name in _DESCRIBED}
         async with Producer.open(where, save_to=path, ack_log=log, **options) as producer:
@@ -51,6 +56,8 @@ async def resend_spools(where: Where, directory: Path, *, ack_logs: Path | None 
 
 
 def _left_in(directory: Path) -> Iterator[tuple[Path, RegisterProducer]]:
+    if not directory.is_dir():
+        return
     for path in sorted(directory.iterdir()):
         if path.name.endswith(saved.TEMPORARY) or saved.DAMAGED in path.name:
             continue

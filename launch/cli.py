@@ -62,6 +62,9 @@ def up(
     assignments: Assignments = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return once the run has started.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Progress lines instead of the live view.")] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Keep every group on disk, trained ones too.")
+    ] = False,
 ) -> None:
     """Start a whole run and watch it until it ends."""
     from rolloutmq.launch.settings import load
@@ -69,6 +72,7 @@ def up(
     extra = list(assignments or [])
     extra += [f"run.seed={seed}"] if seed is not None else []
     extra += [f'run.dir="{run_dir}"'] if run_dir is not None else []
+    extra += ["broker.replay=true"] if replay else []
     resolved = load(config, environ=os.environ, assignments=extra)
     from rolloutmq.launch import local, steer
 

@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.resend import resend_spools
 from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config import EnvironmentConfig, OrchestratorConfig, RunConfig
 from rolloutmq.schemas.control import ScaleDecision, WorkerState, WorkerStatus
-from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
+from rolloutmq.schemas.errors import RolloutMQError, RunDirInUseError, WorkersFailedError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.services.orchestrator.ear import Ear
@@ -41,6 +42,8 @@ CONFIRM_S: Final = 1.0
 """Time that a drain over the bus gets before SIGUSR1 says the same."""
 OVERTIME_S: Final = 2.0
 """Time after the drain deadline before SIGTERM: the worker keeps the same deadline, and then saves its spool."""
+ORPHANS_S: Final = 5.0
+"""How often it is looked for groups that workers left behind."""
 REPEAT_S: Final = 1.0
 """How often the last decision is published again: events are lost."""
 
@@ -95,9 +98,11 @@ class Orchestrator:
                 await self._take_over(previous)
                 async with asyncio.TaskGroup() as tasks:
                     ear = tasks.create_task(self._ear.listen(), name="ear")
+                    orphans = tasks.create_task(self._bring_home(), name="left spools")
                     try:
                         await self._govern(stop)
                     finally:
+                        orphans.cancel()
                         reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
                         await self._workers.stop(self._workers.views(), self._drain_ladder, reason)
                         ear.cancel()
@@ -119,6 +124,20 @@ class Orchestrator:
         for name, env in self._environments.items():
             alive_now = sum(env_of(worker) == name for worker in adopted)
             self._scales.append(_Scale(name, env, self._limits, taken, alive_now))
+
+    async def _bring_home(self) -> None:
+        """Send what workers left behind that will not start again under their names."""
+        while True:
+            await asyncio.sleep(ORPHANS_S)
+            try:
+                await resend_spools(
+                    self._layout.root,
+                    self._layout.spools,
+                    ack_logs=self._layout.acks,
+                    living=self._workers.views(),
+                )
+            except RolloutMQError as error:
+                logger.warning("what workers left was not sent error=%s", error)
 
     async def _govern(self, stop: Stop) -> None:
         while stop.reason is None:

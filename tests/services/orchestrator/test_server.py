@@ -16,6 +16,7 @@ import zmq
 from tests.services.orchestrator.children import DRAINABLE, STUBBORN, argv, wait_for, wait_up
 
 from rolloutmq.bus import codec, topics
+from rolloutmq.bus.producer import Producer
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.sockets import Channel, Context, make_context
 from rolloutmq.schemas.config import RunConfig
@@ -32,6 +33,8 @@ from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessIdentity
 from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.orchestrator import server
 from rolloutmq.services.orchestrator.identity import MARKER, alive
 from rolloutmq.services.orchestrator.server import Orchestrator
@@ -231,6 +234,27 @@ async def test_a_drained_worker_is_replaced_under_another_name(run_dir: Path) ->
         await asyncio.to_thread(wait_up, layout.log("env-0"))
         fake.states["env-0"] = WorkerState.DRAINING
         await until(lambda: list(living(layout)) == ["env-1"])
+
+
+async def test_what_a_worker_left_comes_home_though_its_name_never_does(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ORPHANS_S", 0.05)
+    layout = RunLayout(run_dir)
+    settings = config()
+    late_acks = settings.model_copy(
+        update={"broker": settings.broker.model_copy(update={"commit_ms": 60_000.0})}
+    )
+    spool = layout.spools / "env-7"
+    group = Group.build("left", tokens=[[1, 2]], mask=[[0, 1]], scores=[1.0])
+    with running_broker(late_acks, layout) as real:
+        async with Producer.open(run_dir, env="env", producer="env-7", save_to=spool, drain_s=0.0) as left:
+            await left.send(group)
+        assert spool.exists()
+        async with orchestrator(layout, config()):
+            await until(lambda: not spool.exists())
+        real.stop()
+    assert b'"left"' in layout.ack_log("env-7").read_bytes()
 
 
 async def test_an_operator_sets_the_number(run_dir: Path) -> None:
