@@ -19,6 +19,7 @@ from typing import Final
 
 from rolloutmq.schemas.errors import (
     ConfigError,
+    DamagedJournalError,
     EnvironmentFailedError,
     JournalFailedError,
     NothingToLearnError,
@@ -35,6 +36,7 @@ FORCED: Final = 130
 """Exit code after a second signal."""
 _HOPELESS: Final = (
     ConfigError,
+    DamagedJournalError,
     EnvironmentFailedError,
     JournalFailedError,
     NothingToLearnError,

@@ -373,6 +373,16 @@ class DamagedRecordError(ResourceError):
         return f"{self.path}: the record at {self.offset} is damaged"
 
 
+class DamagedJournalError(ResourceError):
+    """So much of the journal is damaged that what is left contradicts itself; nothing was changed."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.problem}; `rolloutmq ledger verify` names what is missing"
+
+
 class JournalFailedError(ResourceError):
     """The disk failed to write or to sync: nothing more can be promised, and the broker ends."""
 

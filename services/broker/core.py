@@ -51,12 +51,12 @@ from rolloutmq.services.broker.actions import Action, Publish, Route
 from rolloutmq.services.broker.audit import audit
 from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.groups import StoredGroup
-from rolloutmq.services.broker.journal.body import Body, Ram
-from rolloutmq.services.broker.journal.facts import Accepted, AnyFact
+from rolloutmq.services.broker.journal.body import Ram
+from rolloutmq.services.broker.journal.facts import AnyFact
 from rolloutmq.services.broker.log import Entry
 from rolloutmq.services.broker.operating import Operating
 from rolloutmq.services.broker.producing import Producing
-from rolloutmq.services.broker.restoring import restore
+from rolloutmq.services.broker.restoring import Source, restore
 from rolloutmq.services.broker.snapshot import SnapshotItem, snapshot
 from rolloutmq.services.broker.state import State
 from rolloutmq.services.broker.status import Status
@@ -278,7 +278,7 @@ class BrokerCore:
     def restore(
         self,
         facts: Iterable[AnyFact],
-        body: Callable[[Accepted], Body],
+        source: Source,
         now: float,
         wall: float,
     ) -> list[str]:
@@ -286,14 +286,16 @@ class BrokerCore:
 
         Args:
             facts: The items of a snapshot, then facts in their order.
-            body: Finds the frames of a group.
+            source: Where the groups are.
             now: Monotonic seconds; whoever was alive gets the full time to speak up.
             wall: Seconds since the epoch.
 
         Returns:
             What does not fit together, a line each; something was damaged then.
         """
-        return restore(self._state, self._operating, self._producing, self._consuming, facts, body, now, wall)
+        return restore(
+            self._state, self._operating, self._producing, self._consuming, facts, source, now, wall
+        )
 
     def validate(self) -> None:
         """Assert every invariant; for tests."""

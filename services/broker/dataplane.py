@@ -171,7 +171,8 @@ class DataPlane:
         return self.core.reading() and not self._journal_full()
 
     def _journal_full(self) -> bool:
-        return self._journal is not None and self._journal.behind_bytes > BEHIND_LIMIT_BYTES
+        journal = self._journal
+        return journal is not None and (journal.behind_bytes > BEHIND_LIMIT_BYTES or journal.tight)
 
     def _full(self) -> str:
         return "journal_slow" if self._journal_full() else "global_full"

@@ -93,6 +93,12 @@ class Lane:
         """Whether one failure more would end the group: then it must be its own."""
         return 0 < group.failures >= self._last_chance
 
+    def holds(self, group: StoredGroup) -> bool:
+        """Whether a group is queued here; quick near the head."""
+        if self.suspected(group):
+            return group in self.suspects
+        return group in self.sizes.get(group.header.sequences, ())
+
     def remove(self, group: StoredGroup) -> None:
         """Remove one queued group, wherever it is; quick near the head."""
         if self.suspected(group):

@@ -43,6 +43,7 @@ class Listening:
         addresses = [address for socket in sockets if (address := _address(socket)).startswith("ipc://")]
         self._files = [Path(address.removeprefix("ipc://")) for address in addresses]
         self._away = False
+        self._pulsing = False
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = limit - min(RESERVE, limit // 4)
         self._logged_at = float("-inf")
@@ -54,12 +55,20 @@ class Listening:
         if now < self.due:
             return
         used = _used()
-        self.due = now + (CHECK_S if used < self._most * 3 // 4 else NEAR_CHECK_S)
+        near = used >= self._most * 3 // 4
+        self.due = now + (NEAR_CHECK_S if near else CHECK_S)
         if used >= self._most and not self._away:
             self._note(used, now)
             self._move(away=True)
+            self._pulsing = True
         elif self._away and used < self._most:
             self._move(away=False)
+        elif self._pulsing and near:
+            # Many may be waiting: they come in a few at a time.
+            self._move(away=True)
+            self.due = now + CHECK_S
+        elif not near:
+            self._pulsing = False
 
     def close(self) -> None:
         """Put the addresses back, so that whoever made them can remove them."""

@@ -67,7 +67,7 @@ class Pacing:
         self._grant(open_, free, paced=lane.rule.pacing)
         for session in open_:
             wait = self._admission.wait(session)
-            if wait is Wait.NONE and session.starts_out < session.slots:
+            if wait is Wait.NONE and (self.stalled or session.starts_out < session.slots):
                 wait = reason
             if wait is not session.wait:
                 session.wait = wait

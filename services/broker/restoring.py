@@ -5,11 +5,13 @@ the rest goes on.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from rolloutmq.schemas.control import Drain
 from rolloutmq.schemas.delivery import RegisterProducer
 from rolloutmq.schemas.envelope import ColumnTable
+from rolloutmq.schemas.errors import DamagedJournalError
+from rolloutmq.services.broker.audit import audit
 from rolloutmq.services.broker.consumers import Consumer
 from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.groups import StoredGroup
@@ -22,11 +24,23 @@ from rolloutmq.services.broker.producing import Producing
 from rolloutmq.services.broker.rates import Rate
 from rolloutmq.services.broker.retained import Kept, Returning
 from rolloutmq.services.broker.sessions import Session
-from rolloutmq.services.broker.settlement import fates
+from rolloutmq.services.broker.settlement import fates, orders
 from rolloutmq.services.broker.state import State
 from rolloutmq.services.broker.windows import WindowState
 
-FindBody = Callable[[f.Accepted], Body]
+
+class Source(Protocol):
+    """Where the groups of an earlier life are."""
+
+    def body(self, accepted: f.Accepted, /) -> Body:
+        """Return the frames of a group."""
+        ...
+
+    def table(self, accepted: f.Accepted, /) -> ColumnTable | None:
+        """Return the column table of a group that no fact declares."""
+        ...
+
+
 Shards = tuple[tuple[int, ...], ...]
 
 
@@ -40,19 +54,29 @@ def restore(
     producing: Producing,
     consuming: Consuming,
     facts: Iterable[f.AnyFact],
-    body: FindBody,
+    source: Source,
     now: float,
     wall: float,
 ) -> list[str]:
     """Apply items and facts to a new state; return what does not fit together, a line each."""
-    restoring = Restoring(state, operating, producing, consuming, body, now, wall)
+    restoring = Restoring(state, operating, producing, consuming, source, now, wall)
     recording, state.log.recording, state.outbox.muted = state.log.recording, False, True
     for fact in facts:
         restoring.apply(fact)
     restoring.finish()
+    if restoring.problems:
+        _require_sound(state)
     state.log.recording, state.outbox.muted = recording, False
     state.outbox.drop_all()
     return restoring.problems
+
+
+def _require_sound(state: State) -> None:
+    """Refuse a state that contradicts itself; DamagedJournalError."""
+    try:
+        audit(state)
+    except AssertionError as error:
+        raise DamagedJournalError(f"the facts that are left contradict each other: {error}") from None
 
 
 class Restoring:
@@ -64,7 +88,7 @@ class Restoring:
         operating: Operating,
         producing: Producing,
         consuming: Consuming,
-        body: FindBody,
+        source: Source,
         now: float,
         wall: float,
     ) -> None:
@@ -73,7 +97,7 @@ class Restoring:
         self._operating = operating
         self._producing = producing
         self._consuming = consuming
-        self._body = body
+        self._source = source
         self._now = now
         self._wall = wall
         self._tables: dict[str, ColumnTable] = {}
@@ -183,14 +207,25 @@ class Restoring:
         state.sessions.restore(session, current=item.current)
 
     def _group(self, item: f.GroupItem) -> None:
-        group = self._stored(item.accepted, self._tables[item.table])
+        group = self._stored(item.accepted)
         group.deliveries, group.failures = item.deliveries, item.failures
         self._state.lanes.open(group.env, group.split, self._now)
         self._state.groups.add(group)
         self._state.known[group.header.group_id] = group
         self._loose[group.order] = group
 
-    def _stored(self, fact: f.Accepted, table: ColumnTable) -> StoredGroup:
+    def _table(self, fact: f.Accepted) -> ColumnTable:
+        name = fact.header.table
+        if name not in self._tables:
+            found = self._source.table(fact)
+            if found is None or found.id != name:
+                return ColumnTable(
+                    ()
+                )  # What it describes is gone as well, but the group was there and counts.
+            self._tables[name] = found
+        return self._tables[name]
+
+    def _stored(self, fact: f.Accepted) -> StoredGroup:
         return StoredGroup(
             header=fact.header,
             env=fact.env,
@@ -198,8 +233,8 @@ class Restoring:
             run=fact.run,
             producer=fact.producer,
             session=fact.session,
-            table=table,
-            body=self._body(fact),
+            table=self._table(fact),
+            body=self._source.body(fact),
             accepted_at=self._now - max(0.0, self._wall - fact.at),
             accepted_wall=fact.at,
             order=fact.order,
@@ -294,8 +329,13 @@ class Restoring:
             session.window.accept(header.seq, header.position, header.nbytes)
         if state.groups.find(fact.order) is not None:
             return
-        group = self._stored(fact, self._tables[header.table])
-        state.admit(group, state.lanes.open(group.env, group.split, self._now), self._now)
+        group = self._stored(fact)
+        lane = state.lanes.open(group.env, group.split, self._now)
+        late = fact.order < state.groups.next_order
+        state.admit(group, lane, self._now)
+        if late:  # its fact was lost, and its record came to light behind those of others
+            lane.remove(group)
+            lane.put_back([group])
 
     def _skipped(self, fact: f.Skipped) -> None:
         session = self._state.sessions.numbered(fact.session)
@@ -334,10 +374,16 @@ class Restoring:
 
     def _leased(self, fact: f.Leased) -> None:
         state = self._state
+        stream = fact.group, fact.split
+        if (former := state.leases.of(stream)) is not None:
+            state.settlement.give_back(former, failed=False)
+            self.problems.append(f"what became of lease {former.number} is lost: its groups come again")
+        if fact.again and _flat(orders(state.settlement.returns_next(stream))) != _flat(fact.shards):
+            raise UnknownReferenceError(f"lease {fact.number} is not of the batch that comes again")
         lease = Lease(
             number=fact.number,
             generation=fact.generation,
-            stream=(fact.group, fact.split),
+            stream=stream,
             step=fact.step,
             version=fact.version,
             sequences=fact.sequences,
@@ -366,6 +412,7 @@ class Restoring:
         lease = self._find(fact.settle.lease)
         part = lease.parts[fact.settle.rank]
         if fates(part, fact.settle) is None:
+            self._state.settlement.give_back(lease, failed=False)
             raise UnknownReferenceError(f"the groups of lease {lease.number} are not those that were settled")
         part.settle = fact.settle
         if lease.settled:
@@ -397,3 +444,8 @@ class Restoring:
             workers.tell(Drain(worker=fact.worker, reason=fact.reason), fact.pid)
         else:
             workers.untell(fact.worker)
+
+
+def _flat(shards: Shards) -> list[int]:
+    """Return the groups of a batch, however it is cut among ranks."""
+    return sorted(order for rank in shards for order in rank)

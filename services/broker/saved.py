@@ -39,6 +39,9 @@ class Saved(NamedTuple):
         """Return the frames of a group; without them it is damaged."""
         return Body(self.frames.get(accepted.order), accepted.header.nbytes)
 
+    def table(self, accepted: Accepted) -> None:
+        """Return nothing: a table that the state does not name is lost."""
+
     @property
     def ids(self) -> list[str]:
         """Ids of the groups that were not yet settled, or may come again."""

@@ -262,7 +262,7 @@ def _uncollected() -> Iterator[None]:
 def _recover(core: BrokerCore, journal: Journal) -> None:
     began = time.monotonic()
     found = journal.recover()
-    problems = core.restore(found.facts, found.body, began, time.time())
+    problems = core.restore(found.facts, found, began, time.time())
     for line in (*found.damage, *problems):
         logger.error("damaged journal: %s", line)
     if not found.empty:
@@ -271,7 +271,7 @@ def _recover(core: BrokerCore, journal: Journal) -> None:
 
 def _restore(core: BrokerCore, layout: RunLayout) -> None:
     found = saved.load(layout.saved)
-    for problem in core.restore(found.facts, found.body, time.monotonic(), time.time()):
+    for problem in core.restore(found.facts, found, time.monotonic(), time.time()):
         logger.error("damaged file=%s: %s", layout.saved, problem)
     saved.retire(layout.saved, found)
     if found.facts:

@@ -112,12 +112,17 @@ class Settlement:
             self._dropping.drop(damaged, State.DEAD, "damaged", wall)
         return None
 
+    def returns_next(self, stream: Stream) -> list[list[StoredGroup]]:
+        """Return the batch at the head of the rewind queue by ranks; empty if there is none."""
+        return next((batch.shards for own, batch in self._retained.returning() if own == stream), [])
+
     def take(self, fact: Leased) -> list[list[StoredGroup]]:
         """Take what an earlier life leased out of the queue, or from the head of the rewind queue."""
-        shards = [[g for n in orders if (g := self._groups.find(n))] for orders in fact.shards]
+        shards = [list(filter(None, map(self._groups.find, orders))) for orders in fact.shards]
         if fact.again:
             self._retained.next_return((fact.group, fact.split))
             return shards
+        shards = [[group for group in groups if self._lanes.of(group).holds(group)] for groups in shards]
         for group in (group for groups in shards for group in groups):
             self._lanes.of(group).remove(group)
         return shards

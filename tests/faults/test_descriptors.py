@@ -22,7 +22,7 @@ from rolloutmq.schemas.delivery import GetInfo, InfoReply
 from rolloutmq.schemas.errors import BrokerUnavailableError
 from rolloutmq.schemas.layout import RunLayout
 
-DESCRIPTORS = 160
+DESCRIPTORS = 320
 """About thirty are the broker's own."""
 FEW = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))\n"
 
@@ -51,7 +51,7 @@ def test_broker_out_of_descriptors_serves_those_it_has(run_dir: Path, transport:
 
 def test_journal_has_descriptors_where_clients_have_none(run_dir: Path) -> None:
     """A new segment begins about every thirty groups, and needs a descriptor each time."""
-    config = run_config(transport="tcp", segment_bytes=1 << 16)
+    config = run_config(segment_bytes=1 << 16)
     with (
         broker_process(RunLayout(run_dir), config, FEW) as broker,
         traffic(broker.endpoints.serve) as good,

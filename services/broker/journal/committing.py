@@ -160,7 +160,7 @@ class Committer:
                 if self._chore():
                     continue
             try:
-                left_s = self._facts_due - time.monotonic()
+                left_s = min(self._facts_due, self._groups.retry_at) - time.monotonic()
                 return self._batches.get(timeout=None if left_s == float("inf") else max(left_s, 0.0))
             except queue.Empty:
                 continue
@@ -296,12 +296,23 @@ class Committer:
         if time.monotonic() >= self._facts_due:
             self._sync_facts()
             return True
-        if any([self._groups.prepare(), self._facts.prepare(), self._remove()]):
+        if any([self._prepare(), self._facts.prepare(), self._remove()]):
             return True
         if not self._pruned:
             self._pruned = True
             return prune(self._directory, self._config.history_bytes, self._disk)
         return False
+
+    def _prepare(self) -> bool:
+        lacked = self._groups.retry_at
+        prepared = self._groups.prepare()
+        if lacked != self._groups.retry_at:
+            self._wake()
+        return prepared
+
+    def tight(self, behind_bytes: int) -> bool:
+        """Whether there is no room for more groups than are on their way. For any thread."""
+        return self._groups.tight(behind_bytes)
 
     def _remove(self) -> bool:
         """Remove a segment that may go, or more if many may; False if there is none."""

@@ -1,18 +1,24 @@
 """The end of the segments, where groups are written. Belongs to the thread that writes.
 
 The next segment is made ahead of time: to reserve its room and to put its name on disk takes longer than a commit.
+Where there is no room for it, that is known while the present one still has some: who brings groups can be held back
+in time, and the facts of those who train, which make room, need not wait behind a group that has none.
 """
 
+import logging
+import time
 from functools import partial
 from typing import Final
 
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Durability
-from rolloutmq.services.broker.journal.appender import NO_ROOM, Appender, Patience, passes
+from rolloutmq.services.broker.journal.appender import NO_ROOM, RETRY_S, Appender, Patience, passes
 from rolloutmq.services.broker.journal.body import Frames, Ram
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES, file_header, record_bytes
 from rolloutmq.services.broker.journal.segments import GROUP, Segment, Segments, numbered_nonce
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_BYTES: Final = 1 << 20
 """Where the disk has no room for a whole segment, smaller ones are tried, down to this."""
@@ -38,6 +44,7 @@ class GroupLog:
 
     Attributes:
         next_number: Number of the segment that will be made next.
+        retry_at: When to try again to make it, in monotonic seconds; infinite if that did not fail.
     """
 
     def __init__(
@@ -54,7 +61,16 @@ class GroupLog:
         self._patience = patience
         self._current: _Writing | None = None
         self._next: _Writing | None = None
-        self._tried_ahead = False
+        self.retry_at = float("inf")
+
+    def tight(self, behind_bytes: int) -> bool:
+        """Whether no more groups should come than the `behind_bytes` that are to be written. For any thread."""
+        if self.retry_at == float("inf"):
+            return False
+        current, following = self._current, self._next
+        if current is None or following is not None:
+            return following is None
+        return current.segment.nbytes - current.file.offset - behind_bytes < current.segment.nbytes // 4
 
     @property
     def number(self) -> int:
@@ -95,15 +111,19 @@ class GroupLog:
 
     def prepare(self) -> bool:
         """Make the next segment ahead of time; False if there is nothing to do, or no room."""
-        if self._next is not None or self._tried_ahead:
+        tried = self.retry_at != float("inf")
+        if self._next is not None or (tried and time.monotonic() < self.retry_at):
             return False
-        self._tried_ahead = True
         try:
-            self._next = self._create(self._config.segment_bytes)
+            self._next = self._create_smaller(self._config.segment_bytes, SMALLEST_BYTES)
         except OSError as error:
             if not passes(error):
                 raise
+            if not tried:
+                logger.warning("no room for another segment error=%s", error)
+            self.retry_at = time.monotonic() + RETRY_S
             return False
+        self.retry_at = float("inf")
         return True
 
     def abandon(self, *, cut: bool) -> None:
@@ -132,18 +152,16 @@ class GroupLog:
             self.commit()
             self._finish(self._current)
             self._sealed.append(self._current.segment)
-        room = max(self._config.segment_bytes, FILE_HEADER_BYTES + need)
+        least = FILE_HEADER_BYTES + need
         if self._next is None:
             self._current = None
-            self._current = self._patience.persist(
-                partial(self._create_smaller, room, FILE_HEADER_BYTES + need)
-            )
+            room = max(self._config.segment_bytes, least)
+            self._current = self._patience.persist(partial(self._create_smaller, room, least))
         else:
             self._current, self._next = self._next, None
-            if room > self._current.segment.nbytes:
-                self._patience.persist(partial(self._current.file.allocate, room))
-                self._current.segment.nbytes = room
-        self._tried_ahead = False
+            if least > self._current.segment.nbytes:
+                self._patience.persist(partial(self._current.file.allocate, least))
+                self._current.segment.nbytes = least
         return self._current
 
     def _finish(self, writing: _Writing) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rolloutmq.schemas.envelope import ColumnTable
 from rolloutmq.services.broker.journal.body import Body, Ram
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.factlog import LogContents, read_log
@@ -60,6 +61,11 @@ class Recovered:
             return Body(None, nbytes, self._ram)
         segment = self._segments.find(accepted.place.segment)
         return Body.stored(segment, accepted.place.offset, nbytes, self._ram)
+
+    def table(self, accepted: Accepted) -> ColumnTable | None:
+        """Return the column table of a group where the facts have lost it: its record has it, too."""
+        meta = None if accepted.place is None else self._segments.meta(accepted.place)
+        return None if meta is None else meta.table
 
 
 def recover(directory: Path, segments: Segments, ram: Ram, disk: Disk) -> Recovered:

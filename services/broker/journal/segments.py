@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from rolloutmq.schemas.errors import DamagedRecordError
 from rolloutmq.services.broker.journal.body import Frames
 from rolloutmq.services.broker.journal.disk import Disk
+from rolloutmq.services.broker.journal.facts import GroupMeta, Place, decode_meta
 from rolloutmq.services.broker.journal.quarantine import Quarantine
 from rolloutmq.services.broker.journal.reading import RecordFile
 from rolloutmq.services.broker.journal.segment import NONCE_BYTES
@@ -143,6 +146,16 @@ class Segments:
     def drop(self, segment: Segment) -> None:
         """Forget a segment whose file was never used; also for the thread that writes."""
         self._segments.pop(segment.number, None)
+
+    def meta(self, place: Place) -> GroupMeta | None:
+        """Return what a group's record says of it; None if it cannot be read."""
+        segment = self.find(place.segment)
+        try:
+            file = self._file(segment)
+            record = file.record(place.offset) if is_numbered(file.nonce, segment.number) else None
+            return None if record is None or record.kind != GROUP else decode_meta(record.meta)
+        except (OSError, msgspec.MsgspecError):
+            return None
 
     def read(self, segment: Segment, offset: int) -> Frames:
         """Return the frames of a record; what is damaged is kept aside, and DamagedRecordError raised."""

@@ -141,7 +141,7 @@ class Journal:
         committer = self._committer
         health = "slow" if self.behind_bytes > BEHIND_SLOW_BYTES else "ok"
         return JournalStatus(
-            health="full" if committer.patience.full else health,
+            health="full" if committer.patience.full or self.tight else health,
             segments=len(self._segments),
             nbytes=self._segments.nbytes,
             behind_bytes=self.behind_bytes,
@@ -149,6 +149,11 @@ class Journal:
             commit_s=committer.busy_s,
             quarantined=self._segments.quarantine.count,
         )
+
+    @property
+    def tight(self) -> bool:
+        """Whether no more groups should be appended: there is no room for them on the disk."""
+        return self._committer.tight(self.behind_bytes)
 
     @property
     def wants_snapshot(self) -> bool:

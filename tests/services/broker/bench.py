@@ -195,6 +195,9 @@ class Memory:
     def body(self, fact: Accepted) -> Body:
         return Body(self.bodies.get(fact.order), fact.header.nbytes)
 
+    def table(self, _: Accepted) -> None:
+        """Know no table but those that the facts declare."""
+
     def read(self) -> list[AnyFact]:
         """Return the facts as they come back from disk."""
         return list(decode_facts(encode(self.facts)))
@@ -234,7 +237,7 @@ class Bench:
         later = Bench(settings or self.settings, epoch=self.core._state.epoch + 1)
         later.now, later.journal, later.shadowed = self.now, Memory(), self.shadowed
         later._requests = self._requests
-        problems = later.core.restore(self.journal.read(), self.journal.body, self.now, WALL)
+        problems = later.core.restore(self.journal.read(), self.journal, self.now, WALL)
         assert not problems, problems
         later.core.validate()
         later.journal.facts = [item[0] if isinstance(item, tuple) else item for item in later.core.snapshot()]

@@ -29,7 +29,7 @@ def restored(path: Path, bench: Bench) -> Bench:
     found = saved.load(path)
     later = Bench(bench.settings, epoch=2)
     later.now = 7.0
-    assert not later.core.restore(found.facts, found.body, later.now, WALL + 10.0)
+    assert not later.core.restore(found.facts, found, later.now, WALL + 10.0)
     later.core.validate()
     return later
 

@@ -68,9 +68,28 @@ def test_without_room_it_waits_and_then_goes_on(
     assert run.journal.done == 1
     disk.heal()
     run.settle()
-    assert run.journal.status().health == "ok"
+    run.until(lambda: run.journal.status().health == "ok")
     run.journal.close()
     assert served(again(tmp_path).found) == set(range(1, 8))
+
+
+def test_without_room_for_another_segment_no_more_is_asked_for_in_time(
+    tmp_path: Path, disk: FailingDisk
+) -> None:
+    run = Driven(tmp_path, config(segment_bytes=1 << 20), disk).start()
+    run.write(group(1))
+    disk.fail("allocate", errno.ENOSPC)
+    taken = 0
+    while not run.journal.tight:
+        taken += 1
+        run.write(group(1 + taken, 30_000))
+    assert run.journal.status().health == "full"
+    assert taken > 10
+    run.write(GONE)  # what makes room need not wait
+    disk.heal()
+    run.until(lambda: not run.journal.tight)
+    run.journal.close()
+    assert len(served(again(tmp_path).found)) == 1 + taken
 
 
 def test_room_may_come_from_segments_that_nothing_needs(tmp_path: Path, disk: FailingDisk) -> None:

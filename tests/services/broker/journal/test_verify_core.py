@@ -44,7 +44,7 @@ class JournaledBench(Bench):
         found = self.disk.recover()
         assert not found.damage
         self.core = BrokerCore(self.settings, epoch=self.lives)
-        assert not self.core.restore(found.facts, found.body, self.now, WALL)
+        assert not self.core.restore(found.facts, found, self.now, WALL)
         self.disk.start([*self.core.snapshot(), Began(self.lives, 1, "disk")])
 
     def restart(self) -> None:

@@ -1,0 +1,258 @@
+"""A broker that is killed again and again: what was acked is trained once, and its clients notice nothing but a pause.
+
+Producers, one of them a process that is killed too, write down what was acked; the trainer writes down what it learned
+from. At the end both are held against the broker's ledger, and against what is on its disk.
+"""
+
+import asyncio
+import os
+import random
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from typing import Final
+
+import pytest
+from tests.faults.processes import (
+    LIMIT_S,
+    POLL_S,
+    SEQUENCES,
+    BrokerProcess,
+    Worker,
+    acked,
+    config,
+    is_whole,
+    made,
+    status,
+    wait_until,
+)
+
+from rolloutmq.bus.consumer import Consumer, PulledBatch
+from rolloutmq.bus.producer import Producer
+from rolloutmq.schemas.control import LedgerCounts
+from rolloutmq.schemas.errors import LeaseLostError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import AckedGroup
+from rolloutmq.services.broker.journal.verify import Witness, verify
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+ROUNDS: Final = int(os.environ.get("ROLLOUTMQ_SOAK_ROUNDS", "10"))
+BATCH: Final = 4
+"""Groups of a batch."""
+PRODUCERS: Final = ("p0", "p1", "p2")
+MORTAL: Final = "mortal"
+"""The producer that is a process of its own, and is killed with the broker."""
+THINKING_S: Final = 0.02
+"""Longest time that a rollout takes."""
+STEP_S: Final = 0.04
+"""Longest time that a step takes: more comes than is trained, and most of the queue is not in memory."""
+LIFE_GROUPS: Final = 60
+"""Most groups that a producer sends before it is closed and opened again."""
+
+
+class Oracle:
+    """What producers and trainer know, whatever the broker says."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.sent: set[str] = set()
+        self.logs = {name: run_dir.parent / f"{name}.jsonl" for name in (*PRODUCERS, MORTAL, "filler")}
+        self.trained: Counter[str] = Counter()
+        self.filtered: Counter[str] = Counter()
+        self.lives: defaultdict[str, set[int]] = defaultdict(set)
+        """Epochs of the broker in which a group was settled."""
+        self.epochs: list[int] = []
+        """Of each life of the broker but the first; sessions that it opens have higher numbers."""
+        self.leases_lost = 0
+        self.stopping = asyncio.Event()
+        """Set when producers should come to an end."""
+        self.drained = asyncio.Event()
+        """Set when everything was trained."""
+
+    def acks(self) -> dict[str, AckedGroup]:
+        """Return each group that was acked."""
+        lines = [line for log in self.logs.values() for line in acked(log)]
+        found = {line.group_id: line for line in lines}
+        assert len(found) == len(lines), "a group was acked twice"
+        return found
+
+    def note(self, batch: PulledBatch, filtered: set[str], epoch: int) -> None:
+        """Write down what became of a batch."""
+        for group in batch.groups:
+            (self.filtered if group.group_id in filtered else self.trained)[group.group_id] += 1
+            assert epoch not in self.lives[group.group_id], f"{group.group_id} twice in one life"
+            self.lives[group.group_id].add(epoch)
+
+    def has_trained(self, groups: int) -> bool:
+        """Whether that many groups were settled."""
+        return len(self.outcome) >= groups
+
+    @property
+    def outcome(self) -> Counter[str]:
+        """How often each group was settled."""
+        return self.trained + self.filtered
+
+
+async def produce(oracle: Oracle, name: str) -> None:
+    """Send groups in one life after the other until it is time to stop; what a life leaves, the next one sends."""
+    rng, numbers = random.Random(name), count()
+    while not oracle.stopping.is_set():
+        async with producing(oracle, name, drain_s=0.1) as producer:
+            for number in islice(numbers, rng.randrange(1, LIFE_GROUPS)):
+                if oracle.stopping.is_set():
+                    break
+                oracle.sent.add(f"{name}-{number}")
+                await producer.send(made(f"{name}-{number}"))
+                await asyncio.sleep(rng.random() * THINKING_S)
+    async with producing(oracle, name, drain_s=LIMIT_S) as producer:
+        assert await producer.flush(LIMIT_S)
+
+
+@asynccontextmanager
+async def producing(oracle: Oracle, name: str, drain_s: float) -> AsyncIterator[Producer]:
+    async with Producer.open(
+        oracle.run_dir,
+        env="e",
+        producer=name,
+        group_size=SEQUENCES,
+        ack_log=oracle.logs[name],
+        save_to=oracle.run_dir.parent / f"{name}.spool",
+        drain_s=drain_s,
+    ) as producer:
+        yield producer
+
+
+async def train(oracle: Oracle) -> None:
+    """Learn from whole groups only, find no signal in some, and make a checkpoint now and then."""
+    rng = random.Random(0)
+    async with Consumer.open(oracle.run_dir, sequences=BATCH * SEQUENCES) as consumer:
+        while not oracle.drained.is_set():
+            batch = await consumer.pull(consumer.version.step + 1, consumer.version, wait_s=0.5)
+            if batch is None:
+                continue
+            for group in batch.groups:
+                assert is_whole(group), f"{group.group_id} is damaged"
+            without = {group.group_id for group in batch.groups if rng.random() < 0.1}
+            await asyncio.sleep(rng.random() * STEP_S)
+            try:
+                await consumer.settle(batch, filtered=without)
+            except LeaseLostError:
+                oracle.leases_lost += 1
+                continue
+            oracle.note(batch, without, consumer.epoch)
+            if rng.random() < 0.2:
+                await consumer.commit(consumer.version)
+
+
+async def kill_in_rounds(oracle: Oracle, broker: BrokerProcess, rounds: int) -> None:
+    """Kill the broker at some moment while groups come and go; a worker that dies with it, every other time."""
+    rng = random.Random(1)
+    for life in range(rounds):
+        enough = len(oracle.outcome) + 20
+        with dying_worker(oracle, life) if life % 2 else nullcontext():
+            await until(partial(oracle.has_trained, enough), "groups to be trained")
+            await asyncio.sleep(rng.random() * 0.05)  # any moment will do
+            broker.kill()
+        await asyncio.to_thread(broker.start)
+        oracle.epochs.append(broker.epoch)
+
+
+def dying_worker(oracle: Oracle, life: int) -> Worker:
+    return Worker(oracle.run_dir, MORTAL, oracle.logs[MORTAL], first=life * 100_000, pause_s=THINKING_S / 2)
+
+
+async def until(met: Callable[[], bool], what: str) -> None:
+    await asyncio.to_thread(wait_until, met, what)
+
+
+async def drain(oracle: Oracle) -> LedgerCounts:
+    """Wait until nothing is queued or leased any more; what is less than a batch is filled up."""
+    async with producing(oracle, "filler", drain_s=LIMIT_S) as filler, asyncio.timeout(LIMIT_S):
+        while (counts := await ledger(oracle)).queued + counts.leased:
+            await asyncio.sleep(POLL_S)
+            if counts.leased or counts.queued >= BATCH:
+                continue
+            for _ in range(BATCH - counts.queued):
+                group_id = f"filler-{len(oracle.sent)}"
+                oracle.sent.add(group_id)
+                await filler.send(made(group_id))
+            assert await filler.flush(LIMIT_S)
+    return counts
+
+
+async def ledger(oracle: Oracle) -> LedgerCounts:
+    return (await asyncio.to_thread(status, oracle.run_dir)).pressure.ledger
+
+
+async def live_through(run_dir: Path, level: str, rounds: int) -> tuple[Oracle, LedgerCounts, BrokerProcess]:
+    """Let producers, trainer and killer at each other, then drain; the broker that is returned still runs."""
+    oracle = Oracle(run_dir)
+    settings = config(
+        durability=level,
+        high_bytes=16 << 20,
+        ram_bytes=2 << 20,
+        segment_bytes=4 << 20,
+        max_group_bytes=1 << 20,
+    )
+    broker = await asyncio.to_thread(BrokerProcess, run_dir, settings)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(train(oracle))
+            producers = [tasks.create_task(produce(oracle, name)) for name in PRODUCERS]
+            await kill_in_rounds(oracle, broker, rounds)
+            oracle.stopping.set()
+            await asyncio.gather(*producers)
+            counts = await drain(oracle)
+            oracle.drained.set()
+    except BaseException:
+        broker.kill()
+        raise
+    return oracle, counts, broker
+
+
+@pytest.mark.parametrize(
+    ("level", "rounds"),
+    [pytest.param("disk", ROUNDS, id="disk"), pytest.param("os", -(-ROUNDS // 3), id="os")],
+)
+async def test_nothing_acked_is_lost_and_nothing_is_trained_twice(
+    run_dir: Path, level: str, rounds: int
+) -> None:
+    oracle, counts, broker = await live_through(run_dir, level, rounds)
+    with broker:
+        acks = oracle.acks()
+        assert oracle.leases_lost == 0
+        assert oracle.outcome.keys() >= acks.keys()
+        assert set(oracle.outcome.values()) == {1}
+        assert all(name in oracle.sent or name.startswith(MORTAL) for name in oracle.outcome)
+        assert acks.keys() >= oracle.sent
+        assert counts.accepted == len(oracle.outcome)
+        assert counts.trained + counts.committed == len(oracle.trained)
+        assert counts.filtered == len(oracle.filtered)
+        assert (counts.expired, counts.dead, counts.discarded, counts.rewound) == (0, 0, 0, 0)
+        await asyncio.to_thread(broker.kill_and_start)
+        assert await ledger(oracle) == counts
+        assert await asyncio.to_thread(broker.end) == 0
+    layout = RunLayout(run_dir)
+    witness = Witness(acked=tuple(acks.values()), trained=oracle.trained)
+    verdict = verify(layout.journal, layout.dead, lambda: witness)
+    assert verdict.problems == []
+    assert (verdict.recorded, verdict.accepted) == (True, counts.accepted)
+
+
+async def test_at_memory_what_is_lost_had_been_acked_before(run_dir: Path) -> None:
+    oracle, counts, broker = await live_through(run_dir, "memory", -(-ROUNDS // 3))
+    with broker:
+        acks = oracle.acks()
+        assert acks.keys() >= oracle.sent
+        assert all(name in oracle.sent or name.startswith(MORTAL) for name in oracle.outcome)
+        for name in acks.keys() - oracle.outcome.keys():
+            assert acks[name].session < oracle.epochs[-1], f"{name} is lost, though its broker never died"
+        for name, times in oracle.outcome.items():
+            # A group is sent again only to a broker that came after the one which did not live to ack it.
+            lives = [epoch for epoch in oracle.epochs if name in acks and epoch < acks[name].session]
+            assert times <= 1 + len(lives), name
+        assert counts.accepted == counts.trained + counts.committed + counts.filtered
