@@ -54,7 +54,7 @@ REQUEST_LIMIT_BYTES: Final = 1 << 20
 EVENT_LIMIT_BYTES: Final = 64 << 10
 """Largest event of another service; they are samples of a few hundred bytes."""
 BEHIND_LIMIT_BYTES: Final = 96 << 20
-"""With more than that accepted and not yet durable, nothing more is taken in."""
+"""With more than that accepted and not yet durable, or half a segment, nothing more is taken in."""
 DRAIN_S: Final = 2.0
 """At the end, longest time to take in what has already arrived."""
 QUIET_MS: Final = 20
@@ -108,11 +108,13 @@ class DataPlane:
         wake: Wake,
         journal: Journal | None = None,
         ram: Ram | None = None,
+        segment_bytes: int = 2 * BEHIND_LIMIT_BYTES,
     ) -> None:
         self.core = core
         self._journal = journal
         self._ram = ram
         self._dead = dead
+        self._behind_limit = min(BEHIND_LIMIT_BYTES, segment_bytes // 2)
         self._held = Held()
         self.unsent: dict[str, int] = {}
         """Replies that could not be sent, by kind and reason."""
@@ -172,7 +174,7 @@ class DataPlane:
 
     def _journal_full(self) -> bool:
         journal = self._journal
-        return journal is not None and (journal.behind_bytes > BEHIND_LIMIT_BYTES or journal.tight)
+        return journal is not None and (journal.behind_bytes > self._behind_limit or journal.tight)
 
     def _full(self) -> str:
         return "journal_slow" if self._journal_full() else "global_full"

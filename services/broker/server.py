@@ -127,7 +127,17 @@ def running_broker(
         dead = DeadStore(
             layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
         )
-        plane = DataPlane(core, bound, dropped, dead, config.broker.max_group_bytes, wake, journal, ram)
+        plane = DataPlane(
+            core,
+            bound,
+            dropped,
+            dead,
+            config.broker.max_group_bytes,
+            wake,
+            journal,
+            ram,
+            config.broker.segment_bytes,
+        )
         broker = Broker(core, plane, endpoints, on_end)
         stack.callback(layout.endpoints.unlink, missing_ok=True)
         write_json(layout.endpoints, endpoints)
@@ -237,9 +247,9 @@ def _lasting(
     journal = Journal(layout.journal, config, ram, wake.set)
     try:
         with _uncollected():
-            _recover(core, journal)
+            sound = _recover(core, journal)
             began = Began(epoch, os.getpid(), config.durability.value)
-            journal.start([*core.snapshot(), began])
+            journal.start([*core.snapshot(), began], keep_old=not sound)
         yield journal
         journal.append(core.facts())
         journal.close(snapshot=core.snapshot())
@@ -259,7 +269,8 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _recover(core: BrokerCore, journal: Journal) -> None:
+def _recover(core: BrokerCore, journal: Journal) -> bool:
+    """Become what the journal says; False if something of it was damaged."""
     began = time.monotonic()
     found = journal.recover()
     problems = core.restore(found.facts, found, began, time.time())
@@ -267,6 +278,7 @@ def _recover(core: BrokerCore, journal: Journal) -> None:
         logger.error("damaged journal: %s", line)
     if not found.empty:
         logger.info("recovered groups=%d seconds=%.2f", core.held_groups, time.monotonic() - began)
+    return not found.damage and not problems
 
 
 def _restore(core: BrokerCore, layout: RunLayout) -> None:

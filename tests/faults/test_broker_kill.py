@@ -67,6 +67,8 @@ class Oracle:
         """Epochs of the broker in which a group was settled."""
         self.epochs: list[int] = []
         """Of each life of the broker but the first; sessions that it opens have higher numbers."""
+        self.settled = 0
+        """Groups of settled batches; for any thread."""
         self.leases_lost = 0
         self.stopping = asyncio.Event()
         """Set when producers should come to an end."""
@@ -86,10 +88,11 @@ class Oracle:
             (self.filtered if group.group_id in filtered else self.trained)[group.group_id] += 1
             assert epoch not in self.lives[group.group_id], f"{group.group_id} twice in one life"
             self.lives[group.group_id].add(epoch)
+        self.settled += len(batch.groups)
 
-    def has_trained(self, groups: int) -> bool:
+    def has_settled(self, groups: int) -> bool:
         """Whether that many groups were settled."""
-        return len(self.outcome) >= groups
+        return self.settled >= groups
 
     @property
     def outcome(self) -> Counter[str]:
@@ -152,9 +155,9 @@ async def kill_in_rounds(oracle: Oracle, broker: BrokerProcess, rounds: int) -> 
     """Kill the broker at some moment while groups come and go; a worker that dies with it, every other time."""
     rng = random.Random(1)
     for life in range(rounds):
-        enough = len(oracle.outcome) + 20
+        enough = oracle.settled + 20
         with dying_worker(oracle, life) if life % 2 else nullcontext():
-            await until(partial(oracle.has_trained, enough), "groups to be trained")
+            await until(partial(oracle.has_settled, enough), "groups to be trained")
             await asyncio.sleep(rng.random() * 0.05)  # any moment will do
             broker.kill()
         await asyncio.to_thread(broker.start)

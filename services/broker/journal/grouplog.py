@@ -44,7 +44,7 @@ class GroupLog:
 
     Attributes:
         next_number: Number of the segment that will be made next.
-        retry_at: When to try again to make it, in monotonic seconds; infinite if that did not fail.
+        retry_at: When to try again to make it whole, in monotonic seconds; infinite if there was room for all of it.
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class GroupLog:
         """Whether no more groups should come than the `behind_bytes` that are to be written. For any thread."""
         if self.retry_at == float("inf"):
             return False
-        current, following = self._current, self._next
-        if current is None or following is not None:
-            return following is None
-        return current.segment.nbytes - current.file.offset - behind_bytes < current.segment.nbytes // 4
+        # The next one, if there is a smaller one, is for what does not fit into the rest of the present one.
+        writing = self._current or self._next
+        if writing is None:
+            return True
+        return writing.segment.nbytes - writing.file.offset - behind_bytes < writing.segment.nbytes // 4
 
     @property
     def number(self) -> int:
@@ -111,20 +112,30 @@ class GroupLog:
 
     def prepare(self) -> bool:
         """Make the next segment ahead of time; False if there is nothing to do, or no room."""
-        tried = self.retry_at != float("inf")
-        if self._next is not None or (tried and time.monotonic() < self.retry_at):
+        lacked = self.retry_at != float("inf")
+        if (self._next is not None and not lacked) or (lacked and time.monotonic() < self.retry_at):
             return False
         try:
-            self._next = self._create_smaller(self._config.segment_bytes, SMALLEST_BYTES)
+            self._make_next()
         except OSError as error:
             if not passes(error):
                 raise
-            if not tried:
-                logger.warning("no room for another segment error=%s", error)
-            self.retry_at = time.monotonic() + RETRY_S
-            return False
-        self.retry_at = float("inf")
-        return True
+        if self._next is not None and self._next.segment.nbytes >= self._config.segment_bytes:
+            self.retry_at = float("inf")
+            return True
+        if not lacked:
+            logger.warning("no room for another segment bytes=%d", self._config.segment_bytes)
+        self.retry_at = time.monotonic() + RETRY_S
+        return False
+
+    def _make_next(self) -> None:
+        """Create the next segment, with less room if there is no more, or give it the room that it lacks."""
+        whole = self._config.segment_bytes
+        if self._next is None:
+            self._next = self._create_smaller(whole, min(whole, SMALLEST_BYTES))
+        elif self._next.segment.nbytes < whole:
+            self._next.file.allocate(whole)
+            self._next.segment.nbytes = whole
 
     def abandon(self, *, cut: bool) -> None:
         """Close the files after the disk failed, and take back what no finished commit covers, if that still works."""

@@ -59,6 +59,7 @@ class Segment:
         nbytes: How much room it takes.
         live: How many of its records are needed.
         sealed: Nothing will be written to it any more.
+        kept: It stays, whatever is needed of it.
     """
 
     def __init__(self, number: int, path: Path, owner: "Segments", nbytes: int = 0) -> None:
@@ -67,6 +68,7 @@ class Segment:
         self.nbytes = nbytes
         self.live = 0
         self.sealed = False
+        self.kept = False
         self._owner = owner
 
     def read(self, offset: int) -> Frames:
@@ -129,6 +131,11 @@ class Segments:
         found = self._segments.get(number)
         return Segment(number, self.path_of(number), self) if found is None else found
 
+    def keep_present(self) -> None:
+        """Never remove the segments that are there now."""
+        for segment in self:
+            segment.kept = True
+
     def settle(self) -> None:
         """Let segments go from now on: while facts are read back, who needs what changes with every one of them."""
         self._settled = True
@@ -137,7 +144,7 @@ class Segments:
 
     def check(self, segment: Segment) -> None:
         """See whether a segment may go."""
-        if not self._settled or self._keep_all:
+        if not self._settled or self._keep_all or segment.kept:
             return
         if segment.sealed and segment.live <= 0 and segment.number in self._segments:
             self.dead.append(self._segments.pop(segment.number))

@@ -80,8 +80,14 @@ class Journal:
         self._recovered = recover(self._directory, self._segments, self._ram, self._disk)
         return self._recovered
 
-    def start(self, snapshot: Iterable[SnapshotItem]) -> None:
-        """Begin a new log of facts with the state, and start to write; JournalFailedError if that cannot be done."""
+    def start(self, snapshot: Iterable[SnapshotItem], *, keep_old: bool = False) -> None:
+        """Begin a new log of facts with the state, and start to write; JournalFailedError if that cannot be done.
+
+        With `keep_old` no segment of an earlier life is ever removed: something was damaged, and one of them may hold
+        groups that nobody knows of any more.
+        """
+        if keep_old:
+            self._segments.keep_present()
         former = self._recovered or self.recover()
         items = list(snapshot)
         self._report_missing(items)
