@@ -52,7 +52,13 @@ def judge(scores: NDArray[Any], method: Method) -> Judgement:
         return _nothing(values, Verdict.REJECTED, "a score is not a finite number")
     if not has_spread(values):
         return _nothing(values, Verdict.FILTERED)
-    return Judgement(Verdict.USABLE, METHODS[method](values).astype(np.float32))
+    with np.errstate(over="ignore", invalid="ignore"):
+        advantages = METHODS[method](values).astype(np.float32)
+    if not np.isfinite(advantages).all():
+        return _nothing(
+            values, Verdict.REJECTED, "its scores are so far apart that an advantage is not finite"
+        )
+    return Judgement(Verdict.USABLE, advantages)
 
 
 def _nothing(values: NDArray[np.float64], verdict: Verdict, reason: str = "") -> Judgement:

@@ -74,12 +74,15 @@ class Consumers:
         told = request.generation, request.group, request.rank, request.world_size
         return told == (known.generation, known.group, known.rank, known.world_size)
 
-    def resumes(self, request: RegisterConsumer) -> bool:
-        """Whether this registration rewinds, or joins another rank that has done so already."""
+    def resumes(self, request: RegisterConsumer, *, holds: bool) -> bool:
+        """Whether this registration rewinds, or joins another rank that has done so already.
+
+        The same again changes nothing, unless the rank `holds` a part: then it has died since.
+        """
         if request.resume is None:
             return False
         version, joined = self._resumed.get(request.group, (None, set[str]()))
-        if version == request.resume and request.consumer not in joined:
+        if version == request.resume and not (holds and request.consumer in joined):
             joined.add(request.consumer)
             return False
         self._resumed[request.group] = (request.resume, {request.consumer})

@@ -57,7 +57,8 @@ class Consuming:
             request.info,
         )
         self.join(joined, now)
-        if state.consumers.resumes(request) and request.resume is not None:
+        holds = any(any(lease.held_by(request.consumer)) for lease in state.leases)
+        if state.consumers.resumes(request, holds=holds) and request.resume is not None:
             state.settlement.rewind(request.group, request.resume, request.consumer, wall)
             state.run.resumed(request.resume)
         self._release(request.consumer, wall, failed=True, why="registered again")

@@ -162,7 +162,7 @@ class BrokerCore:
             self._sweep_due = now + SWEEP_S
             self._producing.sweep(now)
             self._consuming.sweep(now)
-            state.workers.sweep(now)
+            self._operating.sweep(now)
             state.repace = True
         if state.repace or now >= self._pour_due:
             self._pour_due = now + POUR_S
@@ -270,6 +270,10 @@ class BrokerCore:
     def held_groups(self) -> int:
         """Groups that still exist, settled ones that wait for their checkpoint included."""
         return len(self._state.groups)
+
+    def lives(self, order: int) -> bool:
+        """Whether the group of that acceptance still exists, or was queued again under another."""
+        return self._state.groups.find(order) is not None or order in self._state.requeued
 
     def forget_unclaimed(self) -> None:
         """Let the settled batches of trainers go that make no checkpoints."""

@@ -28,6 +28,7 @@ from rolloutmq.schemas.delivery import ErrorReply
 from rolloutmq.schemas.delivery import Reply as ReplyMessage
 from rolloutmq.schemas.envelope import ENVELOPE_LIMIT_BYTES, FRAMES_LIMIT
 from rolloutmq.schemas.errors import LimitExceededError, MalformedError, WireError
+from rolloutmq.schemas.records import DroppedGroup
 from rolloutmq.services.broker.actions import Action, Bury, Dropped, Publish, Reply, Route, Unbury
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.groups import StoredGroup
@@ -293,7 +294,7 @@ class DataPlane:
             producer=meta.producer,
             session=meta.session,
             table=meta.table,
-            body=Body(frames, meta.header.nbytes, self._ram),
+            body=Body(frames, meta.header.nbytes),
             accepted_at=0.0,
             accepted_wall=meta.at,
             order=meta.order,
@@ -361,9 +362,9 @@ class DataPlane:
             if journal is None or not action.binding or journal.done >= journal.ticket:
                 self._held.said(action)
                 self._do(action)
-            elif (last := self._held.last(action)) is not None and self.core.disk_full:
-                self._do(last)
             else:
+                if self.core.disk_full and (last := self._held.last(action)) is not None:
+                    self._do(last)
                 self._held.hold(journal.ticket, action)
 
     def _do(self, action: Action) -> None:
@@ -373,11 +374,18 @@ class DataPlane:
             case Publish(topic, message):
                 self._sockets.events.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
             case Dropped(record):
-                self._dropped.write(msgspec.json.encode(record) + b"\n")
+                self._note_dropped(record)
             case Bury(group, frames, reason):
                 self._dead.bury(group, frames, reason, time.time())
             case Unbury(order):
                 self._dead.remove(order)
+
+    def _note_dropped(self, record: DroppedGroup) -> None:
+        """Write a line for people; a disk that has no room for it ends nothing."""
+        try:
+            self._dropped.write(msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            self._count(self.unsent, f"dropped.jsonl: {error.strerror}")
 
     def _send_reply(self, route: Route, message: ReplyMessage, frames: tuple[Any, ...] = ()) -> None:
         try:

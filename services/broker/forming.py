@@ -136,7 +136,11 @@ class Former:
         found = []
         for group in groups:
             rule = self._lanes.of(group).rule
-            if rule.stale == "drop" and self._staleness(group, version) > rule.max_staleness:
+            if (
+                rule.stale == "drop"
+                and not group.requeued
+                and self._staleness(group, version) > rule.max_staleness
+            ):
                 found.append(group)
         return found
 

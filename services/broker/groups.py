@@ -19,6 +19,7 @@ class StoredGroup(msgspec.Struct, kw_only=True, eq=False, weakref=True):
         accepted_at: Monotonic seconds of this broker's clock; `accepted_wall` is for people and for the journal.
         deliveries: How many times it was handed out.
         failures: How many of its leases were lost.
+        requeued: Somebody brought it back from the dead; it is never too old.
         order: Number of its acceptance, unique in the run. A group that comes back takes its old place.
     """
 
@@ -34,6 +35,7 @@ class StoredGroup(msgspec.Struct, kw_only=True, eq=False, weakref=True):
     accepted_wall: float
     deliveries: int = 0
     failures: int = 0
+    requeued: bool = False
     order: int = 0
 
 

@@ -1,8 +1,8 @@
 """Binding actions that wait until what they tell of is durable, in their order.
 
 While the disk is full the wait may be long, so memory is bounded: who asks for the same batch again gets it once, of
-all replies the oldest are dropped beyond `HELD_LIMIT` (who asked asks again), and acks do not wait at all: the last
-durable one is said again, with the reason.
+all replies the oldest are dropped beyond `HELD_LIMIT` (who asked asks again), and of acks the last durable one is said
+again, with the reason.
 """
 
 from collections import deque
@@ -16,6 +16,8 @@ from rolloutmq.schemas.delivery import Ack, Batch, Wait
 from rolloutmq.services.broker.actions import Action, Publish, Reply
 
 HELD_LIMIT: Final = 20_000
+ACKS_HELD: Final = 8
+"""Acks of one session that wait at once; what they say is said again anyway."""
 ACKS_LIMIT: Final = 1 << 16
 """Sessions whose last durable ack is remembered."""
 
@@ -34,6 +36,8 @@ class Held:
         self._batches: dict[tuple[bytes, int], _Entry] = {}
         """The newest held reply to whoever asks for a lease, by its address."""
         self._acks: dict[int, Ack] = {}
+        self._waiting_acks: dict[int, int] = {}
+        """Held acks of each session."""
         self._replies = 0
 
     def __len__(self) -> int:
@@ -46,6 +50,8 @@ class Held:
 
     def hold(self, ticket: int, action: Action) -> None:
         """Keep an action until batch `ticket` is durable; tickets never fall."""
+        if self._is_held(action):
+            return
         entry = _Entry(ticket, action)
         self._waiting.append(entry)
         self._replies += isinstance(action, Reply)
@@ -57,9 +63,26 @@ class Held:
         if len(self._waiting) > HELD_LIMIT:
             self._next()
 
+    def _is_held(self, action: Action) -> bool:
+        """Whether enough of a session's acks wait: one for what is being written, and one for what is open.
+
+        The older ones stay: were they replaced, none would ever leave where the next is always sooner.
+        """
+        if not isinstance(action, Publish) or not isinstance(action.message, Ack):
+            return False
+        waiting = self._waiting_acks.get(action.message.session, 0)
+        if waiting < ACKS_HELD:
+            self._waiting_acks[action.message.session] = waiting + 1
+        return waiting >= ACKS_HELD
+
     def _next(self) -> Action | None:
         """Remove and return the first action."""
         action = self._waiting.popleft().action
+        if isinstance(action, Publish) and isinstance(action.message, Ack):
+            session = action.message.session
+            self._waiting_acks[session] -= 1
+            if not self._waiting_acks[session]:
+                del self._waiting_acks[session]
         self._replies -= isinstance(action, Reply)
         if action is not None and (key := _batch(action)) is not None:
             del self._batches[key]

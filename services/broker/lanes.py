@@ -93,6 +93,10 @@ class Lane:
         """Whether one failure more would end the group: then it must be its own."""
         return 0 < group.failures >= self._last_chance
 
+    def would_be_suspected(self, group: StoredGroup, failed: bool) -> bool:
+        """Whether a group is suspected after its lease, which `failed` or not, is lost."""
+        return 0 < group.failures + failed >= self._last_chance
+
     def holds(self, group: StoredGroup) -> bool:
         """Whether a group is queued here; quick near the head."""
         if self.suspected(group):

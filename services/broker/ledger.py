@@ -52,8 +52,9 @@ class Ledger:
             self.reasons[f"{new.value}({reason})"] += groups
 
     def requeued(self) -> None:
-        """Count a dead group out; it is accepted anew."""
-        self.move(State.DEAD, State.DISCARDED, reason="requeued")
+        """Count a dead group out; it is accepted anew. One that died in a life nobody remembers is in no count."""
+        if self.counts[State.DEAD]:
+            self.move(State.DEAD, State.DISCARDED, reason="requeued")
 
     def restore(self, item: LedgerItem) -> None:
         """Become what a snapshot says."""

@@ -13,26 +13,32 @@ class Lineage:
     def __init__(self) -> None:
         self.forks: dict[int, PolicyVersion] = {}
         """The version that an incarnation resumed at."""
-        self._resumed: PolicyVersion | None = None
+        self.pending: PolicyVersion | None = None
+        """The version that an incarnation resumed at of which nothing is known yet."""
 
     def resumed(self, version: PolicyVersion) -> None:
         """Note that a trainer resumed at a version; its incarnation shows with its first pull."""
-        self._resumed = version
+        self.pending = version
 
     def seen(self, version: PolicyVersion) -> None:
         """Note the policy of a trainer that pulls."""
-        resumed = self._resumed
+        resumed = self.pending
         if resumed is not None and version.incarnation > resumed.incarnation:
             self.forks.setdefault(version.incarnation, resumed)
-            self._resumed = None
+            self.pending = None
+
+    def _fork(self, version: PolicyVersion) -> PolicyVersion | None:
+        """Return where the incarnation of a version began; the youngest one may be about to show."""
+        fork = self.forks.get(version.incarnation, self.pending)
+        return fork if fork is not None and fork.incarnation < version.incarnation else None
 
     def distance(self, policy: PolicyVersion, sampled: PolicyVersion) -> int:
         """Return how many optimizer steps lie between two policies, by way of the forks between them."""
         steps = 0
         while policy.incarnation != sampled.incarnation:
             younger, other = max(policy, sampled), min(policy, sampled)
-            fork = self.forks.get(younger.incarnation)
-            if fork is None or fork.incarnation >= younger.incarnation:
+            fork = self._fork(younger)
+            if fork is None:
                 break
             steps += max(0, younger.step - fork.step)
             policy, sampled = fork, other
@@ -40,4 +46,4 @@ class Lineage:
 
     def clear(self) -> None:
         self.forks.clear()
-        self._resumed = None
+        self.pending = None

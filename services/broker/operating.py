@@ -19,6 +19,7 @@ from rolloutmq.schemas.delivery import ErrorReply, InfoReply, Ok
 from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal.body import Body
 from rolloutmq.services.broker.journal.facts import (
     Accepted,
     Disconnected,
@@ -46,8 +47,11 @@ class Operating:
         state = self._state
         if not math.isfinite(beat.blocked_s):
             return refuse(ErrorCode.INVALID, "blocked_s must be a finite number")
+        told = state.workers.draining(beat.worker)
         if not state.workers.beat(beat, now):
             return refuse(ErrorCode.LIMIT, "too many workers")
+        if told and not state.workers.draining(beat.worker):
+            state.log.add(Told(beat.worker, "", told=False))
         session = state.sessions.current(beat.worker)
         if session is not None and not session.closed and beat.pid == session.pid:
             self._produced(session, beat)
@@ -57,6 +61,11 @@ class Operating:
             if beat.state not in {WorkerState.GONE, WorkerState.FAILED}:
                 self._producing.alive(session, now)
         return WorkerBeatReply(draining=state.workers.draining(beat.worker))
+
+    def sweep(self, now: float) -> None:
+        """Forget workers that are long gone, and their drains with them."""
+        for worker in self._state.workers.sweep(now):
+            self._state.log.add(Told(worker, "", told=False))
 
     def _produced(self, session: Session, beat: WorkerBeat) -> None:
         produced = max(0, beat.produced - session.produced_before)
@@ -132,11 +141,14 @@ class Operating:
         state = self._state
         if state.admission.full() or group.header.nbytes > state.admission.room:
             return "the queue is full"
-        if group.header.group_id in state.known:
+        held = state.known.get(group.header.group_id)
+        if held is not None and state.groups.find(held.order) is held:
             return "it is not dead"
+        group.body = Body(group.body.frames, group.header.nbytes, state.ram)
         state.log.add(Requeued(group.order))
         state.ledger.requeued()
         group.order = group.failures = group.deliveries = 0
+        group.requeued = True
         group.accepted_at, group.accepted_wall = now, wall
         state.admit(group, state.lanes.open(group.env, group.split, now), now)
         state.log.add(group)
@@ -145,14 +157,16 @@ class Operating:
     def reset(self, request: Reset, wall: float) -> Ok:
         """Forget the run. Session numbers and the ledger go on, so that nothing old passes for new."""
         self._consuming.reset()
-        self._state.log.add(WasReset(request.reason))
-        self.forget(wall)
+        lost = self._state.sessions.lost_of_silent()
+        self._state.log.add(WasReset(request.reason, lost))
+        self.forget(wall, lost)
         return Ok()
 
-    def forget(self, wall: float) -> None:
-        """Forget all but what goes on."""
+    def forget(self, wall: float, lost: int) -> None:
+        """Forget all but what goes on; `lost` are the groups of sessions that fell silent."""
         state = self._state
-        state.ledger.lost += state.sessions.lost_of_silent()
+        state.consumers.clear()
+        state.ledger.lost += lost
         state.admission.clear()
         state.acks.clear()
         state.sessions.clear()
@@ -175,4 +189,5 @@ def accepted(group: StoredGroup) -> Accepted:
         producer=group.producer,
         session=group.session,
         at=group.accepted_wall,
+        requeued=group.requeued,
     )

@@ -24,9 +24,12 @@ from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Body
 from rolloutmq.services.broker.journal.facts import Declared, Opened, Produced, Skipped, Told
 from rolloutmq.services.broker.lanes import Lane
+from rolloutmq.services.broker.pacing import OPEN_WINDOW
 from rolloutmq.services.broker.sessions import Session
 from rolloutmq.services.broker.state import State, refuse
 
+BEGUN_LIMIT: Final = 1 << 40
+"""Rollouts that one session can have begun; no process lives that long."""
 LANES_LIMIT: Final = 1024
 """Environments of one broker; names come from peers."""
 
@@ -49,8 +52,9 @@ class Producing:
             state.admission.retire(former)
         session = state.sessions.open(request, lane, now)
         if session.number == request.resume_session:
-            session.start_limit = max(session.start_limit, request.begun)
-            session.abandoned = max(session.abandoned, min(request.abandoned, request.begun))
+            session.abandoned = max(session.abandoned, min(request.abandoned, request.begun, BEGUN_LIMIT))
+            most = session.used + max(session.slots, OPEN_WINDOW)
+            session.start_limit = max(session.start_limit, min(request.begun, most))
         if keeps_draining:
             session.draining = True
         else:
@@ -230,6 +234,7 @@ class Producing:
         held = self._state.known.get(header.group_id)
         return (
             held is not None
+            and self._state.groups.find(held.order) is held
             and held.producer == session.producer
             and held.session != session.number
             and (held.header.crc, held.header.nbytes) == (header.crc, header.nbytes)

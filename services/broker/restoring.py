@@ -138,9 +138,9 @@ class Restoring:
             f.Committed: lambda fact: state.settlement.commit(fact.group, fact.version),
             f.Forgot: lambda fact: state.settlement.forget_oldest(fact.group, fact.batches),
             f.Rewound: self._rewound,
-            f.Requeued: lambda _: state.ledger.requeued(),
+            f.Requeued: self._requeued,
             f.Disconnected: lambda fact: self._operating.leave(fact.env),
-            f.WasReset: lambda _: self._operating.forget(self._wall),
+            f.WasReset: lambda fact: self._operating.forget(self._wall, fact.lost),
             f.Wanted: lambda fact: state.wanted.update({fact.env: fact.count}),
             f.Told: self._told,
             f.Began: lambda _: None,
@@ -181,8 +181,11 @@ class Restoring:
 
     def _lane(self, item: f.LaneItem) -> None:
         lane = self._state.lanes.open(item.env, item.split, self._now)
-        lane.connected, lane.group_size, lane.carry = item.connected, item.group_size, item.carry
-        if not self._state.lanes.configured(item.env) or not item.connected:
+        lane.connected, lane.carry = item.connected, item.carry
+        configured = self._state.lanes.configured(item.env)
+        if not configured:
+            lane.group_size = item.group_size
+        if not configured or not item.connected:
             lane.weight, lane.min_share = item.weight, item.min_share
         lane.accepted_groups, lane.trained_groups = item.accepted_groups, item.trained_groups
         lane.largest_bytes = item.largest_bytes
@@ -237,6 +240,7 @@ class Restoring:
             body=self._source.body(fact),
             accepted_at=self._now - max(0.0, self._wall - fact.at),
             accepted_wall=fact.at,
+            requeued=fact.requeued,
             order=fact.order,
         )
 
@@ -325,7 +329,7 @@ class Restoring:
         state = self._state
         session = state.sessions.numbered(fact.session)
         header = fact.header
-        if session is not None and not session.window.seen(header.seq):
+        if session is not None and not fact.requeued and not session.window.seen(header.seq):
             session.window.accept(header.seq, header.position, header.nbytes)
         if state.groups.find(fact.order) is not None:
             return
@@ -422,9 +426,9 @@ class Restoring:
     def _lost(self, fact: f.Lost) -> None:
         settlement, lease = self._state.settlement, self._find(fact.lease)
         if fact.recalled:
-            settlement.recall(lease)
+            settlement.recall(lease, apart=fact.apart)
         else:
-            settlement.give_back(lease, failed=fact.failed)
+            settlement.give_back(lease, failed=fact.failed, apart=fact.apart)
 
     def _dropped(self, fact: f.Dropped) -> None:
         group = self._state.groups.find(fact.order)
@@ -437,6 +441,10 @@ class Restoring:
         state.settlement.bring_back(fact.group, fact.version)
         state.consumers.resumptions[fact.group] = fact.version, {fact.consumer}
         state.run.resumed(fact.version)
+
+    def _requeued(self, fact: f.Requeued) -> None:
+        self._state.ledger.requeued()
+        self._state.requeued.add(fact.order)
 
     def _told(self, fact: f.Told) -> None:
         workers = self._state.workers

@@ -88,12 +88,14 @@ class Run:
     def item(self) -> RunItem:
         """Return all of it for a snapshot; what other parts know of the run is added there."""
         forks = tuple(self.lineage.forks.items())
-        return RunItem(self.info, self._owner, self._pulled, self.policy, forks, (), ())
+        pending = self.lineage.pending
+        return RunItem(self.info, self._owner, self._pulled, self.policy, forks, (), (), pending)
 
     def restore(self, item: RunItem) -> None:
         """Become what `item` returned."""
         self.info, self._owner, self._pulled, self.policy = item.info, item.owner, item.pulled, item.policy
         self.lineage.forks.update(item.forks)
+        self.lineage.pending = item.pending
 
     def reset(self) -> None:
         """Forget what was registered and the step."""

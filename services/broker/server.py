@@ -127,6 +127,7 @@ def running_broker(
         dead = DeadStore(
             layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
         )
+        _reconcile(core, dead)
         plane = DataPlane(
             core,
             bound,
@@ -279,6 +280,13 @@ def _recover(core: BrokerCore, journal: Journal) -> bool:
     if not found.empty:
         logger.info("recovered groups=%d seconds=%.2f", core.held_groups, time.monotonic() - began)
     return not found.damage and not problems
+
+
+def _reconcile(core: BrokerCore, dead: DeadStore) -> None:
+    """Remove the letters of groups that live: the broker was killed before it could, or before they were dead."""
+    for entry in list(dead.entries()):
+        if core.lives(entry.order):
+            dead.remove(entry.order)
 
 
 def _restore(core: BrokerCore, layout: RunLayout) -> None:

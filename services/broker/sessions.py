@@ -21,6 +21,8 @@ TABLES_LIMIT: Final = 256
 """Column tables of one session; an environment has one or two."""
 PRODUCERS_LIMIT: Final = 1 << 16
 """Producers that are remembered; beyond it the one that is over for longest is forgotten."""
+LOST_LIMIT: Final = 1 << 32
+"""Most groups that a session can have lost: what it says is not believed beyond."""
 _EPOCH_SHIFT: Final = 20
 """A million sessions in each life of the broker before numbers of two lives could meet."""
 
@@ -103,7 +105,7 @@ class Session:
     @property
     def lost(self) -> int:
         """Groups that it finished and that never got accepted, if it is over."""
-        return max(0, self.produced - self.window.accepted)
+        return min(LOST_LIMIT, max(0, self.produced - self.window.accepted))
 
     def declare(self, tables: tuple[ColumnTable, ...]) -> bool:
         """Remember column tables; False if there would be too many."""

@@ -203,15 +203,20 @@ class Settlement:
             failed: Whether its trainer was lost with it, rather than giving it back.
             why: For people.
         """
-        self._log.add(Lost(lease.number, failed, why))
-        self.give_back(lease, failed=failed)
+        apart = self._comes_apart(lease, failed=failed)
+        self._log.add(Lost(lease.number, failed, why, apart=apart))
+        self.give_back(lease, failed=failed, apart=apart)
         self._bury(lease.groups, wall)
 
-    def give_back(self, lease: Lease, *, failed: bool) -> None:
-        """Return the groups of a lease to their places."""
+    def _comes_apart(self, lease: Lease, *, failed: bool) -> bool:
+        """Whether a group of the lease, once it is lost, will have one chance left: then it may be poison."""
+        return any(self._lanes.of(group).would_be_suspected(group, failed) for group in lease.groups)
+
+    def give_back(self, lease: Lease, *, failed: bool, apart: bool = False) -> None:
+        """Return the groups of a lease to their places; a rewound batch comes again whole, or apart."""
         groups = self._unlease(lease, failed=failed)
         if lease.rewound:
-            self._send_back(lease.stream, self._again(lease))
+            self._send_back(lease.stream, _again(lease, apart=apart))
             return
         for group in groups:
             self._leave(False, group)
@@ -224,12 +229,6 @@ class Settlement:
             group.failures += failed
         self._ledger.move(State.LEASED, State.QUEUED, len(groups))
         return groups
-
-    def _again(self, lease: Lease) -> list[Returning]:
-        """Return the batch as it comes again: whole, or apart if one failure more would end a group."""
-        batch = Returning([part.groups for part in lease.parts], lease.short)
-        last = any(self._lanes.of(group).suspected(group) for group in lease.groups)
-        return batch.apart() if last else [batch]
 
     def _bury(self, groups: Iterable[StoredGroup], wall: float) -> None:
         dead = [group for group in groups if group.failures >= self._max_deliveries]
@@ -274,14 +273,15 @@ class Settlement:
         """
         leases = [lease for split in Split if (lease := self._leases.of((consumer_group, split)))]
         for lease in leases:
-            self._log.add(Lost(lease.number, True, "rewound", recalled=True))
-            self.recall(lease)
+            apart = self._comes_apart(lease, failed=True)
+            self._log.add(Lost(lease.number, True, "rewound", recalled=True, apart=apart))
+            self.recall(lease, apart=apart)
         self._log.add(Rewound(consumer_group, version, consumer))
         self.bring_back(consumer_group, version)
         for lease in leases:
             self._bury(lease.groups, wall)
 
-    def recall(self, lease: Lease) -> None:
+    def recall(self, lease: Lease, *, apart: bool) -> None:
         """Take an open lease back for the rewind queue, where the batches before it will follow."""
         groups = self._unlease(lease, failed=True)
         if not lease.rewound:
@@ -289,7 +289,7 @@ class Settlement:
                 self._leave(False, group).rewinding.add(group)
                 self._lanes.let_go(group)
                 self._retained.charge(group.header.nbytes)
-        self._send_back(lease.stream, self._again(lease))
+        self._send_back(lease.stream, _again(lease, apart=apart))
 
     def bring_back(self, consumer_group: str, version: PolicyVersion) -> None:
         """Put the batches that were settled after `version` at the head of the rewind queue."""
@@ -326,6 +326,11 @@ class Settlement:
         for group in groups:
             self._ledger.move(state, State.DISCARDED, reason="reset")
             self._dropping.end(group, State.DISCARDED, "reset", wall)
+
+
+def _again(lease: Lease, *, apart: bool) -> list[Returning]:
+    batch = Returning([part.groups for part in lease.parts], lease.short)
+    return batch.apart() if apart else [batch]
 
 
 def _leased(lease: Lease) -> Leased:

@@ -77,6 +77,8 @@ class State:
         self.wanted: dict[str, int | None] = {}
         self.journal = JournalStatus()
         """How the journal does, as the shell last said."""
+        self.requeued: set[int] = set()
+        """Former orders of dead groups that an earlier life queued again."""
         self.repace = False
         """Credit may have come free: rollouts are granted again at the end of the round."""
 

@@ -45,6 +45,8 @@ class Workers:
         if told is not None and (other or told.pid not in {0, beat.pid}):
             del self._told[beat.worker]
             told = None
+        if told is not None:
+            told.pid = told.pid or beat.pid
         self._beats[beat.worker] = beat, now
         if told is not None and beat.state in _CONFIRMED:
             told.confirmed = True
@@ -92,13 +94,16 @@ class Workers:
         """Return every drain that stands."""
         return [told.drain for told in self._told.values()]
 
-    def sweep(self, now: float) -> None:
-        """Drop who left or fell silent long ago."""
+    def sweep(self, now: float) -> list[str]:
+        """Drop who left or fell silent long ago; return whose drains ended with that."""
+        ended = []
         for worker, (beat, at) in list(self._beats.items()):
             limit = GONE_S if beat.state is WorkerState.GONE else SILENT_S
             if beat.state is not WorkerState.FAILED and now - at > limit:
                 del self._beats[worker]
-                self._told.pop(worker, None)
+                if self.untell(worker):
+                    ended.append(worker)
+        return ended
 
     def statuses(self, now: float) -> tuple[WorkerStatus, ...]:
         """Return the table, by name."""

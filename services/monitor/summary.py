@@ -112,18 +112,19 @@ def settle_accounts(
     dropped: Sequence[DroppedGroup],
     saved: Iterable[str],
 ) -> Accounts:
-    """Put every group where it belongs. Pure."""
+    """Put every group where it belongs; one that was dead and queued again, where it came to then. Pure."""
+    last = {group.group_id: group.state for group in dropped}
     given_up = {
-        state: {group.group_id for group in dropped if group.state == state}
+        state: {name for name, found in last.items() if found == state}
         for state in ("dead", "expired", "discarded")
     }
     places = {
         "trained": set(log.trained()),
         "filtered": log.filtered(),
-        "dead": given_up["dead"] | log.rejected(),
+        "in_flight": set(saved),
         "expired": given_up["expired"],
         "discarded": given_up["discarded"],
-        "in_flight": set(saved),
+        "dead": given_up["dead"] | log.rejected(),
     }
     accepted = set(acked).union(log.voided_ids(), *places.values())
     rest = set(accepted)

@@ -61,3 +61,9 @@ def test_shuffling_keeps_the_scores_and_repeats_itself() -> None:
     assert_array_equal(once, shuffled(scores, 1, "a"))
     assert not np.array_equal(once, shuffled(scores, 1, "b"))
     assert not np.array_equal(once, shuffled(scores, 2, "a"))
+
+
+def test_scores_without_a_finite_advantage_are_rejected_alone() -> None:
+    found = judge(np.array([1e300, -1e300, 1e300, 0.0]), "dr_grpo")
+    assert found.verdict is Verdict.REJECTED
+    assert not found.advantages.any()

@@ -26,7 +26,7 @@ from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.envelope import ColumnTable
 from rolloutmq.services.broker.groups import StoredGroup
-from rolloutmq.services.broker.journal.appender import Patience
+from rolloutmq.services.broker.journal.appender import Patience, passes
 from rolloutmq.services.broker.journal.body import Body, Frames, Ram
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.factlog import FactLog, prune
@@ -174,6 +174,8 @@ class Committer:
                 facts.append(self._accept(entry, next(frames)))
             elif isinstance(entry, Turn):
                 self._write(facts, binding=True)
+                self._groups.settle()
+                self._facts.settle()
                 facts = []
                 self._turn(entry.snapshot)
             else:
@@ -198,6 +200,7 @@ class Committer:
             group.session,
             self._encoded(group.table),
             group.accepted_wall,
+            group.requeued,
         )
         segment, offset = self._groups.append(encode(meta), frames, group.body.nbytes)
         group.body.place = segment, offset
@@ -211,6 +214,7 @@ class Committer:
             group.session,
             group.accepted_wall,
             Place(segment.number, offset),
+            group.requeued,
         )
 
     def _encoded(self, table: ColumnTable) -> ColumnTable:
@@ -288,6 +292,7 @@ class Committer:
             group.session,
             self._encoded(table),
             group.at,
+            group.requeued,
         )
         body.place = self._groups.append(encode(meta), body.frames, body.nbytes)
 
@@ -300,7 +305,11 @@ class Committer:
             return True
         if not self._pruned:
             self._pruned = True
-            return prune(self._directory, self._config.history_bytes, self._disk)
+            try:
+                return prune(self._directory, self._config.history_bytes, self._disk)
+            except OSError as error:
+                if not passes(error):
+                    raise
         return False
 
     def _prepare(self) -> bool:
@@ -320,7 +329,11 @@ class Committer:
         for _ in range(count):
             self._disk.unlink(self._removals.popleft().path)
         if count and self._syncs and not self._removals:
-            self._disk.sync_directory(self._directory)
+            try:
+                self._disk.sync_directory(self._directory)
+            except OSError as error:
+                if not passes(error):  # A name that comes back is removed again by a later life.
+                    raise
         return count > 0
 
     def _make_room(self) -> None:

@@ -33,6 +33,7 @@ class GroupMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     table: ColumnTable
     at: float
     """Wall-clock seconds of the acceptance."""
+    requeued: bool = False
 
 
 class Fact(msgspec.Struct, frozen=True, array_like=True):
@@ -51,6 +52,8 @@ class Accepted(Fact, frozen=True, tag=1):
     session: int
     at: float
     place: Place | None = None
+    requeued: bool = False
+    """It was dead and is here again because somebody wants it: it does not expire."""
 
 
 class Skipped(Fact, frozen=True, tag=2):
@@ -145,6 +148,8 @@ class Lost(Fact, frozen=True, tag=10):
     failed: bool
     why: str
     recalled: bool = False
+    apart: bool = False
+    """The batch comes again in batches of one group."""
 
 
 class Dropped(Fact, frozen=True, tag=11):
@@ -191,9 +196,10 @@ class Disconnected(Fact, frozen=True, tag=16):
 
 
 class WasReset(Fact, frozen=True, tag=17):
-    """The run was forgotten: what was queued or leased is discarded."""
+    """The run was forgotten: what was queued or leased is discarded. `lost` are groups of sessions silent by then."""
 
     reason: str
+    lost: int = 0
 
 
 class Wanted(Fact, frozen=True, tag=18):
@@ -367,6 +373,8 @@ class RunItem(Fact, frozen=True, tag=75):
     forks: tuple[tuple[int, PolicyVersion], ...]
     checkpointing: tuple[str, ...]
     resumed: tuple[tuple[str, PolicyVersion, tuple[str, ...]], ...]
+    pending: PolicyVersion | None = None
+    """The version that a trainer resumed at which has pulled nothing since."""
 
 
 AnyFact = (

@@ -42,6 +42,7 @@ class Recovered:
         facts: Items of a snapshot, then facts in their order, then the acceptances of the tail.
         damage: One line for each damaged stretch.
         empty: There was no journal.
+        unsynced: Segments whose end a former life may not have synced any more.
         log_number, segment_number: The highest numbers in use, 0 for none.
     """
 
@@ -51,6 +52,7 @@ class Recovered:
         self.empty = True
         self.log_number = 0
         self.segment_number = 0
+        self.unsynced: list[Path] = []
         self._segments = segments
         self._ram = ram
 
@@ -120,6 +122,8 @@ class _Recovery:
         for number, path in files.items():
             self._segments.add(number, path.stat().st_size).sealed = True
         found.facts = list(_join(chain, sorted(tail, key=operator.attrgetter("order"))))
+        start = self._start(chain, known.last)
+        found.unsynced = [path for number, path in files.items() if number >= start.segment]
         found.damage = self._damage
         found.empty = not logs and not files
         found.log_number = max(logs, default=0)
@@ -239,4 +243,5 @@ def _accepted(meta: GroupMeta, place: Place) -> Accepted:
         session=meta.session,
         at=meta.at,
         place=place,
+        requeued=meta.requeued,
     )

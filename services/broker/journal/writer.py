@@ -16,6 +16,7 @@ from typing import Final
 
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.control import JournalStatus
+from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.errors import JournalFailedError
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Ram
@@ -94,6 +95,7 @@ class Journal:
         patience = self._committer.patience
         patience.hurry(PATIENCE_S)
         try:
+            self._sync_former(former)
             self._committer.begin(former.log_number + 1, former.segment_number + 1, items)
         except OSError as error:
             raise JournalFailedError(str(self._directory), str(error)) from error
@@ -102,6 +104,17 @@ class Journal:
             if isinstance(item, tuple):
                 item[1].settled_on_disk()
         self._segments.settle()
+
+    def _sync_former(self, former: Recovered) -> None:
+        """Make what was read back as durable as the level says: it is acked from now on."""
+        if self._config.durability is not Durability.DISK:
+            return
+        for path in former.unsynced:
+            fd = self._disk.open(path)
+            try:
+                self._disk.fdatasync(fd)
+            finally:
+                self._disk.close(fd)
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Let what happened join the open batch; never blocks."""

@@ -253,3 +253,10 @@ def test_empty_run_has_a_summary_without_rewards(run_dir: Path) -> None:
     assert summary["steps"] == 0
     assert groups(summary) == {}
     assert msgspec.json.encode(summary)
+
+
+def test_a_dead_group_that_was_queued_again_counts_where_it_came_to(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.dropped, [dropped("a", "dead"), dropped("b", "dead"), dropped("a", "expired")])
+
+    assert groups(join(layout, "b")) == {"accepted": 2, "expired": 1, "in_flight": 1}
