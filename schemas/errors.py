@@ -28,7 +28,8 @@
         ├── RunDirInUseError
         ├── AddressInUseError
         ├── SegmentInUseError          another living process owns the shared memory
-        ├── DamagedFileError
+        ├── DamagedFileError, DamagedRecordError, DamagedJournalError
+        ├── JournalFailedError         the disk failed, and nothing more can be promised
         └── MissingError
 
 Exceptions carry fields and build their own text. Over the wire an error is an `ErrorCode` and that text.
@@ -366,32 +367,21 @@ class DamagedRecordError(ResourceError):
     """What is read back from the journal is not what was written; it is kept aside."""
 
     def __init__(self, path: str, offset: int) -> None:
-        self.path = path
-        self.offset = offset
-
-    def __str__(self) -> str:
-        return f"{self.path}: the record at {self.offset} is damaged"
+        super().__init__(f"{path}: the record at {offset} is damaged")
 
 
 class DamagedJournalError(ResourceError):
     """So much of the journal is damaged that what is left contradicts itself; nothing was changed."""
 
     def __init__(self, problem: str) -> None:
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.problem}; `rolloutmq ledger verify` names what is missing"
+        super().__init__(f"{problem}; `rolloutmq ledger verify` names what is missing")
 
 
 class JournalFailedError(ResourceError):
     """The disk failed to write or to sync: nothing more can be promised, and the broker ends."""
 
     def __init__(self, path: str, problem: str) -> None:
-        self.path = path
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.problem}; what was acked before is safe, nothing was acked since"
+        super().__init__(f"{path}: {problem}; what was acked before is safe, nothing was acked since")
 
 
 class MissingError(ResourceError):

@@ -26,8 +26,7 @@ from rolloutmq.bus.sockets import Socket
 from rolloutmq.schemas.control import Requeue
 from rolloutmq.schemas.delivery import ErrorReply
 from rolloutmq.schemas.delivery import Reply as ReplyMessage
-from rolloutmq.schemas.envelope import ENVELOPE_LIMIT_BYTES, FRAMES_LIMIT
-from rolloutmq.schemas.errors import LimitExceededError, MalformedError, WireError
+from rolloutmq.schemas.errors import MalformedError, WireError
 from rolloutmq.schemas.records import DroppedGroup
 from rolloutmq.services.broker.actions import Action, Bury, Dropped, Publish, Reply, Route, Unbury
 from rolloutmq.services.broker.core import BrokerCore
@@ -37,6 +36,7 @@ from rolloutmq.services.broker.journal.body import Body, Ram
 from rolloutmq.services.broker.journal.dead import DeadGroup, DeadStore
 from rolloutmq.services.broker.journal.writer import Journal
 from rolloutmq.services.broker.listening import Listening
+from rolloutmq.services.broker.receiving import receive, receive_small, route_of
 from rolloutmq.services.broker.wake import Wake
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,6 @@ BURST_MESSAGES: Final = 64
 """Most messages taken from one socket in a round."""
 BURST_BYTES: Final = 16 << 20
 """Most bytes of groups taken in a round; at memory speed that is a few milliseconds."""
-COPY_BELOW_BYTES: Final = 64 << 10
-"""A smaller frame is copied: the library would keep its whole receive buffer for it. A larger one is kept as it is."""
-ROUTE_LIMIT_FRAMES: Final = 8
-"""Most frames of a return address, the peer's and its own correlation frames together."""
-ROUTE_LIMIT_BYTES: Final = 1024
 REQUEST_LIMIT_BYTES: Final = 1 << 20
 """Largest request: a settlement of 10,000 groups is about half of it."""
 EVENT_LIMIT_BYTES: Final = 64 << 10
@@ -86,14 +81,6 @@ class Log(Protocol):
     """Where lines for people go: `dropped.jsonl`."""
 
     def write(self, data: bytes, /) -> int: ...
-
-
-class Arrival(msgspec.Struct):
-    """One message of a producer, within its limits."""
-
-    first: bytes
-    frames: list[bytes | zmq.Frame]
-    nbytes: int
 
 
 class DataPlane:
@@ -237,7 +224,7 @@ class DataPlane:
             while messages > 0 and nbytes > 0 and self._takes():
                 messages -= 1
                 try:
-                    message = self._receive(self._sockets.ingest, self._max_group_bytes)
+                    message = receive(self._sockets.ingest, self._max_group_bytes)
                     nbytes -= message.nbytes
                     envelope = codec.decode_envelope(message.first, len(message.frames), message.nbytes)
                 except WireError as error:
@@ -248,8 +235,8 @@ class DataPlane:
             return
 
     def _serve_one(self) -> None:
-        frames = self._receive_small(self._sockets.serve, REQUEST_LIMIT_BYTES)
-        route = _route(frames)
+        frames = receive_small(self._sockets.serve, REQUEST_LIMIT_BYTES)
+        route = route_of(frames)
         if route is None:
             self._reject("serve: malformed")
             return
@@ -306,7 +293,7 @@ class DataPlane:
             self._carry_out(self.core.subscribed(frame[1:]))
 
     def _publish_one(self) -> None:
-        frames = self._receive_small(self._sockets.publish, EVENT_LIMIT_BYTES)
+        frames = receive_small(self._sockets.publish, EVENT_LIMIT_BYTES)
         if len(frames) != 2 or not topics.is_forwarded(frames[0]):
             self._reject("publish: not forwarded")
             return
@@ -316,42 +303,6 @@ class DataPlane:
             self._reject(f"publish: {error.code.value}")
             return
         self._sockets.events.send_multipart(frames, zmq.NOBLOCK)
-
-    def _receive(self, socket: Socket, limit_bytes: int) -> Arrival:
-        """Take one message of a producer; LimitExceededError, and none of it kept, if it is beyond a limit."""
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
-        more = frame.more
-        if len(frame) > ENVELOPE_LIMIT_BYTES:
-            _skip(socket, more)
-            raise LimitExceededError("size of the envelope", len(frame), ENVELOPE_LIMIT_BYTES)
-        message = Arrival(frame.bytes, [], 0)
-        while more:
-            frame = socket.recv(zmq.NOBLOCK, copy=False)
-            more = frame.more
-            message.nbytes += len(frame)
-            if len(message.frames) + 2 > FRAMES_LIMIT:
-                _skip(socket, more)
-                raise LimitExceededError("frames of a message", FRAMES_LIMIT + 1, FRAMES_LIMIT)
-            if message.nbytes > limit_bytes:
-                _skip(socket, more)
-                raise LimitExceededError("bytes of a message", message.nbytes, limit_bytes)
-            message.frames.append(frame if len(frame) >= COPY_BELOW_BYTES else frame.bytes)
-        return message
-
-    def _receive_small(self, socket: Socket, limit_bytes: int) -> list[bytes]:
-        """Take one control message; empty if it is beyond a limit."""
-        frames: list[bytes] = []
-        nbytes = 0
-        more = True
-        while more:
-            frame = socket.recv(zmq.NOBLOCK)
-            more = bool(socket.getsockopt(zmq.RCVMORE))
-            nbytes += len(frame)
-            if len(frames) > ROUTE_LIMIT_FRAMES or nbytes > limit_bytes:
-                _skip(socket, more)
-                return []
-            frames.append(frame)
-        return frames
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         """Hand what changed to the journal, and do what may be done now; what binds waits for the journal."""
@@ -403,16 +354,3 @@ class DataPlane:
         count = counts[reason] = counts.get(reason, 0) + 1
         if count & (count - 1) == 0:  # a peer that repeats itself must not fill the log
             logger.warning("dropped reason=%s count=%d", reason, count)
-
-
-def _route(frames: list[bytes]) -> Route | None:
-    """Return the frames up to and including the first empty one, the peer's identity being the first of all."""
-    if b"" not in frames[1:]:
-        return None
-    route = tuple(frames[: frames.index(b"", 1) + 1])
-    return route if sum(map(len, route)) <= ROUTE_LIMIT_BYTES else None
-
-
-def _skip(socket: Socket, more: bool) -> None:
-    while more:
-        more = socket.recv(zmq.NOBLOCK, copy=False).more

@@ -47,7 +47,7 @@ from rolloutmq.schemas.delivery import (
 )
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.services.broker.journal.facts import decode_facts, decode_meta
+from rolloutmq.services.broker.journal.packing import decode_facts, decode_meta
 from rolloutmq.services.broker.journal.segment import HEADER_BYTES, Record, scan
 from rolloutmq.services.broker.server import running_broker
 

@@ -41,7 +41,7 @@ from rolloutmq.schemas.envelope import PROTOCOL_VERSION, Envelope, GroupHeader, 
 from rolloutmq.schemas.errors import ErrorCode, UsageError, WireError
 from rolloutmq.schemas.telemetry import HostSample
 from rolloutmq.schemas.trajectory import Group
-from rolloutmq.services.broker.journal import facts
+from rolloutmq.services.broker.journal import facts, packing
 from rolloutmq.services.broker.journal.segment import Damage, Record, encode_record, file_header, scan
 
 GROUP_MAGIC: Final = b"RMQGROUP"
@@ -102,7 +102,7 @@ def _opaque(data: bytes) -> None:
 
 
 def _facts(data: bytes) -> None:
-    for decode in (facts.decode_facts, facts.decode_meta):
+    for decode in (packing.decode_facts, packing.decode_meta):
         with suppress(msgspec.MsgspecError):
             decode(data)
 
@@ -320,7 +320,7 @@ def _facts_seeds() -> list[bytes]:
         facts.Dropped(1, "dead", "poison"),
         facts.Numbers(2, 2, 1),
     ]
-    return [facts.encode(listed), facts.encode(facts.GroupMeta(1, header, *run, encoded.table, 0.5))]
+    return [packing.encode(listed), packing.encode(facts.GroupMeta(1, header, *run, encoded.table, 0.5))]
 
 
 Edit = tuple[str, float, int]

@@ -30,7 +30,7 @@ from rolloutmq.bus.spool import Spool
 from rolloutmq.schemas.delivery import Settle
 from rolloutmq.schemas.envelope import ENVELOPE_LIMIT_BYTES, PolicyVersion
 from rolloutmq.schemas.errors import WireError
-from rolloutmq.services.broker.journal import facts
+from rolloutmq.services.broker.journal import packing
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -156,7 +156,7 @@ def _cost(decode: Callable[[bytes], Any], data: bytes) -> int:
     return peak
 
 
-@pytest.mark.parametrize(("decode", "seed"), [(facts.decode_facts, -2), (facts.decode_meta, -1)])
+@pytest.mark.parametrize(("decode", "seed"), [(packing.decode_facts, -2), (packing.decode_meta, -1)])
 def test_text_that_is_no_utf8_is_no_fact(decode: Callable[[bytes], Any], seed: int) -> None:
     decode(seeds()[seed])
     with pytest.raises(msgspec.MsgspecError):

@@ -13,7 +13,6 @@ from rolloutmq.schemas.delivery import Settle
 from rolloutmq.services.broker.journal.books import LIVE, Back, Books, Held, Loan
 from rolloutmq.services.broker.journal.facts import (
     Accepted,
-    AnyFact,
     Committed,
     Dropped,
     Fact,
@@ -27,6 +26,7 @@ from rolloutmq.services.broker.journal.facts import (
     Skipped,
     WasReset,
 )
+from rolloutmq.services.broker.journal.packing import AnyFact
 from rolloutmq.services.broker.ledger import State
 
 ENDED: Final = frozenset({State.DEAD, State.DISCARDED})

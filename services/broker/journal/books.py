@@ -10,7 +10,6 @@ from rolloutmq.schemas.delivery import Settle
 from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.facts import (
     Accepted,
-    AnyFact,
     GroupItem,
     KeptItem,
     LeaseItem,
@@ -19,6 +18,7 @@ from rolloutmq.services.broker.journal.facts import (
     ReturningItem,
     SessionItem,
 )
+from rolloutmq.services.broker.journal.packing import AnyFact
 from rolloutmq.services.broker.ledger import State
 
 Stream = tuple[str, Split]

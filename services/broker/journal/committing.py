@@ -30,8 +30,9 @@ from rolloutmq.services.broker.journal.appender import Patience, passes
 from rolloutmq.services.broker.journal.body import Body, Frames, Ram
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.factlog import FactLog, prune
-from rolloutmq.services.broker.journal.facts import Accepted, Fact, GroupItem, GroupMeta, Place, Table, encode
+from rolloutmq.services.broker.journal.facts import Accepted, Fact, GroupItem, GroupMeta, Place, Table
 from rolloutmq.services.broker.journal.grouplog import GroupLog
+from rolloutmq.services.broker.journal.packing import encode
 from rolloutmq.services.broker.journal.segments import Segment, Segments
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,6 @@ from rolloutmq.services.broker.journal.accounts import Accounts
 from rolloutmq.services.broker.journal.books import Books, Shards
 from rolloutmq.services.broker.journal.facts import (
     Accepted,
-    AnyFact,
     Committed,
     Dropped,
     Forgot,
@@ -30,6 +29,7 @@ from rolloutmq.services.broker.journal.facts import (
     WasReset,
 )
 from rolloutmq.services.broker.journal.history import Chapter, History, unlogged
+from rolloutmq.services.broker.journal.packing import AnyFact
 from rolloutmq.services.broker.ledger import State
 
 

@@ -19,7 +19,8 @@ import msgspec
 
 from rolloutmq.services.broker.journal.appender import Appender, Patience, passes
 from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.facts import AnyFact, Began, Fact, decode_facts, encode
+from rolloutmq.services.broker.journal.facts import Began, Fact
+from rolloutmq.services.broker.journal.packing import AnyFact, decode_facts, encode
 from rolloutmq.services.broker.journal.reading import RecordFile
 from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES, Damage, Record, file_header
 from rolloutmq.services.broker.journal.segments import is_numbered, numbered_files, numbered_nonce

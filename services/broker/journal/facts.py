@@ -5,8 +5,6 @@ their `order`, the number of their acceptance in this run. The form is msgpack a
 may be added at the end with a default, and a tag is never used twice.
 """
 
-from typing import Any, Final, TypeVar
-
 import msgspec
 
 from rolloutmq.schemas.delivery import RunInfo, Settle
@@ -375,38 +373,3 @@ class RunItem(Fact, frozen=True, tag=75):
     resumed: tuple[tuple[str, PolicyVersion, tuple[str, ...]], ...]
     pending: PolicyVersion | None = None
     """The version that a trainer resumed at which has pulled nothing since."""
-
-
-AnyFact = (
-    Accepted | Skipped | Opened | Declared | Produced | Joined | Leased | Pulled | Settles | Lost | Dropped
-    | Committed | Forgot | Rewound | Requeued | Disconnected | WasReset | Wanted | Told | Began
-    | Numbers | Table | LaneItem | SessionItem | GroupItem | LeaseItem | EndedItem | KeptItem | ReturningItem
-    | LedgerItem | ConsumerItem | RunItem
-)  # fmt: skip
-
-_T = TypeVar("_T")
-_encoder: Final = msgspec.msgpack.Encoder()
-_facts: Final = msgspec.msgpack.Decoder(tuple[AnyFact, ...])
-_meta: Final = msgspec.msgpack.Decoder(GroupMeta)
-
-
-def encode(facts: Any) -> bytes:
-    """Encode a list of facts, or the meta of a group."""
-    return _encoder.encode(facts)
-
-
-def decode_facts(data: memoryview | bytes) -> tuple[AnyFact, ...]:
-    """Decode what `encode` made of a list; msgspec.MsgspecError if it is nothing of the kind."""
-    return _decoded(_facts, data)
-
-
-def decode_meta(data: memoryview | bytes) -> GroupMeta:
-    """Decode the meta of a group's record; msgspec.MsgspecError if it is nothing of the kind."""
-    return _decoded(_meta, data)
-
-
-def _decoded(decoder: "msgspec.msgpack.Decoder[_T]", data: memoryview | bytes) -> _T:
-    try:
-        return decoder.decode(data)
-    except UnicodeDecodeError as error:
-        raise msgspec.DecodeError(str(error)) from None

@@ -14,15 +14,8 @@ import msgspec
 
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.factlog import FACTS, log_path
-from rolloutmq.services.broker.journal.facts import (
-    Accepted,
-    AnyFact,
-    Began,
-    GroupMeta,
-    Place,
-    decode_facts,
-    decode_meta,
-)
+from rolloutmq.services.broker.journal.facts import Accepted, Began, GroupMeta, Place
+from rolloutmq.services.broker.journal.packing import AnyFact, decode_facts, decode_meta
 from rolloutmq.services.broker.journal.reading import RecordFile
 from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES, Damage, Record
 from rolloutmq.services.broker.journal.segments import GROUP, is_numbered, numbered_files

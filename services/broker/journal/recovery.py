@@ -21,15 +21,8 @@ from rolloutmq.schemas.envelope import ColumnTable
 from rolloutmq.services.broker.journal.body import Body, Ram
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.factlog import LogContents, read_log
-from rolloutmq.services.broker.journal.facts import (
-    Accepted,
-    AnyFact,
-    GroupItem,
-    GroupMeta,
-    Numbers,
-    Place,
-    decode_meta,
-)
+from rolloutmq.services.broker.journal.facts import Accepted, GroupItem, GroupMeta, Numbers, Place
+from rolloutmq.services.broker.journal.packing import AnyFact, decode_meta
 from rolloutmq.services.broker.journal.reading import RecordFile
 from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES, Record
 from rolloutmq.services.broker.journal.segments import GROUP, Segments, is_numbered, numbered_files

@@ -18,7 +18,8 @@ import msgspec
 from rolloutmq.schemas.errors import DamagedRecordError
 from rolloutmq.services.broker.journal.body import Frames
 from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.facts import GroupMeta, Place, decode_meta
+from rolloutmq.services.broker.journal.facts import GroupMeta, Place
+from rolloutmq.services.broker.journal.packing import decode_meta
 from rolloutmq.services.broker.journal.quarantine import Quarantine
 from rolloutmq.services.broker.journal.reading import RecordFile
 from rolloutmq.services.broker.journal.segment import NONCE_BYTES

@@ -44,7 +44,6 @@ from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Body, Frames
 from rolloutmq.services.broker.journal.facts import (
     Accepted,
-    AnyFact,
     ConsumerItem,
     Fact,
     GroupItem,
@@ -54,9 +53,8 @@ from rolloutmq.services.broker.journal.facts import (
     SessionItem,
     Table,
     Told,
-    decode_facts,
-    encode,
 )
+from rolloutmq.services.broker.journal.packing import AnyFact, decode_facts, encode
 from rolloutmq.services.broker.operating import accepted
 
 TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1), ColumnSpec("scores", Dtype.F64, 0)))

@@ -29,8 +29,8 @@ from rolloutmq.services.broker.journal.facts import (
     Numbers,
     Place,
     Settles,
-    encode,
 )
+from rolloutmq.services.broker.journal.packing import encode
 from rolloutmq.services.broker.journal.segment import encode_record, file_header
 from rolloutmq.services.broker.journal.segments import GROUP, numbered_nonce
 from rolloutmq.services.broker.ledger import State

@@ -23,7 +23,8 @@ from rolloutmq.schemas.envelope import (
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Body, Ram
 from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.facts import Accepted, AnyFact, Began, GroupItem, Numbers, Table
+from rolloutmq.services.broker.journal.facts import Accepted, Began, GroupItem, Numbers, Table
+from rolloutmq.services.broker.journal.packing import AnyFact
 from rolloutmq.services.broker.journal.writer import Entry, Journal, Recovered, SnapshotItem
 
 TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1),))

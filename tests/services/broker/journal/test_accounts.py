@@ -8,7 +8,7 @@ from tests.services.broker.test_core_machine import Machine
 from rolloutmq.services.broker.journal.accounts import Accounts
 from rolloutmq.services.broker.journal.books import Books
 from rolloutmq.services.broker.journal.differences import differences
-from rolloutmq.services.broker.journal.facts import decode_facts, encode
+from rolloutmq.services.broker.journal.packing import decode_facts, encode
 
 
 class Follower:

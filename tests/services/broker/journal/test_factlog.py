@@ -9,7 +9,8 @@ from tests.services.broker.journal.journals import Driven, config, snapshot
 
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.factlog import CHUNK_BYTES, LogContents, chunks, prune, read_log
-from rolloutmq.services.broker.journal.facts import Dropped, decode_facts
+from rolloutmq.services.broker.journal.facts import Dropped
+from rolloutmq.services.broker.journal.packing import decode_facts
 from rolloutmq.services.broker.journal.reading import RecordFile
 
 

@@ -1,0 +1,76 @@
+"""Taking messages off the broker's sockets, within limits that are held before anything is decoded."""
+
+from typing import Final
+
+import msgspec
+import zmq
+
+from rolloutmq.bus.sockets import Socket
+from rolloutmq.schemas.envelope import ENVELOPE_LIMIT_BYTES, FRAMES_LIMIT
+from rolloutmq.schemas.errors import LimitExceededError
+from rolloutmq.services.broker.actions import Route
+
+COPY_BELOW_BYTES: Final = 64 << 10
+"""A smaller frame is copied: the library would keep its whole receive buffer for it. A larger one is kept as it is."""
+ROUTE_LIMIT_FRAMES: Final = 8
+"""Most frames of a return address, the peer's and its own correlation frames together."""
+ROUTE_LIMIT_BYTES: Final = 1024
+
+
+class Arrival(msgspec.Struct):
+    """One message of a producer, within its limits."""
+
+    first: bytes
+    frames: list[bytes | zmq.Frame]
+    nbytes: int
+
+
+def receive(socket: Socket, limit_bytes: int) -> Arrival:
+    """Take one message of a producer; LimitExceededError, and none of it kept, if it is beyond a limit."""
+    frame = socket.recv(zmq.NOBLOCK, copy=False)
+    more = frame.more
+    if len(frame) > ENVELOPE_LIMIT_BYTES:
+        _skip(socket, more)
+        raise LimitExceededError("size of the envelope", len(frame), ENVELOPE_LIMIT_BYTES)
+    message = Arrival(frame.bytes, [], 0)
+    while more:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        more = frame.more
+        message.nbytes += len(frame)
+        if len(message.frames) + 2 > FRAMES_LIMIT:
+            _skip(socket, more)
+            raise LimitExceededError("frames of a message", FRAMES_LIMIT + 1, FRAMES_LIMIT)
+        if message.nbytes > limit_bytes:
+            _skip(socket, more)
+            raise LimitExceededError("bytes of a message", message.nbytes, limit_bytes)
+        message.frames.append(frame if len(frame) >= COPY_BELOW_BYTES else frame.bytes)
+    return message
+
+
+def receive_small(socket: Socket, limit_bytes: int) -> list[bytes]:
+    """Take one control message; empty if it is beyond a limit."""
+    frames: list[bytes] = []
+    nbytes = 0
+    more = True
+    while more:
+        frame = socket.recv(zmq.NOBLOCK)
+        more = bool(socket.getsockopt(zmq.RCVMORE))
+        nbytes += len(frame)
+        if len(frames) > ROUTE_LIMIT_FRAMES or nbytes > limit_bytes:
+            _skip(socket, more)
+            return []
+        frames.append(frame)
+    return frames
+
+
+def route_of(frames: list[bytes]) -> Route | None:
+    """Return the frames up to and including the first empty one, the peer's identity being the first of all."""
+    if b"" not in frames[1:]:
+        return None
+    route = tuple(frames[: frames.index(b"", 1) + 1])
+    return route if sum(map(len, route)) <= ROUTE_LIMIT_BYTES else None
+
+
+def _skip(socket: Socket, more: bool) -> None:
+    while more:
+        more = socket.recv(zmq.NOBLOCK, copy=False).more
