@@ -83,11 +83,13 @@ def test_a_second_signal_lets_the_broker_save_its_queue(run: Run) -> None:
         "    (run_dir / 'saved.rmq').touch()\n"
         "    sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, save)\n"
+        "(run_dir / 'handler').touch()\n"
         "while True: time.sleep(60)\n",
     )
     run.add(
         Role.TRAINER,
         "signal.signal(signal.SIGTERM, lambda *_: os.kill(launcher, signal.SIGINT))\n"
+        "while not (run_dir / 'handler').exists(): time.sleep(0.01)\n"
         "os.kill(launcher, signal.SIGINT)\n"
         "while True: time.sleep(60)\n",
     )
