@@ -53,11 +53,11 @@ from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Ram
 from rolloutmq.services.broker.journal.packing import AnyFact
-from rolloutmq.services.broker.log import Entry
+from rolloutmq.services.broker.log import Entry, SnapshotItem
 from rolloutmq.services.broker.operating import Operating
 from rolloutmq.services.broker.producing import Producing
 from rolloutmq.services.broker.restoring import restore
-from rolloutmq.services.broker.snapshot import SnapshotItem, snapshot
+from rolloutmq.services.broker.snapshot import snapshot
 from rolloutmq.services.broker.state import State
 from rolloutmq.services.broker.status import Status
 from rolloutmq.services.broker.unpacking import Source

@@ -32,7 +32,7 @@ from rolloutmq.services.broker.actions import Action, Bury, Dropped, Publish, Re
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.held import Held
-from rolloutmq.services.broker.journal.body import Body, Ram
+from rolloutmq.services.broker.journal.body import Body
 from rolloutmq.services.broker.journal.dead import DeadGroup, DeadStore
 from rolloutmq.services.broker.journal.writer import Journal
 from rolloutmq.services.broker.listening import Listening
@@ -49,8 +49,8 @@ REQUEST_LIMIT_BYTES: Final = 1 << 20
 """Largest request: a settlement of 10,000 groups is about half of it."""
 EVENT_LIMIT_BYTES: Final = 64 << 10
 """Largest event of another service; they are samples of a few hundred bytes."""
-BEHIND_LIMIT_BYTES: Final = 96 << 20
-"""With more than that accepted and not yet durable, or half a segment, nothing more is taken in."""
+HEALTH_S: Final = 0.05
+"""How often the core is told how the journal does."""
 DRAIN_S: Final = 2.0
 """At the end, longest time to take in what has already arrived."""
 QUIET_MS: Final = 20
@@ -95,19 +95,18 @@ class DataPlane:
         max_group_bytes: int,
         wake: Wake,
         journal: Journal | None = None,
-        ram: Ram | None = None,
-        segment_bytes: int = 2 * BEHIND_LIMIT_BYTES,
     ) -> None:
         self.core = core
         self._journal = journal
-        self._ram = ram
         self._dead = dead
-        self._behind_limit = min(BEHIND_LIMIT_BYTES, segment_bytes // 2)
+        self._health_due = 0.0
         self._held = Held()
         self.unsent: dict[str, int] = {}
         """Replies that could not be sent, by kind and reason."""
         self.rejections: dict[str, int] = {}
         """Messages that were not of the protocol, by socket and reason."""
+        self.pauses: dict[str, int] = {}
+        """How often `ingest` was not read for a while, by reason."""
         self._sockets = sockets
         self._listening = Listening(sockets.all)
         self._dropped = dropped
@@ -148,7 +147,7 @@ class DataPlane:
                 self._poller.register(self._sockets.ingest, zmq.POLLIN)
             else:
                 self._poller.unregister(self._sockets.ingest)
-                logger.warning("not reading ingest reason=%s", self._full())
+                self._count(self.pauses, self._full(), "not reading ingest")
             self._reading = reading
         if self._journal is not None:
             due = min(due, self._journal.next_deadline())
@@ -161,8 +160,7 @@ class DataPlane:
         return self.core.reading() and not self._journal_full()
 
     def _journal_full(self) -> bool:
-        journal = self._journal
-        return journal is not None and (journal.behind_bytes > self._behind_limit or journal.tight)
+        return self._journal is not None and self._journal.full
 
     def _full(self) -> str:
         return "journal_slow" if self._journal_full() else "global_full"
@@ -183,7 +181,8 @@ class DataPlane:
         # What came in meanwhile may have moved the deadline, forward or back: the earlier one counts.
         now = time.monotonic()
         if now >= due or now >= self.core.next_deadline(now):
-            if self._journal is not None:
+            if self._journal is not None and now >= self._health_due:
+                self._health_due = now + HEALTH_S
                 self.core.journaled(self._journal.status(), now)
             self._carry_out(self.core.tick(now, time.time()))
 
@@ -350,7 +349,7 @@ class DataPlane:
         self.core.rejected(reason)
         self._count(self.rejections, reason)
 
-    def _count(self, counts: dict[str, int], reason: str) -> None:
+    def _count(self, counts: dict[str, int], reason: str, what: str = "dropped") -> None:
         count = counts[reason] = counts.get(reason, 0) + 1
         if count & (count - 1) == 0:  # a peer that repeats itself must not fill the log
-            logger.warning("dropped reason=%s count=%d", reason, count)
+            logger.warning("%s reason=%s count=%d", what, reason, count)

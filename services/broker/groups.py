@@ -6,6 +6,7 @@ import msgspec
 
 from rolloutmq.schemas.envelope import ColumnTable, GroupHeader, Split
 from rolloutmq.services.broker.journal.body import Body
+from rolloutmq.services.broker.journal.facts import Accepted
 
 Stream = tuple[str, Split]
 """A consumer group and a split: one step of it is leased at a time."""
@@ -37,6 +38,20 @@ class StoredGroup(msgspec.Struct, kw_only=True, eq=False, weakref=True):
     failures: int = 0
     requeued: bool = False
     order: int = 0
+
+    def accepted(self) -> Accepted:
+        """Return the fact of its acceptance, without a place: only who writes it knows that."""
+        return Accepted(
+            order=self.order,
+            header=self.header,
+            env=self.env,
+            split=self.split,
+            run=self.run,
+            producer=self.producer,
+            session=self.session,
+            at=self.accepted_wall,
+            requeued=self.requeued,
+        )
 
 
 class Groups:

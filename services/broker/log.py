@@ -4,9 +4,12 @@ An accepted group stands for its own fact: only who writes it knows the place th
 """
 
 from rolloutmq.services.broker.groups import StoredGroup
-from rolloutmq.services.broker.journal.facts import Fact
+from rolloutmq.services.broker.journal.body import Body
+from rolloutmq.services.broker.journal.facts import Fact, GroupItem
 
 Entry = StoredGroup | Fact
+SnapshotItem = Fact | tuple[GroupItem, Body]
+"""A group comes with its body, since only who writes the snapshot knows by then where the body is."""
 
 
 class Log:

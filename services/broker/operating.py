@@ -21,7 +21,6 @@ from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Body
 from rolloutmq.services.broker.journal.facts import (
-    Accepted,
     Disconnected,
     Produced,
     Requeued,
@@ -176,18 +175,3 @@ class Operating:
         state.newest.clear()
         state.wanted.clear()
         state.pacing.batch_sequences = state.run.batch_sequences
-
-
-def accepted(group: StoredGroup) -> Accepted:
-    """Return the fact of a group's acceptance; its writer knows the place."""
-    return Accepted(
-        order=group.order,
-        header=group.header,
-        env=group.env,
-        split=group.split,
-        run=group.run,
-        producer=group.producer,
-        session=group.session,
-        at=group.accepted_wall,
-        requeued=group.requeued,
-    )

@@ -17,7 +17,7 @@ from rolloutmq.services.broker.journal.body import Body, Frames
 from rolloutmq.services.broker.journal.facts import Accepted, Fact, GroupItem
 from rolloutmq.services.broker.journal.packing import AnyFact, decode_facts, encode
 from rolloutmq.services.broker.journal.segment import Damage, read_segment, write_segment
-from rolloutmq.services.broker.snapshot import SnapshotItem
+from rolloutmq.services.broker.log import SnapshotItem
 
 logger = logging.getLogger(__name__)
 

@@ -136,8 +136,6 @@ def running_broker(
             config.broker.max_group_bytes,
             wake,
             journal,
-            ram,
-            config.broker.segment_bytes,
         )
         broker = Broker(core, plane, endpoints, on_end)
         stack.callback(layout.endpoints.unlink, missing_ok=True)

@@ -25,14 +25,11 @@ from rolloutmq.services.broker.journal.facts import (
 )
 from rolloutmq.services.broker.lanes import Lane
 from rolloutmq.services.broker.leases import Lease
-from rolloutmq.services.broker.operating import accepted
+from rolloutmq.services.broker.log import SnapshotItem
 from rolloutmq.services.broker.retained import Kept, Returning
 from rolloutmq.services.broker.sessions import Session
 from rolloutmq.services.broker.settlement import orders
 from rolloutmq.services.broker.state import State
-
-SnapshotItem = Fact | tuple[GroupItem, Body]
-"""A group comes with its body, since only who writes the snapshot knows by then where the body is."""
 
 
 def snapshot(state: State) -> Iterator[SnapshotItem]:
@@ -112,7 +109,7 @@ def _session(session: Session, *, current: bool) -> SessionItem:
 
 
 def _group(group: StoredGroup) -> tuple[GroupItem, Body]:
-    return GroupItem(accepted(group), group.table.id, group.deliveries, group.failures), group.body
+    return GroupItem(group.accepted(), group.table.id, group.deliveries, group.failures), group.body
 
 
 def _lease(lease: Lease) -> LeaseItem:

@@ -30,15 +30,13 @@ from rolloutmq.services.broker.journal.appender import Patience, passes
 from rolloutmq.services.broker.journal.body import Body, Frames, Ram
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.factlog import FactLog, prune
-from rolloutmq.services.broker.journal.facts import Accepted, Fact, GroupItem, GroupMeta, Place, Table
+from rolloutmq.services.broker.journal.facts import Accepted, Fact, GroupMeta, Place, Table
 from rolloutmq.services.broker.journal.grouplog import GroupLog
 from rolloutmq.services.broker.journal.packing import encode
 from rolloutmq.services.broker.journal.segments import Segment, Segments
+from rolloutmq.services.broker.log import Entry, SnapshotItem
 
 logger = logging.getLogger(__name__)
-
-Entry = StoredGroup | Fact
-SnapshotItem = Fact | tuple[GroupItem, Body]
 
 FACTS_SYNC_S: Final = 1.0
 """The facts of acceptances are durable by then; until they are, the segments speak for them."""
@@ -191,32 +189,24 @@ class Committer:
         self._wake()
 
     def _accept(self, group: StoredGroup, frames: Frames) -> Accepted:
+        return self._store(group.accepted(), group.table, group.body, frames)
+
+    def _store(self, fact: Accepted, table: ColumnTable, body: Body, frames: Frames) -> Accepted:
+        """Write a group, and return the fact of its acceptance with the place that it got."""
         meta = GroupMeta(
-            group.order,
-            group.header,
-            group.env,
-            group.split,
-            group.run,
-            group.producer,
-            group.session,
-            self._encoded(group.table),
-            group.accepted_wall,
-            group.requeued,
+            fact.order,
+            fact.header,
+            fact.env,
+            fact.split,
+            fact.run,
+            fact.producer,
+            fact.session,
+            self._encoded(table),
+            fact.at,
+            fact.requeued,
         )
-        segment, offset = self._groups.append(encode(meta), frames, group.body.nbytes)
-        group.body.place = segment, offset
-        return Accepted(
-            group.order,
-            group.header,
-            group.env,
-            group.split,
-            group.run,
-            group.producer,
-            group.session,
-            group.accepted_wall,
-            Place(segment.number, offset),
-            group.requeued,
-        )
+        segment, offset = body.place = self._groups.append(encode(meta), frames, body.nbytes)
+        return msgspec.structs.replace(fact, place=Place(segment.number, offset))
 
     def _encoded(self, table: ColumnTable) -> ColumnTable:
         """Return a table as it is written, in place of the table itself: there are few, and groups are many."""
@@ -274,28 +264,13 @@ class Committer:
                 yield item
                 continue
             group, body = item
-            if body.place is None and body.in_memory:
-                self._place(group, body, tables[group.table])
-            place = None if body.place is None else Place(body.place[0].number, body.place[1])
-            yield msgspec.structs.replace(
-                group, accepted=msgspec.structs.replace(group.accepted, place=place)
-            )
-
-    def _place(self, item: GroupItem, body: Body, table: ColumnTable) -> None:
-        group = item.accepted
-        meta = GroupMeta(
-            group.order,
-            group.header,
-            group.env,
-            group.split,
-            group.run,
-            group.producer,
-            group.session,
-            self._encoded(table),
-            group.at,
-            group.requeued,
-        )
-        body.place = self._groups.append(encode(meta), body.frames, body.nbytes)
+            fact = group.accepted
+            if body.place is not None:
+                segment, offset = body.place
+                fact = msgspec.structs.replace(fact, place=Place(segment.number, offset))
+            elif body.in_memory:
+                fact = self._store(fact, tables[group.table], body, body.frames)
+            yield msgspec.structs.replace(group, accepted=fact)
 
     def _chore(self) -> bool:
         """Do a little of what need not be done during a commit; False if there is nothing."""

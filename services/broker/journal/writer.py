@@ -20,12 +20,11 @@ from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.errors import JournalFailedError
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Ram
-from rolloutmq.services.broker.journal.committing import Batch, Commit, Committer, Entry, SnapshotItem, Turn
+from rolloutmq.services.broker.journal.committing import Batch, Commit, Committer, Turn
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.recovery import Recovered, recover
 from rolloutmq.services.broker.journal.segments import Segments
-
-__all__ = ["BEHIND_SLOW_BYTES", "Entry", "Journal", "Recovered", "SnapshotItem"]
+from rolloutmq.services.broker.log import Entry, SnapshotItem
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +32,8 @@ COMMIT_BYTES: Final = 8 << 20
 """So much waiting is written at once, whenever the last commit was."""
 BEHIND_SLOW_BYTES: Final = 64 << 20
 """More than this appended and not durable: the disk does not keep up."""
+BEHIND_LIMIT_BYTES: Final = 96 << 20
+"""More than this must not wait to be written."""
 SNAPSHOT_AFTER_BYTES: Final = 32 << 20
 """A log of facts this much longer than its snapshot is worth a new one."""
 PATIENCE_S: Final = 5.0
@@ -170,8 +171,16 @@ class Journal:
         )
 
     @property
+    def full(self) -> bool:
+        """Whether no more groups should be appended now.
+
+        What is behind must fit into the present segment, even if there is no room for another.
+        """
+        return self.tight or self.behind_bytes > min(BEHIND_LIMIT_BYTES, self._config.segment_bytes // 2)
+
+    @property
     def tight(self) -> bool:
-        """Whether no more groups should be appended: there is no room for them on the disk."""
+        """Whether there is no room on the disk for more groups."""
         return self._committer.tight(self.behind_bytes)
 
     @property

@@ -55,7 +55,6 @@ from rolloutmq.services.broker.journal.facts import (
     Told,
 )
 from rolloutmq.services.broker.journal.packing import AnyFact, decode_facts, encode
-from rolloutmq.services.broker.operating import accepted
 
 TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1), ColumnSpec("scores", Dtype.F64, 0)))
 WALL = 1_700_000_000.0
@@ -186,7 +185,7 @@ class Memory:
             if isinstance(entry, StoredGroup):
                 if entry.body.load():
                     self.bodies[entry.order] = entry.body.frames
-                self.facts.append(accepted(entry))
+                self.facts.append(entry.accepted())
             else:
                 self.facts.append(entry)
 

@@ -25,7 +25,9 @@ from rolloutmq.services.broker.journal.body import Body, Ram
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.facts import Accepted, Began, GroupItem, Numbers, Table
 from rolloutmq.services.broker.journal.packing import AnyFact
-from rolloutmq.services.broker.journal.writer import Entry, Journal, Recovered, SnapshotItem
+from rolloutmq.services.broker.journal.recovery import Recovered
+from rolloutmq.services.broker.journal.writer import Journal
+from rolloutmq.services.broker.log import Entry, SnapshotItem
 
 TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1),))
 RAM = Ram(1 << 40)
@@ -78,23 +80,10 @@ def group(number: int, nbytes: int = 0, ram: Ram = RAM) -> StoredGroup:
     )
 
 
-def accepted(group: StoredGroup) -> Accepted:
-    return Accepted(
-        group.order,
-        group.header,
-        group.env,
-        group.split,
-        group.run,
-        group.producer,
-        group.session,
-        group.accepted_wall,
-    )
-
-
 def snapshot(groups: Iterable[StoredGroup] = (), next_order: int = 1, epoch: int = 1) -> list[SnapshotItem]:
     """Return a state of those groups."""
     items: list[SnapshotItem] = [Numbers(next_order, 0, 0), Table(TABLE)]
-    items += [(GroupItem(accepted(group), TABLE.id, 0, 0), group.body) for group in groups]
+    items += [(GroupItem(group.accepted(), TABLE.id, 0, 0), group.body) for group in groups]
     return [*items, Began(epoch, 1, "disk")]
 
 

@@ -22,7 +22,7 @@ from tests.services.broker.journal.journals import (
 from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.errors import JournalFailedError
 from rolloutmq.services.broker.journal.facts import Dropped
-from rolloutmq.services.broker.journal.writer import Entry
+from rolloutmq.services.broker.log import Entry
 
 GONE = Dropped(7, "expired", "stale")
 

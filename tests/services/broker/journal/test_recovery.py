@@ -29,8 +29,8 @@ from tests.services.broker.journal.journals import (
 from rolloutmq.schemas.delivery import Durability
 from rolloutmq.services.broker.journal.facts import Accepted, Began, Dropped
 from rolloutmq.services.broker.journal.packing import AnyFact
+from rolloutmq.services.broker.journal.recovery import Recovered
 from rolloutmq.services.broker.journal.segment import ALIGNMENT_BYTES, FILE_HEADER_BYTES, HEADER_BYTES
-from rolloutmq.services.broker.journal.writer import Recovered
 
 
 def gone(number: int) -> Dropped:

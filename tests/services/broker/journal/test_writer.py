@@ -23,7 +23,8 @@ from rolloutmq.schemas.delivery import Durability
 from rolloutmq.services.broker.journal.body import Ram
 from rolloutmq.services.broker.journal.facts import Dropped, Numbers
 from rolloutmq.services.broker.journal.history import History
-from rolloutmq.services.broker.journal.writer import BEHIND_SLOW_BYTES, Entry, Journal
+from rolloutmq.services.broker.journal.writer import BEHIND_SLOW_BYTES, Journal
+from rolloutmq.services.broker.log import Entry
 
 LEVELS = [Durability.OS, Durability.DISK]
 
