@@ -15,8 +15,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 quickstart: $(VENV)/.installed ## train a policy through the bus, and watch it
 	$(BIN)/rolloutmq up examples/quickstart.toml
 
-test: $(VENV)/.installed ## every test, as a user runs them
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed ## every test, as a user runs them; two at once, since many start processes of their own
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 soak: $(VENV)/.installed ## the faults again, with ten times the rounds
 	ROLLOUTMQ_SOAK_ROUNDS=100 $(BIN)/python -m pytest tests/faults

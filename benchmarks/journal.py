@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks import feeder, scratch, sqlite
+from benchmarks import feeder, rawdisk, scratch, sqlite
 from benchmarks.row import Row, compare
 from benchmarks.sqlite import STOCK, TUNED, Settings, Synchronous
 from rolloutmq.schemas.config import BrokerConfig
@@ -36,6 +36,7 @@ def rows() -> Iterator[Row]:
             yield _row(level, records, "FULL", TUNED, goal)
         yield _row(Durability.DISK, records, "FULL", STOCK, None)
         yield _row(Durability.OS, records, "NORMAL", TUNED, None)
+        yield _limit(records)
 
 
 def _row(
@@ -45,16 +46,31 @@ def _row(
     settings: Settings,
     goal: float | None,
 ) -> Row:
-    total_bytes = sum(record.nbytes for record in records)
     return compare(
         f"journal, MB/s, {level.value}",
-        f"{total_bytes >> 20} MiB in records of {records[0].nbytes >> 10} KiB",
+        _payload(records),
         partial(_rate, records, partial(seconds, level)),
         partial(_rate, records, partial(sqlite.seconds, synchronous=synchronous, settings=settings)),
         f"SQLite WAL {synchronous}, {settings.page_bytes >> 10} KiB pages, "
         f"checkpoints every {settings.checkpoint_bytes >> 20} MiB",
         goal,
     )
+
+
+def _limit(records: Sequence[memoryview]) -> Row:
+    """How much of what the disk takes becomes journal: the bound of everything at `disk`."""
+    return compare(
+        f"journal, MB/s, {Durability.DISK.value}",
+        _payload(records),
+        partial(_rate, records, partial(seconds, Durability.DISK)),
+        partial(_rate, records, rawdisk.seconds),
+        "the disk itself: bare writes and syncs",
+    )
+
+
+def _payload(records: Sequence[memoryview]) -> str:
+    total_bytes = sum(record.nbytes for record in records)
+    return f"{total_bytes >> 20} MiB in records of {records[0].nbytes >> 10} KiB"
 
 
 def records_of(record_bytes: int, total_bytes: int) -> list[memoryview]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import journal, sqlite
+from benchmarks import journal, rawdisk, sqlite
 from rolloutmq.schemas.delivery import Durability
 
 RECORDS = journal.records_of(16 << 10, 1 << 20)
@@ -31,3 +31,10 @@ def test_the_rival_takes_all_records_and_commits_them(settings: sqlite.Settings,
         bodies = [body for (body,) in database.execute("SELECT body FROM journal ORDER BY number")]
     assert pages == settings.page_bytes
     assert bodies == [bytes(record) for record in RECORDS]
+
+
+def test_the_disk_itself_takes_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rawdisk, "FILE_BYTES", 1 << 19)
+    assert rawdisk.seconds(tmp_path, RECORDS) > 0
+    files = sorted(tmp_path.glob("raw-*"))
+    assert b"".join(file.read_bytes() for file in files) == b"".join(RECORDS)

@@ -172,7 +172,7 @@ async def until(met: Callable[[], bool], what: str) -> None:
     await asyncio.to_thread(wait_until, met, what)
 
 
-async def drain(oracle: Oracle) -> LedgerCounts:
+async def drain(oracle: Oracle) -> None:
     """Wait until nothing is queued or leased any more; what is less than a batch is filled up."""
     async with producing(oracle, "filler", drain_s=LIMIT_S) as filler, asyncio.timeout(LIMIT_S):
         while (counts := await ledger(oracle)).queued + counts.leased:
@@ -184,7 +184,6 @@ async def drain(oracle: Oracle) -> LedgerCounts:
                 oracle.sent.add(group_id)
                 await filler.send(made(group_id))
             assert await filler.flush(LIMIT_S)
-    return counts
 
 
 async def ledger(oracle: Oracle) -> LedgerCounts:
@@ -209,12 +208,13 @@ async def live_through(run_dir: Path, level: str, rounds: int) -> tuple[Oracle, 
             await kill_in_rounds(oracle, broker, rounds)
             oracle.stopping.set()
             await asyncio.gather(*producers)
-            counts = await drain(oracle)
+            await drain(oracle)
             oracle.drained.set()
+        # Only now: the trainer's last word may have been a commit.
+        return oracle, await ledger(oracle), broker
     except BaseException:
         broker.kill()
         raise
-    return oracle, counts, broker
 
 
 @pytest.mark.parametrize(
