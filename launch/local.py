@@ -27,7 +27,7 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight import check
 from rolloutmq.launch.results import conclude
-from rolloutmq.launch.rundir import claimed, clear
+from rolloutmq.launch.rundir import claimed, clear, give_back
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import Role
@@ -110,6 +110,7 @@ class Launcher:
             ending = await self._live(stop)
             # These hold the loop: a signal that comes now must not tear the summary.
             clear(self._config, self._layout)
+            give_back(self._layout)
             conclude(self._config, self._layout, ending.reason, time.monotonic() - self._began)
         return ending
 

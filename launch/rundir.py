@@ -5,6 +5,7 @@ moved aside, never mixed with a new run and never deleted, unless the new run go
 """
 
 import fcntl
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -19,8 +20,11 @@ from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, Role
+from rolloutmq.services.broker.journal.trimming import trim
 from rolloutmq.services.orchestrator.identity import alive, identify
 from rolloutmq.services.orchestrator.processes import end_strays
+
+logger = logging.getLogger(__name__)
 
 RUNS: Final = Path("runs")
 """Where a command looks for the run it means, if it is not told."""
@@ -47,6 +51,7 @@ def claimed(root: Path, token: str, *, resume: bool) -> Iterator[RunLayout]:
     layout = RunLayout(root.resolve())
     try:
         end_strays(recorded(layout), STRAY_GRACE_S)
+        give_back(layout)
         if layout.config.exists() and not resume:
             _move_aside(layout)
             os.close(lock)
@@ -60,6 +65,17 @@ def claimed(root: Path, token: str, *, resume: bool) -> Iterator[RunLayout]:
             layout.owner.unlink(missing_ok=True)
     finally:
         os.close(lock)
+
+
+def give_back(layout: RunLayout) -> None:
+    """Return to the disk what a killed broker had reserved for its journal; not if one lives."""
+    if not layout.journal.is_dir():
+        return
+    with suppress(RolloutMQError), claim(layout):
+        try:
+            trim(layout.journal)
+        except OSError as error:
+            logger.warning("journal not trimmed directory=%s error=%s", layout.journal, error)
 
 
 def clear(config: RunConfig, layout: RunLayout) -> None:

@@ -3,7 +3,8 @@
     RolloutMQError
     ├── RetryableError            nothing is wrong with the call: try again
     │   ├── BrokerUnavailableError     no answer within the deadline
-    │   └── PolicyUnavailableError     the inference server did not come back in time
+    │   ├── PolicyUnavailableError     the inference server did not come back in time
+    │   └── JournalWaitsError          the journal lacks room, memory or a descriptor
     ├── GivenUpError              the call can no longer succeed: stop, or start afresh
     │   ├── SessionFencedError         a newer session of this producer took over
     │   ├── LeaseLostError             the step went back to the queue; its work is void
@@ -121,6 +122,17 @@ class WeightsBusyError(RetryableError):
     def __str__(self) -> str:
         whose = f"writer {self.writer}" if self.writer else "a reader"
         return f"the weights were not to be had within {self.waited_s:.1f} s: {whose} keeps them"
+
+
+class JournalWaitsError(RetryableError):
+    """The journal lacks what somebody else can give back: room on the disk, memory, or a descriptor."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}; nothing is lost, and it may go on as soon as there is some"
 
 
 class GivenUpError(RolloutMQError):

@@ -19,7 +19,7 @@ from rolloutmq.schemas.delivery import (
     Wait,
 )
 from rolloutmq.schemas.envelope import Split
-from rolloutmq.schemas.errors import ErrorCode
+from rolloutmq.schemas.errors import ErrorCode, JournalWaitsError
 from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.consumers import Consumer, Waiting
 from rolloutmq.services.broker.journal.facts import Joined, Pulled, Settles
@@ -151,7 +151,12 @@ class Consuming:
         if part is None or part.settle is not None or part.consumer not in {"", pull.consumer}:
             self._hold(waiting, Wait.LEASED_ELSEWHERE, now)
             return False
-        if not self._readable(lease, part, wall):
+        try:
+            readable = self._readable(lease, part, wall)
+        except JournalWaitsError:
+            self._hold(waiting, Wait.JOURNAL_SLOW, now)
+            return False
+        if not readable:
             return self._answered(waiting, now, wall)
         state.waited(waiting.wait, now - waiting.counted_at)
         self._hand_out(waiting, lease, part, now)

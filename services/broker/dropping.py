@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 
+from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.services.broker.actions import Outbox
 from rolloutmq.services.broker.groups import Groups, StoredGroup
+from rolloutmq.services.broker.journal.body import Frames
 from rolloutmq.services.broker.journal.facts import Dropped
 from rolloutmq.services.broker.lanes import Lanes
 from rolloutmq.services.broker.ledger import Ledger, State
@@ -43,7 +45,14 @@ class Dropping:
     def end(self, group: StoredGroup, state: State, reason: str, wall: float) -> None:
         """Tell of a group that is out of every container, and let it go; the dead keep their contents aside."""
         if state is State.DEAD and not self._outbox.muted:
-            frames = group.body.frames if group.body.load() else None
-            self._outbox.bury(group, frames, reason)
+            self._outbox.bury(group, _contents(group), reason)
         self._outbox.dropped(wall, group.header.group_id, state.value, reason)
         self._groups.gone(group)
+
+
+def _contents(group: StoredGroup) -> Frames | None:
+    """Return what a letter of a dead group can keep of it; it is not waited for."""
+    try:
+        return group.body.frames if group.body.load() else None
+    except JournalWaitsError:
+        return None

@@ -14,6 +14,7 @@ import msgspec
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Pull, Wait
 from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.services.broker.batching import Counts, Supply, compose, largest_below
 from rolloutmq.services.broker.dropping import Dropping
 from rolloutmq.services.broker.groups import StoredGroup, Stream
@@ -50,7 +51,11 @@ class Former:
             if isinstance(formed, Wait):
                 return formed
             stale = self._stale(formed.groups, pull.version)
-            damaged = [group for group in formed.groups if group not in stale and not group.body.load()]
+            try:
+                damaged = [group for group in formed.groups if group not in stale and not group.body.load()]
+            except JournalWaitsError:
+                self._lanes.put_back(formed.groups)
+                return Wait.JOURNAL_SLOW
             if not stale and not damaged:
                 self._unfit_since.pop(stream, None)
                 self.count(formed.groups, pull.version)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from rolloutmq.schemas.delivery import Pull, Settle, Wait
 from rolloutmq.schemas.envelope import PolicyVersion, Split
+from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.services.broker.dropping import Dropping
 from rolloutmq.services.broker.forming import Former
 from rolloutmq.services.broker.groups import Groups, StoredGroup, Stream
@@ -78,6 +79,8 @@ class Settlement:
     def lease(self, stream: Stream, pull: Pull, now: float, wall: float) -> Lease | Wait:
         """Lease the next batch: one that comes again if there is any, otherwise a new one."""
         again = self._next_return(stream, wall)
+        if isinstance(again, Wait):
+            return again
         if again is not None:
             shards, short = again.shards, again.short
             if len(shards) != pull.world_size:
@@ -102,10 +105,14 @@ class Settlement:
         self.hold(lease)
         return lease
 
-    def _next_return(self, stream: Stream, wall: float) -> Returning | None:
+    def _next_return(self, stream: Stream, wall: float) -> Returning | Wait | None:
         """Take the next batch that comes again, without what cannot be read back."""
         while (again := self._retained.next_return(stream)) is not None:
-            damaged = [group for group in again.groups if not group.body.load()]
+            try:
+                damaged = [group for group in again.groups if not group.body.load()]
+            except JournalWaitsError:
+                self._send_back(stream, [again])
+                return Wait.JOURNAL_SLOW
             if not damaged:
                 return again
             self._send_back(stream, [again])

@@ -1,7 +1,12 @@
 """A broker with fewer descriptors than it has peers: those that it has go on, others come in as these leave."""
 
+import os
+import resource
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import pytest
 from tests.faults.borders import (
@@ -14,13 +19,18 @@ from tests.faults.borders import (
     small_group,
     traffic,
 )
+from tests.faults.processes import ROOT
+from tests.services.broker.journal.journals import Driven, config, contents, group
 
 from rolloutmq.bus import sockets
 from rolloutmq.bus.client import BlockingClient
+from rolloutmq.bus.consumer import Consumer
 from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.delivery import GetInfo, InfoReply
-from rolloutmq.schemas.errors import BrokerUnavailableError
+from rolloutmq.schemas.delivery import GetInfo, InfoReply, Wait
+from rolloutmq.schemas.errors import BrokerUnavailableError, JournalWaitsError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.broker.journal.body import Source
+from rolloutmq.services.broker.journal.disk import Disk
 
 DESCRIPTORS = 320
 """About thirty are the broker's own."""
@@ -59,6 +69,120 @@ def test_journal_has_descriptors_where_clients_have_none(run_dir: Path) -> None:
     ):
         crowd.fill(broker)
         good.advance(200)
+
+
+def test_batch_waits_for_a_descriptor_and_loses_no_group(run_dir: Path) -> None:
+    """Every open fails from the time when a file exists: the trainer gets no batch, and no group is condemned."""
+    starved = run_dir.with_name("starved")
+    config = run_config(segment_bytes=1 << 16, ram_bytes=1)
+    with broker_process(RunLayout(run_dir), config, STARVED.format(path=str(starved))) as broker:
+        with Producer.blocking(run_dir, env=ENV, producer="p", group_size=2) as producer:
+            for number in range(2):
+                producer.send(small_group(f"g-{number}"))
+            assert producer.flush(LIMIT_S)
+        with Consumer.blocking(run_dir, sequences=4) as consumer:
+            starved.touch()
+            assert consumer.pull(1, consumer.version, 0.5) is None
+            assert broker.status().pressure.waits_s[Wait.JOURNAL_SLOW.value] > 0.3
+            starved.unlink()
+            batch = consumer.pull(1, consumer.version, LIMIT_S)
+            assert batch is not None
+            assert [group.group_id for group in batch.groups] == ["g-0", "g-1"]
+            batch.ack()
+        assert broker.status().journal.quarantined == 0
+
+
+STARVED: Final = """
+import errno, os
+from pathlib import Path
+from rolloutmq.services.broker.journal import disk
+opened = disk._opened
+def starved(path, flags):
+    if Path({path!r}).exists() and not flags & os.O_CREAT:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return opened(path, flags)
+disk._opened = starved
+"""
+
+
+GROUPS: Final = 90
+"""Groups in more segments than are kept open."""
+
+
+@pytest.mark.parametrize("how", ["all_taken", "all_taken_again_and_again"])
+def test_no_group_is_condemned_for_want_of_a_descriptor(tmp_path: Path, how: str) -> None:
+    program = f"from tests.faults import test_descriptors as it; it.{how}({str(tmp_path / 'journal')!r})"
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "journal" / "quarantine").exists()
+
+
+def all_taken(directory: str) -> None:
+    """Read groups where somebody took every descriptor: the one in reserve does for all of them."""
+    run, places = _journal(Path(directory))
+    Thief().take_all()
+    assert all(_is_read(place, number) for number, place in places.items())
+    assert run.journal.status().quarantined == 0
+    os._exit(0)
+
+
+def all_taken_again_and_again(directory: str) -> None:
+    """Read groups while somebody takes every descriptor that is given up: what cannot be read now is read later."""
+    thief = Thief()
+    run, places = _journal(Path(directory), thief)
+    thief.take_all()
+    waited = 0
+    for number, place in places.items():
+        try:
+            assert _is_read(place, number)
+        except JournalWaitsError:
+            waited += 1
+    assert waited > GROUPS // 2
+    thief.give_back()
+    assert all(_is_read(place, number) for number, place in places.items())
+    assert run.journal.status().quarantined == 0
+    os._exit(0)
+
+
+class Thief(Disk):
+    """A disk in whose process somebody waits for each descriptor."""
+
+    def __init__(self) -> None:
+        self._taken: list[int] = []
+        self._steals = False
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        if self._steals:
+            self.take_all()
+
+    def take_all(self) -> None:
+        """Take every descriptor that there is, and each one that is closed from now on."""
+        self._steals = True
+        with suppress(OSError):
+            while True:
+                self._taken.append(os.open("/dev/null", os.O_RDONLY))
+
+    def give_back(self) -> None:
+        """Let go of all."""
+        self._steals = False
+        for fd in self._taken:
+            os.close(fd)
+
+
+def _journal(directory: Path, disk: Disk | None = None) -> tuple[Driven, dict[int, tuple[Source, int]]]:
+    """Write groups to many segments in a process that has few descriptors; returns where they are."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    run = Driven(directory, config(), disk).start()
+    written = {number: group(number, 20_000) for number in range(1, GROUPS + 1)}
+    run.write(*written.values())
+    return run, {number: one.body.place for number, one in written.items() if one.body.place is not None}
+
+
+def _is_read(place: tuple[Source, int], number: int) -> bool:
+    source, offset = place
+    return tuple(map(bytes, source.read(offset))) == contents(number, 20_000)
 
 
 class Crowd:

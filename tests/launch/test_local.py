@@ -98,6 +98,28 @@ def test_a_second_signal_lets_the_broker_save_its_queue(run: Run) -> None:
     assert run.layout.saved.exists()
 
 
+def test_what_a_broker_reserved_that_is_killed_at_the_end_goes_back(run: Run) -> None:
+    run.add(
+        Role.BROKER,
+        "from rolloutmq.services.broker.server import main\nsys.exit(main(run_dir))\n",
+    )
+    run.add(
+        Role.TRAINER,
+        "from rolloutmq.bus.endpoint import read_endpoints\n"
+        "def kill(*_):\n"
+        "    os.kill(read_endpoints(run_dir).pid, signal.SIGKILL)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, kill)\n"
+        "while not list((run_dir / 'journal').glob('groups-*')) or not read_endpoints(run_dir): time.sleep(0.01)\n"
+        "os.kill(launcher, signal.SIGINT)\n"
+        "while True: time.sleep(60)\n",
+    )
+    assert run.up() == 130
+    assert not run.layout.endpoints.exists()
+    # A broker that ends in order begins a second log.
+    assert [path.name for path in run.layout.journal.iterdir()] == ["facts-00000001.rmq"]
+
+
 def test_no_signal_tears_the_summary(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)

@@ -17,7 +17,12 @@ class Source(Protocol):
     number: int
 
     def read(self, offset: int) -> Frames:
-        """Return the frames of the record at `offset`; DamagedRecordError if they are not what was written."""
+        """Return the frames of the record at `offset`.
+
+        Raises:
+            DamagedRecordError: They are not what was written.
+            JournalWaitsError: They cannot be read now, which says nothing of them.
+        """
         ...
 
     def gained(self) -> None:
@@ -81,7 +86,10 @@ class Body:
         return self._frames
 
     def load(self) -> bool:
-        """Bring the frames into memory; False if they are damaged, or were let go for good."""
+        """Bring the frames into memory; False if they are damaged, or were let go for good.
+
+        JournalWaitsError if that cannot be done now: try again, and condemn nothing.
+        """
         if self._frames is None:
             if self.place is None or self._released:
                 return False

@@ -7,6 +7,7 @@
 Bodies are not read, but for the tail. If a log of facts is damaged, the tail is every group that may be newer than
 the base and that no fact names; those of an earlier life come where that life ended. A bad end is cut off the last
 log and the last segment only, where the crash stopped the writing; everywhere else it is damage, and kept aside.
+A file that cannot be read for want of a descriptor or of memory is not damaged: recovery ends with JournalWaitsError.
 """
 
 import operator
@@ -18,6 +19,8 @@ from typing import NamedTuple
 import msgspec
 
 from rolloutmq.schemas.envelope import ColumnTable
+from rolloutmq.schemas.errors import JournalWaitsError
+from rolloutmq.services.broker.journal.appender import passes
 from rolloutmq.services.broker.journal.body import Body, Ram
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.factlog import LogContents, read_log
@@ -64,7 +67,7 @@ class Recovered:
 
 
 def recover(directory: Path, segments: Segments, ram: Ram, disk: Disk) -> Recovered:
-    """Read a journal; blocks. What is there of it, whatever is damaged, comes back."""
+    """Read a journal; blocks. What is there of it, whatever is damaged, comes back; JournalWaitsError if not now."""
     return _Recovery(directory, segments, disk).run(Recovered(segments, ram))
 
 
@@ -138,7 +141,7 @@ class _Recovery:
                 log = read_log(number, file, last=last)
                 size = file.size
         except OSError as error:
-            self._damage.append(f"{path.name} cannot be read: {error}")
+            self._unreadable(path, error)
             return LogContents(number, 0, [], [], whole=False, damage=[], end=0)
         for damage in log.damage:
             self._note(path, damage.offset, damage.nbytes)
@@ -161,14 +164,22 @@ class _Recovery:
         for number in reversed([number for number in files if number >= start.segment]):
             try:
                 with closing(RecordFile(self._disk, files[number])) as file:
-                    if file.blank(0):
-                        continue  # made ahead of time, or its making was cut off
+                    if file.blank(0):  # made ahead of time, or its making was cut off
+                        if last and number > named.segment and file.size:
+                            self._disk.cut(file.path, 0)
+                        continue
                     offset = max(start.offset if number == start.segment else 0, FILE_HEADER_BYTES)
                     kept = named.offset + 1 if last and number == named.segment else 0
                     yield from self._groups(file, number, offset, kept if last else file.size)
                     last = last and file.blank(FILE_HEADER_BYTES)
             except OSError as error:
-                self._damage.append(f"{files[number].name} cannot be read: {error}")
+                self._unreadable(files[number], error)
+
+    def _unreadable(self, path: Path, error: OSError) -> None:
+        """Note a damaged file; JournalWaitsError if the error tells nothing of it."""
+        if passes(error):
+            raise JournalWaitsError(str(path), str(error)) from error
+        self._damage.append(f"{path.name} cannot be read: {error}")
 
     def _groups(self, file: RecordFile, number: int, offset: int, kept: int) -> Iterator[Accepted]:
         """Yield the groups of a segment from an offset on. What is torn behind `kept` is cut off."""

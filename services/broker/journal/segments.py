@@ -2,6 +2,9 @@
 
 A segment's number is part of the nonce of its file, so that a copy under another name gives nothing. Numbers are never
 used twice. Only the thread of the data plane reads; another one writes (see `grouplog`).
+
+A read that lacks a descriptor or memory says nothing of the disk: it is no damage, but JournalWaitsError, and the
+group is read another time. It seldom comes to that: a descriptor is kept in reserve, and other segments are given up.
 """
 
 import errno
@@ -10,12 +13,14 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from rolloutmq.schemas.errors import DamagedRecordError
+from rolloutmq.schemas.errors import DamagedRecordError, JournalWaitsError
+from rolloutmq.services.broker.journal.appender import passes
 from rolloutmq.services.broker.journal.body import Frames
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.facts import GroupMeta, Place
@@ -73,7 +78,7 @@ class Segment:
         self._owner = owner
 
     def read(self, offset: int) -> Frames:
-        """Return the frames of the record at `offset`; DamagedRecordError if they are not what was written."""
+        """Return the frames of the record at `offset`: see `Source`."""
         return self._owner.read(self, offset)
 
     def gained(self) -> None:
@@ -104,10 +109,12 @@ class Segments:
         self._keep_all = keep_all
         self._segments: dict[int, Segment] = {}
         self._open: OrderedDict[int, RecordFile] = OrderedDict()
-        self._reserve: int | None = disk.open(directory)
+        self._reserve: int | None = None
         """A descriptor to give up when there are no others."""
         self._closed = False
         self._settled = False
+        self._waiting = False
+        self._take_reserve()
 
     def __iter__(self) -> Iterator[Segment]:
         return iter(list(self._segments.values()))
@@ -156,22 +163,31 @@ class Segments:
         self._segments.pop(segment.number, None)
 
     def meta(self, place: Place) -> GroupMeta | None:
-        """Return what a group's record says of it; None if it cannot be read."""
+        """Return what a group's record says of it; None if it is damaged, JournalWaitsError if it is not known yet."""
         segment = self.find(place.segment)
         try:
             file = self._file(segment)
             record = file.record(place.offset) if is_numbered(file.nonce, segment.number) else None
             return None if record is None or record.kind != GROUP else decode_meta(record.meta)
-        except (OSError, msgspec.MsgspecError):
+        except msgspec.MsgspecError:
+            return None
+        except OSError as error:
+            self._wait_if_passes(segment, error)
             return None
 
     def read(self, segment: Segment, offset: int) -> Frames:
-        """Return the frames of a record; what is damaged is kept aside, and DamagedRecordError raised."""
+        """Return the frames of a record; what is damaged is kept aside.
+
+        Raises:
+            DamagedRecordError: The disk does not have what was written.
+            JournalWaitsError: Nobody knows, since there was no descriptor or no memory to look.
+        """
         try:
             file = self._file(segment)
             if is_numbered(file.nonce, segment.number):
                 record = file.record(offset)
                 if record is not None and record.kind == GROUP:
+                    self._waiting = False
                     return record.frames
                 self.quarantine.keep(segment.path, offset, file.stretch(offset))
             else:
@@ -179,6 +195,7 @@ class Segments:
         except FileNotFoundError:
             self.quarantine.missing(segment.path)
         except OSError as error:
+            self._wait_if_passes(segment, error)
             logger.error("not readable file=%s offset=%d error=%s", segment.path, offset, error)
             self.quarantine.keep(segment.path, offset, 0)
         finally:
@@ -206,19 +223,36 @@ class Segments:
     def _open_one(self, path: Path) -> RecordFile:
         while True:
             try:
-                return RecordFile(self._disk, path)
+                file = RecordFile(self._disk, path)
             except OSError as error:
                 if error.errno not in _NO_DESCRIPTOR or not (self._open or self._reserve is not None):
                     raise
+            else:
+                self._take_reserve()
+                return file
             if self._open:
                 self._shut(next(iter(self._open)))
             else:
                 self._give_reserve()
 
+    def _wait_if_passes(self, segment: Segment, error: OSError) -> None:
+        """Raise JournalWaitsError if an error tells nothing of the disk."""
+        if not passes(error):
+            return
+        if not self._waiting:
+            self._waiting = True
+            logger.warning("journal waits to read file=%s error=%s", segment.path, error)
+        raise JournalWaitsError(str(segment.path), str(error)) from error
+
     def _shut(self, number: int) -> None:
         file = self._open.pop(number, None)
         if file is not None:
             file.close()
+
+    def _take_reserve(self) -> None:
+        if self._reserve is None and not self._closed:
+            with suppress(OSError):  # then the open segments are all the reserve there is
+                self._reserve = self._disk.open(self._directory)
 
     def _give_reserve(self) -> None:
         if self._reserve is not None:

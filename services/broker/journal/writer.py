@@ -17,8 +17,9 @@ from typing import Final
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.control import JournalStatus
 from rolloutmq.schemas.delivery import Durability
-from rolloutmq.schemas.errors import JournalFailedError
+from rolloutmq.schemas.errors import JournalFailedError, JournalWaitsError
 from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal.appender import passes
 from rolloutmq.services.broker.journal.body import Ram
 from rolloutmq.services.broker.journal.committing import Batch, Commit, Committer, Turn
 from rolloutmq.services.broker.journal.disk import Disk
@@ -36,8 +37,11 @@ BEHIND_LIMIT_BYTES: Final = 96 << 20
 """More than this must not wait to be written."""
 SNAPSHOT_AFTER_BYTES: Final = 32 << 20
 """A log of facts this much longer than its snapshot is worth a new one."""
+START_PATIENCE_S: Final = 15.0
+"""How long a full disk is waited for at the beginning. Then the broker ends, and whoever keeps it starts it again: this
+is longer than a life that counts as a crash, so that it is never given up, and shorter than what it gets to end in."""
 PATIENCE_S: Final = 5.0
-"""How long a full disk is waited for at the beginning and at the end."""
+"""How long a full disk is waited for at the end."""
 _FACT_BYTES: Final = 200
 """About what a fact takes."""
 
@@ -83,10 +87,14 @@ class Journal:
         return self._recovered
 
     def start(self, snapshot: Iterable[SnapshotItem], *, keep_old: bool = False) -> None:
-        """Begin a new log of facts with the state, and start to write; JournalFailedError if that cannot be done.
+        """Begin a new log of facts with the state, and start to write; blocks while the disk is full, but not for ever.
 
         With `keep_old` no segment of an earlier life is ever removed: something was damaged, and one of them may hold
         groups that nobody knows of any more.
+
+        Raises:
+            JournalWaitsError: There was no room in time; another start may find some.
+            JournalFailedError: The disk failed.
         """
         if keep_old:
             self._segments.keep_present()
@@ -94,12 +102,13 @@ class Journal:
         items = list(snapshot)
         self._report_missing(items)
         patience = self._committer.patience
-        patience.hurry(PATIENCE_S)
+        patience.hurry(START_PATIENCE_S)
         try:
             self._sync_former(former)
             self._committer.begin(former.log_number + 1, former.segment_number + 1, items)
         except OSError as error:
-            raise JournalFailedError(str(self._directory), str(error)) from error
+            failed = JournalWaitsError if passes(error) else JournalFailedError
+            raise failed(str(self._directory), str(error)) from error
         patience.relax()
         for item in items:
             if isinstance(item, tuple):

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,10 @@ from tests.services.broker.journal.journals import (
     snapshot,
 )
 
+from rolloutmq.bus.lifecycle import log_failure
 from rolloutmq.schemas.delivery import Durability
-from rolloutmq.schemas.errors import JournalFailedError
+from rolloutmq.schemas.errors import JournalFailedError, JournalWaitsError
+from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.services.broker.journal.facts import Dropped
 from rolloutmq.services.broker.log import Entry
 
@@ -145,16 +148,38 @@ def test_a_disk_that_stays_full_does_not_keep_the_end_for_ever(
     assert orders(again(tmp_path).found) == [1]
 
 
-def test_full_disk_at_the_start_is_said(
-    tmp_path: Path, disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENOMEM])
+def test_start_that_lacks_something_may_be_tried_again(
+    tmp_path: Path, disk: FailingDisk, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr("rolloutmq.services.broker.journal.writer.PATIENCE_S", 0.1)
-    disk.fail("pwritev", errno.ENOSPC)
+    monkeypatch.setattr("rolloutmq.services.broker.journal.writer.START_PATIENCE_S", 0.1)
+    disk.fail("pwritev", number)
     run = Driven(tmp_path, config(), disk)
-    with pytest.raises(JournalFailedError, match="No space left"):
+    with pytest.raises(JournalWaitsError, match=os.strerror(number)) as caught:
         run.start()
     run.journal.close()
     assert list(tmp_path.iterdir()) == []
+    assert log_failure("broker", caught.value) != PERMANENT_FAILURE
+
+
+def test_start_goes_on_as_soon_as_there_is_room(
+    tmp_path: Path, disk: FailingDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.fail("pwritev", errno.ENOSPC, times=2)
+    run = Driven(tmp_path, config(), disk).start()
+    assert caplog.text.count("journal waits for room") == 1
+    run.write(group(1))
+    run.journal.close()
+    assert served(again(tmp_path).found) == {1}
+
+
+def test_start_on_a_disk_that_fails_cannot_be_helped(tmp_path: Path, disk: FailingDisk) -> None:
+    disk.fail("fdatasync", errno.EIO)
+    run = Driven(tmp_path, config(), disk)
+    with pytest.raises(JournalFailedError) as caught:
+        run.start()
+    run.journal.close()
+    assert log_failure("broker", caught.value) == PERMANENT_FAILURE
 
 
 @pytest.mark.parametrize("level", [Durability.OS, Durability.DISK])

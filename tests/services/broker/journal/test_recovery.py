@@ -1,5 +1,6 @@
 """What a crash leaves, at any instant, with any damage: all that was done, nothing that never was."""
 
+import errno
 import os
 import random
 import shutil
@@ -27,6 +28,7 @@ from tests.services.broker.journal.journals import (
 )
 
 from rolloutmq.schemas.delivery import Durability
+from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.services.broker.journal.facts import Accepted, Began, Dropped
 from rolloutmq.services.broker.journal.packing import AnyFact
 from rolloutmq.services.broker.journal.recovery import Recovered
@@ -473,3 +475,31 @@ def test_many_groups_are_found_without_reading_them(tmp_path: Path) -> None:
     assert len(orders(again.found)) == 100
     assert read[0] < 2_500_000
     again.journal.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize("match", ["facts", "groups"])
+def test_file_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, number: int, match: str) -> None:
+    run = Driven(tmp_path, config()).start()
+    run.write(*map(group, range(1, 9)))
+    run.journal.close()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    disk = FailingDisk()
+    disk.fail("open", number, match=match)
+    with pytest.raises(JournalWaitsError):
+        Driven(tmp_path, config(), disk)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    run = Driven(tmp_path, config())
+    assert (run.found.damage, served(run.found)) == ([], set(range(1, 9)))
+    run.journal.close()
+
+
+def test_room_of_a_segment_that_was_never_begun_goes_back_at_once(tmp_path: Path) -> None:
+    run = Driven(tmp_path, config()).start()
+    run.write(group(1))
+    run.journal.close()
+    blank = tmp_path / "groups-00000002.rmq"
+    blank.write_bytes(bytes(1 << 20))
+    run = Driven(tmp_path, config())
+    assert (blank.stat().st_size, run.found.damage, served(run.found)) == (0, [], {1})
+    run.journal.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.services.broker.journal.journals import Driven, FailingDisk, config, contents, group
 
-from rolloutmq.schemas.errors import DamagedRecordError
+from rolloutmq.schemas.errors import DamagedRecordError, JournalWaitsError
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Source
 from rolloutmq.services.broker.journal.segments import OPEN_LIMIT
@@ -126,4 +126,58 @@ def test_without_descriptors_others_are_given_up(tmp_path: Path) -> None:
     disk.fail("open", errno.EMFILE, times=1)
     assert read(groups[6]) == contents(7, 20_000)  # for the first one
     disk.heal()
+    run.journal.close()
+
+
+def test_reserve_is_taken_again(tmp_path: Path) -> None:
+    disk = FailingDisk()
+    run = Driven(tmp_path, config(), disk).start()
+    groups = written(run, 4)
+    for times, number in ((1, 1), (2, 4), (2, 1), (2, 4)):  # for the reserve, then also for the other segment
+        disk.fail("open", errno.EMFILE, times=times)
+        assert read(groups[number - 1]) == contents(number, 20_000)
+    run.journal.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_what_cannot_be_read_now_is_not_condemned(
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FailingDisk()
+    run = Driven(tmp_path, config(), disk).start()
+    groups = written(run, 7)
+    for one in groups:
+        one.body.shed()
+    disk.fail("open", number)
+    for one in groups * 2:
+        with pytest.raises(JournalWaitsError, match="nothing is lost"):
+            one.body.load()
+    assert caplog.text.count("journal waits to read") == 1
+    assert run.journal.status().quarantined == 0
+    assert not (tmp_path / "quarantine").exists()
+    disk.heal()
+    assert all(one.body.load() for one in groups)
+    run.journal.close()
+
+
+def test_memory_that_lacks_in_the_middle_of_a_read_condemns_nothing(tmp_path: Path) -> None:
+    disk = FailingDisk()
+    run = Driven(tmp_path, config(), disk).start()
+    (one,) = written(run, 1)
+    assert read(one)
+    disk.fail("pread", errno.ENOMEM)
+    with pytest.raises(JournalWaitsError):
+        read(one)
+    disk.heal()
+    assert read(one) == contents(1, 20_000)
+    run.journal.close()
+
+
+def test_segment_that_may_not_be_read_is_damage(tmp_path: Path) -> None:
+    disk = FailingDisk()
+    run = Driven(tmp_path, config(), disk).start()
+    (one,) = written(run, 1)
+    disk.fail("open", errno.EIO, times=1)
+    with pytest.raises(DamagedRecordError):
+        read(one)
     run.journal.close()
