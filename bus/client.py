@@ -10,6 +10,7 @@ import struct
 import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable
+from contextlib import suppress
 from itertools import count
 from types import TracebackType
 from typing import Any, Final, Self
@@ -186,7 +187,8 @@ class BlockingClient:
             patience_s = min(left, resend_s)
             if not self._socket.poll(int(patience_s * 1e3) + 1, zmq.POLLOUT):
                 continue
-            self._socket.send_multipart(asked, zmq.NOBLOCK)
+            with suppress(zmq.Again):  # the connection went meanwhile, and comes back
+                self._socket.send_multipart(asked, zmq.NOBLOCK)
             answer = self._await(number, patience_s)
             if answer is not None:
                 return granted(answer[0], message), answer[1]

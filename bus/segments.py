@@ -25,8 +25,9 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 
-from rolloutmq.schemas.errors import MissingError, SegmentGoneError
+from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.records import WeightsAddress
+from rolloutmq.schemas.sharing import SegmentGoneError
 
 logger = logging.getLogger(__name__)
 

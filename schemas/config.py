@@ -77,6 +77,9 @@ class BrokerConfig(Section):
     """The same in groups; above it the broker stops reading."""
     max_group_bytes: PositiveInt = 64 * MIB
     """Largest group that is accepted."""
+    overhead_bytes: Annotated[int, Field(ge=64 * MIB)] = 512 * MIB
+    """Memory of the broker beyond what its groups explain, counted above `high_bytes`. If there is more, peers fill it
+    with messages that they do not finish: every connection is cut, and honest peers come back."""
     retain_bytes: PositiveInt = 256 * MIB
     """Trained groups kept for a trainer that may come back from a checkpoint; above it a checkpoint is asked for."""
     ack_interval_s: PositiveFloat = 0.25

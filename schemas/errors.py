@@ -38,8 +38,6 @@ Exceptions carry fields and build their own text. Over the wire an error is an `
 
 from enum import StrEnum
 
-from rolloutmq.schemas.envelope import PolicyVersion
-
 
 class ErrorCode(StrEnum):
     """Why a request was not granted; the value travels in `ErrorReply.code`."""
@@ -87,41 +85,6 @@ class PolicyUnavailableError(RetryableError):
     def __str__(self) -> str:
         where = self.address or "an address that nobody has written yet"
         return f"no answer from the policy at {where} within {self.waited_s:.1f} s: {self.last}"
-
-
-class SegmentGoneError(RetryableError):
-    """An address names shared memory that was removed or replaced; its owner will publish a new one."""
-
-    def __init__(self, path: str, why: str) -> None:
-        self.path = path
-        self.why = why
-
-    def __str__(self) -> str:
-        return f"shared memory {self.path} is gone: {self.why}"
-
-
-class WeightsTornError(RetryableError):
-    """The weights are half-written and their writer is gone; they are garbage until it restored them."""
-
-    def __init__(self, last: PolicyVersion) -> None:
-        self.last = last
-        """Version of the last whole write."""
-
-    def __str__(self) -> str:
-        return f"the weights are half-written since version {self.last.incarnation}.{self.last.step}"
-
-
-class WeightsBusyError(RetryableError):
-    """Another process kept the shared weights for too long: it is stopped or hangs."""
-
-    def __init__(self, writer: int, waited_s: float) -> None:
-        self.writer = writer
-        """Process id of the writer at work or waiting, 0 for none."""
-        self.waited_s = waited_s
-
-    def __str__(self) -> str:
-        whose = f"writer {self.writer}" if self.writer else "a reader"
-        return f"the weights were not to be had within {self.waited_s:.1f} s: {whose} keeps them"
 
 
 class JournalWaitsError(RetryableError):
@@ -211,18 +174,6 @@ class GroupTooLargeError(UsageError):
 
     def __str__(self) -> str:
         return f"a group of {self.nbytes} bytes exceeds the limit of {self.limit}"
-
-
-class WeightsMismatchError(UsageError):
-    """A model and a set of shared weights are not of the same tensors; nothing was attached."""
-
-    def __init__(self, tensor: str, problem: str) -> None:
-        self.tensor = tensor
-        """Name of the tensor or configuration key."""
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.tensor}: {self.problem}"
 
 
 class RefusedError(UsageError):
@@ -350,17 +301,6 @@ class AddressInUseError(ResourceError):
 
     def __str__(self) -> str:
         return f"address {self.address} is in use by {self.owner}"
-
-
-class SegmentInUseError(ResourceError):
-    """The shared memory belongs to another process that lives."""
-
-    def __init__(self, path: str, pid: int) -> None:
-        self.path = path
-        self.pid = pid
-
-    def __str__(self) -> str:
-        return f"shared memory {self.path} belongs to process {self.pid}, which lives"
 
 
 class DamagedFileError(ResourceError):

@@ -36,7 +36,8 @@ from rolloutmq.services.broker.journal.body import Body
 from rolloutmq.services.broker.journal.dead import DeadGroup, DeadStore
 from rolloutmq.services.broker.journal.writer import Journal
 from rolloutmq.services.broker.listening import Listening
-from rolloutmq.services.broker.receiving import receive, receive_small, route_of
+from rolloutmq.services.broker.receiving import discard, receive, receive_small, route_of
+from rolloutmq.services.broker.relief import Relief
 from rolloutmq.services.broker.wake import Wake
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ DRAIN_S: Final = 2.0
 """At the end, longest time to take in what has already arrived."""
 QUIET_MS: Final = 20
 """At the end, what still arrives within this after the last has arrived too: it was in the kernel or in the library."""
+DISCARD_S: Final = 0.5
+"""Longest time to drop what waits on `ingest` when all connections were cut; more comes with new ones."""
 IDLE_S: Final = 60.0
 """Longest wait without a deadline."""
 
@@ -95,6 +98,7 @@ class DataPlane:
         max_group_bytes: int,
         wake: Wake,
         journal: Journal | None = None,
+        relief: Relief | None = None,
     ) -> None:
         self.core = core
         self._journal = journal
@@ -109,6 +113,7 @@ class DataPlane:
         """How often `ingest` was not read for a while, by reason."""
         self._sockets = sockets
         self._listening = Listening(sockets.all)
+        self._relief = relief
         self._dropped = dropped
         self._max_group_bytes = max_group_bytes
         self._wake = wake
@@ -136,6 +141,7 @@ class DataPlane:
             self._tick(due)
             self._commit()
             self._listening.check(time.monotonic())
+            self._relieve(time.monotonic())
         self._listening.close()
         self._drain()
         logger.info("data plane ended rejected=%s unsent=%s", self.rejections, self.unsent)
@@ -151,7 +157,7 @@ class DataPlane:
             self._reading = reading
         if self._journal is not None:
             due = min(due, self._journal.next_deadline())
-        due = min(due, self._listening.due)
+        due = min(due, self._listening.due, self._relief.due if self._relief is not None else math.inf)
         left_s = min(max(due - time.monotonic(), 0.0), IDLE_S)
         return {socket for socket, _ in self._poller.poll(math.ceil(left_s * 1e3))}
 
@@ -185,6 +191,14 @@ class DataPlane:
                 self._health_due = now + HEALTH_S
                 self.core.journaled(self._journal.status(), now)
             self._carry_out(self.core.tick(now, time.time()))
+
+    def _relieve(self, now: float) -> None:
+        """Give memory back that peers fill with what never becomes a message; who was honest sends it again."""
+        if self._relief is None or not self._relief.check(now):
+            return
+        self._reject("sockets: unfinished messages")
+        if not self._takes():
+            discard(self._sockets.ingest, now + DISCARD_S)
 
     def _commit(self) -> None:
         """Let the journal go on, and say what has become durable."""

@@ -40,7 +40,7 @@ class Listening:
     def __init__(self, sockets: Sequence[Socket]) -> None:
         self.due = 0.0
         """When to check again, in monotonic seconds; infinite if there is nothing to check."""
-        addresses = [address for socket in sockets if (address := _address(socket)).startswith("ipc://")]
+        addresses = [address for socket in sockets if (address := address_of(socket)).startswith("ipc://")]
         self._files = [Path(address.removeprefix("ipc://")) for address in addresses]
         self._away = False
         self._pulsing = False
@@ -88,7 +88,8 @@ class Listening:
                 (file if away else aside).rename(aside if away else file)
 
 
-def _address(socket: Socket) -> str:
+def address_of(socket: Socket) -> str:
+    """Return what a socket was bound to last."""
     found = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(found, bytes)
     return found.rstrip(b"\0").decode()

@@ -1,5 +1,6 @@
 """Taking messages off the broker's sockets, within limits that are held before anything is decoded."""
 
+import time
 from typing import Final
 
 import msgspec
@@ -69,6 +70,15 @@ def route_of(frames: list[bytes]) -> Route | None:
         return None
     route = tuple(frames[: frames.index(b"", 1) + 1])
     return route if sum(map(len, route)) <= ROUTE_LIMIT_BYTES else None
+
+
+def discard(socket: Socket, until: float) -> None:
+    """Drop every message that is whole, but begin none after `until`, in monotonic seconds."""
+    try:
+        while time.monotonic() < until:
+            _skip(socket, more=True)
+    except zmq.Again:
+        return
 
 
 def _skip(socket: Socket, more: bool) -> None:

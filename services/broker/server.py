@@ -46,6 +46,7 @@ from rolloutmq.services.broker.journal.body import Ram
 from rolloutmq.services.broker.journal.dead import DeadStore
 from rolloutmq.services.broker.journal.facts import Began
 from rolloutmq.services.broker.journal.writer import Journal
+from rolloutmq.services.broker.relief import Accounts, Relief
 from rolloutmq.services.broker.wake import Wake
 from rolloutmq.services.runner import Stop, run_service
 
@@ -97,7 +98,11 @@ class Broker:
 
 @contextlib.contextmanager
 def running_broker(
-    config: RunConfig, layout: RunLayout, on_end: Callable[[], object] = lambda: None
+    config: RunConfig,
+    layout: RunLayout,
+    on_end: Callable[[], object] = lambda: None,
+    *,
+    alone: bool = False,
 ) -> Iterator[Broker]:
     """Run a broker in a thread of this process for as long as the block lasts.
 
@@ -105,6 +110,7 @@ def running_broker(
         config: The run's configuration.
         layout: The run directory, which exists.
         on_end: Called in the broker's thread when it stops serving, for whatever reason.
+        alone: The process does nothing else, so that its memory is the broker's and is watched.
 
     Raises:
         AddressInUseError: Another broker lives in this run directory, or a port is taken.
@@ -128,6 +134,8 @@ def running_broker(
             layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
         )
         _reconcile(core, dead)
+        accounts = Accounts(config.broker, core, ram, journal)
+        relief = Relief(bound.all, config.broker.overhead_bytes, accounts) if alone else None
         plane = DataPlane(
             core,
             bound,
@@ -136,6 +144,7 @@ def running_broker(
             config.broker.max_group_bytes,
             wake,
             journal,
+            relief,
         )
         broker = Broker(core, plane, endpoints, on_end)
         stack.callback(layout.endpoints.unlink, missing_ok=True)
@@ -160,7 +169,7 @@ async def _serve(run_dir: Path, stop: Stop) -> None:
     config, layout = load_run(run_dir)
     loop = asyncio.get_running_loop()
     ended = partial(loop.call_soon_threadsafe, stop.request, "data plane ended")
-    with running_broker(config, layout, ended):
+    with running_broker(config, layout, ended, alone=True):
         await stop.wait()
 
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rolloutmq.bus import segments
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import SegmentGoneError, WeightsMismatchError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.sharing import SegmentGoneError, WeightsMismatchError
 from rolloutmq.services.inference.generate import Generator
 from rolloutmq.services.inference.protocol import Limits
 from rolloutmq.services.inference.text import Text

@@ -7,7 +7,9 @@ its environment, which every descendant inherits.
 """
 
 import os
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -16,6 +18,8 @@ from rolloutmq.schemas.process import ProcessIdentity, Role
 
 MARKER: Final = "ROLLOUTMQ_PROCESS"
 """Variable that marks a process and all that descends from it: `<run token>/<name>`."""
+EXEC_S: Final = 0.25
+"""Longest time between a process's start and the end of its exec, on a machine that is very busy."""
 _PROC: Final = Path("/proc")
 _DEAD: Final = frozenset("ZXx")
 _STATE_FIELD: Final = 3
@@ -64,6 +68,20 @@ def alive(identity: ProcessIdentity) -> bool:
     """Say whether this very process lives. A zombie does not."""
     found = _stat(identity.pid)
     return found is not None and found[0] not in _DEAD and exists(identity)
+
+
+def settled(identity: ProcessIdentity) -> bool:
+    """Wait until a process that was just started shows its environment; False if it is gone. Blocks `EXEC_S` at most.
+
+    Between the moment at which its starter goes on and the end of its exec it shows none.
+    """
+    until = time.monotonic() + EXEC_S
+    while alive(identity) and time.monotonic() < until:
+        with suppress(OSError):
+            if (_PROC / str(identity.pid) / "environ").read_bytes():
+                return True
+        time.sleep(0.001)
+    return alive(identity)
 
 
 def is_marked(pid: int, marker: str) -> bool:

@@ -25,12 +25,12 @@ from typing import Final
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
 from rolloutmq.services.orchestrator.identity import (
     MARKER,
-    alive,
     exists,
     find_marked,
     identify,
     is_marked,
     marker_of,
+    settled,
 )
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def adopt(identity: ProcessIdentity) -> Process | None:
         pidfd = os.pidfd_open(identity.pid)
     except OSError:
         return None
-    if alive(identity) and is_marked(identity.pid, identity.marker):
+    if settled(identity) and is_marked(identity.pid, identity.marker):
         return Process(identity, pidfd, None)
     os.close(pidfd)
     return None

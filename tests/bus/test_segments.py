@@ -10,7 +10,7 @@ import pytest
 
 from rolloutmq.bus import segments
 from rolloutmq.bus.segments import Owner
-from rolloutmq.schemas.errors import SegmentGoneError
+from rolloutmq.schemas.sharing import SegmentGoneError
 
 CREATOR = """
 import sys

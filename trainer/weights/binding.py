@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from rolloutmq.schemas.errors import WeightsMismatchError
+from rolloutmq.schemas.sharing import WeightsMismatchError
 from rolloutmq.trainer.weights.manifest import WeightManifest, named_tensors
 
 

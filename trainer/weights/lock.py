@@ -24,7 +24,7 @@ from typing import Final
 
 from rolloutmq.bus.segments import Owner
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import WeightsBusyError, WeightsTornError
+from rolloutmq.schemas.sharing import WeightsBusyError, WeightsTornError
 
 PAGE_BYTES: Final = 4096
 READ_PATIENCE_S: Final = 5.0

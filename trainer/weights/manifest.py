@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from rolloutmq.schemas.errors import WeightsMismatchError
+from rolloutmq.schemas.sharing import WeightsMismatchError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

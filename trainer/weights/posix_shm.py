@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rolloutmq.bus import segments
 from rolloutmq.bus.segments import Segment
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import SegmentGoneError, SegmentInUseError, WeightsMismatchError
+from rolloutmq.schemas.sharing import SegmentGoneError, SegmentInUseError, WeightsMismatchError
 from rolloutmq.trainer.weights.binding import bind, derived, digests
 from rolloutmq.trainer.weights.lock import PAGE_BYTES, READ_PATIENCE_S, WRITE_PATIENCE_S, WeightLock
 from rolloutmq.trainer.weights.manifest import (

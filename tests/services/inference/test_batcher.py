@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import ClosedError, WeightsTornError
+from rolloutmq.schemas.errors import ClosedError
+from rolloutmq.schemas.sharing import WeightsTornError
 from rolloutmq.services.inference.batcher import Batcher
 from rolloutmq.services.inference.generate import Job
 from rolloutmq.services.inference.protocol import ApiError

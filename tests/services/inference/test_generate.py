@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rolloutmq.schemas.config import ModelConfig
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import WeightsTornError
+from rolloutmq.schemas.sharing import WeightsTornError
 from rolloutmq.services.inference.generate import Continuation, Generator, Job, Span, pad_left, spans_of
 from rolloutmq.services.inference.sampling import Sampling
 from rolloutmq.trainer.model import build_policy

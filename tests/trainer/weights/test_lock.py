@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import WeightsBusyError, WeightsTornError
+from rolloutmq.schemas.sharing import WeightsBusyError, WeightsTornError
 from rolloutmq.trainer.weights.lock import _PENDING, PAGE_BYTES, WeightLock
 
 V = PolicyVersion

@@ -18,12 +18,8 @@ from transformers import AutoModelForCausalLM
 from rolloutmq.bus import segments
 from rolloutmq.schemas.config import ModelConfig
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import (
-    MissingError,
-    SegmentGoneError,
-    SegmentInUseError,
-    WeightsMismatchError,
-)
+from rolloutmq.schemas.errors import MissingError
+from rolloutmq.schemas.sharing import SegmentGoneError, SegmentInUseError, WeightsMismatchError
 from rolloutmq.trainer.model import build_policy
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 

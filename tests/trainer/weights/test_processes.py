@@ -12,7 +12,7 @@ from torch import nn
 
 from rolloutmq.bus import segments
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import WeightsTornError
+from rolloutmq.schemas.sharing import WeightsTornError
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion

@@ -1,0 +1,62 @@
+"""What can go wrong with memory that processes share: the errors of segments and weights, of the tree in `errors`."""
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import ResourceError, RetryableError, UsageError
+
+
+class SegmentGoneError(RetryableError):
+    """An address names shared memory that was removed or replaced; its owner will publish a new one."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"shared memory {self.path} is gone: {self.why}"
+
+
+class WeightsTornError(RetryableError):
+    """The weights are half-written and their writer is gone; they are garbage until it restored them."""
+
+    def __init__(self, last: PolicyVersion) -> None:
+        self.last = last
+        """Version of the last whole write."""
+
+    def __str__(self) -> str:
+        return f"the weights are half-written since version {self.last.incarnation}.{self.last.step}"
+
+
+class WeightsBusyError(RetryableError):
+    """Another process kept the shared weights for too long: it is stopped or hangs."""
+
+    def __init__(self, writer: int, waited_s: float) -> None:
+        self.writer = writer
+        """Process id of the writer at work or waiting, 0 for none."""
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        whose = f"writer {self.writer}" if self.writer else "a reader"
+        return f"the weights were not to be had within {self.waited_s:.1f} s: {whose} keeps them"
+
+
+class WeightsMismatchError(UsageError):
+    """A model and a set of shared weights are not of the same tensors; nothing was attached."""
+
+    def __init__(self, tensor: str, problem: str) -> None:
+        self.tensor = tensor
+        """Name of the tensor or configuration key."""
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.problem}"
+
+
+class SegmentInUseError(ResourceError):
+    """The shared memory belongs to another process that lives."""
+
+    def __init__(self, path: str, pid: int) -> None:
+        self.path = path
+        self.pid = pid
+
+    def __str__(self) -> str:
+        return f"shared memory {self.path} belongs to process {self.pid}, which lives"
