@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart test soak check bench accept clean
+.PHONY: quickstart test soak check bench bench-rivals accept clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,10 +30,26 @@ check: $(VENV)/.installed ## style, types, and who may import whom
 bench: $(VENV)/.installed ## the figures, with their rivals in the same run
 	$(BIN)/python -m benchmarks
 
+bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed ## what some figures are compared with; optional
+
+# Of Atropos only the server is run, and it needs no more than this.
+.venv-atropos/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-atropos
+	.venv-atropos/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		fastapi==0.165.0 'uvicorn[standard]==0.54.0'
+	.venv-atropos/bin/python -m pip install --quiet --disable-pip-version-check --no-deps atroposlib==0.4.0
+	touch $@
+
+.venv-transferqueue/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-transferqueue
+	.venv-transferqueue/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		TransferQueue==0.1.11 ray==2.60.0
+	touch $@
+
 accept: $(VENV)/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
-		.import_linter_cache .hypothesis runs
+	rm -rf $(VENV) .venv-atropos .venv-transferqueue build dist *.egg-info src/*.egg-info .mypy_cache \
+		.pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

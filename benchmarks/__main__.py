@@ -2,21 +2,56 @@
 
 python -m benchmarks                    all of it
 python -m benchmarks journal restart    only these parts; the other rows stay as they were
+
+A part whose rival is not installed is left out, and its rows stay as they were too: see `make bench-rivals`.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from benchmarks import journal, results, start, throughput, wire
+from benchmarks import (
+    atropos,
+    fairness,
+    journal,
+    latency,
+    memory,
+    producers,
+    results,
+    start,
+    throughput,
+    transferqueue,
+    wire,
+)
 from benchmarks.row import Row
 
-PARTS: Final[dict[str, Callable[[], Iterator[Row]]]] = {
-    "wire": wire.rows,
-    "throughput": throughput.rows,
-    "journal": journal.rows,
-    "restart": start.restart_rows,
-    "ready": start.ready_rows,
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that are measured together.
+
+    Attributes:
+        rows: Measures them, one after the other.
+        missing: Says why they cannot be measured, empty if they can.
+    """
+
+    rows: Callable[[], Iterator[Row]]
+    missing: Callable[[], str] = str
+
+
+PARTS: Final = {
+    "wire": Part(wire.rows),
+    "throughput": Part(throughput.rows),
+    "atropos": Part(atropos.rows, atropos.missing),
+    "transferqueue": Part(transferqueue.rows, transferqueue.missing),
+    "latency": Part(latency.rows),
+    "memory": Part(memory.rows),
+    "producers": Part(producers.rows),
+    "fairness": Part(fairness.rows),
+    "journal": Part(journal.rows),
+    "restart": Part(start.restart_rows),
+    "ready": Part(start.ready_rows),
 }
 
 
@@ -25,14 +60,23 @@ def main(words: Sequence[str]) -> int:
     if unknown := set(words) - set(PARTS):
         print(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}", file=sys.stderr)
         return 2
-    rows = []
-    for name, part in PARTS.items():
-        if not words or name in words:
-            for row in part():
-                rows.append(row)
-                print(row.line(), flush=True)
-    results.keep(rows, whole=not words)
+    rows, skipped = measured({name: part for name, part in PARTS.items() if not words or name in words})
+    results.keep(rows, whole=not words and not skipped)
     return int(any(row.met is False for row in rows))
+
+
+def measured(parts: dict[str, Part]) -> tuple[list[Row], list[str]]:
+    """Measure parts and return their rows, and the names of those that could not be."""
+    rows, skipped = [], []
+    for name, part in parts.items():
+        if why := part.missing():
+            print(f"{name} is left out: {why}", flush=True)
+            skipped.append(name)
+            continue
+        for row in part.rows():
+            rows.append(row)
+            print(row.line(), flush=True)
+    return rows, skipped
 
 
 if __name__ == "__main__":

@@ -187,10 +187,10 @@ def measured_rows() -> Iterator[Figure]:
     """Report each row with a goal, as it was measured last."""
     for row in json.loads(RESULTS.read_text())["rows"]:
         if row["goal"] is not None:
-            least = row["bound"] == "ratio, at least"
-            said = f"{'>=' if least else '<='} {row['goal']:g}, {row['rival_name']}"
+            of, _, bound = row["bound"].partition(", ")
+            said = f"{'>=' if bound == 'at least' else '<='} {row['goal']:g}, {row['rival_name']}"
             name = f"{row['figure']}, {row['payload']}"
-            yield Figure("bench", name, row["ratio"] if least else row["ours"], said, row["met"])
+            yield Figure("bench", name, row[of], said, row["met"])
 
 
 def _passed(report: Path) -> Callable[[str], bool]:

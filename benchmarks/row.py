@@ -8,7 +8,7 @@ from typing import Final, Literal
 ROUNDS: Final = 5
 
 Measure = Callable[[], float]
-Bound = Literal["ratio, at least", "ours, at most"]
+Bound = Literal["ratio, at least", "ratio, at most", "ours, at most"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Row:
         ratio: Ours over the rival's, as the median of the ratios of the rounds.
         goal: What is promised, None where nothing is.
         met: Whether it was kept, None without a goal.
-        bound: What the goal bounds: the least ratio, or the most that ours may be.
+        bound: What the goal bounds: the least or the most that the ratio, or the most that ours may be.
     """
 
     figure: str
@@ -64,17 +64,43 @@ def compare(
     return Row(figure, payload, _rounded(own), _rounded(other), rival_name, round(ratio, 3), goal, met)
 
 
+def near(
+    figure: str,
+    payload: str,
+    ours: Measure,
+    rival: Measure,
+    rival_name: str,
+    goal: float | None = None,
+    rounds: int = ROUNDS,
+) -> Row:
+    """Take both in turns, `rounds` times; less is better for both, and the goal is the greatest ratio."""
+    own, other, ratio = _in_turns(ours, rival, rounds)
+    met = None if goal is None else ratio <= goal
+    return Row(
+        figure,
+        payload,
+        _rounded(own),
+        _rounded(other),
+        rival_name,
+        round(ratio, 3),
+        goal,
+        met,
+        "ratio, at most",
+    )
+
+
 def within(
     figure: str,
     payload: str,
     ours: Measure,
     rival: Measure,
     rival_name: str,
-    limit: float,
+    limit: float | None = None,
     rounds: int = ROUNDS,
 ) -> Row:
     """Take both in turns, `rounds` times; less is better for both, and `limit` is the most that ours may be."""
     own, other, ratio = _in_turns(ours, rival, rounds)
+    met = None if limit is None else own <= limit
     return Row(
         figure,
         payload,
@@ -83,7 +109,7 @@ def within(
         rival_name,
         round(ratio, 3),
         limit,
-        own <= limit,
+        met,
         "ours, at most",
     )
 

@@ -9,8 +9,6 @@ An interpreter that only imports libraries is a floor for the second figure, and
     python -m benchmarks.start RUN_DIR    the consumer of a round
 """
 
-import contextlib
-import signal
 import subprocess
 import sys
 import time
@@ -22,12 +20,11 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from benchmarks import feeder, scratch
+from benchmarks import feeder, scratch, stage
 from benchmarks.row import Row, within
 from rolloutmq import Consumer, Group
 from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.codec import EncodedGroup, checksum, encode_group, header_of
-from rolloutmq.bus.endpoint import read_endpoints
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.delivery import GetInfo
@@ -48,7 +45,6 @@ BATCH_GROUPS: Final = 64
 ROUNDS: Final = 3
 DEADLINE_S: Final = 120.0
 READ_BYTES: Final = 8 << 20
-LOOK_S: Final = 0.002
 LIBRARIES: Final = "import msgspec, numpy, pydantic, uvloop, zmq"
 
 
@@ -86,9 +82,7 @@ def ready_rows() -> Iterator[Row]:
 
 def _config() -> RunConfig:
     """All of it may be queued, and nothing is dropped because of its age."""
-    ageless = {"entry": "bench.py:Bench", "pacing": False, "stale": "pass"}
-    broker = {"durability": "disk", "high_bytes": 16 * GIB}
-    return RunConfig.model_validate({"broker": broker, "environment": {feeder.ENV: ageless}})
+    return stage.config(durability="disk", high_bytes=16 * GIB)
 
 
 def group() -> Group:
@@ -156,7 +150,7 @@ def first_batch_s(layout: RunLayout) -> float:
         try:
             _line_of(consumer)
             started = time.monotonic()
-            with _broker(layout):
+            with stage.broker(layout):
                 at, _ = consumer.communicate(timeout=DEADLINE_S)
         finally:
             consumer.kill()
@@ -196,38 +190,16 @@ def ready_s() -> float:
         layout = RunLayout(directory)
         write_json(layout.config, _config())
         started = time.perf_counter()
-        with _broker(layout) as process:
-            _ask(layout, process)
+        with stage.broker(layout) as process:
+            with BlockingClient(stage.bound(layout, process).serve) as client:
+                client.request(GetInfo())
             return time.perf_counter() - started
-
-
-def _ask(layout: RunLayout, process: "subprocess.Popen[bytes]") -> None:
-    """Block until the broker has replied to something."""
-    while (found := read_endpoints(layout.root)) is None:
-        if process.poll() is not None:
-            raise RuntimeError(f"the broker ended with {process.returncode}")
-        time.sleep(LOOK_S)
-    with BlockingClient(found.serve) as client:
-        client.request(GetInfo())
 
 
 def _libraries_s() -> float:
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", LIBRARIES], check=True)
     return time.perf_counter() - started
-
-
-@contextlib.contextmanager
-def _broker(layout: RunLayout) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a broker in a process of its own, as the launcher does, and kill it at the end."""
-    command = [sys.executable, "-m", "rolloutmq.launch.cli", "broker", "--run-dir", str(layout.root)]
-    with (layout.root / "broker.out").open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
 
 
 if __name__ == "__main__":

@@ -1,162 +1,183 @@
-"""Groups a second from two producers to one consumer: through the broker, and through `zmq.proxy` without any logic.
+"""Groups a second from two producers to one consumer, end to end: through the broker, and through `zmq.proxy`.
 
-The rival moves the same bytes in the same frame layout (an envelope and one body), over ipc too, with libzmq's own
-marks; it keeps, checks and answers nothing. Producers, broker or proxy, and consumer are processes of their own. The
-clock runs in the consumer, from its first group to its last. Durability: memory.
+Both sides begin with data that is made: ours with `Group` objects, of which each goes under an id of its own; the
+rival (see `proxy`) with the bytes that those have on the wire. Ours is the public SDK in async loops: `send` with all
+it does, `pull` with decoding, `ack` of each batch. Nothing is kept once it is trained, since the rival keeps nothing.
 
-    python -m benchmarks.throughput ROLE DIRECTORY GROUPS NBYTES    one process of a round
+Producers, broker or proxy, and consumer are processes of their own, and producers never end: the clock runs in the
+consumer, after a second that is not counted, for three seconds. At `disk` an ack says that a group survives a power
+cut; there the rival is the proxy or bare writes and syncs of as many bytes (see `rawdisk`), whichever is slower.
+
+    python -m benchmarks.throughput ROLE DIRECTORY SHAPE ...    one process of a round
 """
 
-import subprocess
+import asyncio
+import contextlib
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import zmq
+import uvloop
 
+from benchmarks import proxy, rawdisk, scratch, stage, workload
 from benchmarks.row import Row, compare
+from benchmarks.workload import Shape
 from rolloutmq import Consumer, Group, Producer
-from rolloutmq.bus.codec import encode_group
 from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.envelope import GROUP_LIMIT_BYTES
+from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.services.broker.server import running_broker
 
 PRODUCERS: Final = 2
-SEQUENCES: Final = 8
+SLOTS: Final = 256
+BATCH_BYTES: Final = 16 << 20
+"""A batch has at most so many bytes, and at most `BATCH_GROUPS`."""
 BATCH_GROUPS: Final = 64
-ENVELOPE_BYTES: Final = 200
-DEADLINE_S: Final = 120.0
+WARM_UP_PART: Final = 1 / 3
+"""Of the time that is counted, so much goes before and is not."""
+LASTS_S: Final = 3.0
+OPEN_S: Final = 180.0
+"""So long may a thousand producers take to register."""
+RAW_BYTES: Final = 512 << 20
+
+SMALL: Final = Shape.of_bytes(5_300)
+MIDDLE: Final = Shape.of_bytes(134_000)
+USUAL: Final = Shape(8, 2048)
+LARGE: Final = Shape(16, 8192)
 
 
 def rows() -> Iterator[Row]:
-    """The two sizes of the design: what a short task makes, and eight long sequences."""
-    for nbytes, groups, goal in ((5_300, 12_800, None), (134_000, 6_400, 0.7)):
+    """At `memory` what a short task makes, and long sequences; at `disk` those with a goal."""
+    for shape, goal in ((SMALL, None), (MIDDLE, 0.7), (USUAL, None), (LARGE, 0.9)):
         yield compare(
             "groups/s end to end, memory",
-            f"groups of {nbytes / 1000:.0f} kB",
-            lambda nbytes=nbytes, groups=groups: _round("broker", groups, nbytes),
-            lambda nbytes=nbytes, groups=groups: _round("proxy", groups, nbytes),
+            str(shape),
+            partial(rate, shape, Durability.MEMORY),
+            partial(proxy.rate, shape),
             "zmq.proxy",
+            goal,
+        )
+    for shape, goal in ((MIDDLE, 0.5), (LARGE, 0.8)):
+        yield compare(
+            "groups/s end to end, disk",
+            str(shape),
+            partial(rate, shape, Durability.DISK),
+            partial(_slower, partial(proxy.rate, shape), partial(raw_rate, shape)),
+            "zmq.proxy, or the disk itself: bare writes and syncs; whichever is slower",
             goal,
         )
 
 
-def _round(through: str, groups: int, nbytes: int) -> float:
-    """Run one round in processes of its own and return groups a second."""
-    with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory:
-        roles = [through, *[f"{through}-producer-{number}" for number in range(PRODUCERS)]]
-        arguments = [directory, str(groups), str(nbytes)]
-        others = [_child(role, *arguments, output=subprocess.DEVNULL) for role in roles]
-        consumer = _child(f"{through}-consumer", *arguments, output=subprocess.PIPE)
-        try:
-            output, _ = consumer.communicate(timeout=DEADLINE_S)
-        finally:
-            for child in (consumer, *others):
-                child.kill()
-                child.wait()
-    return float(output)
+def rate(shape: Shape, durability: Durability, lasts_s: float = LASTS_S) -> float:
+    """Run one round through a new broker, and return groups a second."""
+    about = stage.config(durability=durability.value)
+    if durability is Durability.MEMORY:
+        with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory:
+            return through(Path(directory), about, shape, lasts_s=lasts_s)
+    with scratch.directory() as place:
+        return through(place, about, shape, lasts_s=lasts_s)
 
 
-def _child(role: str, *arguments: str, output: int) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-m", "benchmarks.throughput", role, *arguments], stdout=output)
+def raw_rate(shape: Shape) -> float:
+    """Write bare bodies to the disk, and return how many a second are synced."""
+    bodies = [memoryview(body) for body in workload.bodies(shape)]
+    several = list(islice(cycle(bodies), RAW_BYTES // shape.nbytes))
+    with scratch.directory() as directory:
+        return len(several) / rawdisk.seconds(directory, several)
 
 
-def _group(name: str, nbytes: int) -> Group:
-    """A group with tokens, mask and log-probabilities of about `nbytes` in all."""
-    tokens = nbytes // (SEQUENCES * 9)
-    return Group.build(
-        name,
-        tokens=np.ones((SEQUENCES, tokens), np.int32),
-        mask=np.ones((SEQUENCES, tokens), bool),
-        scores=np.zeros(SEQUENCES),
-        inference_logprobs=np.zeros((SEQUENCES, tokens), np.float32),
-    )
+def _slower(*rates: Callable[[], float]) -> float:
+    return min(each() for each in rates)
 
 
-def _broker(directory: Path, _groups: int, _nbytes: int) -> None:
-    # The queue is the thing measured: nothing is held back, and nothing dropped, because of its age.
-    ageless = {"entry": "bench.py:Bench", "pacing": False, "stale": "pass"}
-    config = RunConfig.model_validate({"broker": {"durability": "memory"}, "environment": {"bench": ageless}})
-    with running_broker(config, RunLayout(directory)) as broker:
-        broker.join(DEADLINE_S)
+def through(
+    directory: Path,
+    about: RunConfig,
+    shape: Shape,
+    *,
+    producers: int = PRODUCERS,
+    slots: int = SLOTS,
+    lasts_s: float = LASTS_S,
+) -> float:
+    """Run a broker, a consumer, and so many producers in `PRODUCERS` processes; return groups a second."""
+    calls = [
+        (f"producer-{number}", directory, shape.word, producers // PRODUCERS, slots)
+        for number in range(PRODUCERS)
+    ]
+    with (
+        stage.broker(RunLayout(directory), about),
+        stage.player("throughput", "consumer", directory, shape.word, lasts_s) as consumer,
+        stage.players("throughput", calls) as others,
+    ):
+        for one in (consumer, *others):
+            one.wait_ready(OPEN_S)
+        for one in (consumer, *others):
+            one.begin()
+        return float(consumer.line())
 
 
-def _broker_producer(number: int) -> "Callable[[Path, int, int], None]":
-    def produce(directory: Path, groups: int, nbytes: int) -> None:
-        name = f"bench-{number}"
-        with Producer.blocking(
-            directory, env="bench", producer=name, group_size=SEQUENCES, slots=256
-        ) as producer:
-            for count in range(groups // PRODUCERS):
-                producer.send(_group(f"{name}/{count}", nbytes))
-
-    return produce
+def batch_groups(shape: Shape) -> int:
+    """Groups of one batch."""
+    return max(1, min(BATCH_GROUPS, BATCH_BYTES // shape.nbytes))
 
 
-def _broker_consumer(directory: Path, groups: int, _nbytes: int) -> None:
-    with Consumer.blocking(directory, sequences=BATCH_GROUPS * SEQUENCES) as consumer:
-        taken, started = 0, 0.0
-        for batch in consumer:
-            started = started or time.perf_counter()
-            taken += len(batch.groups)
-            batch.ack()
-            if taken >= groups:
-                break
-    _tell(taken - BATCH_GROUPS, started)
+async def _produce(number: int, directory: Path, shape: Shape, producers: int, slots: int) -> None:
+    made = workload.pool(shape, number)
+    async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        opened = []
+        for count in range(producers):
+            name = f"bench-{number}-{count}"
+            one = await stack.enter_async_context(
+                Producer.open(
+                    directory,
+                    env=stage.ENV,
+                    producer=name,
+                    group_size=shape.sequences,
+                    slots=slots,
+                    drain_s=0.0,
+                )
+            )
+            opened.append((one, workload.fresh(made, name)))
+        await asyncio.to_thread(stage.ready)
+        for one, groups in opened:
+            tasks.create_task(_send_for_ever(one, groups))
 
 
-def _proxy(directory: Path, _groups: int, _nbytes: int) -> None:
-    with zmq.Context() as context:
-        inward, outward = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        inward.bind(f"ipc://{directory}/in")
-        outward.bind(f"ipc://{directory}/out")
-        zmq.proxy(inward, outward)
+async def _send_for_ever(producer: Producer, groups: Iterator[Group]) -> None:
+    for group in groups:
+        await producer.send(group)
 
 
-def _proxy_producer(_number: int) -> "Callable[[Path, int, int], None]":
-    def produce(directory: Path, groups: int, nbytes: int) -> None:
-        body = bytes(encode_group(_group("g", nbytes), GROUP_LIMIT_BYTES).frames[0])
-        with zmq.Context() as context, context.socket(zmq.PUSH) as push:
-            push.connect(f"ipc://{directory}/in")
-            for _ in range(groups // PRODUCERS):
-                push.send_multipart([bytes(ENVELOPE_BYTES), body], copy=False)
-            time.sleep(DEADLINE_S)  # until the round is over and this process is ended
-
-    return produce
+async def _consume(directory: Path, shape: Shape, lasts_s: float) -> None:
+    async with Consumer.open(directory, sequences=batch_groups(shape) * shape.sequences) as consumer:
+        await asyncio.to_thread(stage.ready)
+        await _pulled(consumer, 0.0)
+        await _pulled(consumer, lasts_s * WARM_UP_PART)
+        print(await _pulled(consumer, lasts_s), flush=True)
 
 
-def _proxy_consumer(directory: Path, groups: int, _nbytes: int) -> None:
-    with zmq.Context() as context, context.socket(zmq.PULL) as pull:
-        pull.connect(f"ipc://{directory}/out")
-        for _ in range(BATCH_GROUPS):
-            pull.recv_multipart(copy=False)
-        started = time.perf_counter()
-        for _ in range(groups - BATCH_GROUPS):
-            pull.recv_multipart(copy=False)
-        _tell(groups - BATCH_GROUPS, started)
+async def _pulled(consumer: Consumer, lasts_s: float) -> float:
+    """Pull and ack for so long, at least one batch, and return groups a second."""
+    count, started = 0, time.perf_counter()
+    async for batch in consumer:
+        count += len(batch.groups)
+        await batch.ack()
+        if (spent := time.perf_counter() - started) >= lasts_s:
+            return count / spent
+    raise AssertionError("a consumer does not end by itself")
 
 
-def _tell(groups: int, started: float) -> None:
-    print(groups / (time.perf_counter() - started))
-
-
-def main(role: str, directory: str, groups: str, nbytes: str) -> None:
+def main(role: str, directory: str, shape: str, *words: str) -> None:
     """Be one process of a round."""
-    roles: dict[str, Callable[[Path, int, int], None]] = {
-        "broker": _broker,
-        "broker-consumer": _broker_consumer,
-        "proxy": _proxy,
-        "proxy-consumer": _proxy_consumer,
-    }
-    for number in range(PRODUCERS):
-        roles[f"broker-producer-{number}"] = _broker_producer(number)
-        roles[f"proxy-producer-{number}"] = _proxy_producer(number)
-    roles[role](Path(directory), int(groups), int(nbytes))
+    about = Path(directory), Shape.parse(shape)
+    if role == "consumer":
+        uvloop.run(_consume(*about, float(words[0])))
+    else:
+        uvloop.run(_produce(int(role.removeprefix("producer-")), *about, *map(int, words)))
 
 
 if __name__ == "__main__":

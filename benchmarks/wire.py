@@ -4,6 +4,8 @@ import gzip
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -31,13 +33,13 @@ def rows() -> Iterator[Row]:
         yield compare(
             f"wire round trip from {source}, groups/s",
             payload,
-            lambda columns=columns: _rate(lambda: _ours(columns)),
-            lambda: _rate(lambda: _json(lists)),
+            partial(_rate, partial(_ours, columns)),
+            partial(_rate, partial(_json, lists)),
             "JSON and gzip",
         )
 
 
-def _ours(columns: dict[str, object]) -> None:
+def _ours(columns: dict[str, Any]) -> None:
     group = Group.build("g", **columns)
     encoded = encode_group(group, GROUP_LIMIT_BYTES)
     header = header_of(group, encoded, seq=1, position=encoded.nbytes)

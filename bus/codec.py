@@ -2,16 +2,18 @@
 
 Body of a group, little-endian: a directory with one row of three u64 (frame, offset, length) for each block of its
 `ColumnTable`, then the blocks at offsets that are multiples of 64. A block above `BIG_BLOCK_BYTES` lies alone in a
-frame of its own. The blocks of a column are its lengths, one u32 array per level unless it shares those of an earlier
-column, then its values. Decoding makes views into the frames and copies nothing.
+frame of its own, unless all was laid into room that the caller gave. The blocks of a column are its lengths, one u32
+array per level unless it shares those of an earlier column, then its values. Decoding makes views into the frames and
+copies nothing.
 
 Whatever a peer sends ends in a value or in a `WireError`: sizes are checked before anything is decoded, and no
 allocation is larger than the frames that came in.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Final, TypeVar
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final, NamedTuple, TypeVar
 
 import google_crc32c
 import msgspec
@@ -47,6 +49,8 @@ from rolloutmq.schemas.trajectory import Column, Group, numpy_dtype
 
 Buffer = bytes | bytearray | memoryview
 """A frame; anything with the buffer protocol will do."""
+Room = Callable[[int], memoryview | None]
+"""Gives a writable buffer of that many bytes, or None if there is no room for them."""
 
 ALIGNMENT_BYTES: Final = 64
 """Offsets of blocks: a cache line, and enough for any vector instruction."""
@@ -55,7 +59,13 @@ MESSAGE_LIMIT_BYTES: Final = 8 << 20
 TABLE_LIMIT_BYTES: Final = 8 << 10
 """Largest column table: 64 columns whose names, and the names whose lengths they share, are as long as can be."""
 
+TABLES_KEPT: Final = 256
+"""Column tables that are remembered, so that groups of one kind share one."""
+
 _ROW: Final = 24
+_U32: Final = np.dtype("<u4")
+_OPAQUE: Final = Dtype.OPAQUE
+_GAPS: Final = tuple(bytes(size) for size in range(ALIGNMENT_BYTES))
 _T = TypeVar("_T")
 
 
@@ -68,31 +78,33 @@ class EncodedGroup(msgspec.Struct, frozen=True, gc=False):
     crc: int
 
 
-def encode_group(group: Group, limit: int) -> EncodedGroup:
+def encode_group(group: Group, limit: int, room: Room | None = None) -> EncodedGroup:
     """Lay out a group's columns.
 
     Args:
         group: A checked group.
         limit: Most bytes that its frames may have together.
+        room: Asked, at most once, for a place for all of it; if it gives one, that is the only frame, big columns are
+            copied there too, and no byte of it keeps what was there before. What is given is always used.
 
     Raises:
-        GroupTooLargeError: They have more; nothing was allocated.
-        InvalidGroupError: A value of an opaque column is not msgpack.
+        GroupTooLargeError: They have more; nothing was allocated, and no room was asked for.
+        InvalidGroupError: A value of an opaque column is not msgpack. No room was asked for.
     """
     table = table_of(group)
     blocks = _blocks(group, table)
-    frames_of, offsets, body_bytes, big = _place(blocks)
-    nbytes = body_bytes + sum(blocks[index].nbytes for index in big)
+    apart = _place(blocks, BIG_BLOCK_BYTES)
+    nbytes = apart.nbytes + sum(blocks[index].nbytes for index in apart.big)
     if nbytes > limit:
         raise GroupTooLargeError(nbytes, limit)
-    body = np.zeros(body_bytes, np.uint8)
-    directory = np.array([(frames_of[i], offsets[i], block.nbytes) for i, block in enumerate(blocks)], "<u8")
-    body[: directory.nbytes] = directory.reshape(-1).view(np.uint8)
-    for index, block in enumerate(blocks):
-        if frames_of[index] == 0:
-            body[offsets[index] : offsets[index] + block.nbytes] = block
-    frames = (body, *(blocks[index] for index in big))
-    return EncodedGroup(table, tuple(f.data for f in frames), nbytes, checksum(frames))
+    if room is not None:
+        whole = _place(blocks, nbytes) if apart.big else apart
+        if whole.nbytes <= limit and (given := room(whole.nbytes)) is not None:
+            _lay(whole.parts, given)
+            return EncodedGroup(table, (given,), whole.nbytes, checksum([given]))
+    body = b"".join(apart.parts)
+    frames = (memoryview(body), *(blocks[index].cast("B") for index in apart.big))
+    return EncodedGroup(table, frames, nbytes, checksum((body, *frames[1:])))
 
 
 def header_of(group: Group, encoded: EncodedGroup, *, seq: int, position: int) -> GroupHeader:
@@ -128,12 +140,7 @@ def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffe
         raise MalformedError(f"group {header.group_id}: frames do not have the size of the header")
     if checksum(arrays) != header.crc:
         raise ChecksumError(f"group {header.group_id}: checksum differs")
-    blocks = _read_directory(table, arrays)
-    opaque = [spec for spec in table.columns if spec.dtype is Dtype.OPAQUE]
-    check_values(blocks[spec.name, spec.blocks - 1].data for spec in opaque)
-    columns: dict[str, Column] = {}
-    for spec in table.columns:
-        columns[spec.name] = _read_column(spec, blocks, columns)
+    columns = _read_columns(table, _read_blocks(table, arrays))
     group = Group(
         header.group_id,
         columns,
@@ -163,97 +170,127 @@ def _check(group: Group) -> None:
 
 
 def table_of(group: Group) -> ColumnTable:
-    """Describe the columns of a group; equal lengths are named once."""
-    specs: list[ColumnSpec] = []
+    """Describe the columns of a group; equal lengths are named once. Equal columns give the same object."""
+    owners: list[tuple[str, tuple[NDArray[np.uint32], ...]]] = []
+    specs = []
     for name, column in group.columns.items():
-        shared = next(
-            (
-                spec.name
-                for spec in specs
-                if column.depth
-                and spec.depth == column.depth
-                and not spec.lengths_of
-                and _same_lengths(group.columns[spec.name], column)
-            ),
-            "",
-        )
-        specs.append(ColumnSpec(name, column.dtype, column.depth, shared))
-    return ColumnTable(tuple(specs))
+        shared = ""
+        if lengths := column.lengths:
+            for owner, others in owners:
+                if _same_lengths(others, lengths):
+                    shared = owner
+                    break
+            else:
+                owners.append((name, lengths))
+        specs.append((name, int(column.dtype), len(lengths), shared))
+    return _table_of(tuple(specs))
 
 
-def _same_lengths(one: Column, other: Column) -> bool:
-    return all(
-        a is b or (a.size == b.size and bool((a == b).all()))
-        for a, b in zip(one.lengths, other.lengths, strict=True)
+@lru_cache(maxsize=TABLES_KEPT)
+def _table_of(specs: tuple[tuple[str, int, int, str], ...]) -> ColumnTable:
+    return ColumnTable(
+        tuple(ColumnSpec(name, Dtype(dtype), depth, shared) for name, dtype, depth, shared in specs)
     )
 
 
-def _blocks(group: Group, table: ColumnTable) -> list[NDArray[np.uint8]]:
-    blocks: list[NDArray[np.uint8]] = []
+def _same_lengths(ones: tuple[NDArray[np.uint32], ...], others: tuple[NDArray[np.uint32], ...]) -> bool:
+    if len(ones) != len(others):
+        return False
+    for one, other in zip(ones, others, strict=True):
+        if one is not other and (one.size != other.size or one.tobytes() != other.tobytes()):
+            return False
+    return True
+
+
+def _blocks(group: Group, table: ColumnTable) -> list[memoryview]:
+    """Return the blocks in the order of the table, each of one piece in memory."""
+    blocks: list[memoryview] = []
     for spec in table.columns:
         column = group.columns[spec.name]
-        if spec.dtype is Dtype.OPAQUE:
-            blocks.append(np.frombuffer(encode_opaque(spec.name, column.values), np.uint8))
+        if spec.dtype is _OPAQUE:
+            blocks.append(memoryview(encode_opaque(spec.name, column.values)))
             continue
         if not spec.lengths_of:
-            blocks.extend(_bytes_of(lengths.astype("<u4", copy=False)) for lengths in column.lengths)
-        blocks.append(_bytes_of(column.values))
+            blocks.extend(np.ascontiguousarray(lengths, _U32).data for lengths in column.lengths)
+        blocks.append(np.ascontiguousarray(column.values).data)
     return blocks
 
 
-def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+class _Places(NamedTuple):
+    parts: list[bytes | memoryview]
+    """What the body is put together of, without a gap."""
+    nbytes: int
+    """Size of the body."""
+    big: list[int]
+    """Blocks with frames of their own."""
 
 
-def _place(blocks: Sequence[NDArray[np.uint8]]) -> tuple[list[int], list[int], int, list[int]]:
-    """Return frame and offset of each block, the size of the body, and the blocks with own frames."""
-    frames, offsets, big = [], [], []
+def _place(blocks: Sequence[memoryview], alone_above: int) -> _Places:
+    """Find a place for each block; those above that many bytes get a frame of their own."""
+    rows: list[int] = []
+    parts: list[bytes | memoryview] = [b""]
+    big = []
     end = len(blocks) * _ROW
     for index, block in enumerate(blocks):
-        if block.nbytes > BIG_BLOCK_BYTES:
+        nbytes = block.nbytes
+        if nbytes > alone_above:
             big.append(index)
-            frames.append(len(big))
-            offsets.append(0)
+            rows += (len(big), 0, nbytes)
             continue
-        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        frames.append(0)
-        offsets.append(start)
-        end = start + block.nbytes
-    return frames, offsets, end, big
+        gap = -end % ALIGNMENT_BYTES
+        rows += (0, end + gap, nbytes)
+        parts += (_GAPS[gap], block)
+        end += gap + nbytes
+    parts[0] = struct.pack(f"<{len(rows)}Q", *rows)
+    return _Places(parts, end, big)
 
 
-def _read_directory(
-    table: ColumnTable, arrays: Sequence[NDArray[np.uint8]]
-) -> dict[tuple[str, int], NDArray[np.uint8]]:
+def _lay(parts: Sequence[bytes | memoryview], given: memoryview) -> None:
+    at = 0
+    for part in parts:
+        data = memoryview(part)
+        if data.nbytes:  # What is empty cannot be cast.
+            given[at : at + data.nbytes] = data.cast("B")
+            at += data.nbytes
+
+
+def _read_blocks(table: ColumnTable, arrays: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
     size = table.blocks * _ROW
     if arrays[0].nbytes < size:
         raise MalformedError("the body is shorter than its directory")
-    rows = arrays[0][:size].view("<u8").reshape(-1, 3).tolist()
-    blocks: dict[tuple[str, int], NDArray[np.uint8]] = {}
-    names = ((spec.name, level) for spec in table.columns for level in range(spec.blocks))
-    for key, (frame, offset, nbytes) in zip(names, rows, strict=True):
+    blocks: list[NDArray[np.uint8]] = []
+    for frame, offset, nbytes in struct.iter_unpack("<QQQ", arrays[0].data[:size]):
         if frame >= len(arrays) or offset + nbytes > arrays[frame].nbytes:
-            raise MalformedError(f"column {key[0]}: block lies outside its frame")
-        blocks[key] = arrays[frame][offset : offset + nbytes]
+            raise MalformedError(f"block {len(blocks)} lies outside its frame")
+        blocks.append(arrays[frame][offset : offset + nbytes])
     return blocks
 
 
-def _read_column(
-    spec: ColumnSpec, blocks: Mapping[tuple[str, int], NDArray[np.uint8]], done: Mapping[str, Column]
-) -> Column:
-    raw = blocks[spec.name, spec.blocks - 1]
-    if spec.dtype is Dtype.OPAQUE:
-        return Column.opaque(decode_value(raw.data))
+def _read_columns(table: ColumnTable, blocks: Sequence[NDArray[np.uint8]]) -> dict[str, Column]:
+    placed = []
+    at = 0
+    for spec in table.columns:
+        start, at = at, at + spec.blocks
+        placed.append((spec, blocks[start:at]))
+    # What all opaque columns hold together is bounded before the first of them is decoded.
+    check_values([own[-1].data for spec, own in placed if spec.dtype is _OPAQUE])
+    columns: dict[str, Column] = {}
+    for spec, own in placed:
+        columns[spec.name] = _read_column(spec, own, columns)
+    return columns
+
+
+def _read_column(spec: ColumnSpec, blocks: Sequence[NDArray[np.uint8]], done: Mapping[str, Column]) -> Column:
+    if spec.dtype is _OPAQUE:
+        return Column.opaque(decode_value(blocks[-1].data))
     if spec.lengths_of:
         owner = done.get(spec.lengths_of)
         if owner is None or owner.depth != spec.depth:
             raise MalformedError(f"column {spec.name}: shares the lengths of no earlier column")
         lengths = owner.lengths
     else:
-        lengths = tuple(
-            _view(spec.name, blocks[spec.name, level], np.dtype("<u4")) for level in range(spec.depth)
-        )
-    return Column(spec.dtype, _view(spec.name, raw, numpy_dtype(spec.dtype)), lengths)
+        lengths = tuple([_view(spec.name, level, _U32) for level in blocks[:-1]])
+    return Column(spec.dtype, _view(spec.name, blocks[-1], numpy_dtype(spec.dtype)), lengths)
 
 
 def _view(name: str, raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -268,8 +305,8 @@ def checksum(frames: Sequence[Buffer | NDArray[np.uint8]]) -> int:
     """CRC32C (Castagnoli) over the frames in their order."""
     crc = 0
     for frame in frames:
-        # The C extension takes read-only buffers and arrays, but no bytearray and no memoryview.
-        data = frame if isinstance(frame, bytes) else np.frombuffer(frame, np.uint8)
+        # The C extension takes bytes and arrays, but no bytearray and no memoryview.
+        data = frame if isinstance(frame, bytes | np.ndarray) else np.frombuffer(frame, np.uint8)
         crc = google_crc32c.extend(crc, data)
     return int(crc)
 
@@ -309,7 +346,7 @@ def encode_envelope(envelope: Envelope) -> bytes:
 
 
 def decode_envelope(frame: Buffer, frames: int, nbytes: int) -> Envelope:
-    """Decode the first frame of a producer's message and hold it against the frames that follow.
+    """Decode the first frame of a producer's message and hold it against the frames that follow, if any must.
 
     Args:
         frame: The first frame.
@@ -324,11 +361,22 @@ def decode_envelope(frame: Buffer, frames: int, nbytes: int) -> Envelope:
     envelope = _decoding(_envelope, frame, ENVELOPE_LIMIT_BYTES, "envelope")
     if envelope.version != PROTOCOL_VERSION:
         raise VersionMismatchError(envelope.version, PROTOCOL_VERSION)
+    if envelope.offsets:
+        _require_in_arena(envelope, frames)
+        return envelope
     if sum(header.frames for header in envelope.groups) != frames:
         raise MalformedError("the envelope names another number of frames")
     if sum(header.nbytes for header in envelope.groups) != nbytes:
         raise MalformedError("the envelope names another number of bytes")
     return envelope
+
+
+def _require_in_arena(envelope: Envelope, frames: int) -> None:
+    """Require that all of a message lies in an arena: each group in one piece, and nothing follows."""
+    if len(envelope.offsets) != len(envelope.groups):
+        raise MalformedError("the envelope names another number of offsets")
+    if frames or any(header.frames != 1 for header in envelope.groups):
+        raise MalformedError("the envelope names frames beside its offsets")
 
 
 decode_request = partial(_decoding, _request, limit=MESSAGE_LIMIT_BYTES, what="request")

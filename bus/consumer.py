@@ -21,26 +21,15 @@ from typing import Any, Final, Self, overload
 
 import msgspec
 
-from rolloutmq.bus.batch import Batch, decode_groups
+from rolloutmq.bus.batch import Batch, StepSize, step_size
 from rolloutmq.bus.blocking import Facade
-from rolloutmq.bus.client import Frames
 from rolloutmq.bus.downlink import Downlink
 from rolloutmq.bus.endpoint import Where
+from rolloutmq.bus.reading import Decoded, Reader
 from rolloutmq.schemas import delivery as wire
-from rolloutmq.schemas.delivery import (
-    Commit,
-    NoBatch,
-    Pull,
-    RegisterConsumer,
-    Rejected,
-    Reply,
-    RunInfo,
-    Settle,
-    Settled,
-    Wait,
-)
+from rolloutmq.schemas.delivery import Pull, RegisterConsumer, Rejected, RunInfo, Settle, Settled, Wait
 from rolloutmq.schemas.envelope import PolicyVersion, Split
-from rolloutmq.schemas.errors import LeaseLostError, UsageError, WireError
+from rolloutmq.schemas.errors import EndOfReplayError, LeaseLostError, UsageError, WireError
 
 logger = logging.getLogger(__name__)
 
@@ -67,15 +56,16 @@ class Consumer:
     Pulls and settles are for one task at a time.
     """
 
-    def __init__(self, where: Where, register: RegisterConsumer, sequences: int, split: Split) -> None:
+    def __init__(self, where: Where, register: RegisterConsumer, size: StepSize, split: Split) -> None:
         self.wait = Wait.NONE
         """Why the last pull had to wait."""
         resume = register.resume
         self.version = resume if resume else PolicyVersion(0, register.info.starting_step)
         """The policy after the last settled step; from it, iteration goes on."""
-        self._sequences = sequences
+        self._size = size
         self._split = split
         self._link = Downlink(where, register)
+        self._reader = Reader()
         self._numbers = count(1)
         self._nonce = os.urandom(8).hex()
         self._leased: Batch | None = None
@@ -86,7 +76,8 @@ class Consumer:
         cls,
         where: Where,
         *,
-        sequences: int,
+        sequences: int = 0,
+        tokens: int = 0,
         consumer: str = "trainer-0",
         group: str = "trainer",
         rank: int = 0,
@@ -101,25 +92,28 @@ class Consumer:
 
         Args:
             where: Run directory, or address of the broker's `serve` socket.
-            sequences: Sequences of one step, over all ranks.
+            sequences: Sequences of one step, over all ranks; or else
+            tokens: Most tokens of one step, over all ranks. A group that has more comes alone.
             consumer: Name of this rank's consumer.
             group: Name of the trainer, which all its ranks share.
             rank: This rank.
             world_size: Number of ranks.
             split: Which stream to pull from.
-            info: What the run is. `batch_sequences` is filled in if it is zero.
+            info: What the run is. `batch_sequences` is filled in if it is zero; with `tokens` it is a first guess.
             resume: Checkpoint that the trainer starts from: every batch of a later step comes again.
 
         Raises:
+            UsageError: Neither `sequences` nor `tokens` is given, or both.
             RefusedError: The broker does not take this consumer.
         """
+        size = step_size(sequences, tokens)
         about = info or RunInfo()
         if not about.batch_sequences:
             about = msgspec.structs.replace(about, batch_sequences=sequences)
         register = RegisterConsumer(
             consumer=consumer, group=group, rank=rank, world_size=world_size, info=about, resume=resume
         )
-        made = cls(where, register, sequences, split)
+        made = cls(where, register, size, split)
         beat: asyncio.Task[None] | None = None
         try:
             await made._link.connect()
@@ -130,6 +124,7 @@ class Consumer:
                 beat.cancel()
                 await asyncio.wait({beat})
             await made._link.close()
+            made._reader.close()
 
     @staticmethod
     def blocking(where: Where, **options: Any) -> "BlockingConsumer":
@@ -173,6 +168,7 @@ class Consumer:
 
         Raises:
             RefusedError: The pull contradicts what other ranks asked.
+            EndOfReplayError: The broker serves a recorded run, and this was all of it.
         """
         until = None if wait_s is None else time.monotonic() + wait_s
         while True:
@@ -192,11 +188,15 @@ class Consumer:
             reply, frames = await self._link.ask(pull, wait_s)
             if isinstance(reply, wire.Batch):
                 self.progress()
-                self._leased = batch = self._decoded(reply, frames, version)
+                if (decoded := self._reader.read(reply, frames)) is None:
+                    continue
+                self._leased = batch = self._batch(reply, decoded, version)
                 return batch
-            if not isinstance(reply, NoBatch):
+            if not isinstance(reply, wire.NoBatch):
                 raise _unexpected(reply, pull)
             self.wait = reply.wait
+            if reply.wait is Wait.END_OF_REPLAY:
+                raise EndOfReplayError("the replay is at its end: every recorded batch was served")
             now = time.monotonic()
             if until is not None and now >= until:
                 return None
@@ -212,20 +212,19 @@ class Consumer:
             world_size=about.world_size,
             step=step,
             version=version,
-            sequences=self._sequences,
+            sequences=self._size.sequences,
+            tokens=self._size.tokens,
             request_id=request_id,
             wait_s=wait_s,
             split=self._split,
+            arenas=self._reader.in_place,
         )
 
-    def _decoded(self, reply: wire.Batch, frames: Frames, version: PolicyVersion) -> PulledBatch:
-        groups, deliveries, rejected = decode_groups(reply, frames)
-        for bad in rejected:
-            logger.error("group does not decode group=%s reason=%s", bad.group_id, bad.reason)
+    def _batch(self, reply: wire.Batch, decoded: Decoded, version: PolicyVersion) -> PulledBatch:
         return PulledBatch(
-            groups=tuple(groups),
-            deliveries=tuple(deliveries),
-            rejected=tuple(rejected),
+            groups=tuple(decoded.groups),
+            deliveries=tuple(decoded.deliveries),
+            rejected=tuple(decoded.rejected),
             step=reply.step,
             version=version,
             lease=reply.lease,
@@ -300,20 +299,23 @@ class Consumer:
         """Say that a durable checkpoint covers every step up to `version`; waits for the broker as long as it takes."""
         about = self._link.register
         await self._link.ask(
-            Commit(consumer=about.consumer, group=about.group, run=about.info.run, version=version)
+            wire.Commit(consumer=about.consumer, group=about.group, run=about.info.run, version=version)
         )
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> PulledBatch:
-        """Pull the next step; never ends by itself. The batch before must have been settled, or lost."""
+        """Pull the next step; ends with a replay only. The batch before must have been settled, or lost."""
         if self._leased is not None:
             raise UsageError(f"the batch of step {self._leased.step} was not settled: `await batch.ack()`")
-        return await self.pull(self.version.step + 1, self.version)
+        try:
+            return await self.pull(self.version.step + 1, self.version)
+        except EndOfReplayError:
+            raise StopAsyncIteration from None
 
 
-def _unexpected(reply: Reply, request: wire.Request) -> WireError:
+def _unexpected(reply: wire.Reply, request: wire.Request) -> WireError:
     return WireError(f"the broker answered {type(reply).__name__} to {type(request).__name__}")
 
 
@@ -377,7 +379,10 @@ class BlockingConsumer(Facade[Consumer]):
 
     def __next__(self) -> BlockingBatch:
         """See `Consumer.__anext__`."""
-        return self._blocking_batch(self._run(self._object.__anext__()))
+        try:
+            return self._blocking_batch(self._run(self._object.__anext__()))
+        except StopAsyncIteration:
+            raise StopIteration from None
 
     @property
     def info(self) -> RunInfo:

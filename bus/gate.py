@@ -11,16 +11,15 @@ from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 
-from rolloutmq.bus.codec import EncodedGroup
 from rolloutmq.bus.credit import Permit
-from rolloutmq.bus.session import Session
+from rolloutmq.bus.session import Laid, Session
 from rolloutmq.schemas.errors import ClosedError, DrainingError, UsageError
 from rolloutmq.schemas.trajectory import Group
 
 
 class _Sending(NamedTuple):
     group: Group
-    encoded: EncodedGroup
+    laid: Laid
     permit: Permit
     done: "asyncio.Future[None]"
 
@@ -54,12 +53,16 @@ class Gate:
                 await self.empty.wait()
         return self.empty.is_set()
 
-    async def acquire(self) -> Permit:
-        """Wait for a permit. Cancelled: it goes to the next who waits."""
+    def take(self) -> Permit | None:
+        """Return a permit if there is one now that nobody waits for."""
         self.require_open()
         if self._session.draining:
             raise DrainingError
-        if not self._starters and (permit := self._session.credit.begin()):
+        return None if self._starters else self._session.credit.begin()
+
+    async def acquire(self) -> Permit:
+        """Wait for a permit. Cancelled: it goes to the next who waits."""
+        if permit := self.take():
             return permit
         waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
         self._starters.append(waiter)
@@ -75,8 +78,8 @@ class Gate:
             with suppress(ValueError):
                 self._starters.remove(waiter)
 
-    async def hand_over(self, group: Group, encoded: EncodedGroup, permit: Permit) -> None:
-        """Wait until the group is in the spool; that ends the permit. Cancelled: both happened, or neither.
+    def admit(self, group: Group, laid: Laid, permit: Permit) -> bool:
+        """Put the group into the spool, which ends the permit, if nobody waits for that and there is room now.
 
         Raises:
             UsageError: The permit has ended already.
@@ -84,10 +87,20 @@ class Gate:
         self.require_open()
         if not permit.is_open:
             raise UsageError("the permit has ended: its group was sent, or it was abandoned")
-        if not self._senders and self._session.may_spool(encoded.nbytes):
-            self._take_in(group, encoded, permit)
+        if self._senders or not self._session.may_spool(laid.encoded.nbytes):
+            return False
+        self._take_in(group, laid, permit)
+        return True
+
+    async def hand_over(self, group: Group, laid: Laid, permit: Permit) -> None:
+        """Wait until the group is in the spool; that ends the permit. Cancelled: both happened, or neither.
+
+        Raises:
+            UsageError: The permit has ended already.
+        """
+        if self.admit(group, laid, permit):
             return
-        sending = _Sending(group, encoded, permit, asyncio.get_running_loop().create_future())
+        sending = _Sending(group, laid, permit, asyncio.get_running_loop().create_future())
         self._senders.append(sending)
         self.empty.clear()
         began = time.monotonic()
@@ -99,8 +112,8 @@ class Gate:
                 self._senders.remove(sending)
                 self.serve()
 
-    def _take_in(self, group: Group, encoded: EncodedGroup, permit: Permit) -> None:
-        self._session.spool.add(group, encoded)
+    def _take_in(self, group: Group, laid: Laid, permit: Permit) -> None:
+        self._session.take_in(group, laid)
         self._session.credit.arrive(permit)
         self.empty.clear()
 
@@ -122,10 +135,10 @@ class Gate:
                 session.credit.put_back(permit)
             else:
                 waiter.set_result(permit)
-        while self._senders and session.may_spool(self._senders[0].encoded.nbytes):
+        while self._senders and session.may_spool(self._senders[0].laid.encoded.nbytes):
             sending = self._senders.popleft()
             if not sending.done.done():
-                self._take_in(sending.group, sending.encoded, sending.permit)
+                self._take_in(sending.group, sending.laid, sending.permit)
                 sending.done.set_result(None)
         if not self._senders and not len(session.spool):
             self.empty.set()

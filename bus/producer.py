@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from rolloutmq.bus.acklog import AckLog
 from rolloutmq.bus.blocking import Facade
-from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.credit import Permit
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.bus.gate import Gate
@@ -215,16 +214,18 @@ class Producer:
             SessionFencedError, ClosedError: The producer can do nothing more.
         """
         self._gate.require_open()
-        encoded = encode_group(group, min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes))
-        held = permit or await self.acquire()
+        limit = min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes)
+        laid = self._session.lay(group, limit)
         try:
-            await self._gate.hand_over(held.stamped(group), encoded, held)
+            held = permit or await self.acquire()
+            try:
+                await self._gate.hand_over(held.stamped(group), laid, held)
+            finally:
+                if permit is None and held.is_open:
+                    self._gate.put_back(held)
         finally:
-            if permit is None and held.is_open:
-                self._gate.put_back(held)
-        self._uplink.send()
-        # A send that need not wait still gives the loop its turn: acks must be heard, and other tasks must run.
-        await asyncio.sleep(0)
+            laid.cancel()
+        await self._uplink.pass_on(laid.encoded.nbytes)
 
     def abandon(self, permit: Permit) -> None:
         """End a permit whose rollout came to nothing; the broker gives another in its place. May be repeated."""

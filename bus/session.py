@@ -7,17 +7,27 @@ dead. Only an answer to that question decides what is sent again.
 
 The law of numbers: if the broker knows the session, and all that it acked of it, the numbers stay and it drops what
 it had already, also in another life of the broker. If not, the unacked groups become the first ones of a new session.
+
+The law of the arena: each registration offers a new one, and no slot of a former one is ever used again. So nobody
+who still reads what an earlier life of the broker told him, or writes it to disk, finds another group there. What was
+laid into a former one, and is not acked, goes as frames.
 """
 
-from typing import Final
+import secrets
+from collections import Counter
+from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from rolloutmq.bus.codec import encode_envelope
+from rolloutmq.bus.arena import Arena
+from rolloutmq.bus.codec import EncodedGroup, encode_envelope, encode_group
 from rolloutmq.bus.credit import Credit
+from rolloutmq.bus.slots import Slot
 from rolloutmq.bus.spool import RESEND_S, Entry, Spool
 from rolloutmq.schemas.delivery import Ack, Goodbye, RegisterProducer, Sync
 from rolloutmq.schemas.envelope import PROTOCOL_VERSION, Envelope
+from rolloutmq.schemas.errors import LimitExceededError
+from rolloutmq.schemas.trajectory import Group
 
 SILENCE_S: Final = 1.0
 """Four ack intervals: as long without an ack, the acks or the broker are gone."""
@@ -25,6 +35,22 @@ ALIVE_S: Final = 3.0
 """A third of the silence after which a broker takes a producer for dead."""
 REPORT_S: Final = 0.1
 """Abandoned rollouts are reported at most that often."""
+PACK_GROUPS: Final = 16
+"""Most groups of one message; their headers fit into an envelope unless their names are very long."""
+PACK_BYTES: Final = 4 << 20
+"""Most bytes of the groups of one message: the broker looks after others between two messages."""
+
+
+class Laid(NamedTuple):
+    """An encoded group, and its slot if it was laid into the arena."""
+
+    encoded: EncodedGroup
+    slot: Slot | None
+
+    def cancel(self) -> None:
+        """Give the slot back, unless the group is in the spool."""
+        if self.slot is not None:
+            self.slot.cancel()
 
 
 class Session:
@@ -42,18 +68,32 @@ class Session:
         self.draining = False
         self.declared: set[str] = set()
         """Column tables that this session has made known."""
+        self.arena: Arena | None = None
+        self.without_arena = "not_offered"
+        """Why there is no arena, if there is none."""
+        self.as_frames: Counter[str] = Counter()
+        """Groups that were not laid into the arena, by reason."""
         self._heard_at = 0.0
         self._asked_at = 0.0
         self._reported = 0
 
     def registration(self, *, new: bool = False) -> RegisterProducer:
         """Return what goes on with the session, or opens the first or, if it must be, a `new` one."""
+        about = replace(self.register, key=secrets.token_hex(8))
+        if self.arena is not None:
+            about = replace(about, arena=self.arena.ref)
         if new or not self.number:
-            return self.register
+            return about
         credit = self.credit
-        return replace(
-            self.register, resume_session=self.number, begun=credit.begun, abandoned=credit.abandoned
-        )
+        return replace(about, resume_session=self.number, begun=credit.begun, abandoned=credit.abandoned)
+
+    def offer(self, arena: Arena | None, reason: str = "") -> None:
+        """Take another arena in place of the present one, or none, for that reason."""
+        former, self.arena = self.arena, arena
+        self.without_arena = reason
+        if former is not None:
+            self.spool.leave_arena()
+            former.close()
 
     def goes_on(self, ack: Ack) -> bool:
         """Whether the session that the broker offers can be: another one, or the same with all that it acked."""
@@ -78,7 +118,16 @@ class Session:
         self.number, self.epoch = ack.session, ack.epoch
         self.declared.clear()
         self._asked_at = now
+        self._heed(ack)
         return self._apply(ack, now)
+
+    def _heed(self, answer: Ack) -> None:
+        """Lay nothing into the arena any more if it is not read.
+
+        Only an answer tells: what was published may be from before the registration, of whose arena it knows nothing.
+        """
+        if self.arena is not None and not answer.arena:
+            self.offer(None, "arena_unreachable")
 
     def acked(self, ack: Ack, now: float) -> list[Entry]:
         """Apply a published ack; returns the groups that it covers. Acks of other sessions or lives change nothing."""
@@ -93,12 +142,16 @@ class Session:
     def synced(self, ack: Ack, asked: Sync, now: float) -> tuple[list[Entry], list[Entry]]:
         """Apply the answer to `asked`; returns the groups that it covers, and those that are sent again."""
         self._reported = asked.abandoned
+        if (ack.session, ack.epoch) == (self.number, self.epoch):
+            self._heed(ack)
         return self.acked(ack, now), self.spool.send_overdue_again(now)
 
     def _apply(self, ack: Ack, now: float) -> list[Entry]:
         self._heard_at = now
         self.draining |= ack.draining
         self.credit.grant(ack)
+        if self.arena is not None:
+            self.arena.slots.release(ack.released)
         return self.spool.accepted(ack)
 
     def must_ask(self, now: float, waiting: bool) -> bool:
@@ -126,9 +179,50 @@ class Session:
             abandoned=self.credit.abandoned,
         )
 
-    def next_unsent(self) -> Entry | None:
-        """Return the next group that may be sent now, whether or not its table is declared."""
-        return self.spool.next_unsent(self.credit.byte_limit)
+    def unsent(self) -> list[Entry]:
+        """Return the groups of the next message that may be sent now.
+
+        It is one, whether or not its table is declared; or several that lie in the arena.
+        """
+        found: list[Entry] = []
+        nbytes = 0
+        for entry in self.spool.unsent(self.credit.byte_limit):
+            alone = entry.slot is None or entry.header.table not in self.declared
+            nbytes += entry.header.nbytes
+            if found and (alone or nbytes > PACK_BYTES):
+                break
+            found.append(entry)
+            if alone or len(found) == PACK_GROUPS:
+                break
+        return found
+
+    def lay(self, group: Group, limit: int) -> Laid:
+        """Encode a group, into the arena if there is room; raises what `encode_group` does.
+
+        It is to be taken in or cancelled.
+        """
+        arena = self.arena
+        if arena is None:
+            self.as_frames[self.without_arena] += 1
+            return Laid(encode_group(group, limit), None)
+        slots: list[Slot] = []
+
+        def room(nbytes: int) -> memoryview | None:
+            slot = arena.slots.allocate(nbytes)
+            if slot is None:
+                self.as_frames["arena_full"] += 1
+                return None
+            slots.append(slot)
+            return arena.view(slot)
+
+        encoded = encode_group(group, limit, room)
+        return Laid(encoded, slots[0] if slots else None)
+
+    def take_in(self, group: Group, laid: Laid) -> None:
+        """Put a group into the spool."""
+        slot = laid.slot
+        current = slot is not None and self.arena is not None and slot.home is self.arena.slots
+        self.spool.add(group, laid.encoded, slot if current else None)
 
     def may_spool(self, nbytes: int) -> bool:
         """Whether a group may come into the spool now: there is room, and credit to send it.
@@ -138,8 +232,20 @@ class Session:
         within = self.spool.position + nbytes <= self.credit.byte_limit
         return self.spool.fits(nbytes) and (within or self.draining)
 
-    def envelope(self, entry: Entry) -> bytes:
-        """Encode the envelope of a message that carries this one group."""
+    def message(self, entries: list[Entry]) -> tuple[list[Any], list[Entry]]:
+        """Return the frames of a message that carries these groups, and those of them that have a place in it."""
+        while True:
+            try:
+                envelope = self._envelope(entries)
+            except LimitExceededError:
+                if len(entries) == 1:
+                    raise
+                entries = entries[: len(entries) // 2]
+            else:
+                first = entries[0]
+                return [envelope] if first.slot is not None else [envelope, *first.frames], entries
+
+    def _envelope(self, entries: list[Entry]) -> bytes:
         about = self.register
         return encode_envelope(
             Envelope(
@@ -149,6 +255,8 @@ class Session:
                 run=about.run,
                 env=about.env,
                 split=about.split,
-                groups=(entry.header,),
+                groups=tuple(entry.header for entry in entries),
+                offsets=tuple(entry.slot.offset for entry in entries if entry.slot is not None),
+                arena=0 if self.arena is None else self.arena.ref.ino,
             )
         )

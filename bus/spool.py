@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.codec import EncodedGroup, header_of
+from rolloutmq.bus.slots import Slot
 from rolloutmq.schemas.delivery import GAP_WINDOW, Ack
 from rolloutmq.schemas.envelope import ColumnTable, GroupHeader
 from rolloutmq.schemas.trajectory import Group
@@ -37,6 +38,8 @@ class Entry:
     sent_at: float = 0.0
     """Monotonic seconds of the last send; meaningless while `sends` is 0."""
     sends: int = 0
+    slot: Slot | None = None
+    """Where the only frame lies in the arena of the session; None if the frames are to be sent."""
 
     def overdue(self, now: float) -> bool:
         """Whether it was sent so long ago that it may be lost."""
@@ -71,12 +74,14 @@ class Spool:
         """Whether there is room for a group of that size."""
         return self.nbytes + nbytes <= self.capacity_bytes
 
-    def add(self, group: Group, encoded: EncodedGroup) -> Entry:
-        """Take in a group and number it. The caller has asked `fits`."""
+    def add(self, group: Group, encoded: EncodedGroup, slot: Slot | None = None) -> Entry:
+        """Take in a group and number it, with the slot that it lies in. The caller has asked `fits`."""
         self.last += 1
         self.position += encoded.nbytes
         header = header_of(group, encoded, seq=self.last, position=self.position)
-        entry = Entry(header, encoded.table, encoded.frames)
+        entry = Entry(header, encoded.table, encoded.frames, slot=slot)
+        if slot is not None:
+            slot.number(self.last)
         self._entries[self.last] = entry
         self._unsent.append(self.last)
         self.nbytes += encoded.nbytes
@@ -110,22 +115,29 @@ class Spool:
         self.nbytes -= sum(entry.header.nbytes for entry in entries)
         return entries
 
-    def next_unsent(self, byte_limit: int) -> Entry | None:
-        """Return the next group that may be sent now; call `sent` when it was."""
-        while self._unsent:
-            entry = self._entries.get(self._unsent[0])
+    def unsent(self, byte_limit: int) -> Iterator[Entry]:
+        """Yield the groups that may be sent now, in their order; call `sent` for each that was."""
+        while self._unsent and self._unsent[0] not in self._entries:
+            self._unsent.popleft()
+        for seq in self._unsent:
+            entry = self._entries.get(seq)
             if entry is None:
-                self._unsent.popleft()
                 continue
-            within = entry.header.position <= byte_limit and entry.header.seq <= self.cumulative + GAP_WINDOW
-            return entry if within else None
-        return None
+            if entry.header.position > byte_limit or seq > self.cumulative + GAP_WINDOW:
+                return
+            yield entry
 
     def sent(self, entry: Entry, now: float) -> None:
-        """Note that the group which `next_unsent` returned is on its way."""
-        self._unsent.popleft()
+        """Note that the first group which `unsent` yielded is on its way."""
+        while self._unsent.popleft() != entry.header.seq:
+            pass
         entry.sends += 1
         entry.sent_at = now
+
+    def leave_arena(self) -> None:
+        """Have every group sent as frames: its slot is not the session's any more."""
+        for entry in self._entries.values():
+            entry.slot = None
 
     def overdue(self, now: float) -> bool:
         """Whether anything that was sent may be lost."""

@@ -19,11 +19,12 @@ from typing import Final, NamedTuple
 import zmq
 
 from rolloutmq.bus import codec, topics
+from rolloutmq.bus.arena import Arena
 from rolloutmq.bus.client import BrokerClient
 from rolloutmq.bus.discovery import insist, reach
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.bus.events import Subscriber
-from rolloutmq.bus.session import Session
+from rolloutmq.bus.session import PACK_GROUPS, Session
 from rolloutmq.bus.sockets import Channel, make_context, producer_push
 from rolloutmq.bus.spool import Entry
 from rolloutmq.schemas.delivery import (
@@ -55,7 +56,13 @@ REPEAT_S: Final = 0.5
 PAUSE_S: Final = 0.05
 """Least time between two connections, whatever a broker answers."""
 BURST: Final = 16
-"""Groups that are sent at once before the event loop gets its turn."""
+"""Messages that are sent at once before the event loop gets its turn."""
+
+
+TURN_S: Final = 0.001
+"""So long one task may keep the loop with groups that need not wait."""
+TURN_BYTES: Final = 1 << 20
+"""So much it may keep it for: less than a millisecond of copying."""
 
 
 class _Lost(Exception):  # noqa: N818 - it never leaves this module
@@ -100,6 +107,11 @@ class Uplink:
         """Registering and syncing never overlap: a sync that is overtaken would be told that it is fenced."""
         self._ask = asyncio.Event()
         self._work = asyncio.Event()
+        self._turn_at = 0.0
+        self._turn_groups = self._turn_bytes = 0
+        """What was passed on since the loop had its last turn."""
+        self._soon = False
+        """The loop will send in its next turn."""
 
     async def connect(self) -> None:
         """Find the broker and open or go on with the session; waits as long as it takes.
@@ -132,9 +144,21 @@ class Uplink:
                 self._session.reconnected()
                 self._ask.set()
             else:
+                self._offer_arena(client, place.arena_bytes)
                 await self._register_at(client, place.epoch)
             self._sockets = _Sockets(client, push, acks, stack.pop_all())
         self._work.set()
+
+    def _offer_arena(self, client: BrokerClient, nbytes: int) -> None:
+        """Make an arena for the coming registration, if the broker may be able to read it."""
+        self._session.offer(None, "not_offered")
+        if not nbytes or not client.address.startswith("ipc://"):
+            return
+        try:
+            self._session.offer(Arena(nbytes))
+        except OSError as error:
+            self._session.offer(None, "arena_failed")
+            logger.warning("no shared memory, groups go as frames error=%s", error)
 
     async def _register_at(self, client: BrokerClient, epoch: int) -> None:
         """Go on with the session in another life of the broker, or open one."""
@@ -151,6 +175,8 @@ class Uplink:
             reply = await self._registered(client, epoch, session.registration(new=True))
         was = session.number
         accepted = session.registered(reply.ack, time.monotonic())
+        if session.without_arena == "arena_unreachable":
+            logger.warning("the broker cannot read the arena, groups go as frames")
         self.info = reply.info
         logger.info(
             "registered producer=%s session=%d was=%d epoch=%d unacked=%d",
@@ -172,7 +198,6 @@ class Uplink:
                 raise
 
     async def _registered(self, client: BrokerClient, epoch: int, asked: RegisterProducer) -> Registered:
-        # Sent once: a broker that gets it twice may open two sessions, of which the first answer names the fenced one.
         reply, _ = await insist(client, asked, epoch, PATIENCE_S, PATIENCE_S)
         if not isinstance(reply, Registered):
             raise WireError(f"the broker answered {type(reply).__name__} to RegisterProducer")
@@ -221,12 +246,12 @@ class Uplink:
     async def _transmit(self, sockets: _Sockets) -> None:
         while True:
             self._work.clear()
-            entry = self._session.next_unsent()
-            if entry is None:
+            entries = self._session.unsent()
+            if not entries:
                 await self._work.wait()
-            elif entry.header.table not in self._session.declared:
-                await self._declare(sockets.client, entry.table)
-            elif not self._send(sockets.push, entry):
+            elif entries[0].header.table not in self._session.declared:
+                await self._declare(sockets.client, entries[0].table)
+            elif not self._send(sockets.push, entries):
                 await sockets.push.ready(zmq.POLLOUT)
             else:
                 self.send()
@@ -241,23 +266,45 @@ class Uplink:
             await self._granted(client, tables)
             session.declared.add(table.id)
 
+    async def pass_on(self, nbytes: int) -> None:
+        """Have a group sent that has come into the spool, and give the loop its turn now and then.
+
+        Acks must be heard, and other tasks must run, but a turn costs as much as a small group. What comes within
+        one leaves in one message.
+        """
+        now = time.monotonic()
+        self._turn_groups += 1
+        self._turn_bytes += nbytes
+        due = self._turn_groups >= PACK_GROUPS or self._turn_bytes >= TURN_BYTES
+        if due or now - self._turn_at >= TURN_S:
+            self._turn_at, self._turn_groups, self._turn_bytes = now, 0, 0
+            self.send()
+            await asyncio.sleep(0)
+        elif not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self.send)
+
     def send(self) -> None:
         """Send what can be sent at once; the rest follows by itself. Never waits."""
+        self._soon = False
         if self._sockets is None:
             return
-        session, entry = self._session, None
+        session = self._session
         for _ in range(BURST):
-            entry = session.next_unsent()
-            if entry is None:
+            entries = session.unsent()
+            if not entries:
                 return
-            if entry.header.table not in session.declared or not self._send(self._sockets.push, entry):
+            if entries[0].header.table not in session.declared or not self._send(self._sockets.push, entries):
                 break
         self._work.set()
 
-    def _send(self, push: Channel, entry: Entry) -> bool:
-        if not push.try_send([self._session.envelope(entry), *entry.frames], copy=False):
+    def _send(self, push: Channel, entries: list[Entry]) -> bool:
+        frames, entries = self._session.message(entries)
+        if not push.try_send(frames, copy=len(frames) == 1):
             return False
-        self._session.spool.sent(entry, time.monotonic())
+        now = time.monotonic()
+        for entry in entries:
+            self._session.spool.sent(entry, now)
         return True
 
     async def _keep(self, client: BrokerClient) -> None:
@@ -265,6 +312,8 @@ class Uplink:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._ask.wait()
+            if self._session.arena is not None:
+                self._session.arena.trim(time.monotonic())
             if self._ask.is_set() or self._session.must_ask(time.monotonic(), self._waiting()):
                 self._ask.clear()
                 if not self._session.number:
@@ -309,6 +358,7 @@ class Uplink:
             await sockets.stack.aclose()
 
     async def close(self) -> None:
-        """Close the sockets. `run` has ended before."""
+        """Close the sockets, and the arena for those who have not opened it. `run` has ended before."""
         await self._disconnect()
+        self._session.offer(None, "closed")
         self._context.term()

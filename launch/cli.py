@@ -63,7 +63,7 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", help="Return once the run has started.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Progress lines instead of the live view.")] = False,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Keep every group on disk, trained ones too.")
+        bool, typer.Option("--replay", help="Keep every group on disk, for `rolloutmq replay`.")
     ] = False,
 ) -> None:
     """Start a whole run and watch it until it ends."""
@@ -79,6 +79,19 @@ def up(
     if detach:
         raise typer.Exit(steer.detach(resolved, sys.argv[1:]))
     raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain)))
+
+
+@app.command(rich_help_panel=RUN)
+def replay(
+    recorded: Annotated[Path, typer.Argument(help="Run directory of a run that was started with --replay.")],
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", help="Run directory of the replay, for its trainers.")
+    ] = Path("runs/replay"),
+) -> None:
+    """Serve the batches of a recorded run again, the same in the same order, until all are trained."""
+    from rolloutmq.launch import replay as replaying
+
+    raise typer.Exit(replaying.replay(recorded, run_dir))
 
 
 @app.command(rich_help_panel=RUN)
@@ -244,6 +257,20 @@ def scale(
         raise typer.BadParameter("must be a number or `auto`", param_hint="count")
     wanted = None if count == "auto" else int(count)
     raise typer.Exit(steer.scale(find_run(run_dir), env, wanted))
+
+
+@app.command("set", rich_help_panel=STEER)
+def set_values(
+    values: Annotated[
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="For example env.math.weight=2.")
+    ],
+    run_dir: RunOption = None,
+) -> None:
+    """Change weights, bounds and marks of a living run, all that are named or none; a restart keeps them."""
+    from rolloutmq.launch import steer
+    from rolloutmq.launch.rundir import find_run
+
+    raise typer.Exit(steer.set_values(find_run(run_dir), values))
 
 
 @app.command(rich_help_panel=SERVICE)

@@ -41,13 +41,19 @@ def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable
             path = name.removeprefix(ENV_PREFIX).lower().split(ENV_NESTING)
             _assign(tree, path, _value(text))
     for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals or not all(key.split(".")):
-            raise ConfigError(assignment, "must be key=value with a dotted key")
-        _assign(tree, key.strip().split("."), _value(text.strip()))
+        key, value = assigned(assignment)
+        _assign(tree, key.split("."), value)
     if file is not None:
         tree["base_dir"] = str(file.resolve().parent)
     return validate(tree)
+
+
+def assigned(assignment: str) -> tuple[str, Any]:
+    """Return the dotted key and the value of a `key=value` text; ConfigError if it is none."""
+    key, equals, text = assignment.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(assignment, "must be key=value with a dotted key")
+    return key.strip(), _value(text.strip())
 
 
 def validate(tree: Mapping[str, Any]) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Commands to a run that lives already: end it, drain a worker, ask for a number of workers."""
+"""Commands to a run that lives already: end it, drain a worker, ask for workers, change settings."""
 
 import os
 import select
@@ -15,9 +15,10 @@ from rolloutmq.bus.endpoint import resolve_blocking
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.launch.results import conclude
 from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, owner, recorded
+from rolloutmq.launch.settings import assigned
 from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.control import Drain, SetWorkers
-from rolloutmq.schemas.delivery import Request
+from rolloutmq.schemas.control import Drain, Setting, SetValues, SetWorkers, ValueRefused, ValuesSet
+from rolloutmq.schemas.delivery import Reply, Request
 from rolloutmq.schemas.errors import ConfigError, RunDirInUseError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.orchestrator.processes import end_strays, last_line
@@ -106,6 +107,29 @@ def scale(run_dir: Path, env: str, count: int | None) -> int:
     return 0
 
 
+def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
+    """Change settings of the living broker, all of them or none.
+
+    Raises:
+        ConfigError: One of them may not change, or cannot have the value; nothing was changed.
+    """
+    values: dict[str, Setting] = {}
+    for assignment in assignments:
+        key, value = assigned(assignment)
+        if not isinstance(value, bool | int | float | str):
+            raise ConfigError(key, "must be a number, a text, true or false")
+        if key in values:
+            raise ConfigError(key, "is named twice")
+        values[key] = value
+    reply = _ask(run_dir, SetValues(values=values))
+    if isinstance(reply, ValueRefused):
+        raise ConfigError(reply.key, reply.reason)
+    assert isinstance(reply, ValuesSet)
+    for key, value in reply.values.items():
+        _say(f"{key} = {value}")
+    return 0
+
+
 def report(run_dir: Path) -> int:
     """Write summary and picture again from what is in the run directory."""
     config, layout = load_run(run_dir)
@@ -113,9 +137,9 @@ def report(run_dir: Path) -> int:
     return 0
 
 
-def _ask(run_dir: Path, request: Request) -> None:
+def _ask(run_dir: Path, request: Request) -> Reply:
     with BlockingClient(resolve_blocking(run_dir, ANSWER_S).serve) as client:
-        client.request(request, ANSWER_S)
+        return client.request(request, ANSWER_S)
 
 
 def _say(line: str) -> None:

@@ -22,6 +22,8 @@ from pydantic import (
 from rolloutmq.schemas.delivery import Durability
 
 MIB: Final = 1 << 20
+SEQUENCE_BYTES: Final = 13
+"""The shortest sequence there is: one token, its mask and its score. No batch is smaller than that."""
 
 NameText = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -63,6 +65,8 @@ class BrokerConfig(Section):
     """How long acks may be gathered for one write to disk. Batches and settlements never wait for it."""
     segment_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 32)] = 256 * MIB
     """Size of one file of the journal. It is removed when nothing in it is needed any more."""
+    shared_memory: bool = True
+    """Groups of producers on this host lie in memory that broker and trainers read; otherwise they are sent. On ipc."""
     ram_bytes: PositiveInt = 256 * MIB
     """Groups beyond it are read back from the journal when a batch needs them. At `memory` it does not bind."""
     history_bytes: PositiveInt = 1024 * MIB
@@ -92,6 +96,12 @@ class BrokerConfig(Section):
     """A trainer or worker that sent no heartbeat for that long is taken for dead."""
     max_deliveries: PositiveInt = 3
     """A group whose lease failed that often goes to the dead letters."""
+    max_tasks: PositiveInt = 10_000
+    """Most submitted tasks that are open at once; beyond it a submission is told when to come again."""
+    task_bytes: PositiveInt = 64 * MIB
+    """Most bytes of their payloads together."""
+    remembered_tasks: PositiveInt = 10_000
+    """Tasks that are over and still answered for; the one that ended first is forgotten for one more."""
     exact_wait_s: NonNegativeFloat = 5.0
     """How long a pull waits for an exact combination of whole groups before it takes the largest below."""
     silent_env_s: PositiveFloat = 30.0
@@ -111,6 +121,8 @@ class EnvironmentConfig(Section):
     """Share of the batches, relative to the other environments."""
     min_share: Fraction = 0.0
     """Part of every batch kept for this environment."""
+    high_bytes: NonNegativeInt = 0
+    """Mark of its own: its queued, leased and granted bytes stay below, and only its workers wait for that. 0: none."""
     split: Literal["train", "eval"] = "train"
     """Which stream its groups belong to."""
     min_workers: NonNegativeInt = 1
@@ -127,6 +139,14 @@ class EnvironmentConfig(Section):
     """What happens to a group that is too old all the same: counted as expired, or trained on and counted."""
     rollout_timeout_s: PositiveFloat = 600.0
     """A rollout that takes longer is abandoned."""
+    min_group_size: NonNegativeInt = 0
+    """Fewest sequences of a group that is closed at `group_deadline_s`; 0 is all of them."""
+    group_deadline_s: NonNegativeFloat = 0.0
+    """A group that has `min_group_size` sequences by then goes without the others, which are counted as late members;
+    0 waits for all. The environment must have a method `member`, as every `SingleTurn` has."""
+    tasks: Literal["own", "submitted", "both"] = "own"
+    """Whose tasks are rolled out: those the environment draws, those a trainer submits, or its own where none are
+    submitted. Submitted ones need a method `rollout_task`, as every `SingleTurn` has."""
     failure_limit: PositiveInt = 20
     """Rollouts in a row that may raise before the worker gives up and the run fails."""
 
@@ -134,6 +154,8 @@ class EnvironmentConfig(Section):
     def _bounds(self) -> Self:
         if self.min_workers > self.max_workers:
             raise ValueError("min_workers must not exceed max_workers")
+        if self.min_group_size > self.group_size:
+            raise ValueError("min_group_size must not exceed group_size")
         if self.entry.count(":") != 1:
             raise ValueError("entry must be `package.module:Class` or `file.py:Class`")
         return self
@@ -293,6 +315,10 @@ class RunConfig(Section):
         if shares > 1.0:
             raise ValueError(f"environment.*.min_share: together {shares:g}, at most 1 allowed")
         batch = self.trainer.batch_sequences
+        if self.broker.high_bytes < batch * SEQUENCE_BYTES:
+            raise ValueError(
+                f"broker.high_bytes: {self.broker.high_bytes} never hold a batch of {batch} sequences"
+            )
         for name, env in self.environment.items():
             if env.group_size > batch:
                 raise ValueError(
@@ -302,4 +328,16 @@ class RunConfig(Section):
                 raise ValueError(
                     f"broker.high_groups: {self.broker.high_groups} groups of environment.{name} never make a batch"
                 )
+            part = max(self.part(name), env.group_size)
+            if 0 < env.high_bytes < part * SEQUENCE_BYTES:
+                raise ValueError(
+                    f"environment.{name}.high_bytes: {env.high_bytes} never hold its {part} sequences of a batch"
+                )
         return self
+
+    def part(self, name: str) -> int:
+        """Return how many sequences of each batch an environment is expected to give, by weight or minimum share."""
+        env = self.environment[name]
+        peers = [peer.weight for peer in self.environment.values() if peer.split == env.split]
+        share = env.weight / sum(peers) if any(peers) else 1.0 / len(peers)
+        return int(self.trainer.batch_sequences * max(share, env.min_share))

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from rolloutmq.schemas.envelope import Count, GroupHeader, GroupId, Name, Seconds, Split
 from rolloutmq.schemas.message import Message
+from rolloutmq.schemas.tasks import TaskCounts
 
 
 class WorkerState(StrEnum):
@@ -31,6 +32,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         produced: Groups finished, accepted or not.
         abandoned: Rollouts that raised, timed out or gave nothing.
         blocked_s: Seconds spent waiting for credit, over all rollout slots.
+        late_members: Sequences that its groups went without, because a deadline had passed.
         error: Last error of the environment, one line.
     """
 
@@ -44,6 +46,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
     abandoned: Count = 0
     blocked_s: Seconds = 0.0
     error: Annotated[str, Meta(max_length=2000)] = ""
+    late_members: Count = 0
 
 
 class WorkerBeatReply(Message, tag="worker_beat_reply", frozen=True, kw_only=True):
@@ -88,6 +91,30 @@ class Disconnect(Message, tag="disconnect", frozen=True, kw_only=True):
     """An environment leaves: it gives up its minimum share and its place in the weights."""
 
     env: Name
+
+
+Setting = bool | int | float | str
+"""A value that may change while the run goes on."""
+
+
+class SetValues(Message, tag="set_values", frozen=True, kw_only=True):
+    """Change settings of the living run, all of them or none: see `schemas.knobs` for those that may change."""
+
+    values: Annotated[dict[str, Setting], Meta(min_length=1, max_length=256)]
+    """Dotted key, as in the configuration, to its new value."""
+
+
+class ValuesSet(Message, tag="values_set", frozen=True, kw_only=True):
+    """All values of a `SetValues` are in force, and a restart of the broker keeps them."""
+
+    values: dict[str, Setting]
+
+
+class ValueRefused(Message, tag="value_refused", frozen=True, kw_only=True):
+    """Nothing of a `SetValues` was done: `key` cannot have the value, for this reason."""
+
+    key: str
+    reason: str
 
 
 class Requeue(Message, tag="requeue", frozen=True, kw_only=True):
@@ -154,7 +181,14 @@ class LaneStatus(Message, tag="lane_status", frozen=True, kw_only=True):
     accepted_per_s: float = 0.0
     """Groups a second over the last ten seconds."""
     wait: str = ""
-    """Why its producers wait, or empty."""
+    """Why most of its producers that wait do so, or empty."""
+    held_bytes: Count = 0
+    """Queued and leased."""
+    high_bytes: Count = 0
+    """Mark of its own for queued, leased and granted bytes; 0 is none."""
+    max_staleness: Count = 0
+    waiting: Count = 0
+    """Producers that wait."""
 
 
 class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
@@ -172,6 +206,7 @@ class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
     silent_s: Seconds
     draining: bool
     error: str
+    late_members: Count = 0
 
 
 class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
@@ -200,13 +235,30 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     """Largest distance in policy versions of any group handed out so far."""
     trainer_wait: str
     """Why the trainer waits now, or empty."""
-    waits_s: dict[str, float]
-    """Seconds waited so far by reason, trainers and producers together."""
     ledger: LedgerCounts
     lanes: tuple[LaneStatus, ...]
     workers: tuple[WorkerStatus, ...]
     wanted: dict[str, int | None] = {}
     """Worker counts that an operator asked for by `SetWorkers`."""
+    tasks: TaskCounts = TaskCounts()
+    """Tasks that trainers submitted."""
+    late_members: dict[str, int] = {}
+    """Late members by environment, as its workers have counted them in this life of the broker."""
+    trainer_waits_s: dict[str, float] = {}
+    """Seconds that trainers have waited for batches, by reason."""
+    producer_waits_s: dict[str, float] = {}
+    """Seconds that producers have waited for credit, by reason, summed over all of them."""
+    granted_bytes: Count = 0
+    """Bytes that producers may send and that have not arrived."""
+    high_groups: Count = 0
+    silent_env_s: Seconds = 0.0
+    """After how long a minimum share is given up."""
+
+    @property
+    def waits_s(self) -> dict[str, float]:
+        """Seconds waited by reason, trainers and producers together."""
+        both = {**self.trainer_waits_s, **self.producer_waits_s}
+        return {why: self.trainer_waits_s.get(why, 0.0) + self.producer_waits_s.get(why, 0.0) for why in both}
 
 
 class JournalStatus(Message, tag="journal_status", frozen=True, kw_only=True):
@@ -229,6 +281,14 @@ class JournalStatus(Message, tag="journal_status", frozen=True, kw_only=True):
     quarantined: Count = 0
 
 
+class SettingStatus(Message, tag="setting_status", frozen=True, kw_only=True):
+    """A setting that was changed while the run went on."""
+
+    key: str
+    configured: Setting
+    now: Setting
+
+
 class StatusReply(Message, tag="status_reply", frozen=True, kw_only=True):
     """Everything the broker knows of itself."""
 
@@ -241,6 +301,8 @@ class StatusReply(Message, tag="status_reply", frozen=True, kw_only=True):
     """Messages refused because they were not of the protocol, beyond a limit or a session's credit."""
     rejected_by_reason: dict[str, int]
     journal: JournalStatus = JournalStatus()
+    changed: tuple[SettingStatus, ...] = ()
+    """What is not as it was configured."""
 
 
 class StepDone(Message, tag="step_done", frozen=True, kw_only=True):
@@ -272,3 +334,18 @@ class ScaleDecision(Message, tag="scale_decision", frozen=True, kw_only=True):
     current: Count
     target: Count
     reason: str
+
+
+ControlRequest = (
+    WorkerBeat
+    | Drain
+    | SetWorkers
+    | SetValues
+    | GetStatus
+    | LatestExample
+    | Disconnect
+    | Requeue
+    | Reset
+    | Shutdown
+)
+ControlReply = WorkerBeatReply | StatusReply | LatestExampleReply | ValuesSet | ValueRefused | Requeued

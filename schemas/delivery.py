@@ -10,22 +10,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rolloutmq.schemas.control import (
-    Disconnect,
-    Drain,
-    GetStatus,
-    LatestExample,
-    LatestExampleReply,
-    Requeue,
-    Requeued,
-    Reset,
-    SetWorkers,
-    Shutdown,
-    StatusReply,
-    WorkerBeat,
-    WorkerBeatReply,
-)
+from rolloutmq.schemas.control import ControlReply, ControlRequest
 from rolloutmq.schemas.envelope import (
+    ArenaRef,
     ColumnTable,
     Count,
     GroupHeader,
@@ -36,6 +23,7 @@ from rolloutmq.schemas.envelope import (
 )
 from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.schemas.message import Message
+from rolloutmq.schemas.tasks import TaskReply, TaskRequest
 
 GAP_WINDOW = 1024
 """Sequence numbers above the cumulative one that a broker remembers; beyond it a group is refused."""
@@ -75,6 +63,10 @@ class Wait(StrEnum):
     """The disk does not keep up, or is full."""
     LEASED_ELSEWHERE = "leased_elsewhere"
     """Another step of this consumer group is still leased."""
+    TOO_FEW_GROUPS = "too_few_groups"
+    """A batch is queued, but of fewer groups than there are ranks, and groups are never cut."""
+    END_OF_REPLAY = "end_of_replay"
+    """Every recorded batch was served; there will never be another one."""
 
 
 class Ack(Message, tag="ack", frozen=True, kw_only=True):
@@ -91,6 +83,8 @@ class Ack(Message, tag="ack", frozen=True, kw_only=True):
         draining: The producer must begin nothing new.
         wait: What holds the credit back, if anything does.
         durability: What the acceptance of the groups survives.
+        released: Every group up to this number is accepted, and its bytes in the session's arena are needed no more.
+        arena: The arena of the registration is read; where it is not, groups must come as frames.
     """
 
     epoch: Count
@@ -103,6 +97,8 @@ class Ack(Message, tag="ack", frozen=True, kw_only=True):
     draining: bool = False
     wait: Wait = Wait.NONE
     durability: Durability = Durability.MEMORY
+    released: Count = 0
+    arena: bool = False
 
 
 class RunInfo(Message, tag="run_info", frozen=True, kw_only=True):
@@ -135,6 +131,9 @@ class RegisterProducer(Message, tag="register_producer", frozen=True, kw_only=Tr
         resume_session: A saved session whose unacked groups will be sent again.
         begun, abandoned: Rollouts of that session that were begun, and those of them that came to nothing.
         pid, host: For people and for the orchestrator.
+        key: Names one attempt to open a session: the same again gets the same session, and no second one.
+        key: Names one attempt to register: the same again has the same session, and opens no second one.
+        arena: Memory that the groups of the session may lie in, if the broker is on the same host.
     """
 
     producer: Name
@@ -151,6 +150,8 @@ class RegisterProducer(Message, tag="register_producer", frozen=True, kw_only=Tr
     abandoned: Count = 0
     pid: Count = 0
     host: str = ""
+    key: Annotated[str, Meta(max_length=32)] = ""
+    arena: ArenaRef | None = None
 
 
 class Registered(Message, tag="registered", frozen=True, kw_only=True):
@@ -218,10 +219,12 @@ class Pull(Message, tag="pull", frozen=True, kw_only=True):
     Attributes:
         step: The optimizer step that the batch is for. All ranks of a step share its lease.
         version: The policy that will learn from it, for staleness.
-        sequences: Number of sequences of the whole step, over all ranks.
+        sequences: Number of sequences of the whole step, over all ranks; 0 if `tokens` says how much.
+        tokens: Most tokens of the whole step, over all ranks; 0 if `sequences` says how much.
         request_id: Chosen by the consumer; a repeated pull with the same id gets the same batch.
         wait_s: Longest time to wait, in seconds.
         split: Which stream.
+        arenas: Groups may be told by where they lie in memory; otherwise all of them come as frames.
     """
 
     consumer: Name
@@ -231,14 +234,16 @@ class Pull(Message, tag="pull", frozen=True, kw_only=True):
     world_size: Annotated[int, Meta(ge=1, le=RANKS_LIMIT)] = 1
     step: Count
     version: PolicyVersion
-    sequences: Annotated[int, Meta(ge=1, le=1 << 24)]
+    sequences: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     request_id: Annotated[str, Meta(min_length=1, max_length=64)]
     wait_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 10.0
     split: Split = Split.TRAIN
+    arenas: bool = False
 
 
 class Delivery(Message, tag="delivery", frozen=True, kw_only=True):
-    """One group of a batch; its frames follow the `Batch`, group after group."""
+    """One group of a batch; the frames of those without a `place` follow the `Batch`, group after group."""
 
     header: GroupHeader
     env: Name
@@ -246,6 +251,8 @@ class Delivery(Message, tag="delivery", frozen=True, kw_only=True):
     session: Count
     deliveries: Count = 1
     """How many times it has been handed out, this time included."""
+    place: tuple[Count, Count] | None = None
+    """Which of the batch's arenas its bytes lie in, and the offset there, for as long as the lease lasts."""
 
 
 class Batch(Message, tag="batch", frozen=True, kw_only=True):
@@ -256,6 +263,8 @@ class Batch(Message, tag="batch", frozen=True, kw_only=True):
     step: Count
     groups: tuple[Delivery, ...]
     tables: tuple[ColumnTable, ...]
+    arenas: tuple[ArenaRef, ...] = ()
+    """Descriptors of the broker, for each arena that a group of the batch lies in."""
     short: bool = False
     """Fewer sequences than asked: no combination of whole groups had the number in time."""
     rewound: bool = False
@@ -334,7 +343,10 @@ class GetInfo(Message, tag="get_info", frozen=True, kw_only=True):
 
 
 class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
-    """Answer to `GetInfo`. The addresses are those to connect to."""
+    """Answer to `GetInfo`. The addresses are those to connect to.
+
+    `arena_bytes` is the size of an arena that a producer on the same host may offer; with 0 none is read.
+    """
 
     epoch: Count
     info: RunInfo
@@ -342,6 +354,7 @@ class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
     events: str
     publish: str
     max_group_bytes: Count
+    arena_bytes: Count = 0
 
 
 class Ok(Message, tag="ok", frozen=True, kw_only=True):
@@ -367,15 +380,8 @@ Request = (
     | Release
     | ConsumerBeat
     | GetInfo
-    | WorkerBeat
-    | Drain
-    | SetWorkers
-    | GetStatus
-    | LatestExample
-    | Disconnect
-    | Requeue
-    | Reset
-    | Shutdown
+    | ControlRequest
+    | TaskRequest
 )
 Reply = (
     Registered
@@ -385,10 +391,8 @@ Reply = (
     | NoBatch
     | Settled
     | InfoReply
-    | WorkerBeatReply
-    | StatusReply
-    | LatestExampleReply
-    | Requeued
+    | ControlReply
+    | TaskReply
     | Ok
     | ErrorReply
 )

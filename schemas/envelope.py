@@ -156,8 +156,25 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     task: Annotated[str, Meta(max_length=128)] = ""
 
 
+class ArenaRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a process on this host has memory that it shares: its open descriptor `fd`, and what is to be found there.
+
+    `ino` and `nbytes` are the number and the size of the file; another file is not the one that is meant.
+    """
+
+    pid: Count
+    fd: Count
+    ino: Count
+    nbytes: Count
+
+
 class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """First frame of a message from a producer; all its groups belong to one environment and split."""
+    """First frame of a message from a producer; all its groups belong to one environment and split.
+
+    `offsets` tells where each group begins in the arena whose file has the number `arena`; empty if the groups follow
+    as frames. A message may reach another life of the broker than it was meant for, where the session has another
+    arena.
+    """
 
     version: int
     producer: Name
@@ -166,3 +183,5 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     env: Name
     split: Split
     groups: Annotated[tuple[GroupHeader, ...], Meta(min_length=1, max_length=64)]
+    offsets: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+    arena: Count = 0

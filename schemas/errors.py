@@ -8,6 +8,7 @@
     ├── GivenUpError              the call can no longer succeed: stop, or start afresh
     │   ├── SessionFencedError         a newer session of this producer took over
     │   ├── LeaseLostError             the step went back to the queue; its work is void
+    │   ├── EndOfReplayError           every recorded batch was served
     │   ├── DrainingError              told to stop: start nothing new
     │   └── ClosedError                the client was closed
     ├── UsageError                the caller's own data or code is wrong
@@ -122,6 +123,10 @@ class LeaseLostError(GivenUpError):
 
     def __str__(self) -> str:
         return f"lease {self.lease} is lost: {self.why}"
+
+
+class EndOfReplayError(GivenUpError):
+    """The broker serves a recorded run, and the record is at its end."""
 
 
 class DrainingError(GivenUpError):

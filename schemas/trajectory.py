@@ -5,10 +5,11 @@ into rows, so that nothing is padded and nothing is a Python list. `Group.build`
 has (lists or arrays); every column keeps the type it came with.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -22,10 +23,11 @@ from rolloutmq.schemas.envelope import (
     RewardSummary,
 )
 from rolloutmq.schemas.errors import InvalidGroupError
+from rolloutmq.schemas.numbers import plain_numbers
 
 OPAQUE_COLUMNS: Final = frozenset(
     {"messages", "images", "overrides", "group_overrides", "generation_params", "stop_reasons"}
-    | {"instance_ids", "repetition_ids"}
+    | {"instance_ids", "repetition_ids", "members"}
 )
 """Columns whose values the bus carries without looking: any msgpack value, bit for bit."""
 
@@ -48,27 +50,31 @@ _COLUMN_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,47}")
 
 _ALIGNED_WITH_TOKENS: Final = ("mask", "inference_logprobs", "ref_logprobs", "advantages")
 
-_NUMPY_OF: Final[Mapping[Dtype, str]] = {
-    Dtype.BOOL: "|b1",
-    Dtype.I8: "|i1",
-    Dtype.U8: "|u1",
-    Dtype.I16: "<i2",
-    Dtype.U16: "<u2",
-    Dtype.I32: "<i4",
-    Dtype.U32: "<u4",
-    Dtype.I64: "<i8",
-    Dtype.U64: "<u8",
-    Dtype.F16: "<f2",
-    Dtype.BF16: "<u2",
-    Dtype.F32: "<f4",
-    Dtype.F64: "<f8",
+_NUMPY_OF: Final[Mapping[Dtype, np.dtype[Any]]] = {
+    Dtype.BOOL: np.dtype("|b1"),
+    Dtype.I8: np.dtype("|i1"),
+    Dtype.U8: np.dtype("|u1"),
+    Dtype.I16: np.dtype("<i2"),
+    Dtype.U16: np.dtype("<u2"),
+    Dtype.I32: np.dtype("<i4"),
+    Dtype.U32: np.dtype("<u4"),
+    Dtype.I64: np.dtype("<i8"),
+    Dtype.U64: np.dtype("<u8"),
+    Dtype.F16: np.dtype("<f2"),
+    Dtype.BF16: np.dtype("<u2"),
+    Dtype.F32: np.dtype("<f4"),
+    Dtype.F64: np.dtype("<f8"),
 }
-_DTYPE_OF: Final = {np.dtype(code): dtype for dtype, code in _NUMPY_OF.items() if dtype is not Dtype.BF16}
+_DTYPE_OF: Final = {kind: dtype for dtype, kind in _NUMPY_OF.items() if dtype is not Dtype.BF16}
+_OPAQUE: Final = Dtype.OPAQUE
+_LENGTHS: Final = np.dtype(np.uint32)
+_FEW_ROWS: Final = 64
+"""So many lengths are added up sooner one by one than by numpy."""
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
     """Return the little-endian numpy type in which values of `dtype` lie; BF16 lies as its 16 bits."""
-    return np.dtype(_NUMPY_OF[dtype])
+    return _NUMPY_OF[dtype]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +105,7 @@ class Column:
 
     def rows(self) -> list[Any]:
         """Return one entry a sequence: scalars, views `[length]`, or lists of views. Copies no values."""
-        if self.dtype is Dtype.OPAQUE or not self.lengths:
+        if self.dtype is _OPAQUE or not self.lengths:
             return list(self.values)
         cells: list[Any] = _cut(self.values, self.lengths[-1])
         for lengths in reversed(self.lengths[:-1]):
@@ -134,26 +140,39 @@ class Column:
         if found > DEPTH_LIMIT:
             raise InvalidGroupError(name, f"is nested {found} deep, at most {DEPTH_LIMIT} can travel")
         lengths: list[NDArray[np.uint32]] = []
-        for _ in range(found):
-            try:
-                lengths.append(np.fromiter(map(len, rows), np.uint32, len(rows)))
-                rows = _joined(rows)
-            except (TypeError, ValueError):
-                raise InvalidGroupError(name, f"is not nested {found} deep") from None
-        return _typed(name, rows, tuple(lengths))
+        pieces, total = [rows], len(rows)
+        try:
+            for _ in range(found):
+                pieces = _joined(pieces)
+                sizes = list(map(len, pieces))
+                lengths.append(np.fromiter(sizes, np.uint32, len(sizes)))
+                total = sum(sizes)
+            values = plain_numbers(pieces, total)
+            flat = _joined(pieces) if values is None else []
+        except (TypeError, ValueError):
+            raise InvalidGroupError(name, f"is not nested {found} deep") from None
+        if values is None:
+            values = _typed(name, flat)
+        return _of_values(name, values, tuple(lengths))
 
     def check(self, name: str) -> None:
         """Raise InvalidGroupError unless values and lengths are of one piece."""
-        if self.dtype is Dtype.OPAQUE:
+        if self.dtype is _OPAQUE:
             return
-        if not isinstance(self.values, np.ndarray) or self.values.dtype != numpy_dtype(self.dtype):
+        values = self.values
+        if not isinstance(values, np.ndarray) or values.dtype != _NUMPY_OF[self.dtype]:
             raise InvalidGroupError(name, f"does not hold {self.dtype.name} in little-endian order")
         if self.depth > DEPTH_LIMIT:
             raise InvalidGroupError(name, f"is nested {self.depth} deep, at most {DEPTH_LIMIT} can travel")
-        sizes = [*(level.size for level in self.lengths[1:]), self.values.size]
-        for level, size in zip(self.lengths, sizes, strict=bool(self.lengths)):
-            if level.dtype != np.uint32 or int(level.sum(dtype=np.int64)) != size:
+        size = values.size
+        for level in reversed(self.lengths):
+            if level.dtype != _LENGTHS or level.ndim != 1 or _total(level) != size:
                 raise InvalidGroupError(name, "has lengths that do not add up")
+            size = level.size
+
+
+def _total(lengths: NDArray[np.uint32]) -> int:
+    return sum(lengths.tolist()) if lengths.size <= _FEW_ROWS else int(lengths.sum(dtype=np.int64))
 
 
 def _cut(values: NDArray[Any], lengths: NDArray[np.uint32]) -> list[NDArray[Any]]:
@@ -184,16 +203,17 @@ def _from_array(name: str, data: NDArray[Any], depth: int | None) -> Column:
         raise InvalidGroupError(name, f"has {data.ndim} dimensions, needs {depth + 1}")
     if not 1 <= data.ndim <= DEPTH_LIMIT + 1:
         raise InvalidGroupError(name, f"has {data.ndim} dimensions, 1 to {DEPTH_LIMIT + 1} can travel")
-    lengths = tuple(
-        np.full(int(np.prod(data.shape[: level + 1])), data.shape[level + 1], np.uint32)
-        for level in range(data.ndim - 1)
-    )
-    return _of_values(name, data.reshape(-1), lengths)
+    rows, lengths = 1, []
+    for size, inner in pairwise(data.shape):
+        rows *= size
+        lengths.append(np.full(rows, inner, _LENGTHS))
+    return _of_values(name, data.reshape(-1), tuple(lengths))
 
 
-def _typed(name: str, flat: list[Any], lengths: tuple[NDArray[np.uint32], ...]) -> Column:
+def _typed(name: str, flat: list[Any]) -> NDArray[Any]:
+    """Let numpy find a type for what is not of one type of Python's own."""
     if len(flat) == 1 and isinstance(flat[0], np.ndarray):
-        return _of_values(name, flat[0], lengths)
+        return flat[0]
     try:
         values = np.array(flat) if flat else np.empty(0, np.float64)
     except (ValueError, OverflowError) as error:
@@ -206,7 +226,7 @@ def _typed(name: str, flat: list[Any], lengths: tuple[NDArray[np.uint32], ...]) 
         values = values.astype(np.int32)
     if values.dtype == np.int64 and _fits_i32(values):
         values = values.astype(np.int32)
-    return _of_values(name, values, lengths)
+    return values
 
 
 def _fits_i32(values: NDArray[Any]) -> bool:
@@ -215,11 +235,12 @@ def _fits_i32(values: NDArray[Any]) -> bool:
 
 
 def _of_values(name: str, values: NDArray[Any], lengths: tuple[NDArray[np.uint32], ...]) -> Column:
-    little = values.dtype.newbyteorder("<")
-    dtype = _DTYPE_OF.get(np.dtype(little))
+    dtype = _DTYPE_OF.get(values.dtype)
+    if dtype is None:
+        dtype = _DTYPE_OF.get(values.dtype.newbyteorder("<"))
     if dtype is None:
         raise InvalidGroupError(name, f"has elements of type {values.dtype}, which cannot travel")
-    return Column(dtype, np.ascontiguousarray(values, little), lengths)
+    return Column(dtype, np.ascontiguousarray(values, _NUMPY_OF[dtype]), lengths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -315,10 +336,6 @@ class Group:
         if len(self.task) > ID_CHARS:
             raise InvalidGroupError("task", f"is longer than {ID_CHARS} characters")
         for name, column in self.columns.items():
-            if not _COLUMN_NAME.fullmatch(name):
-                raise InvalidGroupError(
-                    name, "is no name: a-z, 0-9 and _, at most 48, beginning with a letter"
-                )
             self._check_column(name, column)
         if self.columns["tokens"].values.dtype.kind not in "iu":
             raise InvalidGroupError("tokens", "are not integers")
@@ -328,20 +345,27 @@ class Group:
 
     def _check_column(self, name: str, column: Column) -> None:
         depth = COLUMN_DEPTH.get(name)
-        if depth is not None and (column.depth != depth or column.dtype is Dtype.OPAQUE):
+        if depth is None:
+            if not _COLUMN_NAME.fullmatch(name):
+                raise InvalidGroupError(
+                    name, "is no name: a-z, 0-9 and _, at most 48, beginning with a letter"
+                )
+        elif column.depth != depth or column.dtype is _OPAQUE:
             raise InvalidGroupError(name, f"is not numbers nested {depth} deep")
         column.check(name)
-        if column.dtype is Dtype.OPAQUE:
+        if column.dtype is _OPAQUE:
             return
         rows = len(column.lengths[0]) if column.lengths else len(column.values)
         if rows != self.sequences:
             raise InvalidGroupError(name, f"has {rows} rows for {self.sequences} scores")
 
     def _check_lengths(self, names: Iterable[str]) -> None:
-        rows = self.columns["tokens"].lengths[0]
+        (rows,) = self.columns["tokens"].lengths
         for name in names:
             column = self.columns.get(name)
-            if column is not None and column.lengths[0].tolist() != rows.tolist():
+            if column is None or column.lengths[0] is rows:
+                continue
+            if column.lengths[0].tobytes() != rows.tobytes():
                 raise InvalidGroupError(name, "has other lengths than tokens")
 
     @property
@@ -352,13 +376,13 @@ class Group:
 
     def rewards(self) -> RewardSummary:
         """Summarise the scores for the header."""
-        scores = self.columns["scores"].numbers()
-        low, high = float(scores.min()), float(scores.max())
-        with np.errstate(over="ignore"):
-            mean = float(scores.mean())
-            if not np.isfinite(mean):
-                # The sum of large scores overflows where their mean does not; the parts may still add up to too much.
-                mean = float((scores / scores.size).sum())
+        scores = self.columns["scores"].numbers().tolist()
+        low, high, count = min(scores), max(scores), len(scores)
+        try:
+            mean = math.fsum(scores) / count
+        except OverflowError:
+            # The sum is too large where the mean is not; that of halves is not either.
+            mean = 2 * math.fsum(score / 2 / count for score in scores)
         return RewardSummary(min(max(mean, low), high), low, high)
 
     def __getitem__(self, name: str) -> list[Any]:

@@ -38,7 +38,12 @@ from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, NothingToLearnError
+from rolloutmq.schemas.errors import (
+    BrokerUnavailableError,
+    EndOfReplayError,
+    LeaseLostError,
+    NothingToLearnError,
+)
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import SettledBatch
 from rolloutmq.trainer import checkpoint
@@ -186,10 +191,10 @@ class Trainer:
         self._unsettled = set(saved.state.unsettled)
 
     def run(self, uplink: Uplink, stop: Stop) -> None:
-        """Learn from batch after batch until the last step, or until asked to stop; leave a checkpoint."""
+        """Learn from batch after batch until the last step, the end of a replay, or a stop; leave a checkpoint."""
         if self._covered:
             self._commit(uplink)
-        with suppress(StoppedError):
+        with suppress(StoppedError, EndOfReplayError):
             while self.version.step < self._config.steps and not stop.asked:
                 began = time.perf_counter()
                 with stop.interrupting():

@@ -31,9 +31,14 @@ class Acks:
         self._policy = policy
         self._ring: deque[tuple[float, Session]] = deque()
 
+    def adopt(self, config: BrokerConfig) -> None:
+        """Go on with another patience with the silent."""
+        self._quiet_s = config.silence_s * _QUIET_PART
+
     def of(self, session: Session) -> Ack:
         """Return the present ack of a session."""
-        window = session.window
+        window, arena = session.window, session.arena
+        read = arena is not None and not arena.closed
         return Ack(
             epoch=self._epoch,
             session=session.number,
@@ -45,6 +50,8 @@ class Acks:
             draining=session.draining,
             wait=session.wait,
             durability=self._durability,
+            released=window.cumulative if arena is None else arena.released(),
+            arena=read,
         )
 
     def schedule(self, session: Session, now: float) -> None:

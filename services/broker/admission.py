@@ -4,22 +4,29 @@
 from room. Limits that were told never fall, but a grant whose producer is gone or idle is taken back when others need
 the room; should that producer send after all, it gets room on the spot or is refused, and still has the group.
 Windows of all live producers together leave half of the mark to the queue, unless their groups are too large for
-that; a reserve within the mark serves those that drain, and one stalled producer at a time whose next group may be as
-large as a group can be.
+that. A lane may have a mark of its own, which holds for its producers in the same way and for nobody else.
+
+Two parts of the mark are kept back. `spare` is for one stalled producer at a time, whose next group may be as large as
+a group can be, while somebody trains. `drains` is for those that leave: whatever the others do, they can empty their
+spools, and no mark of a lane holds them. Only a trainer that waits for a batch while nothing is leased may have all.
 
 The sums of what is granted, in bytes and in rollouts, are kept here too, in one place: `charge`.
 """
 
+from collections import defaultdict
+from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final
 
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Wait
-from rolloutmq.schemas.envelope import GroupHeader
+from rolloutmq.schemas.envelope import GroupHeader, Split
 from rolloutmq.services.broker.lanes import Lane, Lanes
 from rolloutmq.services.broker.sessions import Session, Sessions
 
-WINDOW_BYTES: Final = 16 << 20
-"""Window of a producer whose groups are not known to be large: milliseconds of sending, an ack takes less."""
+WINDOW_BYTES: Final = 4 << 20
+"""Window of a producer whose groups are not known to be large. It is more than a disk writes in the time of an ack, and
+no more, since what lies in the journal before a group of another producer is what that one's ack waits for."""
 WINDOW_GROUPS: Final = 4
 """Window in groups, for those that are."""
 STALL_S: Final = 0.5
@@ -28,11 +35,30 @@ IDLE_S: Final = 1.0
 """A grant that was not used for that long may be taken back when another producer needs the room."""
 
 
+DRAINS_BYTES: Final = 64 << 20
+"""Kept for those that drain: the whole spool of a producer, as it is by default."""
+DRAINS_PART: Final = 4
+"""At most that part of the mark is kept for them."""
+
+
+class Appetite(Enum):
+    """What the trainers do with what is queued."""
+
+    NONE = auto()
+    """There is a batch, and nobody pulls it."""
+    EATS = auto()
+    STARVED = auto()
+    """One waits for a batch while nothing is leased: all room may go into it."""
+
+
 class Admission:
     """Grants, and what they add up to."""
 
-    def __init__(self, config: BrokerConfig, lanes: Lanes, sessions: Sessions) -> None:
+    def __init__(
+        self, config: BrokerConfig, lanes: Lanes, sessions: Sessions, appetite: Callable[[], Appetite]
+    ) -> None:
         self._config = config
+        self._appetite = appetite
         self._lanes = lanes
         self._sessions = sessions
         self._live: dict[int, Session] = {}
@@ -40,9 +66,25 @@ class Admission:
         self._thirsty: dict[int, Session] = {}
         self._topped: tuple[Session, float] | None = None
         self.largest = max(1, min(config.max_group_bytes, config.high_bytes // 2))
-        """Largest group that can be accepted; as much is kept in reserve."""
+        """Largest group that can be accepted. Producers were told: it never falls."""
+        self._keep_back()
         self.granted_bytes = 0
         self.granted_groups = 0
+
+    def _keep_back(self) -> None:
+        high = self._config.high_bytes
+        self.spare = min(self.largest, high // 2)
+        self.drains = min(DRAINS_BYTES, high // DRAINS_PART)
+
+    def adopt(self, config: BrokerConfig, now: float) -> None:
+        """Go on under other marks: all grants are taken back, and made anew from the room that there is."""
+        self._config = config
+        self.largest = max(self.largest, min(config.max_group_bytes, config.high_bytes // 2))
+        self._keep_back()
+        self._topped = None
+        for session in self._live.values():
+            self._take_back(session)
+        self.pour(now)
 
     @property
     def room(self) -> int:
@@ -58,6 +100,12 @@ class Admission:
         """Groups that may still be granted."""
         return self._config.high_groups - self._lanes.held_groups - self.granted_groups
 
+    def starts(self, lane: Lane) -> tuple[int, Wait]:
+        """Return how many rollouts a lane may begin by the marks, and what holds the others back."""
+        if lane.room_groups < self.room_groups:
+            return max(0, lane.room_groups), Wait.LANE_FULL
+        return max(0, self.room_groups), Wait.GLOBAL_FULL
+
     def producers(self, lane: Lane) -> list[Session]:
         """Return the live sessions of a lane."""
         return list(self._of_lane.get(lane, {}).values())
@@ -69,16 +117,25 @@ class Admission:
             or self._lanes.held_bytes >= self._config.high_bytes
         )
 
+    def exhausted(self, split: Split) -> bool:
+        """Whether no lane of a split that has producers can take another group before something is settled."""
+        lanes = self._lanes.of_split(split)
+        largest = max((lane.largest_bytes for lane in lanes), default=0)
+        if self.full() or self._lanes.held_bytes + largest > self._config.high_bytes:
+            return True
+        fed = [lane for lane in lanes if lane.connected and self._of_lane.get(lane)]
+        return bool(fed) and all(lane.full for lane in fed)
+
     def revive(self, session: Session, now: float) -> None:
         """Count a session in that is alive (again); its old grants are backed as far as room goes."""
         session.alive = True
         self._live[session.number] = session
         self._of_lane.setdefault(session.lane, {})[session.number] = session
         used = session.window.nbytes
-        backed = min(max(0, session.promised_bytes - used), max(0, self.room - self.largest))
+        backed = min(max(0, session.promised_bytes - used), max(0, self._open_room(session)))
         session.granted_bytes = used + backed if session.promised_bytes else 0
         self.charge(session)
-        if self.room - self.largest < self.window(session):
+        if self._open_room(session) < self.window(session):
             self._narrow_all()
         self.widen(session, now)
 
@@ -98,6 +155,7 @@ class Admission:
         self.granted_bytes += nbytes - session.charged_bytes
         self.granted_groups += starts - session.charged_starts
         session.lane.granted += starts - session.charged_starts
+        session.lane.granted_bytes += nbytes - session.charged_bytes
         session.charged_starts, session.charged_bytes = starts, nbytes
 
     def refusal(self, session: Session, header: GroupHeader) -> str:
@@ -111,7 +169,8 @@ class Admission:
             return ""
         if end > session.promised_bytes:
             return "position"
-        if end - session.granted_bytes > self.room:
+        room = self.room if session.draining else min(self.room - self.drains, session.lane.room)
+        if end - session.granted_bytes > room:
             return "no_room"
         session.granted_bytes = end
         self.charge(session)
@@ -130,10 +189,19 @@ class Admission:
             session.touch()
             self.charge(session)
 
+    def _open_room(self, session: Session) -> int:
+        """Return the room for everyday grants to a session; below 0 if others have more than is left for that."""
+        if session.draining:
+            return self.room
+        return min(self.room - self.spare - self.drains, session.lane.room)
+
     def window(self, session: Session) -> int:
         """Return how many bytes the session should be able to send without waiting."""
-        share = (self._config.high_bytes - self.largest) // (2 * max(1, len(self._live)))
-        seen = session.lane.largest_bytes
+        lane = session.lane
+        share = (self._config.high_bytes - self.spare - self.drains) // (2 * max(1, len(self._live)))
+        if lane.rule.high_bytes:
+            share = min(share, lane.rule.high_bytes // (2 * max(1, len(self._of_lane.get(lane, ())))))
+        seen = lane.largest_bytes
         usual = min(share, max(WINDOW_BYTES, WINDOW_GROUPS * seen))
         return min(self.largest, max(usual, seen))
 
@@ -143,8 +211,7 @@ class Admission:
         want = window - session.bytes_out
         if want <= 0 or (want < window // 4 and session.number not in self._thirsty):
             return
-        reserve = 0 if session.draining else self.largest
-        give = min(want, max(0, self.room - reserve))
+        give = min(want, max(0, self._open_room(session)))
         if give > 0:
             self._grant_bytes(session, give, now)
         if give == want:
@@ -178,17 +245,39 @@ class Admission:
 
     def _take_back_idle(self, now: float) -> None:
         """Take back what idle producers hold, as far as others need the room; they wait in line instead."""
-        missing = sum(self.window(s) - s.bytes_out for s in self._thirsty.values())
-        missing -= max(0, self.room - self.largest)
+        missing, of_lane = self._missing()
+        if missing <= 0 and all(short <= 0 for short in of_lane.values()):
+            return
         for session in self._live.values():
-            if missing <= 0:
-                return
-            idle = now - session.accepted_at > IDLE_S and now - session.granted_at > IDLE_S
-            if idle and session.bytes_out and session.number not in self._thirsty:
+            short = of_lane.get(session.lane, 0)
+            if (missing > 0 or short > 0) and self._idle(session, now):
                 missing -= session.bytes_out
-                session.granted_bytes = session.window.nbytes
-                self.charge(session)
-                self._thirsty[session.number] = session
+                of_lane[session.lane] = short - session.bytes_out
+                self._take_back(session)
+
+    def _missing(self) -> tuple[int, dict[Lane, int]]:
+        """Return what those that wait in line lack under the global mark, and under the marks of their lanes."""
+        missing = 0
+        of_lane: defaultdict[Lane, int] = defaultdict(int)
+        for session in self._thirsty.values():
+            want = self.window(session) - session.bytes_out
+            if session.lane.rule.high_bytes and not session.draining:
+                of_lane[session.lane] += want
+                want = min(want, max(0, session.lane.room))
+            missing += want
+        for lane in of_lane:
+            of_lane[lane] -= max(0, lane.room)
+        return missing - max(0, self.room - self.spare - self.drains), of_lane
+
+    def _idle(self, session: Session, now: float) -> bool:
+        """Whether a session has a grant, and did nothing with it for long."""
+        unused = now - session.accepted_at > IDLE_S and now - session.granted_at > IDLE_S
+        return unused and session.bytes_out > 0 and session.number not in self._thirsty
+
+    def _take_back(self, session: Session) -> None:
+        session.granted_bytes = session.window.nbytes
+        self.charge(session)
+        self._thirsty[session.number] = session
 
     def _top_up(self, now: float) -> None:
         """Let one stalled producer send a group of any size, in turns."""
@@ -200,20 +289,38 @@ class Admission:
             self._narrow(session)
             self._topped = None
         stalled = [s for s in self._live.values() if self._stalled(s, now)]
-        if not stalled:
-            return
-        session = min(stalled, key=lambda s: (not s.draining, s.topped_at))
-        want = self.largest - session.bytes_out
-        if want > self.room and (session.draining or self._starving()):
-            want = self.room
-        if 0 < want <= self.room:
-            session.topped_at = now
-            self._grant_bytes(session, want, now)
-            self._topped = session, now
+        for session in sorted(stalled, key=lambda s: (not s.draining, s.topped_at)):
+            if give := self._extra(session, now):
+                session.topped_at = now
+                self._grant_bytes(session, give, now)
+                self._topped = session, now
+                return
 
-    def _starving(self) -> bool:
-        """Whether nothing is leased: then a batch must come together, and the reserve may go into it."""
-        return not any(lane.leased.groups for lane in self._lanes)
+    def _extra(self, session: Session, now: float) -> int:
+        """Return what a stalled session gets for its next group, 0 if there is not enough."""
+        want = self._most(session) - session.bytes_out
+        appetite = self._appetite()
+        kept = {Appetite.NONE: self.spare + self.drains, Appetite.EATS: self.drains, Appetite.STARVED: 0}
+        if session.draining:
+            return min(want, max(0, self.room))
+        if want > session.lane.room:
+            self._collect(session, now)
+            want = min(want, session.lane.room)
+        room = self.room - kept[appetite]
+        if appetite is Appetite.STARVED:
+            want = min(want, room)
+        return want if 0 < want <= room else 0
+
+    def _collect(self, session: Session, now: float) -> None:
+        """Take back what idle producers of the same lane hold: its mark leaves too little for one large group."""
+        for peer in self.producers(session.lane):
+            if peer is not session and self._idle(peer, now):
+                self._take_back(peer)
+
+    def _most(self, session: Session) -> int:
+        """Return how large the next group of a session may be."""
+        mark = session.lane.rule.high_bytes
+        return min(self.largest, mark) if mark and not session.draining else self.largest
 
     def _narrow(self, session: Session) -> None:
         most = session.window.nbytes + self.window(session)
@@ -223,12 +330,15 @@ class Admission:
 
     def _stalled(self, session: Session, now: float) -> bool:
         waits = now - session.accepted_at > STALL_S and (session.starts_out or session.draining)
-        return bool(waits) and session.bytes_out < self.largest
+        return bool(waits) and session.bytes_out < self._most(session)
 
     def wait(self, session: Session) -> Wait:
-        """Return why the session has no bytes to send, if it has none."""
-        if session.number not in self._thirsty or session.bytes_out:
+        """Return why the session may not send another group as they usually are, if it may not."""
+        lane = session.lane
+        if session.number not in self._thirsty or session.bytes_out >= max(1, lane.usual_bytes):
             return Wait.NONE
+        if not session.draining and lane.room <= 0 and lane.held_bytes * 2 >= lane.rule.high_bytes:
+            return Wait.LANE_FULL
         full = self._lanes.held_bytes * 2 >= self._config.high_bytes
         return Wait.GLOBAL_FULL if full else Wait.NO_CREDIT
 
@@ -249,6 +359,11 @@ class Admission:
             assert session.charged_bytes == session.bytes_out
             assert session.charged_starts == session.starts_out
         for lane in self._lanes:
-            assert lane.granted == sum(s.charged_starts for s in self.producers(lane))
+            producers = self.producers(lane)
+            assert lane.granted == sum(s.charged_starts for s in producers)
+            assert lane.granted_bytes == sum(s.charged_bytes for s in producers)
+            # Those that drain go beyond the mark of their lane; nobody else is granted anything then.
+            drained = any(s.draining for s in self._sessions if s.lane is lane)
+            assert not lane.granted_bytes or lane.room >= 0 or drained
         # What an earlier life saved may exceed the mark by itself; then nothing is granted.
         assert not self.granted_bytes or self.room >= 0

@@ -12,6 +12,8 @@ def audit(state: State) -> None:
     state.sessions.validate()
     state.admission.validate()
     state.leases.validate()
+    state.arenas.validate()
+    state.tasks.validate()
     _audit_places(state)
     _audit_loads(state)
 

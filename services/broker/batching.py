@@ -9,12 +9,14 @@ the others may: weights say who comes first, floors are kept.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from math import gcd
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
 from rolloutmq.services.broker.fit import (
+    CELLS_LIMIT,
     contains,
     extend,
     fit,
@@ -29,6 +31,17 @@ SUMSET_LIMIT: Final = 4096
 
 Counts = dict[int, int]
 """Number of groups by size."""
+
+
+class Claim(Protocol):
+    """What one lane may give to a batch and ought to, in sequences or in tokens; see `Supply`."""
+
+    weight: float
+    floor: int
+    carry: float
+
+    @property
+    def available(self) -> int: ...
 
 
 class Supply(msgspec.Struct):
@@ -53,7 +66,7 @@ class Supply(msgspec.Struct):
         return sum(size * count for size, count in self.counts.items())
 
 
-def quotas(supplies: Sequence[Supply], target: int) -> list[float]:
+def quotas(supplies: Sequence[Claim], target: int) -> list[float]:
     """Share `target` out by weight, within what each lane must get and can give."""
     supply = [float(s.available) for s in supplies]
     weights = [s.weight for s in supplies]
@@ -144,16 +157,32 @@ def compose(supplies: Sequence[Supply], target: int) -> list[Counts] | None:
     unit = gcd(*(size for supply in supplies for size in supply.counts)) or 1
     if target % unit:
         return None
+    supplies = _bounded(supplies, target)
     totals = _lane_totals(supplies, plan, target, unit)
     if totals is None:
         return None
     composed: list[Counts] = []
     for supply, wish, total in zip(supplies, plan, totals, strict=True):
-        counts = fit(list(supply.counts.items()), wish, total)
+        counts = fit(supply.counts, wish, total)
         if counts is None:
             return None
         composed.append(counts)
     return composed
+
+
+def compose_below(supplies: Sequence[Supply], target: int) -> list[Counts] | None:
+    """Choose whole groups with as many sequences up to `target` as they can have, or return None if there are none.
+
+    Floors are kept where that costs no sequence.
+    """
+    plan, left = greedy(supplies, target)
+    most = largest_below(_bounded(supplies, target), target)
+    if target - left > most:
+        return plan
+    if not most:
+        return None
+    without = [msgspec.structs.replace(supply, floor=0) for supply in supplies]
+    return compose(supplies, most) or compose(without, most)
 
 
 def largest_below(supplies: Sequence[Supply], target: int) -> int:
@@ -161,7 +190,26 @@ def largest_below(supplies: Sequence[Supply], target: int) -> int:
     counts: Counter[int] = Counter()
     for supply in supplies:
         counts.update(supply.counts)
-    return reach(counts, target).bit_length() - 1
+    unit = gcd(*counts) or 1
+    units = {size // unit: count for size, count in counts.items()}
+    return (reach(units, target // unit).bit_length() - 1) * unit
+
+
+def _bounded(supplies: Sequence[Supply], target: int) -> Sequence[Supply]:
+    """Return what an exact search may look at: all of it up to a batch of `sqrt(CELLS_LIMIT)` sequences.
+
+    Larger ones may have more distinct sizes than can be searched in good time; then each lane's oldest count.
+    """
+    sizes = sum(len(supply.counts) for supply in supplies)
+    unit = gcd(*(size for supply in supplies for size in supply.counts)) or 1
+    most = CELLS_LIMIT // (target // unit + 1)
+    if sizes <= most:
+        return supplies
+    each = max(1, most // len(supplies))
+    return [
+        msgspec.structs.replace(supply, counts=dict(islice(supply.counts.items(), each)))
+        for supply in supplies
+    ]
 
 
 def _keeps_floors(plan: Sequence[Counts], supplies: Sequence[Supply]) -> bool:

@@ -7,7 +7,6 @@ from rolloutmq.schemas.delivery import (
     Commit,
     ConsumerBeat,
     ConsumerRegistered,
-    Delivery,
     ErrorReply,
     NoBatch,
     Ok,
@@ -22,6 +21,7 @@ from rolloutmq.schemas.envelope import Split
 from rolloutmq.schemas.errors import ErrorCode, JournalWaitsError
 from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.consumers import Consumer, Waiting
+from rolloutmq.services.broker.deliveries import deliveries
 from rolloutmq.services.broker.journal.facts import Joined, Pulled, Settles
 from rolloutmq.services.broker.leases import Ended, Lease, Part
 from rolloutmq.services.broker.ledger import State as Place
@@ -85,6 +85,7 @@ class Consuming:
 
     def _rebatch(self) -> None:
         self._state.pacing.batch_sequences = self._state.run.batch_sequences
+        self._state.pacing.batch_tokens = self._state.run.batch_tokens
         self._state.repace = True
 
     def _dismiss(self, consumer: str, now: float) -> None:
@@ -99,13 +100,13 @@ class Consuming:
         if (error := self._unpullable(pull, now)) is not None:
             state.outbox.reply(route, error)
             return
-        if pull.split is Split.TRAIN and state.run.pulled(pull.sequences):
+        if pull.split is Split.TRAIN and state.run.pulled(pull.sequences, pull.tokens):
             self._rebatch()
         self._dismiss(pull.consumer, now)
         waiting = Waiting(route, pull, (pull.group, pull.split), now + pull.wait_s, now)
         if self._answered(waiting, now, wall):
             return
-        if pull.wait_s > 0:
+        if pull.wait_s > 0 and waiting.wait is not Wait.END_OF_REPLAY:
             state.consumers.wait(waiting)
         else:
             self._give_up(waiting, now)
@@ -120,6 +121,10 @@ class Consuming:
         registered = consumer.group, consumer.rank, consumer.world_size
         if (pull.group, pull.rank, pull.world_size) != registered:
             return refuse(ErrorCode.CONFLICT, "group, rank and world_size must be those of the registration")
+        if bool(pull.sequences) == bool(pull.tokens):
+            return refuse(
+                ErrorCode.INVALID, "a pull names a number of sequences or a budget of tokens, one of them"
+            )
         if not math.isfinite(pull.wait_s):
             return refuse(ErrorCode.INVALID, "wait_s must be a finite number")
         if state.leases.over(pull.consumer, pull.request_id):
@@ -135,6 +140,8 @@ class Consuming:
         for waiting in consumers.waiting():
             if self._answered(waiting, now, wall):
                 consumers.stop_waiting(waiting.pull.consumer)
+            elif waiting.wait is Wait.END_OF_REPLAY:
+                self._dismiss(waiting.pull.consumer, now)
 
     def _answered(self, waiting: Waiting, now: float, wall: float) -> bool:
         state, pull = self._state, waiting.pull
@@ -142,11 +149,13 @@ class Consuming:
         if lease is None:
             found = state.settlement.lease(waiting.stream, pull, now, wall)
             if isinstance(found, Wait):
-                self._hold(waiting, self._cap(found), now)
+                self._hold(waiting, self._cap(found, pull.split), now)
                 return False
             lease = found
             if lease.split is Split.TRAIN:
-                state.run.pulls(lease.version)
+                state.run.leased(lease)
+                if lease.tokens:
+                    self._rebatch()
         part = lease.parts[pull.rank] if lease.fits(pull) else None
         if part is None or part.settle is not None or part.consumer not in {"", pull.consumer}:
             self._hold(waiting, Wait.LEASED_ELSEWHERE, now)
@@ -158,7 +167,7 @@ class Consuming:
             return False
         if not readable:
             return self._answered(waiting, now, wall)
-        state.waited(waiting.wait, now - waiting.counted_at)
+        state.trainer_waited(waiting.wait, now - waiting.counted_at)
         self._hand_out(waiting, lease, part, now)
         return True
 
@@ -171,15 +180,17 @@ class Consuming:
         return not damaged
 
     def _hold(self, waiting: Waiting, wait: Wait, now: float) -> None:
-        self._state.waited(waiting.wait, now - waiting.counted_at)
+        self._state.trainer_waited(waiting.wait, now - waiting.counted_at)
         waiting.wait, waiting.counted_at = wait, now
 
-    def _cap(self, wait: Wait) -> Wait:
-        """Tell a batch that cannot come because the queue is full from one that is only not there yet."""
+    def _cap(self, wait: Wait, split: Split) -> Wait:
+        """Tell a batch that cannot come from one that is only not there yet."""
         state = self._state
-        largest = max((lane.largest_bytes for lane in state.lanes), default=0)
-        full = state.admission.full() or (state.lanes.held_bytes + largest > state.config.broker.high_bytes)
-        stuck = wait is Wait.NO_BATCH and full and not len(state.leases)
+        if wait is not Wait.NO_BATCH:
+            return wait
+        if state.pacing.stalled:
+            return Wait.JOURNAL_SLOW
+        stuck = not len(state.leases) and state.admission.exhausted(split)
         return Wait.BATCH_EXCEEDS_CAP if stuck else wait
 
     def _hand_out(self, waiting: Waiting, lease: Lease, part: Part, now: float) -> None:
@@ -189,32 +200,24 @@ class Consuming:
             self._state.log.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
         part.progress_at = now
         tables = {group.table.id: group.table for group in part.groups}
+        told = deliveries(part.groups, in_place=pull.arenas)
         batch = Batch(
             lease=lease.number,
             generation=lease.generation,
             step=lease.step,
-            groups=tuple(
-                Delivery(
-                    header=group.header,
-                    env=group.env,
-                    producer=group.producer,
-                    session=group.session,
-                    deliveries=group.deliveries,
-                )
-                for group in part.groups
-            ),
+            groups=told.groups,
             tables=tuple(tables.values()),
+            arenas=told.arenas,
             short=lease.short,
             rewound=lease.rewound,
         )
-        frames = tuple(frame for group in part.groups for frame in group.body.frames)
-        self._state.outbox.reply(waiting.route, batch, frames, binding=True)
+        self._state.outbox.reply(waiting.route, batch, told.frames, binding=True)
         for group in part.groups:
             group.body.spare()
 
     def _give_up(self, waiting: Waiting, now: float) -> None:
         state = self._state
-        state.waited(waiting.wait, now - waiting.counted_at)
+        state.trainer_waited(waiting.wait, now - waiting.counted_at)
         queued = state.lanes.queued_sequences(waiting.pull.split)
         state.outbox.reply(waiting.route, NoBatch(wait=waiting.wait, queued_sequences=queued))
 

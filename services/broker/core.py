@@ -3,6 +3,7 @@
     producing   sessions, groups coming in        sessions, windows, admission, pacing, lanes
     consuming   pulls, leases, settlements        consumers, leases, forming, batching, shards, settlement, retained
     operating   workers, drains, status, reset    workers, status, runs, ledger
+    tasking     tasks that a trainer submits      tasks
 
 Every call takes the clock: `now` in monotonic seconds decides, `wall` is for records. The core keeps groups as opaque
 frames and opens none. It is deterministic, it logs nothing, and whatever a peer says ends in a reply or a count.
@@ -27,6 +28,7 @@ from rolloutmq.schemas.control import (
     LatestExample,
     Requeued,
     Reset,
+    SetValues,
     SetWorkers,
     Shutdown,
     WorkerBeat,
@@ -47,7 +49,9 @@ from rolloutmq.schemas.delivery import (
 )
 from rolloutmq.schemas.envelope import Envelope
 from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.tasks import AwaitTasks, CancelTasks, HandBack, SubmitTasks, TakeTasks
 from rolloutmq.services.broker.actions import Action, Publish, Route
+from rolloutmq.services.broker.arenas import OpenArena
 from rolloutmq.services.broker.audit import audit
 from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.groups import StoredGroup
@@ -60,6 +64,7 @@ from rolloutmq.services.broker.restoring import restore
 from rolloutmq.services.broker.snapshot import snapshot
 from rolloutmq.services.broker.state import State
 from rolloutmq.services.broker.status import Status
+from rolloutmq.services.broker.tasking import Tasking
 from rolloutmq.services.broker.unpacking import Source
 
 POUR_S: Final = 0.05
@@ -78,6 +83,7 @@ class BrokerCore:
         epoch: Number of this life of the broker; larger than that of any life before.
         endpoints: Addresses to tell to those who ask.
         ram: Budget of the groups that are in memory; None if they cannot be anywhere else.
+        open_arena: Opens the arenas of producers on this host; None if no arena is to be read.
 
     Attributes:
         shutdown: Somebody asked the broker to save what it holds and end.
@@ -90,22 +96,26 @@ class BrokerCore:
         epoch: int,
         endpoints: Endpoints | None = None,
         ram: Ram | None = None,
+        open_arena: OpenArena | None = None,
     ) -> None:
         self.shutdown = False
         self._pressure_s = config.broker.pressure_interval_s
         self._ack_s = config.broker.ack_interval_s
-        self._state = State(config, epoch, endpoints, ram)
+        self._state = State(config, epoch, endpoints, ram, open_arena)
         self._producing = Producing(self._state)
         self._consuming = Consuming(self._state)
         self._operating = Operating(self._state, self._producing, self._consuming)
-        self._status = Status(config, self._state, self._consuming)
+        self._status = Status(self._state, self._consuming, self._operating.tuning)
+        self._tasking = Tasking(self._state, self._producing)
+        self._producing.on_left = self._tasking.left
         self._handlers = self._table()
         self._pressure: Publish | None = None
         self._pressure_due = self._pour_due = self._sweep_due = 0.0
 
     def _table(self) -> "dict[type, Callable[[Any, float, float], delivery.Reply]]":
-        """Return who answers which request. A pull is missing: it may be answered later."""
+        """Return who answers which request. What may be answered later is missing."""
         producing, consuming, operating = self._producing, self._consuming, self._operating
+        tasking = self._tasking
         return {
             RegisterProducer: lambda r, now, _: producing.register(r, now),
             DeclareTables: lambda r, now, _: producing.declare(r, now),
@@ -120,9 +130,13 @@ class BrokerCore:
             WorkerBeat: lambda r, now, _: operating.beat(r, now),
             Drain: lambda r, *_: operating.drain(r),
             SetWorkers: lambda r, *_: operating.set_workers(r),
+            SetValues: operating.set_values,
             GetStatus: lambda _, now, wall: self._status.report(now, wall),
             Disconnect: lambda r, *_: operating.disconnect(r),
-            Reset: lambda r, _, wall: operating.reset(r, wall),
+            Reset: lambda r, _, wall: self._reset(r, wall),
+            SubmitTasks: tasking.submit,
+            CancelTasks: lambda r, now, _: tasking.cancel(r, now),
+            HandBack: lambda r, now, _: tasking.hand_back(r, now),
             Shutdown: lambda *_: self._end(),
         }
 
@@ -131,24 +145,34 @@ class BrokerCore:
 
         Args:
             envelope: The decoded envelope.
-            frames: The frames after it: opaque, kept until the groups are settled.
+            frames: The frames after it: opaque, kept until the groups are settled. None if they lie in an arena.
             now: Monotonic seconds.
             wall: Seconds since the epoch.
         """
         if self._producing.ingest(envelope, frames, now, wall) and self._state.consumers.any_waiting:
             self._consuming.serve(now, wall)
+        self._tasking.serve(now)
         return self._state.outbox.take()
 
     def request(self, route: Route, request: delivery.Request, now: float, wall: float) -> list[Action]:
         """Serve one request; a pull may be answered by a later call. `route` is opaque and comes back."""
         if isinstance(request, Pull):
             self._consuming.pull(route, request, now, wall)
+        elif isinstance(request, TakeTasks):
+            self._tasking.take(route, request, now)
+        elif isinstance(request, AwaitTasks):
+            self._tasking.ask(route, request, now)
         elif isinstance(request, LatestExample):
             self._state.outbox.reply(route, *self._operating.latest(request))
         else:
             reply = self._handlers[type(request)](request, now, wall)
             self._state.outbox.reply(route, reply, binding=type(request) not in _TELL_NOTHING)
         return self._state.outbox.take()
+
+    def _reset(self, request: Reset, wall: float) -> Ok:
+        reply = self._operating.reset(request, wall)
+        self._tasking.reset()
+        return reply
 
     def _end(self) -> Ok:
         self.shutdown = True
@@ -159,11 +183,13 @@ class BrokerCore:
         state = self._state
         self._status.begin(now)
         self._consuming.tick(now, wall)
+        self._tasking.tick(now)  # as often as room is poured: it asks for no deadline of its own
         if now >= self._sweep_due:
             self._sweep_due = now + SWEEP_S
             self._producing.sweep(now)
             self._consuming.sweep(now)
             self._operating.sweep(now)
+            self._tasking.sweep(now)
             state.repace = True
         if state.repace or now >= self._pour_due:
             self._pour_due = now + POUR_S
@@ -258,6 +284,10 @@ class BrokerCore:
     def disk_full(self) -> bool:
         """Whether nothing becomes durable for now."""
         return self._state.journal.health == "full"
+
+    def close(self) -> None:
+        """Close what it has open: the arenas of producers."""
+        self._state.arenas.close()
 
     def rejected(self, reason: str) -> None:
         """Count a message that the shell could not decode."""

@@ -243,6 +243,7 @@ class DataPlane:
                 except WireError as error:
                     self._reject(f"ingest: {error.code.value}")
                     continue
+                messages -= len(envelope.offsets)
                 self._carry_out(self.core.ingest(envelope, message.frames, time.monotonic(), time.time()))
         except zmq.Again:
             return

@@ -53,6 +53,6 @@ class Dropping:
 def _contents(group: StoredGroup) -> Frames | None:
     """Return what a letter of a dead group can keep of it; it is not waited for."""
     try:
-        return group.body.frames if group.body.load() else None
+        return group.body.own_frames if group.body.load() else None
     except JournalWaitsError:
         return None

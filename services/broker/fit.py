@@ -4,11 +4,14 @@ Sets of reachable sums are bits of one integer, so that a size with any count co
 The work depends on the number of distinct sizes and on the target, never on the number of groups.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from math import gcd
 from typing import Final
 
 CELLS_LIMIT: Final = 1 << 28
-"""Distinct sizes times target. Above it only the first sizes, the oldest, are considered: 32 MiB of bits."""
+"""Distinct sizes times target, both by their common divisor, up to which one search goes: 32 MiB of bits.
+
+Sizes above the target are of no use, so that every search for a target up to 16,384 is below it."""
 
 Item = tuple[int, int]
 """A size and how many groups have it."""
@@ -67,18 +70,24 @@ def nearest(preferred: int, low: int, high: int) -> Iterator[int]:
             yield preferred + step
 
 
-def fit(items: Sequence[Item], preferred: Mapping[int, int], target: int) -> dict[int, int] | None:
+def fit(counts: Mapping[int, int], preferred: Mapping[int, int], target: int) -> dict[int, int] | None:
     """Choose counts of sizes that add up to exactly `target`, near the preferred ones.
 
     Args:
-        items: Distinct sizes with their counts; the first ones get what is preferred, the last ones give way.
+        counts: How many there are of each size; the first ones get what is preferred, the last ones give way.
         preferred: Counts by size that would be taken if no sum had to be met.
         target: The sum, at least 0.
 
     Returns:
         Counts by size, or None where no combination has the sum.
     """
-    items = items[: max(1, CELLS_LIMIT // (target + 1))]
+    unit = gcd(*counts) or 1
+    if unit > 1:
+        small = {size // unit: count for size, count in counts.items()}
+        wishes = {size // unit: count for size, count in preferred.items()}
+        found = None if target % unit else fit(small, wishes, target // unit)
+        return None if found is None else {size * unit: count for size, count in found.items()}
+    items = [(size, count) for size, count in counts.items() if size <= target]
     mask = (1 << (target + 1)) - 1
     suffix = [1]
     for size, count in reversed(items):

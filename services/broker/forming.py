@@ -2,25 +2,31 @@
 
 What is too old for the policy that will learn is dropped here (or passed on and counted, as its environment is
 configured), and so is what cannot be read back from disk. Only what a batch would take is looked at, so that no pull
-scans a queue. The wait for an exact combination is measured per stream, not per request: pulls that are shorter than
+scans a queue. Every rank gets a group: where a batch would have fewer, it is made of smaller groups, or waited for. A
+group that goes out alone, because it may be poison or is above the budget by itself, leaves the other ranks without.
+The wait for an exact combination is measured per stream, not per request: pulls that are shorter than
 it still see it end.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Pull, Wait
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import JournalWaitsError
-from rolloutmq.services.broker.batching import Counts, Supply, compose, largest_below
+from rolloutmq.services.broker import budget
+from rolloutmq.services.broker.batching import Counts, Supply, compose, compose_below
 from rolloutmq.services.broker.dropping import Dropping
 from rolloutmq.services.broker.groups import StoredGroup, Stream
 from rolloutmq.services.broker.lanes import Lane, Lanes
 from rolloutmq.services.broker.ledger import Ledger, State
 from rolloutmq.services.broker.lineage import Lineage
+
+Floors = dict[Lane, int]
+"""What each lane that has anything must give."""
 
 
 class Formed(msgspec.Struct):
@@ -43,10 +49,17 @@ class Former:
         self._lineage = lineage
         self._unfit_since: dict[Stream, float] = {}
         self.staleness_max = 0
+        self.closed = False
+        """No new batch is ever formed: what is served is a record."""
+
+    def adopt(self, config: BrokerConfig) -> None:
+        """Go on with other waits."""
+        self._config = config
 
     def form(self, stream: Stream, pull: Pull, now: float, wall: float) -> Formed | Wait:
-        """Take exactly `pull.sequences` from the queues, or say why that cannot be now."""
-        while True:
+        """Take exactly `pull.sequences`, or at most `pull.tokens`, from the queues, or say why that cannot be now."""
+        measure = budget.tokens if pull.tokens else _sequences
+        while not self.closed:
             formed = self._alone(pull) or self._attempt(stream, pull, now)
             if isinstance(formed, Wait):
                 return formed
@@ -59,11 +72,12 @@ class Former:
             if not stale and not damaged:
                 self._unfit_since.pop(stream, None)
                 self.count(formed.groups, pull.version)
-                _settle_carry(self._lanes.of_split(pull.split), formed.groups)
+                _settle_carry(self._lanes.of_split(pull.split), formed.groups, measure)
                 return formed
             self._lanes.put_back(formed.groups)
             self._dropping.drop(stale, State.EXPIRED, "stale", wall)
             self._dropping.drop(damaged, State.DEAD, "damaged", wall)
+        return Wait.END_OF_REPLAY
 
     def _alone(self, pull: Pull) -> Formed | None:
         """Take a group that must not fail together with others, if there is one."""
@@ -71,7 +85,9 @@ class Former:
         if suspect is None:
             return None
         self._lanes.of(suspect).remove(suspect)
-        return Formed([suspect], short=suspect.header.sequences < pull.sequences)
+        least = pull.tokens or pull.sequences
+        got = suspect.header.tokens if pull.tokens else suspect.header.sequences
+        return Formed([suspect], short=got < least)
 
     def deadline(self, now: float) -> float:
         """Return when a wait for an exact combination, or for a silent lane, may end."""
@@ -84,50 +100,76 @@ class Former:
 
     def _attempt(self, stream: Stream, pull: Pull, now: float) -> Formed | Wait:
         lanes = self._lanes.of_split(pull.split)
-        if sum(lane.queued.sequences for lane in lanes) < pull.sequences:
+        if _missing(lanes, pull):
             self._unfit_since.pop(stream, None)
             return Wait.NO_BATCH
-        floors = self._floors(lanes, pull.sequences, now)
+        floors = self._floors(lanes, pull, now)
         if floors is None:
             return Wait.MIN_SHARE
-        stocked = [(lane, floors[lane]) for lane in lanes if lane.queued.groups]
-        supplies = [_supply(lane, floor) for lane, floor in stocked]
-        plan = compose(supplies, pull.sequences)
-        if plan is not None:
-            return self._take([lane for lane, _ in stocked], plan)
+        stocked = {lane: floors[lane] for lane in lanes if lane.sizes}
+        if pull.tokens:
+            return self._within(stocked, pull)
+        formed = self._exact(stocked, pull.sequences, pull.world_size)
+        if formed is not Wait.NO_EXACT_FIT:
+            return formed
         since = self._unfit_since.setdefault(stream, now)
         if now - since < self._config.exact_wait_s:
             return Wait.NO_EXACT_FIT
-        return self._below([lane for lane, _ in stocked], supplies, pull.sequences)
+        return self._below(stocked, pull.sequences, pull.world_size)
 
-    def _below(self, lanes: Sequence[Lane], supplies: list[Supply], target: int) -> Formed | Wait:
-        most = largest_below(supplies, target)
-        plan = compose(supplies, most) if most else None
-        if plan is None and most:
-            for supply in supplies:
-                supply.floor = 0
-            plan = compose(supplies, most)
+    def _exact(self, floors: Floors, target: int, ranks: int) -> Formed | Wait:
+        """Take exactly `target` sequences."""
+        plan = compose(_supplies(floors, target), target)
         if plan is None:
             return Wait.NO_EXACT_FIT
-        formed = self._take(lanes, plan)
-        formed.short = most < target
+        if _groups(plan) < ranks:
+            plan = compose(_supplies(floors, target // ranks), target)
+        return Wait.TOO_FEW_GROUPS if plan is None else self._take(floors, plan)
+
+    def _below(self, floors: Floors, target: int, ranks: int) -> Formed | Wait:
+        """Take as many sequences as whole groups have, at most `target`: the wait for exactly that is over."""
+        plan = compose_below(_supplies(floors, target), target)
+        if plan is None:
+            return Wait.NO_EXACT_FIT
+        if _groups(plan) < ranks:
+            plan = compose_below(_supplies(floors, target // ranks), target)
+            if plan is None or _groups(plan) < ranks:
+                return Wait.TOO_FEW_GROUPS
+        formed = self._take(floors, plan)
+        formed.short = sum(map(_sequences, formed.groups)) < target
         return formed
 
-    def _floors(self, lanes: list[Lane], target: int, now: float) -> dict[Lane, int] | None:
+    def _within(self, floors: Floors, pull: Pull) -> Formed | Wait:
+        """Take whole groups of at most `pull.tokens` tokens."""
+        groups = budget.compose(_offers(floors), pull.tokens)
+        alone = len(groups) == 1 and budget.tokens(groups[0]) > pull.tokens
+        if len(groups) < pull.world_size and not alone:
+            groups = budget.compose(_offers(floors), pull.tokens, pull.tokens // pull.world_size)
+            if len(groups) < pull.world_size:
+                return Wait.TOO_FEW_GROUPS
+        for group in groups:
+            self._lanes.of(group).remove(group)
+        groups.sort(key=lambda group: group.order)
+        return Formed(groups)
+
+    def _floors(self, lanes: list[Lane], pull: Pull, now: float) -> dict[Lane, int] | None:
         """Return what each lane must get; None if one cannot give it yet and is not silent."""
         floors = dict.fromkeys(lanes, 0)
-        left = target
+        left = target = pull.tokens or pull.sequences
         for lane in lanes:
             if not lane.min_share or lane.silent(now, self._config.silent_env_s):
                 continue
-            size = max(lane.sizes, default=lane.group_size)
-            floors[lane] = min(left, int(lane.min_share * target + 1e-6)) // size * size
-            if floors[lane] > lane.queued.sequences:
+            floor = min(left, int(lane.min_share * target + 1e-6))
+            if not pull.tokens:
+                size = max((size for size in lane.sizes if size <= target), default=lane.group_size)
+                floor = floor // size * size
+            if floor > (lane.queued.tokens if pull.tokens else lane.queued.sequences):
                 return None
-            left -= floors[lane]
+            floors[lane] = floor
+            left -= floor
         return floors
 
-    def _take(self, lanes: Sequence[Lane], plan: list[Counts]) -> Formed:
+    def _take(self, lanes: Iterable[Lane], plan: list[Counts]) -> Formed:
         groups: list[StoredGroup] = []
         for lane, counts in zip(lanes, plan, strict=True):
             for size, number in counts.items():
@@ -158,30 +200,57 @@ class Former:
         for group in groups:
             distance = self._staleness(group, version)
             passed += distance > self._lanes.of(group).rule.max_staleness
-            worst = max(worst, distance)
+            worst = max(worst, distance if group.split is Split.TRAIN else 0)
         self.staleness_max = max(self.staleness_max, worst)
         if passed:
             self._ledger.reasons["passed(stale)"] += passed
 
 
-def _supply(lane: Lane, floor: int) -> Supply:
-    sizes = lane.sizes
-    if len(sizes) > 1:
-        ordered = sorted(sizes.items(), key=lambda item: item[1][0].order)
-        counts = {size: len(queue) for size, queue in ordered}
-    else:
-        counts = {size: len(queue) for size, queue in sizes.items()}
-    weight = lane.weight if lane.connected else 0.0
-    return Supply(counts, lane.ages, weight, floor, lane.carry)
+def _sequences(group: StoredGroup) -> int:
+    return group.header.sequences
 
 
-def _settle_carry(lanes: Sequence[Lane], groups: Sequence[StoredGroup]) -> None:
+def _groups(plan: list[Counts]) -> int:
+    return sum(sum(counts.values()) for counts in plan)
+
+
+def _missing(lanes: Iterable[Lane], pull: Pull) -> bool:
+    """Whether less than a batch's worth is queued."""
+    if pull.tokens:
+        return sum(lane.queued.tokens for lane in lanes) < pull.tokens
+    return sum(lane.queued.sequences for lane in lanes) < pull.sequences
+
+
+def _supplies(floors: Floors, largest: int) -> list[Supply]:
+    """Return what the lanes have in groups of at most `largest` sequences."""
+    return [_supply(lane, floor, largest) for lane, floor in floors.items()]
+
+
+def _supply(lane: Lane, floor: int, largest: int) -> Supply:
+    counts = lane.counts(largest)
+    return Supply(counts, lambda: map(_sequences, lane.heads(counts)), _weight(lane), floor, lane.carry)
+
+
+def _offers(floors: Floors) -> list[budget.Offer]:
+    return [
+        budget.Offer(lane.heads(lane.sizes), lane.queued.tokens, _weight(lane), floor, lane.carry)
+        for lane, floor in floors.items()
+    ]
+
+
+def _weight(lane: Lane) -> float:
+    return lane.weight if lane.connected else 0.0
+
+
+def _settle_carry(
+    lanes: Sequence[Lane], groups: Sequence[StoredGroup], measure: Callable[[StoredGroup], int]
+) -> None:
     """Remember what each lane is owed; a lane that had nothing more to give is owed nothing."""
     if len(lanes) < 2:
         return
     taken: Counter[str] = Counter()
     for group in groups:
-        taken[group.env] += group.header.sequences
+        taken[group.env] += measure(group)
     target = float(taken.total())
     weight = sum(lane.weight for lane in lanes if lane.connected) or 1.0
     for lane in lanes:

@@ -1,43 +1,54 @@
 """Lanes: the queue of one environment and split, indexed by the size of its groups.
 
 The cost of a pull does not grow with the length of a queue: groups of one size lie in one deque, oldest first, and a
-batch is composed from counts of sizes. A group that comes back takes its old place in the order; one that has a
-single chance left is a suspect and lies apart, because it goes out alone. The lane counts what is queued and what is
+batch is composed from counts of sizes. The oldest is the one that was sampled from the oldest policy, then the one that
+came first, where what is too old is dropped: it has the least time left. Where it is passed on, it is the one that came
+first. A group that comes back takes its old place in the order; one that has a single chance left is a suspect and lies
+apart, because it goes out alone. The lane counts what is queued and what is
 leased; rewound batches are kept apart, because their bytes belong to `retain_bytes`.
 """
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from heapq import merge
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from rolloutmq.schemas.config import EnvironmentConfig
-from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.groups import Groups, StoredGroup
 from rolloutmq.services.broker.rates import Rate
 
+NO_MARK: Final = 1 << 62
+"""Room of a lane that has no mark of its own."""
 _order: Final = attrgetter("order")
 
 
-class Load:
-    """Groups, sequences and bytes of some groups together."""
+def _deadline(group: StoredGroup) -> tuple[PolicyVersion, int]:
+    return group.header.oldest, group.order
 
-    __slots__ = ("groups", "nbytes", "sequences")
+
+class Load:
+    """Groups, sequences, tokens and bytes of some groups together."""
+
+    __slots__ = ("groups", "nbytes", "sequences", "tokens")
 
     def __init__(self) -> None:
         self.groups = 0
         self.sequences = 0
+        self.tokens = 0
         self.nbytes = 0
 
     def add(self, group: StoredGroup, sign: int = 1) -> None:
         """Count one group in, or out with `sign` -1."""
         self.groups += sign
         self.sequences += sign * group.header.sequences
+        self.tokens += sign * group.header.tokens
         self.nbytes += sign * group.header.nbytes
 
-    def as_tuple(self) -> tuple[int, int, int]:
-        return self.groups, self.sequences, self.nbytes
+    def as_tuple(self) -> tuple[int, int, int, int]:
+        return self.groups, self.sequences, self.tokens, self.nbytes
 
 
 class Lane:
@@ -50,6 +61,7 @@ class Lane:
         self._last_chance = last_chance
         self.split = split
         self.rule = rule
+        self._key: Callable[[StoredGroup], Any] = _deadline if rule.stale == "drop" else _order
         self.weight = rule.weight
         self.min_share = rule.min_share
         self.group_size = rule.group_size
@@ -58,6 +70,8 @@ class Lane:
         self.leased = Load()
         self.rewinding = Load()
         """Groups of rewound batches, waiting or leased again."""
+        self.granted_bytes = 0
+        """Bytes that live producers may send and that have not arrived."""
         self.granted = 0
         """Rollouts that live producers may begin or have begun, and that have not arrived."""
         self.carry = 0.0
@@ -72,6 +86,18 @@ class Lane:
         self.suspects: list[StoredGroup] = []
         """Queued groups that may fail once more before they are dead, oldest first; not in `sizes`."""
 
+    def adopt(self, rule: EnvironmentConfig, fixed: Container[str]) -> None:
+        """Go on under another rule; of weight and minimum share, what is not `fixed` stays as a producer told it."""
+        reordered, self.rule = rule.stale != self.rule.stale, rule
+        if "weight" in fixed:
+            self.weight = rule.weight
+        if "min_share" in fixed and self.connected:
+            self.min_share = rule.min_share
+        if reordered:
+            self._key = _deadline if rule.stale == "drop" else _order
+            self.sizes = {size: deque(sorted(queue, key=self._key)) for size, queue in self.sizes.items()}
+            self.suspects.sort(key=self._key)
+
     def accept(self, group: StoredGroup, now: float) -> None:
         """Queue a new group at the end."""
         header = group.header
@@ -82,11 +108,15 @@ class Lane:
         self.append(group)
 
     def append(self, group: StoredGroup) -> None:
-        """Queue a group behind all others of its size."""
+        """Queue a group behind all of its size that are not younger; quick near both ends."""
         if self.suspected(group):
             self.put_back([group])
             return
-        self.sizes.setdefault(group.header.sequences, deque()).append(group)
+        queue = self.sizes.setdefault(group.header.sequences, deque())
+        if queue and self._key(queue[-1]) > self._key(group):
+            queue.insert(bisect_right(queue, self._key(group), key=self._key), group)
+        else:
+            queue.append(group)
         self.queued.add(group)
 
     def suspected(self, group: StoredGroup) -> bool:
@@ -132,14 +162,14 @@ class Lane:
             self.queued.add(group)
             if self.suspected(group):
                 self.suspects.append(group)
-                self.suspects.sort(key=_order)
+                self.suspects.sort(key=self._key)
             else:
                 back.setdefault(group.header.sequences, []).append(group)
         for size, returned in back.items():
-            returned.sort(key=_order)
+            returned.sort(key=self._key)
             queue = self.sizes.setdefault(size, deque())
-            if queue and queue[0].order < returned[-1].order:
-                self.sizes[size] = deque(merge(returned, queue, key=_order))
+            if queue and self._key(queue[0]) < self._key(returned[-1]):
+                self.sizes[size] = deque(merge(returned, queue, key=self._key))
             else:
                 queue.extendleft(reversed(returned))
 
@@ -147,24 +177,60 @@ class Lane:
         """Yield what is queued, oldest first."""
         if len(self.sizes) == 1 and not self.suspects:
             return iter(next(iter(self.sizes.values())))
-        return merge(self.suspects, *self.sizes.values(), key=_order)
+        return merge(self.suspects, *self.sizes.values(), key=self._key)
 
-    def ages(self) -> Iterator[int]:
-        """Yield the sizes of the groups that a batch may be composed of, oldest first."""
-        queues = self.sizes.values()
-        ordered = next(iter(queues)) if len(queues) == 1 else merge(*queues, key=_order)
-        return (group.header.sequences for group in ordered)
+    def counts(self, largest: int) -> dict[int, int]:
+        """Return how many groups of each size up to `largest` a batch may be composed of, the oldest size first."""
+        usable = [size for size in self.sizes if size <= largest]
+        if len(usable) > 1:
+            usable.sort(key=lambda size: self._key(self.sizes[size][0]))
+        return {size: len(self.sizes[size]) for size in usable}
+
+    def heads(self, sizes: Iterable[int]) -> Iterator[StoredGroup]:
+        """Yield the groups of some sizes that a batch may be composed of, oldest first."""
+        queues = [self.sizes[size] for size in sizes]
+        return iter(queues[0]) if len(queues) == 1 else merge(*queues, key=self._key)
 
     def oldest(self) -> StoredGroup | None:
         """Return the head of the queue."""
         heads = [queue[0] for queue in self.sizes.values()] + self.suspects[:1]
-        return min(heads, key=_order, default=None)
+        return min(heads, key=self._key, default=None)
 
     @property
     def pending_sequences(self) -> int:
         """Sequences between grant and settlement, with those that are granted at their usual size."""
         waiting = self.queued.sequences + self.leased.sequences + self.rewinding.sequences
         return waiting + self.granted * self.group_size
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are queued or leased."""
+        return self.queued.nbytes + self.leased.nbytes
+
+    @property
+    def room(self) -> int:
+        """Bytes that its own mark leaves to be granted; below 0 if the mark was lowered."""
+        mark = self.rule.high_bytes
+        return mark - self.held_bytes - self.granted_bytes if mark else NO_MARK
+
+    @property
+    def room_groups(self) -> int:
+        """Groups of its usual size that its own mark leaves to be begun; an empty lane may always begin one."""
+        mark, usual = self.rule.high_bytes, self.usual_bytes
+        if not mark or not usual:
+            return NO_MARK
+        return max((mark - self.held_bytes) // usual, not self.held_bytes) - self.granted
+
+    @property
+    def usual_bytes(self) -> int:
+        """Bytes of one group as they are now; 0 if it never had any."""
+        groups = self.queued.groups + self.leased.groups
+        return self.held_bytes // groups if groups else self.largest_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether its own mark may leave no room for another group."""
+        return bool(self.rule.high_bytes) and self.held_bytes + self.largest_bytes > self.rule.high_bytes
 
     def silent(self, now: float, limit_s: float) -> bool:
         """Whether nothing came for so long that others need not wait for this lane."""
@@ -178,15 +244,15 @@ class Lane:
             load.add(group)
         for size, queue in self.sizes.items():
             assert queue, f"empty deque for size {size}"
-            orders = [group.order for group in queue]
-            assert orders == sorted(orders), f"{self.env}: size {size} out of order"
+            keys = [self._key(group) for group in queue]
+            assert keys == sorted(keys), f"{self.env}: size {size} out of order"
             for group in queue:
                 assert group.header.sequences == size
                 assert not self.suspected(group)
                 load.add(group)
         assert load.as_tuple() == self.queued.as_tuple(), self.env
         assert min(self.leased.as_tuple() + self.rewinding.as_tuple()) >= 0, self.env
-        assert self.granted >= 0, self.env
+        assert min(self.granted, self.granted_bytes) >= 0, self.env
 
 
 class Lanes:
@@ -196,6 +262,8 @@ class Lanes:
         self, environments: dict[str, EnvironmentConfig], groups: Groups, last_chance: int = 1 << 30
     ) -> None:
         self._rules = environments
+        self._fixed: dict[str, Container[str]] = dict.fromkeys(environments, ("weight", "min_share"))
+        self._configured = frozenset(environments)
         self._groups = groups
         self._last_chance = last_chance
         self._lanes: dict[tuple[str, Split], Lane] = {}
@@ -222,7 +290,28 @@ class Lanes:
 
     def configured(self, env: str) -> bool:
         """Whether the configuration names the environment; then its numbers win over a producer's."""
-        return env in self._rules
+        return env in self._configured
+
+    def adopt(self, environments: dict[str, EnvironmentConfig], fixed: Mapping[str, Container[str]]) -> None:
+        """Go on under other rules.
+
+        Args:
+            environments: The rules; those of environments that are not configured among them.
+            fixed: Fields of those that win over what a producer tells.
+        """
+        self._rules = environments
+        self._fixed |= {env: fields for env, fields in fixed.items() if env not in self._configured}
+        for lane in self:
+            if lane.env in environments:
+                lane.adopt(environments[lane.env], self._fixed.get(lane.env, ()))
+
+    def told(self, lane: Lane, weight: float, min_share: float, group_size: int) -> None:
+        """Take over what a producer tells of its environment, as far as nobody has said otherwise."""
+        fixed = self._fixed.get(lane.env, ())
+        lane.weight = lane.rule.weight if "weight" in fixed else weight
+        lane.min_share = lane.rule.min_share if "min_share" in fixed else min_share
+        if not self.configured(lane.env):
+            lane.group_size = group_size
 
     def of(self, group: StoredGroup) -> Lane:
         """Return the lane that a stored group belongs to."""
@@ -244,8 +333,9 @@ class Lanes:
             lane.leased.add(group)
 
     def suspect(self, split: Split, sequences: int) -> StoredGroup | None:
-        """Return the oldest suspect with at most so many sequences."""
-        found = (g for lane in self.of_split(split) for g in lane.suspects if g.header.sequences <= sequences)
+        """Return the oldest suspect with at most so many sequences; with any number if that is 0."""
+        most = sequences or 1 << 62
+        found = (g for lane in self.of_split(split) for g in lane.suspects if g.header.sequences <= most)
         return min(found, key=_order, default=None)
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:

@@ -44,6 +44,7 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
     step: int
     version: PolicyVersion
     sequences: int
+    tokens: int = 0
     parts: list[Part]
     short: bool = False
     rewound: bool = False
@@ -67,9 +68,10 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
 
     def fits(self, pull: Pull) -> bool:
         """Whether a pull is for this very step."""
-        return (self.step, self.sequences, len(self.parts)) == (
+        return (self.step, self.sequences, self.tokens, len(self.parts)) == (
             pull.step,
             pull.sequences,
+            pull.tokens,
             pull.world_size,
         )
 

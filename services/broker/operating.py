@@ -10,7 +10,10 @@ from rolloutmq.schemas.control import (
     LatestExample,
     LatestExampleReply,
     Reset,
+    SetValues,
     SetWorkers,
+    ValueRefused,
+    ValuesSet,
     WorkerBeat,
     WorkerBeatReply,
     WorkerState,
@@ -31,6 +34,7 @@ from rolloutmq.services.broker.journal.facts import (
 from rolloutmq.services.broker.producing import LANES_LIMIT, Producing
 from rolloutmq.services.broker.sessions import Session
 from rolloutmq.services.broker.state import State, refuse
+from rolloutmq.services.broker.tuning import Tuning
 
 
 class Operating:
@@ -40,6 +44,7 @@ class Operating:
         self._state = state
         self._producing = producing
         self._consuming = consuming
+        self.tuning = Tuning(state.config, state)
 
     def beat(self, beat: WorkerBeat, now: float) -> WorkerBeatReply | ErrorReply:
         """Note how a worker is; its session lives as long as it does."""
@@ -95,6 +100,14 @@ class Operating:
         self._state.log.add(Wanted(request.env, request.count))
         return Ok()
 
+    def set_values(self, request: SetValues, now: float, wall: float) -> ValuesSet | ValueRefused:
+        """Change settings; whoever waits and need not any more gets on at once."""
+        reply = self.tuning.change(request, now)
+        if isinstance(reply, ValuesSet):
+            self._state.repace = True
+            self._consuming.serve(now, wall)
+        return reply
+
     def info(self) -> InfoReply:
         """Say what the run is and where the other sockets are."""
         state = self._state
@@ -106,6 +119,7 @@ class Operating:
             events=places.events if places else "",
             publish=places.publish if places else "",
             max_group_bytes=state.admission.largest,
+            arena_bytes=state.arenas.nbytes,
         )
 
     def latest(self, request: LatestExample) -> tuple[LatestExampleReply, tuple[Any, ...]]:
@@ -118,7 +132,9 @@ class Operating:
         if found is None:
             return LatestExampleReply(), ()
         group, frames = found
-        return LatestExampleReply(header=group.header, env=group.env, table=encode(group.table)), frames
+        return LatestExampleReply(header=group.header, env=group.env, table=encode(group.table)), tuple(
+            map(bytes, frames)
+        )
 
     def disconnect(self, request: Disconnect) -> Ok | ErrorReply:
         """Take an environment out of the weights; what it has queued only fills up batches."""
@@ -171,7 +187,9 @@ class Operating:
         state.sessions.clear()
         state.settlement.reset(wall)
         state.workers.clear()
+        state.tasks.reset()
         state.run.reset()
         state.newest.clear()
         state.wanted.clear()
         state.pacing.batch_sequences = state.run.batch_sequences
+        state.pacing.batch_tokens = state.run.batch_tokens

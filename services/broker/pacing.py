@@ -6,6 +6,10 @@ With pacing, what lies between grant and settlement of a lane stays within
 trainer without a batch. A lane's grant is shared evenly among its producers, each with at most its `slots` at once.
 Without pacing only the global marks bind. Limits that were told never fall.
 
+Where batches are pulled by tokens, a batch is as many sequences as the recent ones had on average. Once a lane's share
+of that is queued, and is not its share of the tokens, because sequences got shorter, their own mean length counts: so
+pacing never holds back less than a budget's worth.
+
 The share is that of the weights among the environments that deliver; one that is silent is left out, so that the
 others can fill whole batches.
 """
@@ -18,7 +22,7 @@ from typing import Final
 from rolloutmq.schemas.delivery import Wait
 from rolloutmq.schemas.envelope import Split
 from rolloutmq.services.broker.admission import Admission
-from rolloutmq.services.broker.lanes import Lane, Lanes
+from rolloutmq.services.broker.lanes import NO_MARK, Lane, Lanes
 from rolloutmq.services.broker.sessions import Session
 
 OPEN_WINDOW: Final = 256
@@ -35,6 +39,8 @@ class Pacing:
         self._admission = admission
         self._silent_env_s = silent_env_s
         self.batch_sequences = batch
+        self.batch_tokens = 0
+        """Budget of a batch, where it is pulled by tokens."""
 
     def pace_all(self, now: float) -> None:
         """Grant in every lane."""
@@ -55,6 +61,10 @@ class Pacing:
         weight = sum(peer.weight for peer in peers if peer.connected)
         self._pace(lane, _share(lane, weight, len(peers)))
 
+    def adopt(self, silent_env_s: float) -> None:
+        """Go on with another patience."""
+        self._silent_env_s = silent_env_s
+
     def _delivers(self, lane: Lane, now: float) -> bool:
         return lane.connected and bool(lane.queued.groups or not lane.silent(now, self._silent_env_s))
 
@@ -62,12 +72,14 @@ class Pacing:
         sessions = self._admission.producers(lane)
         open_ = [session for session in sessions if not session.draining]
         free, reason = self._free(lane, share)
-        if self._admission.room_groups < free:
-            free, reason = max(0, self._admission.room_groups), Wait.GLOBAL_FULL
+        room, full = self._admission.starts(lane)
+        if room < free or not lane.rule.pacing:
+            free, reason = min(free, room), full if not self.stalled else reason
         self._grant(open_, free, paced=lane.rule.pacing)
-        for session in open_:
+        for session in sessions:
             wait = self._admission.wait(session)
-            if wait is Wait.NONE and (self.stalled or session.starts_out < session.slots):
+            open_to_begin = not session.draining and (self.stalled or session.starts_out < session.slots)
+            if wait is Wait.NONE and open_to_begin:
                 wait = reason
             if wait is not session.wait:
                 session.wait = wait
@@ -78,10 +90,17 @@ class Pacing:
         if self.stalled:
             return 0, Wait.JOURNAL_SLOW
         if not lane.rule.pacing:
-            return self._admission.room_groups, Wait.GLOBAL_FULL
-        budget = (lane.rule.max_staleness + 1) * self.batch_sequences * share
+            return NO_MARK, Wait.GLOBAL_FULL
+        budget = (lane.rule.max_staleness + 1) * self._part(lane, share)
         free = ceil((budget - lane.pending_sequences) / lane.group_size - 1e-9)
         return max(0, free), Wait.STALE_GUARD
+
+    def _part(self, lane: Lane, share: float) -> float:
+        """Return how many sequences a batch takes from a lane."""
+        part, queued = self.batch_sequences * share, lane.queued
+        if self.batch_tokens and queued.sequences >= part:
+            part = max(part, self.batch_tokens * share * queued.sequences / max(1, queued.tokens))
+        return part
 
     def arrived(self, session: Session) -> bool:
         """Note that a group came; return whether its lane should be paced again soon.
@@ -94,7 +113,7 @@ class Pacing:
         if session.draining or session.starts_out * 2 > window:
             return False
         if not paced and not self.stalled:
-            self._grant([session], self._admission.room_groups, paced=False)
+            self._grant([session], self._admission.starts(session.lane)[0], paced=False)
         return paced
 
     def _grant(self, sessions: Iterable[Session], free: int, *, paced: bool) -> None:

@@ -5,7 +5,7 @@ a table that was declared. Whatever else arrives is counted by reason and change
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from rolloutmq.schemas.delivery import (
@@ -18,8 +18,9 @@ from rolloutmq.schemas.delivery import (
     RegisterProducer,
     Sync,
 )
-from rolloutmq.schemas.envelope import Envelope, GroupHeader
+from rolloutmq.schemas.envelope import ArenaRef, Envelope, GroupHeader, Split
 from rolloutmq.schemas.errors import ErrorCode
+from rolloutmq.services.broker.arenas import Arena, Slot
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Body
 from rolloutmq.services.broker.journal.facts import Declared, Opened, Produced, Skipped, Told
@@ -39,18 +40,26 @@ class Producing:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self.on_left: Callable[[Session, str, float], object] = lambda *_: None
+        """Called with a session that is over, why, and the time."""
 
     def register(self, request: RegisterProducer, now: float) -> Registered | ErrorReply:
         """Open a session, or bring a saved one back."""
         state = self._state
+        former = state.sessions.current(request.producer)
+        if former is not None and former.key == request.key != "" and not former.closed:
+            # The answer was slow, and the request came again: another session would fence the one that is in use.
+            self.alive(former, now)
+            return Registered(ack=state.acks.of(former), info=state.run.info)
         if (error := self._unacceptable(request)) is not None:
             return error
         lane = self.lane(request, now)
-        former = state.sessions.current(request.producer)
         keeps_draining = former is not None and former.draining and request.pid == former.pid != 0
         if former is not None and former.alive:
             state.admission.retire(former)
         session = state.sessions.open(request, lane, now)
+        if former is not None and former is not session:
+            self.on_left(former, "was fenced by a newer session", now)
         if session.number == request.resume_session:
             session.abandoned = max(session.abandoned, min(request.abandoned, request.begun, BEGUN_LIMIT))
             most = session.used + max(session.slots, OPEN_WINDOW)
@@ -63,11 +72,24 @@ class Producing:
         if beat is not None and beat.pid == request.pid:
             session.produced_before = beat.produced - session.window.accepted
         state.log.add(_opened(session, request))
+        self._claim(session, request.arena)
         state.admission.revive(session, now)
         state.acks.schedule(session, now)
         state.pacing.pace(lane, now)
         state.repace = True
         return Registered(ack=state.acks.of(session), info=state.run.info)
+
+    def _claim(self, session: Session, ref: ArenaRef | None) -> None:
+        """Read the arena that a producer offers from now on, if it can be read. What lies in another is still held."""
+        if session.arena is not None and session.arena_ref == ref and session.arena.goes_on():
+            return
+        session.arena, session.arena_ref = None, None
+        if ref is not None:
+            found = self._state.arenas.claim(ref, session.window, session.touch)
+            if isinstance(found, Arena):
+                session.arena, session.arena_ref = found, ref
+            else:
+                self._state.rejected[found] += 1
 
     def untell(self, worker: str) -> None:
         """End a drain: the process that it was for is over."""
@@ -94,11 +116,7 @@ class Producing:
         lane.connected = True
         if not state.admission.producers(lane):
             lane.arrived_at = now
-        if state.lanes.configured(request.env):
-            lane.weight, lane.min_share = lane.rule.weight, lane.rule.min_share
-        else:
-            lane.weight, lane.min_share = request.weight, request.min_share
-            lane.group_size = request.group_size
+        state.lanes.told(lane, request.weight, request.min_share, request.group_size)
         return lane
 
     def declare(self, request: DeclareTables, now: float) -> Ok | ErrorReply:
@@ -136,6 +154,7 @@ class Producing:
         state.log.add(Produced(session.number, session.produced, session.abandoned, closed=True))
         state.admission.retire(session)
         state.repace = True
+        self.on_left(session, "said goodbye", now)
         return Ok()
 
     def heard(self, producer: str, number: int, now: float) -> Session | ErrorReply:
@@ -151,6 +170,7 @@ class Producing:
         """Note a sign of life; a session that was taken for dead is back."""
         session.heard_at = now
         if not session.alive:
+            self._claim(session, session.arena_ref)
             self._state.admission.revive(session, now)
             self._state.acks.schedule(session, now)
 
@@ -162,11 +182,12 @@ class Producing:
             return False
         accepted = False
         start = 0
-        for header in envelope.groups:
-            end = start + header.frames
-            refusal = self._refusal(session, header)
+        for index, header in enumerate(envelope.groups):
+            offset = envelope.offsets[index] if envelope.offsets else None
+            end = start if envelope.offsets else start + header.frames
+            refusal = self._refusal(session, header, offset)
             if not refusal:
-                self._accept(session, header, tuple(frames[start:end]), now, wall)
+                self._accept(session, header, offset, tuple(frames[start:end]), now, wall)
                 accepted = True
             else:
                 self._state.rejected[refusal] += 1
@@ -182,20 +203,28 @@ class Producing:
             return "wrong_run"
         if (envelope.env, envelope.split) != (session.lane.env, session.lane.split):
             return "wrong_environment"
-        if sum(header.frames for header in envelope.groups) != len(frames):
+        if not _fits(envelope, len(frames)):
             return "frames"
         self.alive(session, now)
+        arena = session.arena
+        if envelope.offsets and (arena is None or arena.closed or arena.ref.ino != envelope.arena):
+            return "no_arena"
         return session
 
-    def _refusal(self, session: Session, header: GroupHeader) -> str:
+    def _refusal(self, session: Session, header: GroupHeader, offset: int | None) -> str:
         if header.table not in session.tables:
             return "duplicate" if session.window.seen(header.seq) else "unknown_table"
-        return session.window.refusal(header) or self._state.admission.refusal(session, header)
+        if refusal := session.window.refusal(header):
+            return refusal
+        if offset is not None and session.arena is not None and not session.arena.has(offset, header.nbytes):
+            return "arena_range"
+        return self._state.admission.refusal(session, header)
 
     def _accept(
         self,
         session: Session,
         header: GroupHeader,
+        offset: int | None,
         frames: tuple[Any, ...],
         now: float,
         wall: float,
@@ -210,6 +239,9 @@ class Producing:
             state.admission.arrived(session, now)
             state.repace |= state.pacing.arrived(session)
             return
+        slot: Slot | None = None
+        if offset is not None and session.arena is not None:
+            slot, frames = session.arena.take(header.seq, offset, header.nbytes, lane.env)
         group = StoredGroup(
             header=header,
             env=lane.env,
@@ -218,13 +250,14 @@ class Producing:
             producer=session.producer,
             session=session.number,
             table=session.tables[header.table],
-            body=Body(frames, header.nbytes, state.ram),
+            body=Body(frames, header.nbytes, state.ram, slot),
             accepted_at=now,
             accepted_wall=wall,
         )
         state.admit(group, lane, now)
         state.log.add(group)
-        state.produced.add(header.sequences, now)
+        if lane.split is Split.TRAIN:
+            state.produced.add(header.sequences, now)
         state.newest[lane.env] = group, frames
         state.admission.arrived(session, now)
         state.repace |= state.pacing.arrived(session) or header.sequences != lane.group_size
@@ -241,12 +274,24 @@ class Producing:
         )
 
     def sweep(self, now: float) -> None:
-        """Take the grants of silent producers back; who speaks again gets them again."""
+        """Take the grants of silent producers back, and close their arenas; who speaks again gets both again."""
         moment = now - self._state.config.broker.silence_s
         for session in list(self._state.sessions):
             if session.alive and session.heard_at <= moment:
                 self._state.admission.retire(session)
                 self._state.repace = True
+        arenas = self._state.arenas
+        if len(arenas):
+            arenas.sweep(
+                {session.arena for session in self._state.sessions if session.alive and session.arena}
+            )
+
+
+def _fits(envelope: Envelope, frames: int) -> bool:
+    """Whether what follows an envelope is what it says."""
+    if envelope.offsets:
+        return not frames and len(envelope.offsets) == len(envelope.groups)
+    return sum(header.frames for header in envelope.groups) == frames
 
 
 def _opened(session: Session, request: RegisterProducer) -> Opened:

@@ -21,6 +21,7 @@ from rolloutmq.services.broker.producing import Producing
 from rolloutmq.services.broker.rates import Rate
 from rolloutmq.services.broker.settlement import fates, orders
 from rolloutmq.services.broker.state import State
+from rolloutmq.services.broker.tasks import TASK_FACTS
 from rolloutmq.services.broker.unpacking import Shards, Source, Unpacking
 
 
@@ -101,7 +102,9 @@ class Restoring(Unpacking):
             f.WasReset: lambda fact: self._operating.forget(self._wall, fact.lost),
             f.Wanted: lambda fact: state.wanted.update({fact.env: fact.count}),
             f.Told: self._told,
+            f.Tuned: lambda fact: self._operating.tuning.restore(fact.values, self._now),
             f.Began: lambda _: None,
+            **dict.fromkeys(TASK_FACTS, lambda fact: state.tasks.apply(fact, self._now, self._wall)),
         }
 
     def apply(self, fact: AnyFact) -> None:
@@ -119,6 +122,7 @@ class Restoring(Unpacking):
         for lane in state.lanes:
             lane.arrivals = Rate()
         state.pacing.batch_sequences = state.run.batch_sequences
+        state.pacing.batch_tokens = state.run.batch_tokens
         state.repace = True
 
     def _accepted(self, fact: f.Accepted) -> None:
@@ -187,6 +191,7 @@ class Restoring(Unpacking):
             step=fact.step,
             version=fact.version,
             sequences=fact.sequences,
+            tokens=fact.tokens,
             parts=[Part(groups, self._now) for groups in state.settlement.take(fact)],
             short=fact.short,
             rewound=fact.again,
@@ -195,8 +200,8 @@ class Restoring(Unpacking):
         if not fact.again:
             state.former.count(lease.groups, fact.version)
         if fact.split == 0:
-            state.run.pulled(fact.sequences)
-            state.run.pulls(fact.version)
+            state.run.pulled(fact.sequences, fact.tokens)
+            state.run.leased(lease)
 
     def _find(self, lease: int) -> Lease:
         found = self._state.leases.numbered(lease)

@@ -26,6 +26,7 @@ from typing import Final
 import zmq
 
 from rolloutmq.bus import sockets, topics
+from rolloutmq.bus.arena import Mapped
 from rolloutmq.bus.endpoint import SOCKETS, bindings, claim, connectable, read_endpoints
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.schemas.config import BrokerConfig, RunConfig
@@ -46,7 +47,9 @@ from rolloutmq.services.broker.journal.body import Ram
 from rolloutmq.services.broker.journal.dead import DeadStore
 from rolloutmq.services.broker.journal.facts import Began
 from rolloutmq.services.broker.journal.writer import Journal
+from rolloutmq.services.broker.recording import Recording
 from rolloutmq.services.broker.relief import Accounts, Relief
+from rolloutmq.services.broker.replaying import ReplayCore
 from rolloutmq.services.broker.wake import Wake
 from rolloutmq.services.runner import Stop, run_service
 
@@ -102,6 +105,7 @@ def running_broker(
     layout: RunLayout,
     on_end: Callable[[], object] = lambda: None,
     *,
+    recording: Recording | None = None,
     alone: bool = False,
 ) -> Iterator[Broker]:
     """Run a broker in a thread of this process for as long as the block lasts.
@@ -110,6 +114,7 @@ def running_broker(
         config: The run's configuration.
         layout: The run directory, which exists.
         on_end: Called in the broker's thread when it stops serving, for whatever reason.
+        recording: Serve this and nothing else; `config` is that of `replay_config`.
         alone: The process does nothing else, so that its memory is the broker's and is watched.
 
     Raises:
@@ -127,8 +132,19 @@ def running_broker(
         wake = Wake()
         stack.callback(wake.close)
         ram = None if config.broker.durability is Durability.MEMORY else Ram(config.broker.ram_bytes)
-        core = BrokerCore(config, epoch=epoch, endpoints=endpoints, ram=ram)
-        journal = stack.enter_context(_lasting(core, config.broker, layout, ram, epoch, wake))
+        shares = config.broker.transport == "ipc" and config.broker.shared_memory
+        journal: Journal | None = None
+        if recording is not None:
+            now, wall = time.monotonic(), time.time()
+            core: BrokerCore = ReplayCore(
+                config, recording, epoch=epoch, endpoints=endpoints, now=now, wall=wall
+            )
+        else:
+            core = BrokerCore(
+                config, epoch=epoch, endpoints=endpoints, ram=ram, open_arena=Mapped if shares else None
+            )
+            stack.callback(core.close)
+            journal = stack.enter_context(_lasting(core, config.broker, layout, ram, epoch, wake))
         dropped = stack.enter_context(layout.dropped.open("ab", buffering=0))
         dead = DeadStore(
             layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
@@ -171,6 +187,22 @@ async def _serve(run_dir: Path, stop: Stop) -> None:
     ended = partial(loop.call_soon_threadsafe, stop.request, "data plane ended")
     with running_broker(config, layout, ended, alone=True):
         await stop.wait()
+
+
+def replay(recorded: Path, run_dir: Path) -> int:
+    """Serve the batches of one run in the directory of another one until all are settled; returns the exit code."""
+    return run_service("replay", partial(_serve_again, recorded, run_dir))
+
+
+async def _serve_again(recorded: Path, run_dir: Path, stop: Stop) -> None:
+    _raise_file_limit()
+    config, layout = load_run(run_dir)
+    loop = asyncio.get_running_loop()
+    ended = partial(loop.call_soon_threadsafe, stop.request, "end of replay")
+    with contextlib.closing(Recording(recorded, Ram(config.broker.ram_bytes))) as recording:
+        logger.info("replaying run=%s batches=%d", recorded, len(recording.batches))
+        with running_broker(config, layout, ended, recording=recording):
+            await stop.wait()
 
 
 def _raise_file_limit() -> None:

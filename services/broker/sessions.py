@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from rolloutmq.schemas.delivery import RegisterProducer, Wait
-from rolloutmq.schemas.envelope import ColumnTable
+from rolloutmq.schemas.envelope import ArenaRef, ColumnTable
 from rolloutmq.schemas.errors import ErrorCode
+from rolloutmq.services.broker.arenas import Arena
 from rolloutmq.services.broker.lanes import Lane
 from rolloutmq.services.broker.windows import SequenceWindow
 
@@ -38,13 +39,15 @@ class Session:
         start_limit: The rollouts that it may have begun; never falls.
         charged_starts, charged_bytes: What is counted for it in the sums of admission.
         produced: Groups that it says it finished.
+        key: Of the last registration; empty after a restart of the broker.
+        arena: Memory that its groups may lie in; `arena_ref` is how the producer named it.
     """
 
     __slots__ = (
-        "_touched", "abandoned", "accepted_at", "acked_at", "alive", "charged_bytes", "charged_starts", "closed",
-        "draining", "granted_at", "granted_bytes", "heard_at", "host", "lane", "number",
-        "pid", "produced", "produced_before", "producer", "promised_bytes", "scheduled", "slots", "start_limit",
-        "tables", "topped_at", "wait", "window",
+        "_touched", "abandoned", "accepted_at", "acked_at", "alive", "arena", "arena_ref", "charged_bytes",
+        "charged_starts", "closed", "draining", "granted_at", "granted_bytes", "heard_at", "host", "key", "lane",
+        "number", "pid", "produced", "produced_before", "producer", "promised_bytes", "scheduled", "slots",
+        "start_limit", "tables", "topped_at", "wait", "window",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +65,7 @@ class Session:
         self.slots = request.slots
         self.pid = request.pid
         self.host = request.host
+        self.key = ""
         self.window = SequenceWindow()
         self.tables: dict[str, ColumnTable] = {}
         self.abandoned = 0
@@ -82,6 +86,8 @@ class Session:
         self.topped_at = 0.0
         self.acked_at = 0.0
         self.scheduled = False
+        self.arena: Arena | None = None
+        self.arena_ref: ArenaRef | None = None
 
     def touch(self) -> None:
         """Have an ack published at the end of this round."""
@@ -177,6 +183,7 @@ class Sessions:
         known.latest = max(known.latest, session.number)
         session.alive, session.closed, session.draining = True, False, False
         session.slots, session.pid, session.host = request.slots, request.pid, request.host
+        session.key = request.key
         session.heard_at = session.accepted_at = now
         self._forget_oldest(request.producer)
         return session

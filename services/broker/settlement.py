@@ -9,6 +9,7 @@ an earlier life lead to the same state by the same code: `lease` decides and `ho
 
 from collections.abc import Iterable, Sequence
 
+from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Pull, Settle, Wait
 from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import JournalWaitsError
@@ -76,6 +77,10 @@ class Settlement:
         self.consumed = Rate()
         """Sequences that trainers settled."""
 
+    def adopt(self, config: BrokerConfig) -> None:
+        """Go on with another bound of what is kept for a checkpoint."""
+        self._retain_bytes = config.retain_bytes
+
     def lease(self, stream: Stream, pull: Pull, now: float, wall: float) -> Lease | Wait:
         """Lease the next batch: one that comes again if there is any, otherwise a new one."""
         again = self._next_return(stream, wall)
@@ -97,6 +102,7 @@ class Settlement:
             step=pull.step,
             version=pull.version,
             sequences=pull.sequences,
+            tokens=pull.tokens,
             parts=[Part(groups, now) for groups in shards],
             short=short,
             rewound=again is not None,
@@ -147,11 +153,15 @@ class Settlement:
         """End a lease whose ranks have all settled."""
         consumer_group = lease.stream[0]
         batch = self.conclude(lease, wall)
-        self.consumed.add(sum(group.header.sequences for group, _ in batch.members()), now)
+        if lease.split is Split.TRAIN:
+            self.consumed.add(sum(group.header.sequences for group, _ in batch.members()), now)
         surplus = self._retained.surplus(consumer_group, self._retain_bytes)
         if surplus:
             self._log.add(Forgot(consumer_group, surplus))
             self.forget_oldest(consumer_group, surplus)
+        for group, _ in batch.members():
+            # It may be kept for long: its producer's memory is for what comes.
+            group.body.leave_arena()
 
     def conclude(self, lease: Lease, wall: float) -> Kept:
         """Move the groups of a settled lease to where its ranks said, and keep the batch for its checkpoint."""
@@ -234,6 +244,7 @@ class Settlement:
         groups = list(lease.groups)
         for group in groups:
             group.failures += failed
+            group.body.shown = False
         self._ledger.move(State.LEASED, State.QUEUED, len(groups))
         return groups
 
@@ -352,6 +363,7 @@ def _leased(lease: Lease) -> Leased:
         shards=orders([part.groups for part in lease.parts]),
         short=lease.short,
         again=lease.rewound,
+        tokens=lease.tokens,
     )
 
 

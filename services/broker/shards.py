@@ -9,7 +9,9 @@ from rolloutmq.services.broker.groups import StoredGroup
 def shard(groups: Sequence[StoredGroup], world_size: int) -> list[list[StoredGroup]]:
     """Give each group to the rank with the fewest tokens, the longest groups first.
 
-    Ties go to the rank with fewer groups, then to the lower rank. Within a rank the order of `groups` is kept.
+    Ties go to the rank with fewer groups, then to the lower rank. Within a rank the order of `groups` is kept. Every
+    rank has a group if there are as many groups as ranks. No two ranks differ by more tokens than the longest group
+    has, and the longest shard is at most 4/3 of what the best cut would make of it.
     """
     if world_size == 1:
         return [list(groups)]

@@ -21,6 +21,7 @@ from rolloutmq.services.broker.journal.facts import (
     SessionItem,
     Table,
     Told,
+    Tuned,
     Wanted,
 )
 from rolloutmq.services.broker.lanes import Lane
@@ -61,7 +62,10 @@ def snapshot(state: State) -> Iterator[SnapshotItem]:
             consumer.progress,
         )
     yield _run(state)
+    if state.tuned:
+        yield Tuned(dict(state.tuned))
     yield from (Wanted(env, count) for env, count in state.wanted.items())
+    yield from state.tasks.items()
     for drain in state.workers.told():
         yield Told(drain.worker, drain.reason, state.workers.pid(drain.worker))
 
@@ -125,6 +129,7 @@ def _lease(lease: Lease) -> LeaseItem:
         short=lease.short,
         rewound=lease.rewound,
         parts=tuple((part.consumer, part.request_id, part.settle) for part in lease.parts),
+        tokens=lease.tokens,
     )
 
 

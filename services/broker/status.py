@@ -1,12 +1,15 @@
 """What the broker says of itself: `Pressure`, and the status that contains it."""
 
-from rolloutmq.schemas.config import RunConfig
+from collections import Counter
+
 from rolloutmq.schemas.control import LaneStatus, Pressure, StatusReply
 from rolloutmq.schemas.delivery import Wait
+from rolloutmq.schemas.envelope import Split
 from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.lanes import Lane
 from rolloutmq.services.broker.ledger import State as Place
 from rolloutmq.services.broker.state import State
+from rolloutmq.services.broker.tuning import Tuning
 
 UNCOUNTED = frozenset({"duplicate"})
 """Refusals that are no fault: a group that was sent twice to be safe."""
@@ -15,10 +18,10 @@ UNCOUNTED = frozenset({"duplicate"})
 class Status:
     """Reads everything, changes only the clocks of the waits."""
 
-    def __init__(self, config: RunConfig, state: State, consuming: Consuming) -> None:
-        self._config = config
+    def __init__(self, state: State, consuming: Consuming, tuning: Tuning) -> None:
         self._state = state
         self._consuming = consuming
+        self._tuning = tuning
         self._started_at: float | None = None
         self._counted_at = 0.0
         self._number = 0
@@ -35,8 +38,10 @@ class Status:
         trainer_wait = self._consuming.waits(now)
         self._count_waits(now)
         lanes = list(state.lanes)
-        queued = sum(lane.queued.sequences + lane.rewinding.sequences for lane in lanes)
-        leased_again = sum(g.header.sequences for le in state.leases if le.rewound for g in le.groups)
+        train = state.lanes.of_split(Split.TRAIN)  # what is for evaluation feeds no trainer
+        queued = sum(lane.queued.sequences + lane.rewinding.sequences for lane in train)
+        again = [lease for lease in state.leases if lease.rewound and lease.split is Split.TRAIN]
+        leased_again = sum(group.header.sequences for lease in again for group in lease.groups)
         queued -= leased_again
         batch = max(1, state.run.batch_sequences)
         self._number += 1
@@ -51,17 +56,23 @@ class Status:
             queued_groups=state.ledger.counts[Place.QUEUED],
             queued_bytes=sum(lane.queued.nbytes for lane in lanes),
             leased_bytes=sum(lane.leased.nbytes for lane in lanes),
-            high_bytes=self._config.broker.high_bytes,
+            high_bytes=state.config.broker.high_bytes,
             step=state.run.policy.step,
             consumed_per_s=state.settlement.consumed.per_s(now),
             produced_per_s=state.produced.per_s(now),
             staleness_max=state.former.staleness_max,
             trainer_wait=trainer_wait,
-            waits_s=dict(state.waits_s),
+            trainer_waits_s=dict(state.trainer_waits_s),
+            producer_waits_s=dict(state.producer_waits_s),
             ledger=state.ledger.report(silent),
             lanes=tuple(self._lane(lane, now) for lane in lanes),
             workers=state.workers.statuses(now),
             wanted=dict(state.wanted),
+            granted_bytes=state.admission.granted_bytes,
+            high_groups=state.config.broker.high_groups,
+            silent_env_s=state.config.broker.silent_env_s,
+            tasks=state.tasks.counts(),
+            late_members=dict(state.workers.late_members),
         )
 
     def report(self, now: float, wall: float) -> StatusReply:
@@ -72,11 +83,12 @@ class Status:
             pressure=self.pressure(now, wall),
             run=state.run.name,
             total_steps=state.run.info.total_steps,
-            durability=self._config.broker.durability.value,
+            durability=state.config.broker.durability.value,
             journal=state.journal,
             uptime_s=now - (self._started_at or now),
             rejected_messages=sum(n for why, n in rejected.items() if why not in UNCOUNTED),
             rejected_by_reason=dict(rejected),
+            changed=self._tuning.differences(),
         )
 
     def _count_waits(self, now: float) -> None:
@@ -84,12 +96,12 @@ class Status:
         self._counted_at = now
         for session in self._state.sessions:
             if session.alive:
-                self._state.waited(session.wait, seconds)
+                self._state.producer_waited(session.wait, seconds)
 
     def _lane(self, lane: Lane, now: float) -> LaneStatus:
         producers = self._state.admission.producers(lane)
         oldest = lane.oldest()
-        wait = next((s.wait for s in producers if s.wait is not Wait.NONE), None)
+        waits = Counter(session.wait.value for session in producers if session.wait is not Wait.NONE)
         return LaneStatus(
             env=lane.env,
             split=lane.split,
@@ -105,5 +117,9 @@ class Status:
             trained_groups=lane.trained_groups,
             oldest_age_s=max(0.0, now - oldest.accepted_at) if oldest else 0.0,
             accepted_per_s=lane.arrivals.per_s(now),
-            wait=wait.value if wait else "",
+            wait=waits.most_common(1)[0][0] if waits else "",
+            held_bytes=lane.held_bytes,
+            high_bytes=lane.rule.high_bytes,
+            max_staleness=lane.rule.max_staleness,
+            waiting=waits.total(),
         )

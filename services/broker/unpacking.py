@@ -158,6 +158,7 @@ class Unpacking:
             step=item.step,
             version=item.version,
             sequences=item.sequences,
+            tokens=item.tokens,
             parts=[Part(groups, self._now) for groups in shards],
             short=item.short,
             rewound=item.rewound,

@@ -4,6 +4,7 @@ A drain is state: it is repeated on `control.<worker>/` until the worker says th
 process that it was for.
 """
 
+from collections import Counter
 from typing import Final
 
 import msgspec
@@ -34,6 +35,8 @@ class Workers:
     def __init__(self) -> None:
         self._beats: dict[str, tuple[WorkerBeat, float]] = {}
         self._told: dict[str, _Told] = {}
+        self.late_members: Counter[str] = Counter()
+        """Sequences that came too late for their groups, by environment, in this life of the broker."""
 
     def beat(self, beat: WorkerBeat, now: float) -> bool:
         """Note a beat; False if the table is full."""
@@ -47,6 +50,10 @@ class Workers:
             told = None
         if told is not None:
             told.pid = told.pid or beat.pid
+        so_far = before[0].late_members if before is not None and not other else 0
+        counted = beat.env in self.late_members or len(self.late_members) < WORKERS_LIMIT
+        if beat.late_members > so_far and counted:
+            self.late_members[beat.env] += beat.late_members - so_far
         self._beats[beat.worker] = beat, now
         if told is not None and beat.state in _CONFIRMED:
             told.confirmed = True
@@ -121,6 +128,7 @@ class Workers:
                 silent_s=max(0.0, now - at),
                 draining=worker in self._told or beat.state is WorkerState.DRAINING,
                 error=beat.error,
+                late_members=beat.late_members,
             )
             for worker, (beat, at) in sorted(self._beats.items())
         )

@@ -26,6 +26,7 @@ class Line(msgspec.Struct, frozen=True):
     t: float
     kind: str = ""
     rollout_pressure: float = 0.0
+    late_members: dict[str, int] = {}
     worker_states: dict[str, int] = {}
     workers: tuple["WorkerLine", ...] | None = None
     incarnation: int = 0
@@ -92,6 +93,8 @@ class Metrics:
     marks: list[Mark] = field(default_factory=list)
     first_t: float = 0.0
     last_t: float = 0.0
+    late_members: int = 0
+    """Sequences that groups were closed without; the most that one life of the broker has counted."""
 
     @property
     def span_s(self) -> float:
@@ -166,6 +169,7 @@ def read_metrics(path: Path) -> Metrics:
         metrics.last_t = line.t
         if line.kind == "pressure":
             states = line.worker_states
+            metrics.late_members = max(metrics.late_members, sum(line.late_members.values()))
             metrics.pressures.append(
                 PressurePoint(
                     line.t,

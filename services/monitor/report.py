@@ -100,6 +100,8 @@ def key_figures(summary: dict[str, Any]) -> str:
         parts.append(f"{summary.get('groups_trained_twice', 0)} trained twice")
     if summary.get("staleness_bound") is not None:
         parts.append(f"staleness {summary.get('staleness_max', 0)} of {summary['staleness_bound']}")
+    if summary.get("late_members"):
+        parts.append(f"{summary['late_members']:,} late members")
     return "   ·   ".join(parts)
 
 

@@ -66,8 +66,16 @@ def status_text(reply: StatusReply) -> str:
         ("why", waits.explain(pressure)),
         ("groups", figures.accounts(pressure.ledger)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
+        *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
         ("workers", _workers(reply)),
     ]
+    tasks = msgspec.structs.asdict(pressure.tasks)
+    if any(tasks.values()):
+        rows.append(("tasks", ", ".join(f"{count} {state}" for state, count in tasks.items() if count)))
+    if pressure.late_members:
+        rows.append(
+            ("late", ", ".join(f"{count} members of {env}" for env, count in pressure.late_members.items()))
+        )
     if reply.journal.health != "none":
         rows.insert(1, ("journal", _journal(reply.journal)))
     if reply.rejected_messages:
@@ -80,6 +88,11 @@ def _lane(lane: LaneStatus) -> str:
     return (
         f"{lane.env}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} under way"
         f" at {lane.producers} producers, {lane.accepted_per_s:.1f} groups a second"
+        + (
+            f", {figures.portion(lane.held_bytes, lane.high_bytes)} of its own mark"
+            if lane.high_bytes
+            else ""
+        )
     )
 
 

@@ -194,6 +194,7 @@ def summarise(
           were to the last step.
         - steps_per_s: steps over the time from the first to the last of them.
         - tokens: tokens of the published steps; less than all of them where an event was dropped.
+        - late_members: sequences that groups were closed without at their deadline.
     """
     log = read_trainer_log(read_lines(layout.trained, SettledBatch))
     acks = read_acks(layout)
@@ -210,6 +211,7 @@ def summarise(
         "workers_min": min(ready, default=0),
         "workers_max": max(ready, default=0),
         "tokens": sum(step.tokens for step in seen.steps),
+        "late_members": seen.late_members,
     }
 
 

@@ -143,11 +143,9 @@ def wait_lines(board: Board, pressure: Pressure, now: float) -> list[Text]:
     if silent := board.silent_s(now):
         return [_row("broker", Text(f"silent for {silent:.0f} s: what is shown is old", style="bold red"))]
     rows = [_trainer_line(board, pressure)]
-    reasons = {waits.workers(lane): lane.env for lane in pressure.lanes if waits.workers(lane)}
-    several = len(pressure.lanes) > 1
-    for reason, env in reasons.items():
-        rows.append(_row("workers", f"{env} wait: " if several else "wait: ", Text(reason, style="yellow")))
-    if not reasons:
+    if reason := waits.workers(pressure):
+        rows.append(_row("workers", "wait: ", Text(reason, style="yellow")))
+    else:
         working = Text("roll out", style="green") if board.workers() else Text("none yet", style=QUIET)
         rows.append(_row("workers", working))
     return rows

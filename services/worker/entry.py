@@ -43,6 +43,18 @@ def load_environment(name: str, config: EnvironmentConfig, base_dir: Path) -> En
         raise ConfigError(key, f"{attribute}() raised {_said(error)}") from error
 
 
+def check_abilities(name: str, config: EnvironmentConfig, environment: Environment) -> None:
+    """Check that an environment can do what its section asks of it; raises ConfigError."""
+    kind = type(environment).__name__
+    if config.tasks != "own" and not callable(getattr(environment, "rollout_task", None)):
+        raise ConfigError(
+            f"environment.{name}.tasks", f"{kind} has no method `rollout_task` for submitted tasks"
+        )
+    lacks = [method for method in ("task", "member") if not callable(getattr(environment, method, None))]
+    if config.group_deadline_s and lacks:
+        raise ConfigError(f"environment.{name}.group_deadline_s", f"{kind} has no method `{lacks[0]}`")
+
+
 def check_entry(name: str, config: EnvironmentConfig, base_dir: Path) -> None:
     """Check what can be checked without running the user's code; raises ConfigError."""
     key = f"environment.{name}.entry"

@@ -23,13 +23,14 @@ from typing import Any, Final
 
 from rolloutmq.bus.producer import Producer
 from rolloutmq.bus.rundir import load_run, read_json, wait_json
+from rolloutmq.bus.taking import TaskTaker
 from rolloutmq.schemas.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, SessionFencedError
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.services.runner import Stop, run_service
-from rolloutmq.services.worker.entry import load_environment
+from rolloutmq.services.worker.entry import check_abilities, load_environment
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.line import Line
 from rolloutmq.services.worker.openai import OpenAIPolicy
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE: Final = 0.9
 """Part of `rollout_timeout_s` after which a policy that stays away is given up, so that the rollout can say why."""
+DELIVERY_S: Final = 60.0
+"""The lease of a task lasts that long beyond `rollout_timeout_s`: its group may have to wait for room."""
 LAST_FLUSH_S: Final = 1.0
 """Delivery gets that long even where finishing the rollouts took the whole deadline."""
 
@@ -112,6 +115,7 @@ class Worker:
             abandoned=rollouts.abandoned if rollouts else 0,
             blocked_s=self._producer.waits_s if self._producer else 0.0,
             error=self.error or (rollouts.error if rollouts else ""),
+            late_members=rollouts.late_members if rollouts else 0,
         )
 
     async def run(self, stop: Stop) -> None:
@@ -139,6 +143,7 @@ class Worker:
     async def _run(self, stop: Stop) -> None:
         """Live, with the line to the broker and the ear for `stop` beside."""
         environment = load_environment(self.env, self.section, self.config.base_dir)
+        check_abilities(self.env, self.section, environment)
         living = asyncio.create_task(self._live(environment, stop), name=self.name)
         beside = [
             asyncio.create_task(self._line.run(), name="line to the broker"),
@@ -182,6 +187,7 @@ class Worker:
                     await stack.enter_async_context(environment)
                 policy = await self._policy(stack)
                 producer = await self._opened(stack)
+                tasks = await self._tasks(stack, producer)
         except TimeoutError:
             if not self._draining.is_set():
                 raise
@@ -189,7 +195,16 @@ class Worker:
         finally:
             self._starting = None
         self._producer = producer
-        rollouts = Rollouts(self.name, self.section, environment, policy, producer, seed=self.config.run.seed)
+        rollouts = Rollouts(
+            self.name,
+            self.section,
+            environment,
+            policy,
+            producer,
+            seed=self.config.run.seed,
+            tasks=tasks,
+            draining=self._draining,
+        )
         return producer, rollouts
 
     async def _policy(self, stack: AsyncExitStack) -> OpenAIPolicy:
@@ -229,6 +244,14 @@ class Worker:
                 drain_s=0.0,  # `_deliver` has waited already
             )
         )
+
+    async def _tasks(self, stack: AsyncExitStack, producer: Producer) -> TaskTaker | None:
+        """Open the way to submitted tasks, if the environment is to answer any."""
+        if self.section.tasks == "own":
+            return None
+        lease_s = self.section.rollout_timeout_s + DELIVERY_S
+        opening = TaskTaker.open(self.layout.root, self.name, lambda: producer.session, lease_s)
+        return await stack.enter_async_context(opening)
 
     async def _drain_with(self, producer: Producer) -> None:
         await producer.draining.wait()

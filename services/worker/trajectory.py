@@ -96,6 +96,8 @@ def group_of(
     *,
     started_at: float = 0.0,
     finished_at: float = 0.0,
+    task: str = "",
+    members: Mapping[str, Any] | None = None,
 ) -> Group:
     """Make the group of one rollout and check it.
 
@@ -104,6 +106,8 @@ def group_of(
         trajectories: What an environment returned; nothing is assumed of it.
         started_at: Wall-clock seconds at which the rollout began.
         finished_at: Wall-clock seconds at which it was scored.
+        task: Id of the submitted task that it answers.
+        members: What is to be told of how many sequences were wanted and came; the opaque column `members`.
 
     Raises:
         InvalidGroupError: It is no list of trajectories, or they contradict themselves or each other.
@@ -122,11 +126,13 @@ def group_of(
             "scores": _scores(trajectories),
             "inference_logprobs": logprobs,
             **_further(trajectories),
+            **({} if members is None else {"members": Column.opaque(members)}),
         },
         min(one.oldest for one in trajectories),
         max(one.newest for one in trajectories),
         started_at,
         finished_at,
+        task=task,
         sequences=len(trajectories),
         tokens=int(tokens.values.size),
     )

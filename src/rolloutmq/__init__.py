@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rolloutmq.bus.batch import Batch
     from rolloutmq.bus.consumer import BlockingConsumer, Consumer
     from rolloutmq.bus.producer import BlockingProducer, Producer
+    from rolloutmq.bus.tasks import BlockingTaskClient, Task, TaskClient
     from rolloutmq.schemas.trajectory import Column, Group
     from rolloutmq.services.worker.environment import Environment, SingleTurn
     from rolloutmq.services.worker.policy import Completion, Policy
@@ -22,6 +23,7 @@ _HOME_OF = {
     "Batch": "rolloutmq.bus.batch",
     "BlockingConsumer": "rolloutmq.bus.consumer",
     "BlockingProducer": "rolloutmq.bus.producer",
+    "BlockingTaskClient": "rolloutmq.bus.tasks",
     "Column": "rolloutmq.schemas.trajectory",
     "Completion": "rolloutmq.services.worker.policy",
     "Consumer": "rolloutmq.bus.consumer",
@@ -30,6 +32,8 @@ _HOME_OF = {
     "Policy": "rolloutmq.services.worker.policy",
     "Producer": "rolloutmq.bus.producer",
     "SingleTurn": "rolloutmq.services.worker.environment",
+    "Task": "rolloutmq.bus.tasks",
+    "TaskClient": "rolloutmq.bus.tasks",
     "Trajectory": "rolloutmq.services.worker.trajectory",
 }
 
@@ -37,6 +41,7 @@ __all__ = [
     "Batch",
     "BlockingConsumer",
     "BlockingProducer",
+    "BlockingTaskClient",
     "Column",
     "Completion",
     "Consumer",
@@ -45,6 +50,8 @@ __all__ = [
     "Policy",
     "Producer",
     "SingleTurn",
+    "Task",
+    "TaskClient",
     "Trajectory",
     "__version__",
 ]

@@ -76,10 +76,47 @@ def test_an_interrupted_call_has_ended_when_the_interrupt_arrives(loop_thread: L
     assert loop_thread.run(asyncio.sleep(0, "usable")) == "usable"
 
 
+def test_a_function_gives_its_result_or_its_error(loop_thread: LoopThread) -> None:
+    def fail(text: str) -> None:
+        raise ValueError(text)
+
+    assert loop_thread.call(threading.get_ident) != threading.get_ident()
+    assert loop_thread.call(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ValueError, match="no"):
+        loop_thread.call(fail, "no")
+    assert loop_thread.call(divmod, 7, 2) == (3, 1)
+
+
+def test_an_interrupted_function_has_ended_when_the_interrupt_arrives(loop_thread: LoopThread) -> None:
+    arrived = threading.Event()
+    ended = []
+
+    def work() -> None:
+        interrupt()
+        # The main thread's handler runs while this function holds it up.
+        assert arrived.wait(5)
+        ended.append(True)
+
+    def handler(*_: object) -> None:
+        arrived.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop_thread.call(work)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended
+    assert loop_thread.call(divmod, 7, 2) == (3, 1)
+
+
 def test_a_closed_loop_says_so() -> None:
     thread = LoopThread("a loop")
     thread.close()
     thread.close()
+    with pytest.raises(ClosedError):
+        thread.call(divmod, 7, 2)
     with pytest.raises(ClosedError):
         thread.run(asyncio.sleep(0))
 

@@ -204,6 +204,94 @@ def test_blocks_are_aligned_and_big_ones_have_a_frame_of_their_own_without_a_cop
     assert_equal(group, decode_group(header, table, frames))
 
 
+class Room:
+    """Room with old bytes in it, between two guards."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.whole = bytearray()
+
+    def __call__(self, nbytes: int) -> memoryview:
+        self.asked.append(nbytes)
+        self.whole = bytearray(b"\xa5" * (nbytes + 2))
+        return memoryview(self.whole)[1:-1]
+
+
+def small_and_big() -> list[Group]:
+    length = BIG_BLOCK_BYTES // 4 + 1
+    tokens = np.arange(2 * length, dtype=np.int32).reshape(2, length)
+    mask = np.ones((2, length), np.float64)
+    big = Group.build("g", tokens=tokens, mask=mask, scores=[0.0, 1.0], mine=[[1, 2], [3]], messages=["m"])
+    return [Group.build("g", tokens=[[1], []], mask=[[1], []], scores=[0, 1], mine=[[], []]), big]
+
+
+@given(groups())
+@settings(max_examples=100, deadline=None)
+def test_a_body_in_given_room_is_that_of_a_frame_and_nothing_else_is_touched(group: Group) -> None:
+    room = Room()
+    body = encode_group(group, LIMIT, room)
+    plain = encode_group(group, LIMIT)
+    assert room.asked == [body.nbytes]
+    assert [bytes(frame) for frame in body.frames] == [bytes(frame) for frame in plain.frames]
+    assert (body.nbytes, body.crc, body.table) == (plain.nbytes, plain.crc, plain.table)
+    assert (room.whole[0], room.whole[-1]) == (0xA5, 0xA5)
+
+
+@pytest.mark.parametrize("group", small_and_big(), ids=["small", "big"])
+def test_all_columns_lie_in_one_frame_where_there_is_room(group: Group) -> None:
+    room = Room()
+    body = encode_group(group, LIMIT, room)
+    (frame,) = body.frames
+    assert np.shares_memory(np.frombuffer(frame, np.uint8), np.frombuffer(room.whole, np.uint8))
+    assert (body.nbytes, body.crc) == (frame.nbytes, codec.checksum([frame]))
+    header = header_of(group, body)
+    assert (header.frames, header.nbytes) == (1, frame.nbytes)
+    back = decode_group(header, body.table, [frame])
+    assert_equal(group, back)
+    used = np.zeros(frame.nbytes, bool)
+    rows = np.frombuffer(frame, "<u8", body.table.blocks * 3).reshape(-1, 3)
+    used[: rows.nbytes] = True
+    for which, offset, nbytes in rows.tolist():
+        assert (which, offset % 64) == (0, 0)
+        used[offset : offset + nbytes] = True
+    assert not np.frombuffer(frame, np.uint8)[~used].any()
+
+
+@pytest.mark.parametrize("group", small_and_big(), ids=["small", "big"])
+def test_without_room_all_is_as_if_nobody_had_asked(group: Group) -> None:
+    asked: list[int] = []
+    body = encode_group(group, LIMIT, asked.append)
+    plain = encode_group(group, LIMIT)
+    assert len(asked) == 1
+    assert [bytes(frame) for frame in body.frames] == [bytes(frame) for frame in plain.frames]
+    assert (body.nbytes, body.crc) == (plain.nbytes, plain.crc)
+
+
+@pytest.mark.parametrize("group", small_and_big(), ids=["small", "big"])
+def test_room_is_asked_for_only_if_it_will_be_used(group: Group) -> None:
+    room = Room()
+    apart, whole = encode_group(group, LIMIT).nbytes, encode_group(group, LIMIT, Room()).nbytes
+    assert encode_group(group, whole, room).nbytes == room.asked.pop() == whole
+    with pytest.raises(GroupTooLargeError):
+        encode_group(group, apart - 1, room)
+    # A group that fits its limit in frames of their own, and with the gaps between them not, goes in frames.
+    assert encode_group(group, apart, room).nbytes == apart
+    bad = Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0], images=[object()])
+    with pytest.raises(InvalidGroupError):
+        encode_group(bad, LIMIT, room)
+    assert room.asked == ([apart] if apart == whole else [])
+
+
+def test_groups_of_one_kind_share_their_table() -> None:
+    rows = [[1, 2], [3]]
+    made = [Group.build("g", tokens=rows, mask=rows, scores=[0, n], mine=[[n], [2, 3]]) for n in range(2)]
+    other = Group.build("g", tokens=rows, mask=rows, scores=[0, 1], mine=rows)
+    tables = [codec.table_of(group) for group in (*made, other)]
+    assert tables[0] is tables[1]
+    assert tables[2].columns[-1].lengths_of == "tokens"
+    assert tables[0].id != tables[2].id
+
+
 def test_decoding_copies_nothing_and_gives_read_only_views() -> None:
     header, table, frames = sent(Group.build("g", tokens=[[1, 2]], mask=[[1, 1]], scores=[0.0]))
     tokens = decode_group(header, table, frames).columns["tokens"].values

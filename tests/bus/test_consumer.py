@@ -31,7 +31,7 @@ from rolloutmq.schemas.delivery import (
     Wait,
 )
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import ErrorCode, LeaseLostError, RefusedError, UsageError
+from rolloutmq.schemas.errors import EndOfReplayError, ErrorCode, LeaseLostError, RefusedError, UsageError
 from rolloutmq.schemas.trajectory import Group
 
 if TYPE_CHECKING:
@@ -163,6 +163,39 @@ async def test_a_reply_that_lies_about_its_frames_gives_rejections(
         batch = await c.pull(11, V0)
         assert not batch.groups
         assert len(batch.rejected) == 2
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(0, 0), (8, 8), (0, -1), (8, -8)])
+async def test_a_step_is_named_in_sequences_or_in_tokens_and_not_both(
+    fake: "FakeBroker", sequences: int, tokens: int
+) -> None:
+    async with fake.running():
+        with pytest.raises(UsageError, match="name one of them"):
+            async with Consumer.open(fake.layout.root, sequences=sequences, tokens=tokens):
+                pass
+    assert not any(isinstance(asked, RegisterConsumer) for asked in fake.asked)
+
+
+async def test_a_step_may_be_a_budget_of_tokens(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    async with fake.running(), Consumer.open(fake.layout.root, tokens=1 << 20) as c:
+        assert (await c.pull(11, V0)).groups
+    (pull,) = [asked for asked in fake.asked if isinstance(asked, Pull)]
+    assert (pull.sequences, pull.tokens) == (0, 1 << 20)
+
+
+async def test_the_end_of_a_replay_ends_the_iteration_and_is_raised_by_a_pull(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    end = NoBatch(wait=Wait.END_OF_REPLAY, queued_sequences=0)
+    fake.answers[Pull] = answers(leased([group("a")]), end, end)
+    fake.answers[Settle] = lambda asked: Settled(step=asked.version.step)
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        async for batch in c:
+            await batch.ack()
+        assert c.version.step == 1
+        with pytest.raises(EndOfReplayError):
+            await c.pull(2, c.version)
 
 
 async def test_a_pull_is_repeated_with_the_same_id_until_there_is_a_batch(

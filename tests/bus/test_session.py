@@ -1,11 +1,16 @@
 """When a session asks, which acks it believes, and how its numbers go on."""
 
+from typing import Any
+
+from msgspec.structs import replace
+
 from rolloutmq.bus import codec
+from rolloutmq.bus.arena import Arena, Mapped
 from rolloutmq.bus.codec import encode_group
-from rolloutmq.bus.session import ALIVE_S, REPORT_S, SILENCE_S, Session
-from rolloutmq.bus.spool import RESEND_S, Spool
+from rolloutmq.bus.session import ALIVE_S, PACK_BYTES, PACK_GROUPS, REPORT_S, SILENCE_S, Session
+from rolloutmq.bus.spool import RESEND_S, Entry, Spool
 from rolloutmq.schemas.delivery import Ack, RegisterProducer
-from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.envelope import Envelope, Split
 from rolloutmq.schemas.trajectory import Group
 
 
@@ -29,9 +34,10 @@ def add(session: Session, name: str) -> None:
 
 def send(session: Session, now: float) -> list[int]:
     sent = []
-    while (entry := session.next_unsent()) is not None:
-        session.spool.sent(entry, now)
-        sent.append(entry.header.seq)
+    while entries := session.unsent():
+        for entry in entries:
+            session.spool.sent(entry, now)
+            sent.append(entry.header.seq)
     return sent
 
 
@@ -136,25 +142,29 @@ def test_a_group_needs_room_and_credit_unless_it_drains() -> None:
 
 def test_the_envelope_names_session_and_group() -> None:
     session = opened(1)
-    entry = session.next_unsent()
-    assert entry is not None
-    envelope = codec.decode_envelope(session.envelope(entry), 1, entry.header.nbytes)
+    (entry,) = session.unsent()
+    (data, *frames), sent = session.message([entry])
+    assert sent == [entry]
+    assert frames == list(entry.frames)
+    envelope = codec.decode_envelope(data, 1, entry.header.nbytes)
     assert (envelope.producer, envelope.session, envelope.env, envelope.split) == ("p", 5, "e", Split.EVAL)
     assert envelope.groups == (entry.header,)
 
 
 def test_a_registration_goes_on_with_what_was_begun_or_asks_for_a_new_session() -> None:
     session = Session(RegisterProducer(producer="p", env="e"), Spool(1 << 20))
-    assert session.registration() == session.register
+    assert replace(session.registration(), key="") == session.register
     session.registered(ack(start_limit=9), 0.0)
     permits = [session.credit.begin() for _ in range(3)]
     assert permits[0] is not None
     session.credit.abandon(permits[0])
     again = session.registration()
     assert (again.producer, again.resume_session, again.begun, again.abandoned) == ("p", 5, 3, 1)
-    assert session.registration(new=True) == session.register
+    assert replace(session.registration(new=True), key="") == session.register
     session.forget()
-    assert session.registration() == session.register
+    first, second = session.registration(), session.registration()
+    assert replace(first, key="") == session.register
+    assert "" != first.key != second.key  # each attempt has a key of its own
 
 
 def test_a_broker_that_forgot_an_acked_group_above_a_gap_must_give_another_number() -> None:
@@ -177,8 +187,131 @@ def test_after_new_sockets_it_asks_and_sends_only_what_the_broker_lacks() -> Non
     send(session, 0.0)
     session.acked(ack(cumulative=1), 0.0)
     session.reconnected()
-    assert session.next_unsent() is None
+    assert not session.unsent()
     assert session.spool.overdue(0.0)
     asked = session.ask(0.0)
     _, again = session.synced(ack(cumulative=2), asked, 0.0)
     assert [entry.header.seq for entry in again] == [3, 4] == send(session, 0.0)
+
+
+def lay(session: Session, name: str, values: int = 1) -> None:
+    row = [[1] * values]
+    group = Group.build(name, tokens=row, mask=row, scores=[0.0])
+    session.take_in(group, session.lay(group, 1 << 30))
+
+
+def with_arena(groups: int = 0, **options: int) -> Session:
+    session = opened()
+    session.offer(Arena(64 << 20))
+    session.acked(ack(arena=True), 0.0)
+    for index in range(groups):
+        lay(session, f"g-{index}", **options)
+    if groups:
+        session.declared.add(next(iter(session.spool)).table.id)
+    return session
+
+
+def message(session: Session) -> tuple[Envelope, list[Any], list[Entry]]:
+    (data, *frames), sent = session.message(session.unsent())
+    nbytes = sum(len(frame) for frame in frames)
+    for entry in sent:
+        session.spool.sent(entry, 0.0)
+    return codec.decode_envelope(data, len(frames), nbytes), frames, sent
+
+
+def test_groups_in_the_arena_leave_together_and_without_frames() -> None:
+    session = with_arena(PACK_GROUPS + 1)
+    envelope, frames, sent = message(session)
+    assert frames == []
+    assert [header.seq for header in envelope.groups] == list(range(1, PACK_GROUPS + 1))
+    assert session.arena is not None
+    assert envelope.arena == session.arena.ref.ino
+    mapped = Mapped(session.arena.ref)
+    for header, offset, entry in zip(envelope.groups, envelope.offsets, sent, strict=True):
+        assert mapped.view[offset : offset + header.nbytes] == entry.frames[0]
+        assert codec.checksum([mapped.view[offset : offset + header.nbytes]]) == header.crc
+    mapped.close()
+    assert [header.seq for header in message(session)[0].groups] == [PACK_GROUPS + 1]
+
+
+def test_a_message_has_few_bytes_and_groups_with_frames_go_alone() -> None:
+    session = with_arena(3, values=PACK_BYTES // 24)
+    assert [len(message(session)[2]) for _ in range(2)] == [2, 1]
+    lay(session, "laid")
+    add(session, "framed")
+    lay(session, "laid too")
+    assert [len(message(session)[1]) for _ in range(3)] == [0, 1, 0]
+
+
+def test_names_that_are_long_leave_in_smaller_messages() -> None:
+    session = with_arena()
+    for index in range(PACK_GROUPS):
+        lay(session, f"{index:\u00e9>128}")
+    session.declared.add(next(iter(session.spool)).table.id)
+    sizes = []
+    while session.unsent():
+        sizes.append(len(message(session)[2]))
+    assert sum(sizes) == PACK_GROUPS
+    assert 1 < max(sizes) < PACK_GROUPS
+
+
+def test_a_slot_is_used_again_when_it_is_released_and_not_when_it_is_acked() -> None:
+    session = with_arena(2)
+    assert session.arena is not None
+    used = session.arena.slots.used_bytes
+    session.acked(ack(cumulative=2, arena=True), 0.0)
+    assert session.arena.slots.used_bytes == used
+    session.acked(ack(cumulative=2, released=1, arena=True), 0.0)
+    assert session.arena.slots.used_bytes == used // 2
+    session.acked(ack(cumulative=2, released=2, arena=True), 0.0)
+    assert session.arena.slots.used_bytes == 0
+
+
+def test_after_a_registration_nothing_lies_in_the_arena_of_before() -> None:
+    session = with_arena(2)
+    before = [bytes(entry.frames[0]) for entry in session.spool]
+    group = Group.build("waits", tokens=[[1]], mask=[[1]], scores=[0.0])
+    waiting = session.lay(group, 1 << 20)
+    session.offer(Arena(1 << 20))
+    lay(session, "new")
+    session.take_in(group, waiting)
+    assert [entry.slot is not None for entry in session.spool] == [False, False, True, False]
+    assert [bytes(entry.frames[0]) for entry in session.spool][:2] == before
+    assert [len(message(session)[1]) for _ in range(4)] == [1, 1, 0, 1]
+
+
+def test_a_broker_that_does_not_read_the_arena_gets_frames_and_says_why() -> None:
+    session = with_arena(1)
+    assert session.registration().arena is not None
+    session.acked(ack(), 0.0)  # published before the registration, it may have come late
+    session.synced(ack(epoch=2), session.ask(0.0), 0.0)
+    assert session.registration().arena is not None
+    session.synced(ack(), session.ask(0.0), 0.0)
+    assert session.registration().arena is None
+    lay(session, "g-1")
+    assert [len(message(session)[1]) for _ in range(2)] == [1, 1]
+    assert session.as_frames == {"arena_unreachable": 1}
+
+
+def test_a_group_that_never_comes_into_the_spool_gives_its_slot_back() -> None:
+    session = with_arena()
+    assert session.arena is not None
+    group = Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0])
+    laid = session.lay(group, 1 << 20)
+    assert session.arena.slots.used_bytes > 0
+    laid.cancel()
+    assert session.arena.slots.used_bytes == 0
+    laid = session.lay(group, 1 << 20)
+    session.take_in(group, laid)
+    laid.cancel()
+    assert session.arena.slots.used_bytes > 0
+
+
+def test_what_has_no_room_in_the_arena_is_a_frame() -> None:
+    session = opened()
+    session.offer(Arena(4096))
+    session.acked(ack(arena=True), 0.0)
+    for name in ("small", "large", "small too"):
+        lay(session, name, values=2000 if name == "large" else 1)
+    assert [entry.slot is None for entry in session.spool] == [False, True, False]
+    assert session.as_frames == {"arena_full": 1}

@@ -36,7 +36,7 @@ def ack(cumulative: int, above: Iterable[int] = ()) -> Ack:
 
 def send_all(spool: Spool, now: float = 0.0, byte_limit: int = FAR) -> list[int]:
     sent = []
-    while (entry := spool.next_unsent(byte_limit)) is not None:
+    while (entry := next(spool.unsent(byte_limit), None)) is not None:
         spool.sent(entry, now)
         sent.append(entry.header.seq)
     return sent
@@ -90,7 +90,7 @@ def test_sending_stops_at_the_credit() -> None:
     spool = filled(4)
     limit = [entry.header.position for entry in spool][1]
     assert send_all(spool, byte_limit=limit) == [1, 2]
-    assert spool.next_unsent(limit) is None
+    assert not list(spool.unsent(limit))
     assert send_all(spool) == [3, 4]
 
 
@@ -179,7 +179,7 @@ def test_every_group_arrives_whatever_is_lost(steps: list[str], random: Random) 
         if step == "add":
             added += 1
             spool.add(*encoded(f"g-{added}"))
-        elif step in {"lose", "arrive"} and (entry := spool.next_unsent(FAR)):
+        elif step in {"lose", "arrive"} and (entry := next(spool.unsent(FAR), None)):
             spool.sent(entry, now)
             if step == "arrive":
                 arrives(entry)
@@ -194,7 +194,7 @@ def test_every_group_arrives_whatever_is_lost(steps: list[str], random: Random) 
     while len(spool):
         now += RESEND_MAX_S
         spool.send_overdue_again(now)
-        while (entry := spool.next_unsent(FAR)) is not None:
+        while (entry := next(spool.unsent(FAR), None)) is not None:
             spool.sent(entry, now)
             arrives(entry)
         spool.accepted(truth())

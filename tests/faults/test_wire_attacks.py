@@ -45,10 +45,14 @@ from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.schemas.layout import RunLayout
 
 NESTED = b"\x91" * (10 * MIB) + b"\xc0"
-EMPTY_MAPS = b"\xdd" + (10 * MIB).to_bytes(4, "big") + b"\x80" * (10 * MIB)
 LIES = (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff")
 SMALL_BYTES = 48 * MIB
 """Growth that ordinary work may cause: buffers, arenas of the allocator, a few messages under way."""
+
+
+def _empty_maps(count: int) -> bytes:
+    """A list of so many, a byte each; decoded, 64 times as many."""
+    return b"\xdd" + count.to_bytes(4, "big") + b"\x80" * count
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,7 @@ def _refused(mallory: Forger, request: bytes) -> ErrorReply:
 def test_bombs_cost_no_more_than_their_bytes(
     broker: BrokerProcess, good: Traffic, mallory: Forger, before: Counter[str]
 ) -> None:
-    bombs = [NESTED, EMPTY_MAPS, *LIES, NESTED[-4000:], b"\x97" + b"\x80" * 4000]
+    bombs = [NESTED, _empty_maps(10 * MIB), *LIES, NESTED[-4000:], b"\x97" + b"\x80" * 4000]
     with broker.growth_below(SMALL_BYTES + 4 * len(NESTED)):
         for bomb in bombs:
             mallory.push.send_multipart([bomb, b"body"])
@@ -133,9 +137,10 @@ def test_bomb_in_a_body_reaches_nobody_but_its_batch(
     body = bytearray(encoded.frames[0])
     rows = len(encoded.table.columns) + sum(c.blocks - 1 for c in encoded.table.columns)
     start = len(body)
-    body += EMPTY_MAPS
+    bomb = _empty_maps(3 * MIB)  # within the credit that a session begins with
+    body += bomb
     row = 24 * (rows - 1)
-    body[row : row + 24] = b"".join(n.to_bytes(8, "little") for n in (0, start, len(EMPTY_MAPS)))
+    body[row : row + 24] = b"".join(n.to_bytes(8, "little") for n in (0, start, len(bomb)))
     header, _ = mallory.next(group, nbytes=len(body), crc=codec.checksum([bytes(body)]), position=len(body))
     with broker.growth_below(SMALL_BYTES + 4 * len(body)):
         mallory.push.send_multipart(mallory.message(header, [body]))
@@ -275,7 +280,7 @@ def test_forged_sequence_holds_up_only_its_own_session(
 ) -> None:
     """A number ahead of its turn is accepted within the window; another session has numbers of its own."""
     mallory.register()
-    header, encoded = mallory.next(small_group("ahead"), seq=GAP_WINDOW, position=8 * MIB)
+    header, encoded = mallory.next(small_group("ahead"), seq=GAP_WINDOW, position=2 * MIB)
     mallory.push.send_multipart(mallory.message(header, encoded.frames))
     good.wait_trained("ahead")
     mallory.register()

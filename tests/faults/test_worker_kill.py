@@ -117,7 +117,8 @@ class CutLine:
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
 def test_a_group_that_is_cut_is_never_seen(run_dir: Path, tmp_path: Path, transport: str) -> None:
     log = tmp_path / "acks.jsonl"
-    settings = config(transport=transport, max_group_bytes=128 << 20, high_bytes=1 << 30)
+    sizes = {"max_group_bytes": 128 << 20, "high_bytes": 1 << 30}
+    settings = config(transport=transport, shared_memory=False, **sizes)
     with BrokerProcess(run_dir, settings) as broker:
         process = psutil.Process(broker.child.pid)
         feed(run_dir, ["before-0"], "before")

@@ -1,7 +1,9 @@
 """The frames of one group: in memory, on disk, or both. The core hands them on and never looks inside.
 
 A body is born in memory. Once it is written, memory may let it go, and it is read back, and checked, when a batch
-needs it. All methods belong to the thread of the data plane; only `place` is set by another one.
+needs it. The memory may be a slot in the arena of its producer, which uses it again as soon as it is free: so that is
+never before the journal has written what lies there. All methods belong to the thread of the data plane; only `place`
+is set by another one.
 """
 
 from typing import Any, Protocol
@@ -34,6 +36,16 @@ class Source(Protocol):
         ...
 
 
+class Slot(Protocol):
+    """Where the only frame of a body lies in an arena."""
+
+    body: "Body | None"
+
+    def free(self, frames: Frames) -> None:
+        """Nobody reads it any more through the body; `frames` are the views of it."""
+        ...
+
+
 class Ram:
     """Bytes of bodies that are in memory, against the budget."""
 
@@ -53,12 +65,21 @@ class Body:
     Attributes:
         nbytes: Bytes of the frames together.
         place: Where they are on disk, and the offset there; None until they are written, and at `memory` for good.
+        slot: Where they lie in an arena, as long as they do.
+        shown: Somebody was told of the slot: it is kept although memory is short.
     """
 
-    __slots__ = ("_counted", "_frames", "_ram", "_released", "nbytes", "place")
+    __slots__ = ("_counted", "_frames", "_leaving", "_ram", "_released", "nbytes", "place", "shown", "slot")
 
-    def __init__(self, frames: Frames | None, nbytes: int, ram: Ram | None = None) -> None:
+    def __init__(
+        self, frames: Frames | None, nbytes: int, ram: Ram | None = None, slot: Slot | None = None
+    ) -> None:
         self.nbytes = nbytes
+        self.slot = slot
+        self.shown = False
+        self._leaving = False
+        if slot is not None:
+            slot.body = self
         self.place: tuple[Source, int] | None = None
         self._frames = frames
         self._ram = ram
@@ -85,6 +106,11 @@ class Body:
         assert self._frames is not None, "the body was not loaded"
         return self._frames
 
+    @property
+    def own_frames(self) -> Frames:
+        """The frames, for one who may still read them when the slot is another group's."""
+        return self.frames if self.slot is None else _copied(self.frames)
+
     def load(self) -> bool:
         """Bring the frames into memory; False if they are damaged, or were let go for good.
 
@@ -109,12 +135,24 @@ class Body:
         elif self.place is not None and not self._counted:
             self._counted = True
             self.place[0].gained()
+            if self._leaving:
+                self.shed()
             self.spare()
 
     def spare(self) -> None:
         """Leave memory if it is short and the frames can be read back."""
-        if self._ram is not None and self._ram.short:
+        if self._ram is not None and self._ram.short and not self.shown:
             self.shed()
+
+    def leave_arena(self) -> bool:
+        """Copy what lies in an arena, and free the slot; False if the journal must write it first: then it is shed."""
+        if self.slot is None or self._frames is None:
+            return True
+        self._leaving = self._ram is not None and not self._counted
+        if not self._leaving:
+            lying, self._frames = self._frames, _copied(self._frames)
+            self._free(lying)
+        return not self._leaving
 
     def shed(self) -> None:
         """Leave memory if the frames can be read back."""
@@ -127,7 +165,7 @@ class Body:
         What a journal has yet to write stays until it is written: the log names it.
         """
         self._released = True
-        if self._ram is None or self.place is not None:
+        if self._ram is None or self._counted or (self.slot is None and self.place is not None):
             self._forget()
         if self._counted and self.place is not None:
             self._counted = False
@@ -136,4 +174,15 @@ class Body:
     def _forget(self) -> None:
         if self._frames is not None and self._ram is not None:
             self._ram.used_bytes -= self.nbytes
-        self._frames = None
+        lying, self._frames = self._frames, None
+        if lying is not None:
+            self._free(lying)
+
+    def _free(self, lying: Frames) -> None:
+        slot, self.slot, self.shown = self.slot, None, False
+        if slot is not None:
+            slot.free(lying)
+
+
+def _copied(frames: Frames) -> Frames:
+    return tuple(map(bytes, frames))

@@ -279,7 +279,7 @@ class Committer:
             return True
         if any([self._prepare(), self._facts.prepare(), self._remove()]):
             return True
-        if not self._pruned:
+        if not self._pruned and not self._config.replay:
             self._pruned = True
             try:
                 return prune(self._directory, self._config.history_bytes, self._disk)

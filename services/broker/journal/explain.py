@@ -30,6 +30,7 @@ from rolloutmq.services.broker.journal.facts import (
 )
 from rolloutmq.services.broker.journal.history import Chapter, History, unlogged
 from rolloutmq.services.broker.journal.packing import AnyFact
+from rolloutmq.services.broker.journal.taskstory import task_story
 from rolloutmq.services.broker.ledger import State
 
 
@@ -65,7 +66,12 @@ def stories(journal: Path, group_id: str) -> list[Story]:
                 teller.hear(commit.at, fact)
     for accepted in unlogged(journal, teller.accounts.highest, teller.accounts.last_segment):
         teller.hear(accepted.at, accepted)
-    return teller.told()
+    told = teller.told()
+    for story in told:
+        if task := story.accepted.header.task:
+            story.moments = [*(Moment(*about) for about in task_story(journal, task)), *story.moments]
+            story.moments.sort(key=lambda moment: moment.at)
+    return told
 
 
 class Teller:
@@ -226,7 +232,7 @@ def _leased(fact: Leased, rank: int) -> dict[str, Any]:
         "policy": _policy(fact.version),
         "by": fact.group,
         "rank": rank,
-        "sequences": fact.sequences,
+        **({"tokens": fact.tokens} if fact.tokens else {"sequences": fact.sequences}),
     }
     marks = {"short": fact.short, "again": fact.again}
     return details | {name: True for name, marked in marks.items() if marked}

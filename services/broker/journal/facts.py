@@ -122,6 +122,8 @@ class Leased(Fact, frozen=True, tag=7):
     shards: tuple[tuple[int, ...], ...]
     short: bool = False
     again: bool = False
+    tokens: int = 0
+    """The budget of a step that was pulled by tokens; `sequences` is 0 then."""
 
 
 class Pulled(Fact, frozen=True, tag=8):
@@ -224,6 +226,12 @@ class Began(Fact, frozen=True, tag=20):
     durability: str
 
 
+class Tuned(Fact, frozen=True, tag=21):
+    """Somebody changed settings of the living run: dotted key to value. In a snapshot: all that were ever changed."""
+
+    values: dict[str, bool | int | float | str]
+
+
 # Items of a snapshot.
 
 
@@ -305,6 +313,7 @@ class LeaseItem(Fact, frozen=True, tag=69):
     short: bool
     rewound: bool
     parts: tuple[tuple[str, str, Settle | None], ...]
+    tokens: int = 0
 
 
 class EndedItem(Fact, frozen=True, tag=70):
@@ -373,3 +382,6 @@ class RunItem(Fact, frozen=True, tag=75):
     resumed: tuple[tuple[str, PolicyVersion, tuple[str, ...]], ...]
     pending: PolicyVersion | None = None
     """The version that a trainer resumed at which has pulled nothing since."""
+    pulled_tokens: int = 0
+    recent: tuple[int, ...] = ()
+    """Sequences of the last batches that were pulled by tokens."""

@@ -36,15 +36,25 @@ from rolloutmq.services.broker.journal.facts import (
     Skipped,
     Table,
     Told,
+    Tuned,
     Wanted,
     WasReset,
+)
+from rolloutmq.services.broker.journal.taskfacts import (
+    TaskEnded,
+    TaskItem,
+    TaskReturned,
+    TasksItem,
+    TaskSubmitted,
+    TaskTaken,
 )
 
 AnyFact = (
     Accepted | Skipped | Opened | Declared | Produced | Joined | Leased | Pulled | Settles | Lost | Dropped
-    | Committed | Forgot | Rewound | Requeued | Disconnected | WasReset | Wanted | Told | Began
+    | Committed | Forgot | Rewound | Requeued | Disconnected | WasReset | Wanted | Told | Began | Tuned
     | Numbers | Table | LaneItem | SessionItem | GroupItem | LeaseItem | EndedItem | KeptItem | ReturningItem
     | LedgerItem | ConsumerItem | RunItem
+    | TaskSubmitted | TaskTaken | TaskReturned | TaskEnded | TasksItem | TaskItem
 )  # fmt: skip
 
 _T = TypeVar("_T")

@@ -184,7 +184,7 @@ class Memory:
         for entry in entries:
             if isinstance(entry, StoredGroup):
                 if entry.body.load():
-                    self.bodies[entry.order] = entry.body.frames
+                    self.bodies[entry.order] = entry.body.own_frames
                 self.facts.append(entry.accepted())
             else:
                 self.facts.append(entry)
@@ -318,7 +318,7 @@ class Bench:
         given.setdefault("request_id", f"r{next(self._requests)}")
         given.setdefault("wait_s", 0.0)
         route = (b"pull",)
-        replies = self.send(Pull(step=step, sequences=sequences, **given), route)
+        replies = self.send(Pull(step=step, sequences=0 if "tokens" in given else sequences, **given), route)
         (mine,) = [reply for reply in replies if reply.route == route]
         assert isinstance(mine.message, Batch | NoBatch | ErrorReply)
         if isinstance(mine.message, Batch):
@@ -375,7 +375,7 @@ def lasting(bench: Bench) -> list[Fact]:
             case SessionItem():
                 found.append(replace(item, abandoned=0, draining=False))
             case RunItem():
-                found.append(replace(item, pulled=0, resumed=()))
+                found.append(replace(item, pulled=0, pulled_tokens=0, recent=(), resumed=()))
             case ConsumerItem() | Table() | Told():
                 continue
             case Fact():
@@ -390,7 +390,7 @@ def _pull(step: int, sequences: int, number: int, given: dict[str, Any]) -> dict
         "request_id": f"r{number}",
         "wait_s": 60.0,
     }
-    return {"step": step, "sequences": sequences, **usual, **given}
+    return {"step": step, "sequences": 0 if "tokens" in given else sequences, **usual, **given}
 
 
 def ids(batch: Batch) -> tuple[str, ...]:

@@ -1,9 +1,12 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.services.broker.bench import Bench, config
+from tests.services.broker.bench import Bench, Peer, config
 
-from rolloutmq.schemas.control import Drain
-from rolloutmq.schemas.delivery import Goodbye, Ok, Wait
+from rolloutmq.bus import topics
+from rolloutmq.schemas.control import Drain, SetValues, ValuesSet
+from rolloutmq.schemas.delivery import Ack, Batch, Goodbye, Ok, Wait
+from rolloutmq.services.broker.admission import WINDOW_BYTES
 
 HIGH = 10_000
 
@@ -74,7 +77,7 @@ def test_a_group_that_can_never_fit_is_refused() -> None:
 
 def test_each_newcomer_gets_a_window_however_many_there_are() -> None:
     bench = tight(max_group_bytes=100)
-    peers = [bench.producer(f"p{i}") for i in range(40)]
+    peers = [bench.producer(f"p{i}") for i in range(30)]
     assert all(peer.sync().byte_limit >= 100 for peer in peers)
     assert sum(peer.sync().byte_limit for peer in peers) <= HIGH
 
@@ -174,3 +177,152 @@ def test_the_mark_in_groups_stops_the_reading() -> None:
     bench.tick()
     assert bench.core.reading()
     assert peer.sync().start_limit == 6
+
+
+def marked(*, mark: int = 2000, **broker: int) -> Bench:
+    """Environments `e`, with a mark of its own, and `f`, without."""
+    given = {"high_bytes": HIGH, "max_group_bytes": 1000, **broker}
+    return Bench(config(broker=given, e={"high_bytes": mark, "stale": "pass"}, f={"stale": "pass"}))
+
+
+def push(peer: Peer, nbytes: int, patience_s: float = 3.0) -> bool:
+    """Deliver one more group as a client does, again if it is refused; False if it did not get in, and is not sent."""
+    head = peer.next(nbytes=nbytes)
+    until = peer.bench.now + patience_s
+    while peer.bench.now < until:
+        if head.position <= peer.sync().byte_limit:
+            peer.deliver(head)
+            if peer.sync().cumulative >= head.seq:
+                return True
+        peer.bench.tick(0.3)
+    peer.seq, peer.position = peer.seq - 1, peer.position - nbytes
+    return False
+
+
+def fill(peer: Peer, nbytes: int = 200) -> None:
+    """Send until nothing gets in any more."""
+    while push(peer, nbytes):
+        pass
+
+
+def test_a_full_lane_holds_its_own_producers_and_nobody_else() -> None:
+    bench = marked()
+    full, other = bench.producer("p", "e"), bench.producer("q", "f")
+    fill(full)
+    late = bench.producer("late", "e")
+    lane, free = bench.pressure().lanes
+    assert lane.queued_bytes == lane.high_bytes == 2000
+    assert (full.sync().wait, lane.wait, lane.waiting) == (Wait.LANE_FULL, "lane_full", 2)
+    assert (late.sync().byte_limit, late.sync().start_limit) == (0, 0), "neither credit nor permits"
+    assert bench.core.reading()
+    assert (other.sync().wait, free.wait) == (Wait.NONE, "")
+    before = other.sync().start_limit
+    other.send(before // 2 + 1, nbytes=2)
+    assert bench.status().rejected_messages == 0
+    assert other.sync().start_limit > before
+
+
+def test_a_lane_gets_credit_again_as_its_groups_are_settled() -> None:
+    bench = marked()
+    peer = bench.producer("p", "e")
+    fill(peer)
+    sent = peer.seq
+    bench.consumer()
+    bench.train(0)
+    fill(peer)
+    assert peer.seq == sent + 2
+    assert bench.pressure().lanes[0].queued_bytes == 2000
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700), st.sampled_from("ssstcr")), max_size=60))
+@settings(max_examples=40, deadline=None)
+def test_what_a_lane_holds_stays_within_its_mark_and_the_trainer_never_waits_for_ever(
+    events: list[tuple[int, int, str]],
+) -> None:
+    bench = marked()
+    bench.shadowed = False
+    bench.consumer()
+    peers = [bench.producer(f"p{i}", "ef"[i % 2]) for i in range(4)]
+    step = 0
+    for index, nbytes, what in events:
+        peer = peers[index]
+        if what == "s" and peer.position + nbytes <= peer.sync().byte_limit:
+            peer.send(nbytes=nbytes)
+        elif what == "t":
+            bench.tick(0.6)
+        elif what == "c" and isinstance(batch := bench.pull(step), Batch):
+            bench.settle(batch)
+            step += 1
+        elif what == "r":
+            bench.now += 11.0
+            bench.consumer()
+        assert bench.pressure().lanes[0].held_bytes <= 2000
+    bench.consumer()
+    for _ in range(200):
+        if isinstance(batch := bench.pull(step), Batch):
+            break
+        bench.tick(0.3)
+        for peer in peers:
+            if peer.position + 700 <= peer.sync().byte_limit:
+                peer.send(nbytes=700)
+    else:
+        raise AssertionError("no batch comes together")
+
+
+def test_many_producers_of_a_marked_lane_take_turns_with_large_groups() -> None:
+    bench = marked(mark=2000)
+    peers = [bench.producer(f"p{i}", "e") for i in range(30)]
+    bench.consumer()
+    step = 0
+    for number in range(60):
+        assert push(peers[number % 30], 1000 if number % 3 else 300, patience_s=60.0)
+        bench.send_beat()
+        if isinstance(batch := bench.pull(step), Batch):
+            bench.settle(batch)
+            step += 1
+
+
+@pytest.mark.parametrize("mark", [2000, 0])
+def test_a_drain_out_of_a_full_lane_and_a_full_broker_ends(mark: int) -> None:
+    """Nobody pulls and everybody pushes; the one that leaves empties its whole spool all the same."""
+    bench = marked(mark=mark)
+    leaving = bench.producer("leaving", "e")
+    others = [bench.producer("p", "e"), bench.producer("q", "f")]
+    for peer in (*others, leaving):
+        fill(peer)
+    held = bench.pressure().queued_bytes
+    assert not push(leaving, 120)
+    bench.ask(Drain(worker="leaving"), Ok)
+    for _ in range(20):
+        assert push(leaving, 120)
+    assert bench.pressure().queued_bytes == held + 2400 <= HIGH
+    bench.ask(Goodbye(producer="leaving", session=leaving.session), Ok)
+
+
+def test_a_lowered_mark_of_a_lane_takes_grants_back_and_drops_nothing() -> None:
+    bench = marked(mark=0)
+    peers = [bench.producer(f"p{i}", "e") for i in range(3)]
+    for peer in peers:
+        peer.send(3, nbytes=300)
+    bench.ask(SetValues(values={"env.e.high_bytes": 1500}), ValuesSet)
+    lane = bench.pressure().lanes[0]
+    assert (lane.queued_bytes, bench.pressure().granted_bytes) == (2700, 0)
+    bench.consumer()
+    for step in range(4):
+        bench.train(step)
+    fill(peers[0], 300)
+    assert bench.pressure().lanes[0].queued_bytes == 1500
+
+
+def test_what_one_producer_has_under_way_is_a_window_however_alone_it_is() -> None:
+    bench = Bench(config(broker={"high_bytes": 1 << 40}, e={}, f={}))
+    flood, quiet = bench.producer("flood", "e"), bench.producer("quiet", "f")
+    nbytes = WINDOW_BYTES // 16
+    assert flood.sync().byte_limit == WINDOW_BYTES
+    flood.send(16, nbytes=nbytes)
+    assert flood.sync().byte_limit <= flood.position + WINDOW_BYTES
+    quiet.send()
+    bench.published.clear()
+    bench.tick()
+    acks = {published.topic for published in bench.published if isinstance(published.message, Ack)}
+    assert acks == {topics.ack("flood"), topics.ack("quiet")}, "both in the same round"

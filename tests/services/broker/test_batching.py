@@ -5,10 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolloutmq.services.broker import batching
 from rolloutmq.services.broker.batching import (
     Counts,
     Supply,
     compose,
+    compose_below,
     greedy,
     largest_below,
     quotas,
@@ -100,6 +102,27 @@ def test_what_is_owed_comes_later() -> None:
 def test_the_largest_below() -> None:
     assert largest_below([supply(6, 6), supply(4)], 15) == 12
     assert largest_below([supply(20)], 15) == 0
+
+
+def test_the_most_below_the_number() -> None:
+    assert compose_below([supply(6, 6), supply(4)], 15) == [{6: 2}, {}]
+    assert compose_below([supply(20)], 15) is None
+    lanes = [supply(3, 3, 3, 3), supply(5, 5, floor=5)]
+    for target, expected in ((15, [9, 5]), (12, [12, 0])):
+        plan = compose_below(lanes, target)
+        assert plan is not None
+        assert list(map(total, plan)) == expected, "a floor is kept where that costs no sequence"
+
+
+@given(QUEUES.filter(bool), st.integers(9, 60))
+@settings(max_examples=100, deadline=None)
+def test_beyond_the_bound_of_the_search_something_comes_all_the_same(sizes: list[int], target: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "CELLS_LIMIT", 20)
+        plan = compose_below([supply(*sizes)], target)
+    assert plan is not None
+    taken = greedy([supply(*sizes)], target)
+    assert target >= total(plan[0]) >= target - taken[1]
 
 
 def test_the_cost_does_not_grow_with_the_queue() -> None:

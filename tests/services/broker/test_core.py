@@ -38,6 +38,7 @@ from rolloutmq.schemas.delivery import (
 from rolloutmq.schemas.envelope import Envelope, PolicyVersion, Split
 from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.tasks import AwaitTasks, TakeTasks
 from rolloutmq.services.broker.actions import Publish
 from rolloutmq.services.broker.core import BrokerCore
 
@@ -361,7 +362,7 @@ def test_more_than_the_mark_may_come_back() -> None:
     peer = small.producer()
     assert peer.sync().byte_limit == 0
     small.consumer()
-    for step in range(8):
+    for step in range(9):
         small.settle(small.batch(step, version=PolicyVersion()), version=PolicyVersion())
         small.tick(0.2)
     assert small.core.reading()
@@ -482,5 +483,5 @@ def test_noise_never_raises_and_is_always_answered() -> None:
 
 def test_every_kind_of_request_has_its_answer() -> None:
     bench = Bench()
-    late = {Pull, LatestExample, Requeue}
+    late = {Pull, LatestExample, Requeue, TakeTasks, AwaitTasks}
     assert set(get_args(delivery.Request)) == set(bench.core._handlers) | late

@@ -28,6 +28,7 @@ from rolloutmq.schemas.delivery import (
     Settle,
 )
 from rolloutmq.schemas.envelope import GroupHeader, PolicyVersion, Split
+from rolloutmq.services.broker.journal.facts import KeptItem
 
 BATCH = 8
 LAST_CHANCE = 3
@@ -244,9 +245,11 @@ class Machine(RuleBasedStateMachine):
     # The trainer
 
     @precondition(lambda self: self.batch is None)
-    @rule()
-    def pull(self) -> None:
-        got = self.bench.pull(self.step, BATCH)
+    @rule(budget=st.sampled_from([0, 0, 25, 60]))
+    def pull(self, budget: int = 0) -> None:
+        """By sequences, or by tokens if there is a budget."""
+        size = {"tokens": budget} if budget else {}
+        got = self.bench.pull(self.step, BATCH, **size)
         if not isinstance(got, Batch):
             return
         self.batch = got
@@ -259,7 +262,11 @@ class Machine(RuleBasedStateMachine):
             assert ids(got) == self.expected.pop(0)
         else:
             assert not got.rewound
-            assert got.short == (sequences < BATCH)
+            tokens = sum(d.header.tokens for d in got.groups)
+            if budget:
+                assert tokens <= budget or len(got.groups) == 1
+            else:
+                assert got.short == (sequences < BATCH)
         assert sequences <= BATCH
         for delivery in got.groups:
             assert delivery.header.group_id not in self.trained, "trained twice"
@@ -286,6 +293,9 @@ class Machine(RuleBasedStateMachine):
         kept = tuple(g for g in groups if g not in split["r"])
         if kept:
             self.history.append((after if split["t"] else -after, kept))
+        if self.bench.core._state.ledger.forgotten:  # Of a trainer without checkpoints, only so much is kept.
+            kept_now = sum(isinstance(item, KeptItem) for item in self.bench.core.snapshot())
+            del self.history[: len(self.history) - kept_now]
         self.batch = None
 
     @rule()
@@ -309,8 +319,10 @@ class Machine(RuleBasedStateMachine):
         if self.batch is not None:
             self.expected[len(again) - 1 : len(again)] = self.lost_again()
         self.generation = self.bench.consumer(resume=PolicyVersion(0, self.committed))
-        self.trained = {g: after for g, after in self.trained.items() if after <= self.committed}
-        self.filtered -= {group_id for kept in again for group_id in kept}
+        taken = {group_id for kept in again for group_id in kept}
+        # What the broker forgot, since no checkpoint ever came, stays trained.
+        self.trained = {g: n for g, n in self.trained.items() if n <= self.committed or g not in taken}
+        self.filtered -= taken
         self.history.clear()
         self.batch = None
         self.step = self.committed

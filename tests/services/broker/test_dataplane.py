@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.schemas.records import DroppedGroup
 from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply, Route
 from rolloutmq.services.broker.core import BrokerCore
-from rolloutmq.services.broker.dataplane import BrokerSockets, DataPlane
+from rolloutmq.services.broker.dataplane import BURST_MESSAGES, BrokerSockets, DataPlane
 from rolloutmq.services.broker.journal.dead import DeadStore
 from rolloutmq.services.broker.wake import Wake
 
@@ -222,7 +223,7 @@ BOMB = b"\x91" * 4000 + b"\xc0"
         ([_message(1, b"abc")[0], *[b"x"] * 300], "ingest: limit"),
         ([_message(1, b"abc")[0], *[b"x" * 100_000] * 4], "ingest: limit"),
         (
-            [b"\x97\x02" + _message(1, b"abc")[0][2:], b"abc"],
+            [_message(1, b"abc")[0][:1] + b"\x02" + _message(1, b"abc")[0][2:], b"abc"],
             "ingest: version",
         ),
     ],
@@ -410,6 +411,56 @@ def test_flood_of_groups_does_not_hold_up_requests(tmp_path: Path) -> None:
         assert len(script.taken) > before
         flooding.set()
         thread.join()
+
+
+def test_bursts_are_bounded_and_acks_go_out_between_them(tmp_path: Path) -> None:
+    """However much of one peer has arrived, everybody's acks wait for a burst of it at most."""
+    taken: list[int] = []
+
+    def ticked() -> list[Action]:
+        taken.append(len(script.taken))
+        return []
+
+    script = Script(deadline_in_s=0.0, on_tick=ticked)
+    with running(script, tmp_path) as it:
+        push, count = it.push(), 10 * BURST_MESSAGES
+        for number in range(1, count + 1):
+            push.send_multipart(_message(number, b"x"))
+        script.wait(lambda: len(script.taken) == count)
+    bursts = [after - before for before, after in pairwise([0, *taken])]
+    assert 1 < max(bursts) <= BURST_MESSAGES
+
+
+def test_what_controls_comes_before_the_groups_that_arrived_with_it(tmp_path: Path) -> None:
+    order: list[str] = []
+    inside = threading.Event()
+
+    def arrived() -> list[Action]:
+        inside.set()
+        bound = it.plane._sockets
+        while not order and not (bound.serve.poll(1) and bound.ingest.poll(1)):
+            pass
+        return []
+
+    def answered(route: Route, _: Request) -> list[Action]:
+        order.append("request")
+        return [Reply(route, Ok())]
+
+    def accepted(_: Envelope) -> list[Action]:
+        order.append("group")
+        return []
+
+    script = Script(deadline_in_s=0.01, answer=answered, accept=accepted)
+    with running(script, tmp_path) as it:
+        push, dealer = it.push(), it.dealer()
+        assert dealer.poll(5000, zmq.POLLOUT)
+        script.on_tick = arrived
+        assert inside.wait(LIMIT_S)
+        push.send_multipart(_message(1, b"x"))
+        dealer.send_multipart([b"", codec.encode(GetInfo())])
+        assert dealer.poll(5000)
+        script.wait(lambda: len(script.taken) == 1)
+    assert order == ["request", "group"]
 
 
 def test_tick_comes_at_its_deadline_and_not_all_the_time(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_sizes_lie_apart_and_the_order_is_that_of_arrival() -> None:
     assert orders(lane) == [1, 2, 3, 4, 5]
     assert [group.order for group in lane.take(4, 2)] == [1, 3]
     assert orders(lane) == [2, 4, 5]
-    assert lane.queued.as_tuple() == (3, 12, 300)
+    assert lane.queued.as_tuple() == (3, 12, 120, 300)
     oldest = lane.oldest()
     assert oldest is not None
     assert oldest.order == 2

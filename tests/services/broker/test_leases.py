@@ -173,7 +173,7 @@ def test_a_rank_that_is_done_waits_for_the_others_before_it_pulls_again() -> Non
 def test_a_rank_without_groups_still_takes_part() -> None:
     bench = ready(1)
     one, two = world(bench)
-    batches = [bench.batch(0, 4, **rank) for rank in (one, two)]
+    batches = [bench.batch(0, 0, tokens=39, **rank) for rank in (one, two)]
     assert [len(batch.groups) for batch in batches] == [1, 0]
     bench.settle(batches[0], consumer="c0")
     bench.settle(batches[1], consumer="c1", rank=1)

@@ -1,4 +1,5 @@
 import pytest
+from msgspec.structs import replace
 from tests.services.broker.bench import TABLE, Bench, config
 
 from rolloutmq.schemas.control import WorkerBeat, WorkerState
@@ -33,6 +34,15 @@ def test_a_new_session_fences_the_one_before() -> None:
     assert bench.status().rejected_by_reason == {"fenced": 1}
     new.send()
     assert bench.pressure().ledger.accepted == 1
+
+
+def test_a_registration_that_comes_again_opens_no_second_session() -> None:
+    bench = Bench()
+    request = RegisterProducer(producer="p", env="e", key="k")
+    first = bench.ask(request, Registered).ack
+    assert bench.ask(request, Registered).ack.session == first.session
+    assert bench.ask(replace(request, key="l"), Registered).ack.session > first.session
+    assert bench.refused(Sync(producer="p", session=first.session)) is ErrorCode.FENCED
 
 
 def test_an_unknown_session_is_told_to_register() -> None:

@@ -65,7 +65,6 @@ def make_pressure() -> Callable[..., Pressure]:
             "produced_per_s": 2400.0,
             "staleness_max": 3,
             "trainer_wait": "",
-            "waits_s": {},
             "ledger": LedgerCounts(accepted=50, queued=24, leased=16, trained=6, committed=4),
             "lanes": (),
             "workers": (),

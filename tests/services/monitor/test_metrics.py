@@ -97,3 +97,11 @@ def test_workers_count_from_when_as_many_were_ready_as_were_wanted() -> None:
     assert metrics.ready_counts(2, until=3.0) == [2, 1]
     assert metrics.ready_counts(9) == [1, 2, 1, 3]
     assert Metrics().ready_counts(2) == []
+
+
+def test_late_members_are_those_that_the_broker_counted_last(tmp_path: Path) -> None:
+    record = tmp_path / "metrics.jsonl"
+    counts: list[dict[str, int]] = [{}, {"a": 2}, {"a": 2, "b": 5}, {"a": 1}]
+    lines = [{"t": 1.0, "kind": "pressure", "late_members": count} for count in counts]
+    record.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    assert read_metrics(record).late_members == 7

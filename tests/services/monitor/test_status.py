@@ -15,6 +15,7 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.tasks import TaskCounts
 from rolloutmq.services.monitor import status as command
 from rolloutmq.services.monitor.status import status, status_json, status_text
 
@@ -64,7 +65,7 @@ def test_json_says_why_and_holds_everything(answering: RunLayout, capsys: pytest
     assert status(answering.root, as_json=True) == 0
 
     fields = json.loads(capsys.readouterr().out)
-    assert fields["why"].startswith("workers wait: a rollout begun now")
+    assert fields["why"].startswith("workers wait: stale_guard, environment sort3: 24 groups ahead")
     assert fields["pressure"]["ledger"]["accepted"] == 50
     assert fields["pressure"]["workers"][1]["worker"] == "b"
     assert fields["run"] == "quickstart"
@@ -120,3 +121,11 @@ def test_broker_that_does_not_answer_is_a_failure(
 
     assert status(run_dir, as_json=True) == 1
     assert "no answer from the broker" in capsys.readouterr().err
+
+
+def test_tasks_and_late_members_are_said_where_there_are_any(reply: StatusReply) -> None:
+    assert not {"tasks", "late"} & {row.split()[0] for row in status_text(reply).splitlines()}
+    counted = replace(reply.pressure, tasks=TaskCounts(queued=3, done=12, late=1), late_members={"sort3": 4})
+    rows = status_text(replace(reply, pressure=counted)).splitlines()
+    assert "tasks    3 queued, 12 done, 1 late" in rows
+    assert "late     4 members of sort3" in rows

@@ -1,15 +1,17 @@
-"""Every reason has its sentence."""
+"""Every reason has its sentence, in one line, with the numbers that matter."""
 
 from collections.abc import Callable
 
 import pytest
 
-from rolloutmq.schemas.control import LaneStatus, Pressure, WorkerStatus
+from rolloutmq.schemas.control import LaneStatus, LedgerCounts, Pressure, WorkerState, WorkerStatus
 from rolloutmq.schemas.delivery import Wait
 from rolloutmq.services.monitor import waits
 
+MIB = 1 << 20
 MakePressure = Callable[..., Pressure]
 MakeLane = Callable[..., LaneStatus]
+MakeWorker = Callable[..., WorkerStatus]
 
 
 def test_each_reason_of_the_protocol_is_explained() -> None:
@@ -17,9 +19,7 @@ def test_each_reason_of_the_protocol_is_explained() -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "none"])
-def test_nobody_waits(
-    reason: str, make_pressure: MakePressure, make_worker: Callable[..., WorkerStatus]
-) -> None:
+def test_nobody_waits(reason: str, make_pressure: MakePressure, make_worker: MakeWorker) -> None:
     assert waits.explain(make_pressure(trainer_wait=reason, workers=(make_worker("w"),))) == "nobody waits"
 
 
@@ -27,22 +27,103 @@ def test_no_worker_is_said_where_nobody_waits(make_pressure: MakePressure) -> No
     assert waits.explain(make_pressure()) == "no worker is ready"
 
 
-def test_trainer_is_told_with_its_numbers(make_pressure: MakePressure) -> None:
-    pressure = make_pressure(trainer_wait="no_batch", queued_sequences=120)
+def test_no_batch_tells_what_is_missing_and_who_works(
+    make_pressure: MakePressure, make_worker: MakeWorker
+) -> None:
+    states = (WorkerState.READY, WorkerState.READY, WorkerState.STARTING)
+    workers = tuple(make_worker(f"w-{i}", state=state) for i, state in enumerate(states))
+    pressure = make_pressure(
+        trainer_wait="no_batch", queued_sequences=96, produced_per_s=40.0, workers=workers
+    )
+    assert waits.explain(pressure) == (
+        "trainer waits: no_batch, 96 of 256 sequences queued, the rest takes 4 s; 2 workers ready, 1 starting"
+    )
+    stuck = make_pressure(trainer_wait="no_batch", queued_sequences=96, produced_per_s=0.0)
+    assert waits.trainer(stuck) == "no_batch, 96 of 256 sequences queued; 0 workers ready"
 
-    assert "trainer waits: 120 of 256 sequences are queued" in waits.explain(pressure)
+
+def test_min_share_names_the_environment_that_is_missing(
+    make_pressure: MakePressure, make_lane: MakeLane
+) -> None:
+    lanes = (make_lane("a", queued_sequences=300), make_lane("b", min_share=0.25, queued_sequences=10))
+    pressure = make_pressure(trainer_wait="min_share", lanes=lanes, silent_env_s=30.0)
+    assert waits.trainer(pressure) == (
+        "min_share, environment b: 10 of its at least 64 sequences queued; "
+        "after 30 s without any it waits no longer for it"
+    )
+    assert "has not filled" in waits.trainer(make_pressure(trainer_wait="min_share"))
 
 
-def test_several_environments_are_told_apart(make_pressure: MakePressure, make_lane: MakeLane) -> None:
-    lanes = (make_lane("a", wait="stale_guard"), make_lane("b"))
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("no_exact_fit", "384 sequences queued, but no whole groups make exactly 256"),
+        ("leased_elsewhere", "16 groups of another step are leased, to be settled or taken back first"),
+        ("journal_slow", "the disk of the broker is full, or does not keep up"),
+        (
+            "batch_exceeds_cap",
+            "a batch of 256 sequences does not fit: 4.0/256 MiB hold 384; "
+            "raise broker.high_bytes or broker.high_groups",
+        ),
+        ("too_few_groups", "24 groups queued, fewer than the trainer has ranks"),
+        ("end_of_replay", "every recorded batch was served"),
+    ],
+)
+def test_the_trainer_is_told_with_its_numbers(reason: str, text: str, make_pressure: MakePressure) -> None:
+    pressure = make_pressure(trainer_wait=reason)
+    assert waits.explain(pressure) == f"trainer waits: {reason}, {text}"
 
+
+def test_a_batch_that_exceeds_the_mark_of_a_lane_names_that_mark(
+    make_pressure: MakePressure, make_lane: MakeLane
+) -> None:
+    lane = make_lane("math", wait="lane_full", held_bytes=9 * MIB, high_bytes=10 * MIB)
+    text = waits.trainer(make_pressure(trainer_wait="batch_exceeds_cap", lanes=(lane,)))
+    assert text.endswith("does not fit: 9.0/10.0 MiB hold 384; raise env.math.high_bytes")
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("stale_guard", "environment math: 24 groups ahead of the trainer, bound 2 versions"),
+        ("lane_full", "environment math: 9.0/10.0 MiB held, the mark of its own"),
+        ("global_full", "environment math: 4.0/256 MiB held, 40 of 1,000 groups"),
+        ("no_credit", "environment math: 4.0/256 MiB held, and 3.0 MiB promised to other workers"),
+        ("journal_slow", "the disk of the broker is full, or does not keep up"),
+    ],
+)
+def test_the_workers_are_told_with_their_numbers(
+    reason: str, text: str, make_pressure: MakePressure, make_lane: MakeLane
+) -> None:
+    lane = make_lane(
+        "math",
+        wait=reason,
+        queued_groups=10,
+        leased_groups=8,
+        granted=6,
+        max_staleness=2,
+        held_bytes=9 * MIB,
+        high_bytes=10 * MIB,
+    )
+    ledger = LedgerCounts(queued=30, leased=10)
+    pressure = make_pressure(lanes=(lane,), ledger=ledger, high_groups=1000, granted_bytes=3 * MIB)
+    assert waits.explain(pressure) == f"workers wait: {reason}, {text}"
+
+
+def test_of_several_environments_the_one_with_most_waiting_is_told(
+    make_pressure: MakePressure, make_lane: MakeLane
+) -> None:
+    lanes = (
+        make_lane("a", wait="stale_guard", waiting=1),
+        make_lane("b", wait="lane_full", waiting=5, held_bytes=1 * MIB, high_bytes=MIB),
+        make_lane("c"),
+    )
     text = waits.explain(make_pressure(lanes=lanes))
-
-    assert text.startswith("a workers wait: ")
-    assert "b workers" not in text
+    assert text.startswith("workers wait: lane_full, environment b: ")
+    assert text.endswith("; other environments wait too: 1 for stale_guard")
+    assert "\n" not in text
 
 
 def test_unknown_reason_is_shown_as_it_came(make_pressure: MakePressure, make_lane: MakeLane) -> None:
-    text = waits.explain(make_pressure(trainer_wait="journal_slow", lanes=(make_lane(wait="arena_full"),)))
-
-    assert text == "trainer waits: journal_slow; workers wait: arena_full"
+    text = waits.explain(make_pressure(trainer_wait="mystery", lanes=(make_lane(wait="arena_full"),)))
+    assert text == "trainer waits: mystery; workers wait: arena_full, environment sort3"

@@ -157,7 +157,6 @@ def pressure(*lanes: LaneStatus, batch: int = 256) -> Pressure:
         produced_per_s=90.0,
         staleness_max=0,
         trainer_wait="no_batch",
-        waits_s={},
         ledger=LedgerCounts(),
         lanes=lanes,
         workers=(),

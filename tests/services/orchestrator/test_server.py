@@ -133,7 +133,6 @@ class FakeBroker:
             produced_per_s=0.0,
             staleness_max=0,
             trainer_wait="",
-            waits_s={},
             ledger=LedgerCounts(),
             lanes=(),
             workers=tuple(self._status(name, pid) for name, pid in living(self.layout).items()),

@@ -55,7 +55,6 @@ def pressure(*workers: WorkerStatus, number: int = 1) -> Pressure:
         produced_per_s=0.0,
         staleness_max=0,
         trainer_wait="",
-        waits_s={},
         ledger=LedgerCounts(accepted=3, queued=3),
         lanes=(),
         workers=workers,

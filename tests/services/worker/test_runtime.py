@@ -15,12 +15,14 @@ import pytest
 
 from rolloutmq.bus.client import BrokerClient
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.tasks import Task, TaskClient
 from rolloutmq.schemas.config import EnvironmentConfig, InferenceConfig, OrchestratorConfig, RunConfig
 from rolloutmq.schemas.control import Drain, GetStatus, StatusReply, WorkerState, WorkerStatus
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, MissingError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.records import AckedGroup, InferenceAddress
+from rolloutmq.schemas.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.runner import Stop
 from rolloutmq.services.worker.runtime import Worker, work
@@ -49,6 +51,21 @@ class Bad(Good):
 class Hanging(Good):
     async def score(self, task, completion):
         await asyncio.Event().wait()
+
+class Slow(Good):
+    scored = 0  # one answer in four never comes to an end
+
+    async def score(self, task, completion):
+        Slow.scored += 1
+        if Slow.scored % 4 == 0:
+            await asyncio.Event().wait()
+        return 1.0
+
+class Picky(Good):
+    def prompt(self, task):
+        if task == "bad":
+            raise ValueError("no such prompt")
+        return task
 
 class Entered(Good):
     async def __aenter__(self):
@@ -410,3 +427,67 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(15):
         while not condition():  # noqa: ASYNC110 - what is waited for lies in other objects
             await asyncio.sleep(0.005)
+
+
+async def test_a_worker_answers_what_a_trainer_submits(staged: Staged, server: "FakeServer") -> None:
+    async with staged(tasks="submitted", entry="envs.py:Picky") as stage, open_tasks(stage) as client:
+        worker = stage.worker()
+        async with living(worker, stage.stop):
+            ids = await client.submit([Task(env="echo", payload=text, size=2) for text in ("11", "12")])
+            bad = await client.submit([Task(env="echo", payload="bad")])
+            found = await client.results([*ids, *bad], 10.0)
+            assert [one.state for one in found] == [TaskState.DONE, TaskState.DONE, TaskState.FAILED]
+            assert found[2].reason == "echo-0: ValueError: no such prompt"
+            assert {asked["prompt"] for asked in server.asked} == {"11", "12"}
+            worker.start_draining()
+        assert {acked.group_id for acked in stage.acked()} == {one.group_id for one in found[:2]}
+        assert (worker.beat().produced, worker.beat().abandoned) == (2, 3)
+        assert worker.state is WorkerState.GONE
+
+
+async def test_a_drained_worker_leaves_the_tasks_to_the_next(staged: Staged, server: "FakeServer") -> None:
+    async with staged(tasks="submitted", drain_deadline_s=0.1) as stage, open_tasks(stage) as client:
+        server.gate.clear()
+        first = stage.worker(0)
+        async with living(first, stage.stop):
+            ids = await client.submit([Task(env="echo", payload=str(n)) for n in range(5)])
+            await until(lambda: server.waiting == 3)
+            first.start_draining()
+        server.gate.set()
+        second = stage.worker(1)
+        async with living(second, stage.stop):
+            found = await client.results(ids, 10.0)
+            assert {(one.state, one.worker) for one in found} == {(TaskState.DONE, "echo-1")}
+            second.start_draining()
+
+
+async def test_late_members_are_counted_from_the_worker_to_the_pressure(staged: Staged) -> None:
+    async with staged(
+        entry="envs.py:Slow", concurrency=1, group_size=4, min_group_size=2, group_deadline_s=0.05
+    ) as stage:
+        worker = stage.worker()
+        async with living(worker, stage.stop):
+            status = await stage.heard(lambda status: status.late_members >= 2)
+            assert status.late_members <= worker.beat().late_members
+            worker.start_draining()
+        last = await stage.heard(lambda status: status.state is WorkerState.GONE)
+        async with BrokerClient(stage.broker.endpoints.serve) as client:
+            reply = await client.request(GetStatus())
+        assert isinstance(reply, StatusReply)
+        assert last.late_members == worker.beat().late_members == last.produced
+        assert reply.pressure.late_members == {"echo": last.late_members}
+
+
+async def test_an_environment_that_cannot_do_what_is_asked_fails_at_once(
+    staged: Staged, tmp_path: Path
+) -> None:
+    (tmp_path / "bare.py").write_text("class Bare:\n    async def rollout(self, policy, size, rng): ...\n")
+    async with staged(entry="bare.py:Bare", tasks="submitted") as stage:
+        worker = stage.worker()
+        with pytest.raises(ConfigError, match="Bare has no method `rollout_task`"):
+            await worker.run(stage.stop)
+        assert worker.state is WorkerState.FAILED
+
+
+def open_tasks(stage: Stage) -> AbstractAsyncContextManager[TaskClient]:
+    return TaskClient.open(stage.layout.root)

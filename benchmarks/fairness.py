@@ -1,0 +1,126 @@
+"""How long a quiet environment waits for its acks while another one floods the broker, against alone; p99 in ms.
+
+The quiet one sends a small group, waits for its ack, and pauses, again and again. The flood is producers that push
+large groups as fast as their credit allows, and a trainer that eats all of it, so that credit never runs out for long.
+Each figure is of a broker of its own; the clock covers `send` and `flush`.
+
+    python -m benchmarks.fairness ROLE DIRECTORY ...    one process of a round
+"""
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import uvloop
+
+from benchmarks import scratch, stage, workload
+from benchmarks.row import Row, near
+from benchmarks.workload import Shape
+from rolloutmq import Consumer, Producer
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.layout import RunLayout
+
+QUIET: Final = "quiet"
+SMALL: Final = Shape.of_bytes(5_300)
+LARGE: Final = Shape.of_bytes(134_000)
+FLOODS: Final = 2
+"""Producers of the flood."""
+SENDS: Final = 400
+"""Acks of one round; the first ones do not count."""
+WARM_UP: Final = 100
+PAUSE_S: Final = 0.005
+BATCH_SEQUENCES: Final = 512
+GOAL: Final = 2.0
+
+
+def rows() -> Iterator[Row]:
+    """At `disk`, where an ack waits for the disk, and at `memory`, where it waits for nothing but its turn."""
+    for durability in ("disk", "memory"):
+        yield near(
+            f"ack of a quiet environment, p99 ms, {durability}",
+            f"{FLOODS} producers of another one push {LARGE}",
+            partial(ack_p99_ms, durability, FLOODS),
+            partial(ack_p99_ms, durability, 0),
+            "nobody else sends",
+            GOAL,
+        )
+
+
+def ack_p99_ms(durability: str, floods: int, sends: int = SENDS) -> float:
+    """Measure the acks of a quiet environment beside so many producers that flood another one."""
+    with (
+        scratch.directory() as directory,
+        stage.broker(RunLayout(directory), _config(durability)),
+        stage.player("fairness", "consumer", directory) as consumer,
+        stage.players("fairness", [("flood", directory, number) for number in range(floods)]) as flood,
+        stage.player("fairness", "quiet", directory, sends) as quiet,
+    ):
+        for one in (consumer, *flood, quiet):
+            one.wait_ready()
+        for one in (consumer, *flood, quiet):
+            one.begin()
+        return quiet.figure()
+
+
+def _config(durability: str) -> RunConfig:
+    about = stage.config(durability=durability, exact_wait_s=0.0)
+    flood = about.environment[stage.ENV]
+    return about.model_copy(update={"environment": {stage.ENV: flood, QUIET: flood}})
+
+
+async def _quiet(directory: Path, sends: str) -> None:
+    groups = workload.fresh(workload.pool(SMALL), QUIET)
+    took = []
+    async with Producer.open(directory, env=QUIET, group_size=SMALL.sequences, drain_s=0.0) as producer:
+        stage.ready()
+        for _ in range(int(sends) + WARM_UP):
+            group = next(groups)
+            started = time.perf_counter()
+            await producer.send(group)
+            await producer.flush()
+            took.append((time.perf_counter() - started) * 1e3)
+            await asyncio.sleep(PAUSE_S)
+    counted = sorted(took[WARM_UP:])
+    print(counted[len(counted) * 99 // 100], flush=True)
+
+
+async def _flood(directory: Path, number: str) -> None:
+    groups = workload.fresh(workload.pool(LARGE), f"flood-{number}")
+    async with Producer.open(
+        directory, env=stage.ENV, group_size=LARGE.sequences, slots=256, drain_s=0.0
+    ) as producer:
+        stage.ready()
+        for group in groups:
+            await producer.send(group)
+
+
+async def _consumer(directory: Path) -> None:
+    async with Consumer.open(directory, sequences=BATCH_SEQUENCES) as consumer:
+        stage.ready()
+        async for batch in consumer:
+            await batch.ack()
+
+
+def main(role: str, *words: str) -> None:
+    """Be one process of a round."""
+    roles: dict[str, Callable[..., Awaitable[None]]] = {
+        "quiet": _quiet,
+        "flood": _flood,
+        "consumer": _consumer,
+    }
+    directory, *rest = words
+
+    async def play() -> None:
+        await roles[role](Path(directory), *rest)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(play())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,135 @@
+"""Where in an arena each group lies. Pure: no memory, no clock.
+
+The law: a slot is nobody else's until it is released or cancelled. Slots are allocated in any order, get their numbers
+in another, and are released by number: `release(upto)` frees every slot that has a number up to that. The lowest gap
+that fits is taken, so that what is resident follows what is in use and not how much was ever sent; what was in use at
+its peak and is not any more is told by `trim`, for the owner to give back.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from typing import Final
+
+ALIGNMENT_BYTES: Final = 64
+"""Slots begin at multiples of it, so that the blocks of a group are as aligned as in a frame of its own."""
+PAGE_BYTES: Final = 4096
+LOOK: Final = 32
+"""Gaps that are looked at for room; the last one, which is the largest, is looked at in any case."""
+
+
+class Slot:
+    """Room for one group."""
+
+    __slots__ = ("home", "nbytes", "offset", "seq", "size")
+
+    def __init__(self, home: "Slots", offset: int, nbytes: int, size: int) -> None:
+        self.home = home
+        self.offset = offset
+        self.nbytes = nbytes
+        self.size = size
+        """What it takes of the arena; 0 once it is free."""
+        self.seq = 0
+
+    def number(self, seq: int) -> None:
+        """Have it released with that number; numbers only grow."""
+        self.home.number(self, seq)
+
+    def cancel(self) -> None:
+        """Free it: it will never get a number. Does nothing once it has one, or is free."""
+        if not self.seq:
+            self.home.free(self)
+
+
+class Slots:
+    """The slots of one arena."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes - capacity_bytes % ALIGNMENT_BYTES
+        self.used_bytes = 0
+        """What the live slots take together."""
+        self._starts = [0] if self.capacity_bytes else []
+        self._ends = [self.capacity_bytes] if self.capacity_bytes else []
+        self._numbered: deque[Slot] = deque()
+        self._touched = 0
+        """Nothing beyond this was ever in use, or it was trimmed."""
+        self._peak = 0
+        """The highest end of a slot since the last trim."""
+
+    @property
+    def top(self) -> int:
+        """End of the highest live slot."""
+        open_end = self._ends and self._ends[-1] == self.capacity_bytes
+        return self._starts[-1] if open_end else self.capacity_bytes
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        """Return a slot for that many bytes, or None if there is no gap that is large enough."""
+        size = max(ALIGNMENT_BYTES, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        index = self._gap(size)
+        if index is None:
+            return None
+        start = self._starts[index]
+        end = self._starts[index] = start + size
+        if end == self._ends[index]:
+            del self._starts[index], self._ends[index]
+        self.used_bytes += size
+        if end > self._peak:
+            self._peak = end
+            self._touched = max(self._touched, end)
+        return Slot(self, start, nbytes, size)
+
+    def _gap(self, size: int) -> int | None:
+        starts, ends = self._starts, self._ends
+        for index in range(min(LOOK, len(starts))):
+            if ends[index] - starts[index] >= size:
+                return index
+        return len(starts) - 1 if starts and ends[-1] - starts[-1] >= size else None
+
+    def number(self, slot: Slot, seq: int) -> None:
+        """Give a live slot its number, which is higher than any before."""
+        assert slot.size
+        assert not self._numbered or self._numbered[-1].seq < seq
+        slot.seq = seq
+        self._numbered.append(slot)
+
+    def release(self, upto: int) -> None:
+        """Free every slot with a number up to that."""
+        numbered = self._numbered
+        while numbered and numbered[0].seq <= upto:
+            self.free(numbered.popleft())
+
+    def free(self, slot: Slot) -> None:
+        """Let others have a slot; a second time changes nothing."""
+        size, slot.size = slot.size, 0
+        if not size:
+            return
+        self.used_bytes -= size
+        start, end = slot.offset, slot.offset + size
+        starts, ends = self._starts, self._ends
+        index = bisect_left(starts, start)
+        joins_next = index < len(starts) and starts[index] == end
+        if index and ends[index - 1] == start:
+            ends[index - 1] = ends[index] if joins_next else end
+            if joins_next:
+                del starts[index], ends[index]
+        elif joins_next:
+            starts[index] = start
+        else:
+            starts.insert(index, start)
+            ends.insert(index, end)
+
+    def trim(self) -> tuple[int, int] | None:
+        """Return the range of whole pages that was in use once, and has not been since the last call; None if none."""
+        start = -(-self._peak // PAGE_BYTES) * PAGE_BYTES
+        end = -(-self._touched // PAGE_BYTES) * PAGE_BYTES
+        self._peak = self.top
+        if start >= end:
+            return None
+        self._touched = start
+        return start, end
+
+    def validate(self) -> None:
+        """Assert that the gaps are apart, in order, and all that is not in use."""
+        edges = [edge for gap in zip(self._starts, self._ends, strict=True) for edge in gap]
+        assert edges == sorted(set(edges)), edges
+        gaps = sum(self._ends) - sum(self._starts)
+        assert gaps + self.used_bytes == self.capacity_bytes
