@@ -17,6 +17,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from rolloutmq.bus.spool import Entry
+from rolloutmq.schemas.envelope import GroupHeader, Split
 from rolloutmq.schemas.records import AckedGroup
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,10 @@ _BLOCK_BYTES: Final = 4096
 class AckLog:
     """Appends `AckedGroup` lines to a file, or does nothing where there is no path."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, env: str = "", split: Split = Split.TRAIN) -> None:
+        """Open the file; all groups are of one environment and split."""
+        self._env = env
+        self._split = split
         self._file = None
         self._path = path
         self._pending = bytearray()
@@ -43,10 +47,22 @@ class AckLog:
             return
         at = time.time()
         for entry in entries:
-            header = entry.header
-            line = AckedGroup(group_id=header.group_id, session=session, seq=header.seq, at=at)
-            self._pending += msgspec.json.encode(line) + b"\n"
+            self._pending += msgspec.json.encode(self._line(entry.header, session, at)) + b"\n"
         self._write_pending(self._file)
+
+    def _line(self, header: GroupHeader, session: int, at: float) -> AckedGroup:
+        return AckedGroup(
+            group_id=header.group_id,
+            session=session,
+            seq=header.seq,
+            at=at,
+            env=self._env,
+            split=self._split,
+            sequences=header.sequences,
+            tokens=header.tokens,
+            duration_s=header.finished_at - header.started_at if header.started_at else None,
+            reward=header.rewards.mean,
+        )
 
     def _write_pending(self, file: BinaryIO) -> None:
         try:

@@ -62,7 +62,7 @@ class Producer:
         self._uplink.on_registered = self._on_registered
         self._drain_s = drain_s
         self._file = SpoolFile(save_to, self._session)
-        self._log = AckLog(ack_log)
+        self._log = AckLog(ack_log, register.env, register.split)
         self._registered = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 

@@ -223,12 +223,12 @@ def dead_requeue(
 
 
 @app.command(rich_help_panel=LOOK)
-def report(run_dir: RunDir = None) -> None:
-    """Write summary.json and report.png of a run again."""
+def report(run_dir: RunDir = None, as_json: Json = False) -> None:
+    """Write summary.json and report.png of a run again; compare what it trained with what it produced."""
     from rolloutmq.launch import steer
     from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(steer.report(find_run(run_dir, living=False)))
+    raise typer.Exit(steer.report(find_run(run_dir, living=False), as_json=as_json))
 
 
 @app.command(rich_help_panel=STEER)

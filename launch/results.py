@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rolloutmq.launch.bias import Survey, survey, unread
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.broker.journal.remaining import remaining_ids
 from rolloutmq.services.broker.saved import load
+from rolloutmq.services.monitor.bias_table import table, verdict_line
 from rolloutmq.services.monitor.report import write_report
 from rolloutmq.services.monitor.summary import summarise
 
@@ -27,11 +29,46 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | 
         reason: Why it ended.
         wall_s: Seconds from the start of the command to the end of its last process; None if nobody knows.
     """
-    summary = summarise(layout, config, saved_ids=_saved_ids, wall_s=wall_s)
-    summary = {**summary, "ended": reason, "seed": config.run.seed}
+    saved = _saved_ids(layout)
+    found = survey(layout, saved)
+    summary, picture = _write(config, layout, reason, wall_s, saved, found)
+    lines = _lines(layout, summary, picture, config.trainer.steps, found)
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def retell(config: RunConfig, layout: RunLayout, *, as_json: bool) -> None:
+    """Write summary and picture again, and print what it came to, with produced against trained in full.
+
+    Raises:
+        DamagedFileError: A log is damaged. The comparison, which says so too, is printed nevertheless.
+    """
+    saved = _saved_ids(layout)
+    found = survey(layout, saved)
+    summary: dict[str, Any] | None = None
+    lines: list[str] = []
+    try:
+        summary, picture = _write(config, layout, "see up.log", None, saved, found)
+        lines = [*_lines(layout, summary, picture, config.trainer.steps, found), ""]
+    finally:
+        if as_json:
+            text = json.dumps({"summary": summary, "bias": found.fields()}, indent=2)
+        else:
+            text = "\n".join([*lines, "produced against trained", *table(found.bias), *unread(found)])
+        sys.stdout.write(text + "\n")
+
+
+def _write(
+    config: RunConfig,
+    layout: RunLayout,
+    reason: str,
+    wall_s: float | None,
+    saved: list[str],
+    found: Survey,
+) -> tuple[dict[str, Any], Path | None]:
+    summary = summarise(layout, config, saved_ids=lambda _: saved, wall_s=wall_s)
+    summary = {**summary, "bias": found.bias.short(), "ended": reason, "seed": config.run.seed}
     layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
-    picture = _picture(config, layout, summary)
-    sys.stdout.write("\n".join(_lines(layout, summary, picture, config.trainer.steps)) + "\n")
+    return summary, _picture(config, layout, summary)
 
 
 def _saved_ids(layout: RunLayout) -> list[str]:
@@ -47,7 +84,9 @@ def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> P
     return layout.report
 
 
-def _lines(layout: RunLayout, summary: dict[str, Any], picture: Path | None, total: int) -> Iterator[str]:
+def _lines(
+    layout: RunLayout, summary: dict[str, Any], picture: Path | None, total: int, found: Survey
+) -> Iterator[str]:
     yield f"ended      {summary['ended']}, after {summary['wall_s']:.1f} s"
     if summary["reward_first"] is not None:
         yield f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps"
@@ -58,6 +97,7 @@ def _lines(layout: RunLayout, summary: dict[str, Any], picture: Path | None, tot
     )
     yield f"           {summary['groups_lost']} lost, {summary['groups_trained_twice']} trained twice"
     yield f"staleness  {summary['staleness_max']} at most, the bound is {summary['staleness_bound']}"
+    yield f"bias       {verdict_line(found.bias)}"
     yield f"workers    {summary['workers_min']} to {summary['workers_max']}"
     yield f"summary    {layout.summary}"
     if picture is not None:

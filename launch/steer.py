@@ -13,7 +13,7 @@ from typing import Final
 from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.endpoint import resolve_blocking
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.launch.results import conclude
+from rolloutmq.launch.results import retell
 from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, owner, recorded
 from rolloutmq.launch.settings import assigned
 from rolloutmq.schemas.config import RunConfig
@@ -21,6 +21,7 @@ from rolloutmq.schemas.control import Drain, Setting, SetValues, SetWorkers, Val
 from rolloutmq.schemas.delivery import Reply, Request
 from rolloutmq.schemas.errors import ConfigError, RunDirInUseError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.monitor.exits import reader_may_leave
 from rolloutmq.services.orchestrator.processes import end_strays, last_line
 
 ANSWER_S: Final = 5.0
@@ -130,10 +131,11 @@ def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
     return 0
 
 
-def report(run_dir: Path) -> int:
-    """Write summary and picture again from what is in the run directory."""
+def report(run_dir: Path, *, as_json: bool) -> int:
+    """Write summary and picture again from what is in the run directory, and print produced against trained."""
     config, layout = load_run(run_dir)
-    conclude(config, layout, "see up.log", None)
+    with reader_may_leave():
+        retell(config, layout, as_json=as_json)
     return 0
 
 

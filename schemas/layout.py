@@ -9,7 +9,7 @@ weights.json         where the shared weights lie                       trainer
 model/               configuration and tokenizer of the policy          trainer
 checkpoints/         step-000050/ ...                                   trainer
 trained.jsonl        each settled batch, with the ids of its groups     trainer
-acks/<worker>.jsonl  the ids of the groups that were acked              each producer
+acks/<worker>.jsonl  the groups that were acked: ids, and what they are like   each producer
 dropped.jsonl        each group that left the queue untrained, and why  broker
 saved.rmq            the state at the end, with its groups, at durability `memory`   broker
 journal/             groups-00000001.rmq ..., facts-00000001.rmq ..., quarantine/  broker

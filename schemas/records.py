@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.envelope import Count, PolicyVersion, Split
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,12 +32,24 @@ class WeightsAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AckedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """`acks/<worker>.jsonl`: one group that the broker accepted."""
+    """`acks/<worker>.jsonl`: one group that the broker accepted, and what it is like.
+
+    Lines of earlier versions end with `at`; a group has at least one sequence, so that `sequences` tells them apart.
+    """
 
     group_id: str
     session: int
     seq: int
     at: float
+    env: str = ""
+    split: Split = Split.TRAIN
+    sequences: Count = 0
+    tokens: Count = 0
+    """Of all sequences together."""
+    duration_s: float | None = None
+    """Wall-clock seconds of the rollout; None if it was not told, or is no number."""
+    reward: float | None = None
+    """Mean raw score."""
 
 
 class SettledBatch(msgspec.Struct, frozen=True, kw_only=True):

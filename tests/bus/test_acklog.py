@@ -1,6 +1,7 @@
 """The log of acks: every line whole and true, whatever the disk and the life before did."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from rolloutmq.bus.acklog import AckLog
 from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.spool import Entry, Spool
+from rolloutmq.schemas.envelope import Split
 from rolloutmq.schemas.records import AckedGroup
 from rolloutmq.schemas.trajectory import Group
 
@@ -45,6 +47,28 @@ def test_a_torn_last_line_is_cut(tmp_path: Path, torn: bytes, lines: int) -> Non
     log.write([entry("next")], 4)
     log.close()
     assert names(path) == [*(f"g-{index}" for index in range(lines)), "next"]
+
+
+@pytest.mark.parametrize(
+    ("times", "duration_s"),
+    [((100.0, 102.5), 2.5), ((0.0, 0.0), None), ((float("nan"), 1.0), None), ((1.0, float("inf")), None)],
+)
+def test_line_says_what_the_group_is_like(
+    tmp_path: Path, times: tuple[float, float], duration_s: float | None
+) -> None:
+    columns: dict[str, Any] = {"tokens": [[1, 2, 3], [4]], "mask": [[1, 1, 1], [1]], "scores": [0.25, 1.0]}
+    group = Group.build("g", **columns, started_at=times[0], finished_at=times[1])
+    log = AckLog(tmp_path / "p.jsonl", "math", Split.EVAL)
+    log.write([Spool(1 << 20).add(group, encode_group(group, 1 << 20))], 3)
+    log.close()
+    line = msgspec.json.decode((tmp_path / "p.jsonl").read_bytes(), type=AckedGroup)
+    assert (line.env, line.split, line.sequences, line.tokens) == ("math", Split.EVAL, 2, 4)
+    assert (line.duration_s, line.reward) == (duration_s, 0.625)
+
+
+def test_line_of_an_earlier_version_is_read() -> None:
+    line = msgspec.json.decode(b'{"group_id":"g","session":1,"seq":2,"at":3.0}', type=AckedGroup)
+    assert (line.sequences, line.duration_s, line.reward) == (0, None, None)
 
 
 class _Full:

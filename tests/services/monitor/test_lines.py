@@ -1,12 +1,13 @@
 """A torn end is left out; damage in the middle is an error."""
 
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from rolloutmq.schemas.errors import DamagedFileError
-from rolloutmq.services.monitor.lines import read_lines
+from rolloutmq.services.monitor.lines import read_lines, read_whole_lines
 
 
 class Point(msgspec.Struct):
@@ -43,3 +44,12 @@ def test_last_line_may_be_torn(tmp_path: Path, data: bytes, found: list[int]) ->
 def test_damage_in_the_middle_names_its_line(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(DamagedFileError, match=r"a\.jsonl, line 2: "):
         read(tmp_path / "a.jsonl", data)
+
+
+def test_damaged_lines_are_counted_by_who_can_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    damaged: Counter[str] = Counter()
+    assert list(read_whole_lines(path, Point, damaged)) == []
+    path.write_bytes(b'{"x":1}\n{"x":\n\n\xff\n{"x":3}\n{"x"')
+    assert [point.x for point in read_whole_lines(path, Point, damaged)] == [1, 3]
+    assert damaged == {"a.jsonl": 3}
