@@ -23,7 +23,8 @@ def _line(row: Mapping[str, Any]) -> str:
     goal = _BOUNDS[row["bound"]].format(f"{row['goal']:g}")
     rival = f"{row['rival']:,g} ({row['rival_name']})"
     met = "met" if row["met"] else "**unmet**"
-    return f"| {row['figure']} | {row['payload']} | {row['ours']:,g} | {rival} | {row['ratio']:.2f} | {goal} | {met} |\n"
+    cells = (row["figure"], row["payload"], f"{row['ours']:,g}", rival, f"{row['ratio']:.2f}", goal, met)
+    return f"| {' | '.join(cells)} |\n"
 
 
 def measured() -> str:
