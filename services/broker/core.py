@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from rolloutmq.bus import topics
 from rolloutmq.schemas import delivery
-from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.config import BrokerConfig, RunConfig
 from rolloutmq.schemas.control import (
     Disconnect,
     Drain,
@@ -296,6 +296,11 @@ class BrokerCore:
     def snapshot(self) -> "Iterator[SnapshotItem]":
         """Yield the whole state, for the beginning of a log. What is pending in `facts` comes before it."""
         return snapshot(self._state)
+
+    @property
+    def config(self) -> BrokerConfig:
+        """The settings as they are now: some change while it runs."""
+        return self._state.config.broker
 
     @property
     def held_groups(self) -> int:

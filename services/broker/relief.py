@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final
 
 from rolloutmq.bus.sockets import Socket
-from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.journal.body import Ram
 from rolloutmq.services.broker.journal.writer import Journal
@@ -40,10 +39,7 @@ _RESET: Final = struct.pack("ii", 1, 0)
 class Accounts:
     """What the broker knows to be in its memory; for the thread of the data plane."""
 
-    def __init__(
-        self, config: BrokerConfig, core: BrokerCore, ram: Ram | None, journal: Journal | None
-    ) -> None:
-        self._config = config
+    def __init__(self, core: BrokerCore, ram: Ram | None, journal: Journal | None) -> None:
         self._core = core
         self._ram = ram
         self._journal = journal
@@ -58,12 +54,13 @@ class Accounts:
         """
         self._most_groups = max(self._most_groups, self._core.held_groups)
         behind = self._journal.behind_bytes if self._journal is not None else 0
-        return self._bodies() + behind + self._config.high_bytes + GROUP_BYTES * self._most_groups
+        return self._bodies() + behind + self._core.config.high_bytes + GROUP_BYTES * self._most_groups
 
     def _bodies(self) -> int:
         if self._ram is not None:
             return self._ram.used_bytes
-        return self._config.high_bytes + FORGET_PARTS * self._config.retain_bytes
+        config = self._core.config
+        return config.high_bytes + FORGET_PARTS * config.retain_bytes
 
 
 class Relief:

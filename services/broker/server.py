@@ -150,7 +150,7 @@ def running_broker(
             layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
         )
         _reconcile(core, dead)
-        accounts = Accounts(config.broker, core, ram, journal)
+        accounts = Accounts(core, ram, journal)
         relief = Relief(bound.all, config.broker.overhead_bytes, accounts) if alone else None
         plane = DataPlane(
             core,

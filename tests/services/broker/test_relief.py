@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import zmq
+from tests.services.broker.bench import Bench
 
 from rolloutmq.bus import sockets
+from rolloutmq.schemas.control import SetValues, ValuesSet
 from rolloutmq.services.broker import relief
 from rolloutmq.services.broker.listening import address_of
 from rolloutmq.services.broker.receiving import discard
-from rolloutmq.services.broker.relief import Relief, cut, held_bytes, trim
+from rolloutmq.services.broker.relief import Accounts, Relief, cut, held_bytes, trim
 
 MIB = 1 << 20
 LIMIT_MS = 5000
@@ -97,3 +99,11 @@ def test_what_this_process_holds_is_seen() -> None:
     del block
     trim()
     assert held_bytes() - before < 16 * MIB
+
+
+def test_a_mark_that_was_raised_is_in_the_accounts() -> None:
+    bench = Bench()
+    accounts = Accounts(bench.core, None, None)
+    before = accounts()
+    bench.ask(SetValues(values={"broker.high_bytes": 1 << 32}), ValuesSet)
+    assert accounts() - before > 1 << 32
