@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Final, Literal
 
@@ -57,25 +58,10 @@ def compare(
     rival_name: str,
     goal: float | None = None,
     rounds: int = ROUNDS,
+    bound: Bound = "ratio, at least",
 ) -> Row:
     """Take both in turns, `rounds` times; more is better for both, and the goal is the least ratio."""
     own, other, ratio = _in_turns(ours, rival, rounds)
-    met = None if goal is None else ratio >= goal
-    return Row(figure, payload, _rounded(own), _rounded(other), rival_name, round(ratio, 3), goal, met)
-
-
-def near(
-    figure: str,
-    payload: str,
-    ours: Measure,
-    rival: Measure,
-    rival_name: str,
-    goal: float | None = None,
-    rounds: int = ROUNDS,
-) -> Row:
-    """Take both in turns, `rounds` times; less is better for both, and the goal is the greatest ratio."""
-    own, other, ratio = _in_turns(ours, rival, rounds)
-    met = None if goal is None else ratio <= goal
     return Row(
         figure,
         payload,
@@ -84,34 +70,23 @@ def near(
         rival_name,
         round(ratio, 3),
         goal,
-        met,
-        "ratio, at most",
+        _met(own, ratio, goal, bound),
+        bound,
     )
 
 
-def within(
-    figure: str,
-    payload: str,
-    ours: Measure,
-    rival: Measure,
-    rival_name: str,
-    limit: float | None = None,
-    rounds: int = ROUNDS,
-) -> Row:
-    """Take both in turns, `rounds` times; less is better for both, and `limit` is the most that ours may be."""
-    own, other, ratio = _in_turns(ours, rival, rounds)
-    met = None if limit is None else own <= limit
-    return Row(
-        figure,
-        payload,
-        _rounded(own),
-        _rounded(other),
-        rival_name,
-        round(ratio, 3),
-        limit,
-        met,
-        "ours, at most",
-    )
+def _met(own: float, ratio: float, goal: float | None, bound: Bound) -> bool | None:
+    if goal is None:
+        return None
+    if bound == "ratio, at least":
+        return ratio >= goal
+    return (ratio if bound == "ratio, at most" else own) <= goal
+
+
+near = partial(compare, bound="ratio, at most")
+"""Less is better for both, and the goal is the greatest ratio."""
+within = partial(compare, bound="ours, at most")
+"""Less is better for both, and the goal is the most that ours may be."""
 
 
 def _in_turns(ours: Measure, rival: Measure, rounds: int) -> tuple[float, float, float]:
