@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart test soak check bench bench-rivals accept clean
+.PHONY: quickstart test test-atropos test-transferqueue soak check bench bench-rivals accept clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,7 +16,13 @@ quickstart: $(VENV)/.installed ## train a policy through the bus, and watch it
 	$(BIN)/rolloutmq up examples/quickstart.toml
 
 test: $(VENV)/.installed ## every test, as a user runs them; two at once, since many start processes of their own
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m 'not rival'
+
+test-atropos: $(VENV)/.installed .venv-atropos/.installed ## a short round through the server of Atropos
+	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py
+
+test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
+	$(BIN)/python -m pytest -m rival tests/benchmarks/test_transferqueue.py
 
 soak: $(VENV)/.installed ## the faults again, with ten times the rounds
 	ROLLOUTMQ_SOAK_ROUNDS=100 $(BIN)/python -m pytest tests/faults

@@ -102,15 +102,21 @@ def through(
     producers: int = PRODUCERS,
     slots: int = SLOTS,
     lasts_s: float = LASTS_S,
+    warm_up_s: float = 0.0,
 ) -> float:
-    """Run a broker, a consumer, and so many producers in `PRODUCERS` processes; return groups a second."""
+    """Run a broker, a consumer, and so many producers in `PRODUCERS` processes; return groups a second.
+
+    Every producer has brought a group before the others begin. What goes before the clock is `WARM_UP_PART` of what is
+    counted, or `warm_up_s` if that is more.
+    """
+    warm_up_s = max(warm_up_s, lasts_s * WARM_UP_PART)
     calls = [
         (f"producer-{number}", directory, shape.word, producers // PRODUCERS, slots)
         for number in range(PRODUCERS)
     ]
     with (
         stage.broker(RunLayout(directory), about),
-        stage.player("throughput", "consumer", directory, shape.word, lasts_s) as consumer,
+        stage.player("throughput", "consumer", directory, shape.word, lasts_s, warm_up_s) as consumer,
         stage.players("throughput", calls) as others,
     ):
         for one in (consumer, *others):
@@ -141,7 +147,11 @@ async def _produce(number: int, directory: Path, shape: Shape, producers: int, s
                     drain_s=0.0,
                 )
             )
-            opened.append((one, workload.fresh(made, name)))
+            groups = workload.fresh(made, name)
+            await one.send(next(groups))
+            opened.append((one, groups))
+        for one, _ in opened:
+            await one.flush()
         await asyncio.to_thread(stage.ready)
         for one, groups in opened:
             tasks.create_task(_send_for_ever(one, groups))
@@ -152,11 +162,13 @@ async def _send_for_ever(producer: Producer, groups: Iterator[Group]) -> None:
         await producer.send(group)
 
 
-async def _consume(directory: Path, shape: Shape, lasts_s: float) -> None:
-    async with Consumer.open(directory, sequences=batch_groups(shape) * shape.sequences) as consumer:
+async def _consume(directory: Path, shape: Shape, lasts_s: float, warm_up_s: float) -> None:
+    async with Consumer.open(
+        directory, sequences=batch_groups(shape) * shape.sequences, ahead=True
+    ) as consumer:
         await asyncio.to_thread(stage.ready)
         await _pulled(consumer, 0.0)
-        await _pulled(consumer, lasts_s * WARM_UP_PART)
+        await _pulled(consumer, warm_up_s)
         print(await _pulled(consumer, lasts_s), flush=True)
 
 
@@ -175,7 +187,7 @@ def main(role: str, directory: str, shape: str, *words: str) -> None:
     """Be one process of a round."""
     about = Path(directory), Shape.parse(shape)
     if role == "consumer":
-        uvloop.run(_consume(*about, float(words[0])))
+        uvloop.run(_consume(*about, *map(float, words)))
     else:
         uvloop.run(_produce(int(role.removeprefix("producer-")), *about, *map(int, words)))
 

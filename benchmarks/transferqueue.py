@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -49,13 +50,7 @@ def missing() -> str:
 
 def rows() -> Iterator[Row]:
     """Single puts, and batches put and got."""
-    # What `make` sets for ours would bind their threads too.
-    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    with stage.player(
-        "transferqueue_client", BATCH, TOKENS, LASTS_S, python=RIVAL / "bin" / "python", env=env
-    ) as rival:
-        rival.wait_ready(STARTS_S)
+    with their_side() as rival:
         for part, figure, payload, goal in (
             ("single", "samples/s, single puts, memory", "samples of 26.6 kB", 20.0),
             ("batch", "samples/s, put and got, memory", f"batches of {BATCH} samples of 26.6 kB", 2.0),
@@ -64,13 +59,26 @@ def rows() -> Iterator[Row]:
                 figure,
                 payload,
                 partial(our_rate, part),
-                partial(_their_rate, rival, part),
+                partial(their_rate, rival, part),
                 "TransferQueue, SimpleStorage",
                 goal,
             )
 
 
-def _their_rate(rival: stage.Player, part: str) -> float:
+@contextmanager
+def their_side(batch: int = BATCH, lasts_s: float = LASTS_S) -> Iterator[stage.Player]:
+    """Run their actors, and yield the process that speaks with them once it is ready."""
+    # What `make` sets for ours would bind their threads too.
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    python = RIVAL / "bin" / "python"
+    with stage.player("transferqueue_client", batch, TOKENS, lasts_s, python=python, env=env) as rival:
+        rival.wait_ready(STARTS_S)
+        yield rival
+
+
+def their_rate(rival: stage.Player, part: str) -> float:
+    """Run one round of theirs, and return samples a second."""
     rival.begin(part)
     return rival.figure()
 

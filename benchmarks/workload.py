@@ -5,7 +5,7 @@ cache holds, so that neither side lives on one piece of memory.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Final
 
@@ -83,7 +83,13 @@ def pool(shape: Shape, seed: int = 0) -> list[Group]:
 def fresh(groups: list[Group], producer: str) -> Iterator[Group]:
     """Yield the groups again and again without end, each time under an id of its own."""
     for number, group in enumerate(cycle(groups)):
-        yield replace(group, group_id=f"{producer}/{number}")
+        yield Group(
+            f"{producer}/{number}",
+            group.columns,
+            sequences=group.sequences,
+            tokens=group.tokens,
+            stamped=False,
+        )
 
 
 def bodies(shape: Shape, seed: int = 0) -> list[bytes]:

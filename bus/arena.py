@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.bus.slots import Slot, Slots
+from rolloutmq.bus.slots import Slots
 from rolloutmq.schemas.envelope import ArenaRef
 from rolloutmq.schemas.sharing import SegmentGoneError
 
@@ -37,6 +37,7 @@ class Arena:
     Attributes:
         ref: By which others open it.
         slots: Which parts of it are in use.
+        memory: All of it; a part stays mapped as long as anybody has a view of it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -50,7 +51,7 @@ class Arena:
         try:
             os.ftruncate(self._fd, nbytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map = mmap.mmap(self._fd, nbytes)
+            self.memory = mmap.mmap(self._fd, nbytes)
             self.ref = ArenaRef(os.getpid(), self._fd, os.fstat(self._fd).st_ino, nbytes)
         except BaseException as error:
             os.close(self._fd)
@@ -58,12 +59,7 @@ class Arena:
                 raise OSError(str(error)) from None
             raise
         self.slots = Slots(nbytes)
-        self._view = memoryview(self._map)
         self._trim_at = 0.0
-
-    def view(self, slot: Slot) -> memoryview:
-        """Return the memory of a slot; it is there as long as anybody has the view."""
-        return self._view[slot.offset : slot.offset + slot.nbytes]
 
     def trim(self, now: float) -> None:
         """Give back, now and then, the memory of what is not in use any more."""
@@ -72,7 +68,7 @@ class Arena:
         self._trim_at = now + TRIM_S
         unused = self.slots.trim()
         if unused is not None:
-            self._map.madvise(mmap.MADV_REMOVE, unused[0], unused[1] - unused[0])
+            self.memory.madvise(mmap.MADV_REMOVE, unused[0], unused[1] - unused[0])
 
     def close(self) -> None:
         """Let nobody else open it; whoever has it keeps it, and so do views. May be called twice."""

@@ -6,8 +6,8 @@ are delivered without it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from rolloutmq.bus.codec import Buffer, decode_group
 from rolloutmq.schemas import delivery as wire
@@ -47,6 +47,7 @@ class Batch:
         lease, generation: Name it at the broker.
         life: Registration of the consumer under which it was pulled.
         short: Fewer sequences than asked: no combination of whole groups had the number in time.
+        over: More than asked: one group that is above that by itself and so came alone, or a rewound batch.
         rewound: It was trained before, in a life of the trainer that was lost.
     """
 
@@ -59,7 +60,13 @@ class Batch:
     generation: int
     life: int
     short: bool
+    over: bool
     rewound: bool
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The attributes by their names."""
+        return {field.name: getattr(self, field.name) for field in fields(Batch)}
 
     @property
     def sequences(self) -> int:

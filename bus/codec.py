@@ -10,6 +10,7 @@ Whatever a peer sends ends in a value or in a `WireError`: sizes are checked bef
 allocation is larger than the frames that came in.
 """
 
+import mmap
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -49,8 +50,8 @@ from rolloutmq.schemas.trajectory import Column, Group, numpy_dtype
 
 Buffer = bytes | bytearray | memoryview
 """A frame; anything with the buffer protocol will do."""
-Room = Callable[[int], memoryview | None]
-"""Gives a writable buffer of that many bytes, or None if there is no room for them."""
+Room = Callable[[int], tuple[mmap.mmap, int] | None]
+"""Gives the memory, and the offset in it, at which that many bytes may be written; None if there is no room."""
 
 ALIGNMENT_BYTES: Final = 64
 """Offsets of blocks: a cache line, and enough for any vector instruction."""
@@ -62,6 +63,7 @@ TABLE_LIMIT_BYTES: Final = 8 << 10
 TABLES_KEPT: Final = 256
 """Column tables that are remembered, so that groups of one kind share one."""
 
+_Block = Any  # An array or a memoryview, of one piece in memory.
 _ROW: Final = 24
 _U32: Final = np.dtype("<u4")
 _OPAQUE: Final = Dtype.OPAQUE
@@ -91,24 +93,29 @@ def encode_group(group: Group, limit: int, room: Room | None = None) -> EncodedG
         GroupTooLargeError: They have more; nothing was allocated, and no room was asked for.
         InvalidGroupError: A value of an opaque column is not msgpack. No room was asked for.
     """
-    table = table_of(group)
-    blocks = _blocks(group, table)
+    table, blocks = _described(group)
     apart = _place(blocks, BIG_BLOCK_BYTES)
-    nbytes = apart.nbytes + sum(blocks[index].nbytes for index in apart.big)
-    if nbytes > limit:
-        raise GroupTooLargeError(nbytes, limit)
+    if apart.nbytes > limit:
+        raise GroupTooLargeError(apart.nbytes, limit)
     if room is not None:
-        whole = _place(blocks, nbytes) if apart.big else apart
+        whole = _place(blocks, apart.nbytes) if apart.big else apart
         if whole.nbytes <= limit and (given := room(whole.nbytes)) is not None:
-            _lay(whole.parts, given)
-            return EncodedGroup(table, (given,), whole.nbytes, checksum([given]))
-    body = b"".join(apart.parts)
-    frames = (memoryview(body), *(blocks[index].cast("B") for index in apart.big))
-    return EncodedGroup(table, frames, nbytes, checksum((body, *frames[1:])))
+            frame = _lay(whole, *given)
+            return EncodedGroup(table, (frame,), whole.nbytes, checksum((frame,)))
+    frames = (_joined(apart), *[memoryview(block).cast("B") for block in apart.big])
+    return EncodedGroup(table, frames, apart.nbytes, checksum(frames))
 
 
-def header_of(group: Group, encoded: EncodedGroup, *, seq: int, position: int) -> GroupHeader:
-    """Describe an encoded group as number `seq` of its session, ending at `position`."""
+def header_of(
+    group: Group, encoded: EncodedGroup, *, seq: int, position: int, policy: PolicyVersion | None = None
+) -> GroupHeader:
+    """Describe an encoded group as number `seq` of its session, ending at `position`.
+
+    `policy` stands for the versions of a group that does not tell its own.
+    """
+    oldest, newest = group.oldest, group.newest
+    if policy is not None and not group.stamped:
+        oldest = newest = policy
     return GroupHeader(
         seq=seq,
         position=position,
@@ -119,8 +126,8 @@ def header_of(group: Group, encoded: EncodedGroup, *, seq: int, position: int) -
         crc=encoded.crc,
         sequences=group.sequences,
         tokens=group.tokens,
-        oldest=group.oldest,
-        newest=group.newest,
+        oldest=oldest,
+        newest=newest,
         started_at=group.started_at,
         finished_at=group.finished_at,
         rewards=group.rewards(),
@@ -171,19 +178,31 @@ def _check(group: Group) -> None:
 
 def table_of(group: Group) -> ColumnTable:
     """Describe the columns of a group; equal lengths are named once. Equal columns give the same object."""
-    owners: list[tuple[str, tuple[NDArray[np.uint32], ...]]] = []
+    return _described(group)[0]
+
+
+def _described(group: Group) -> tuple[ColumnTable, list[_Block]]:
+    """Return the table of a group, and its blocks in the order of the table, each of one piece in memory."""
+    owners: list[tuple[str, list[bytes]]] = []
     specs = []
+    blocks: list[_Block] = []
     for name, column in group.columns.items():
         shared = ""
         if lengths := column.lengths:
+            own = list(map(np.ndarray.tobytes, lengths))
             for owner, others in owners:
-                if _same_lengths(others, lengths):
+                if own == others:
                     shared = owner
                     break
             else:
-                owners.append((name, lengths))
+                owners.append((name, own))
+                blocks += map(memoryview, own)
         specs.append((name, int(column.dtype), len(lengths), shared))
-    return _table_of(tuple(specs))
+        if column.dtype is _OPAQUE:
+            blocks.append(memoryview(encode_opaque(name, column.values)))
+        else:
+            blocks.append(np.ascontiguousarray(column.values))
+    return _table_of(tuple(specs)), blocks
 
 
 @lru_cache(maxsize=TABLES_KEPT)
@@ -193,65 +212,57 @@ def _table_of(specs: tuple[tuple[str, int, int, str], ...]) -> ColumnTable:
     )
 
 
-def _same_lengths(ones: tuple[NDArray[np.uint32], ...], others: tuple[NDArray[np.uint32], ...]) -> bool:
-    if len(ones) != len(others):
-        return False
-    for one, other in zip(ones, others, strict=True):
-        if one is not other and (one.size != other.size or one.tobytes() != other.tobytes()):
-            return False
-    return True
-
-
-def _blocks(group: Group, table: ColumnTable) -> list[memoryview]:
-    """Return the blocks in the order of the table, each of one piece in memory."""
-    blocks: list[memoryview] = []
-    for spec in table.columns:
-        column = group.columns[spec.name]
-        if spec.dtype is _OPAQUE:
-            blocks.append(memoryview(encode_opaque(spec.name, column.values)))
-            continue
-        if not spec.lengths_of:
-            blocks.extend(np.ascontiguousarray(lengths, _U32).data for lengths in column.lengths)
-        blocks.append(np.ascontiguousarray(column.values).data)
-    return blocks
-
-
 class _Places(NamedTuple):
-    parts: list[bytes | memoryview]
-    """What the body is put together of, without a gap."""
-    nbytes: int
-    """Size of the body."""
-    big: list[int]
+    directory: bytes
+    body: list[tuple[int, _Block]]
+    """Offset of each block that lies in the body."""
+    big: list[_Block]
     """Blocks with frames of their own."""
+    nbytes: int
+    """Size of all frames together."""
 
 
-def _place(blocks: Sequence[memoryview], alone_above: int) -> _Places:
+def _place(blocks: Sequence[_Block], alone_above: int) -> _Places:
     """Find a place for each block; those above that many bytes get a frame of their own."""
     rows: list[int] = []
-    parts: list[bytes | memoryview] = [b""]
-    big = []
+    body: list[tuple[int, _Block]] = []
+    big: list[_Block] = []
     end = len(blocks) * _ROW
-    for index, block in enumerate(blocks):
+    apart = 0
+    for block in blocks:
         nbytes = block.nbytes
         if nbytes > alone_above:
-            big.append(index)
+            big.append(block)
             rows += (len(big), 0, nbytes)
-            continue
-        gap = -end % ALIGNMENT_BYTES
-        rows += (0, end + gap, nbytes)
-        parts += (_GAPS[gap], block)
-        end += gap + nbytes
-    parts[0] = struct.pack(f"<{len(rows)}Q", *rows)
-    return _Places(parts, end, big)
+            apart += nbytes
+        else:
+            end += -end % ALIGNMENT_BYTES
+            body.append((end, block))
+            rows += (0, end, nbytes)
+            end += nbytes
+    return _Places(struct.pack(f"<{len(rows)}Q", *rows), body, big, end + apart)
 
 
-def _lay(parts: Sequence[bytes | memoryview], given: memoryview) -> None:
-    at = 0
-    for part in parts:
-        data = memoryview(part)
-        if data.nbytes:  # What is empty cannot be cast.
-            given[at : at + data.nbytes] = data.cast("B")
-            at += data.nbytes
+def _lay(places: _Places, memory: mmap.mmap, start: int) -> memoryview:
+    """Write a body, and return where it lies."""
+    end = start + len(places.directory)
+    memory[start:end] = places.directory
+    for offset, block in places.body:
+        at = start + offset
+        if at > end:
+            memory[end:at] = _GAPS[at - end]
+        end = at + block.nbytes
+        memory[at:end] = block  # Assigned like this, it is copied whatever its elements are.
+    return memoryview(memory)[start:end]
+
+
+def _joined(places: _Places) -> memoryview:
+    parts: list[_Block] = [places.directory]
+    end = len(places.directory)
+    for offset, block in places.body:
+        parts += (_GAPS[offset - end], block)
+        end = offset + block.nbytes
+    return memoryview(b"".join(parts))
 
 
 def _read_blocks(table: ColumnTable, arrays: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
@@ -306,7 +317,7 @@ def checksum(frames: Sequence[Buffer | NDArray[np.uint8]]) -> int:
     crc = 0
     for frame in frames:
         # The C extension takes bytes and arrays, but no bytearray and no memoryview.
-        data = frame if isinstance(frame, bytes | np.ndarray) else np.frombuffer(frame, np.uint8)
+        data = frame if isinstance(frame, (bytes, np.ndarray)) else np.frombuffer(frame, np.uint8)
         crc = google_crc32c.extend(crc, data)
     return int(crc)
 

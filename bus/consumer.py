@@ -11,32 +11,40 @@ A policy version's `step` counts optimizer steps; the batch of step `s` is what 
 
 import asyncio
 import logging
-import os
+import math
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
-from itertools import count
-from typing import Any, Final, Self, overload
+from dataclasses import dataclass
+from typing import Any, Self, overload
 
 import msgspec
 
+from rolloutmq.bus.ahead import Ahead
 from rolloutmq.bus.batch import Batch, StepSize, step_size
 from rolloutmq.bus.blocking import Facade
 from rolloutmq.bus.downlink import Downlink
 from rolloutmq.bus.endpoint import Where
-from rolloutmq.bus.reading import Decoded, Reader
+from rolloutmq.bus.pulling import Puller
 from rolloutmq.schemas import delivery as wire
-from rolloutmq.schemas.delivery import Pull, RegisterConsumer, Rejected, RunInfo, Settle, Settled, Wait
+from rolloutmq.schemas.delivery import (
+    RegisterConsumer,
+    Rejected,
+    Release,
+    RunInfo,
+    Settle,
+    Settled,
+    Wait,
+)
 from rolloutmq.schemas.envelope import PolicyVersion, Split
-from rolloutmq.schemas.errors import EndOfReplayError, LeaseLostError, UsageError, WireError
+from rolloutmq.schemas.errors import (
+    EndOfReplayError,
+    LeaseLostError,
+    UsageError,
+    WireError,
+)
 
 logger = logging.getLogger(__name__)
-
-POLL_S: Final = 3.0
-"""How long one pull waits at the broker before it is repeated: so soon is a broker that went missed."""
-PAUSE_S: Final = 0.05
-"""Least time between two pulls that got nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,19 +64,17 @@ class Consumer:
     Pulls and settles are for one task at a time.
     """
 
-    def __init__(self, where: Where, register: RegisterConsumer, size: StepSize, split: Split) -> None:
-        self.wait = Wait.NONE
-        """Why the last pull had to wait."""
-        resume = register.resume
-        self.version = resume if resume else PolicyVersion(0, register.info.starting_step)
+    def __init__(
+        self, where: Where, register: RegisterConsumer, size: StepSize, split: Split, *, ahead: bool
+    ) -> None:
+        self.version = register.resume or PolicyVersion(0, register.info.starting_step)
         """The policy after the last settled step; from it, iteration goes on."""
-        self._size = size
-        self._split = split
         self._link = Downlink(where, register)
-        self._reader = Reader()
-        self._numbers = count(1)
-        self._nonce = os.urandom(8).hex()
+        self._puller = Puller(self._link, size, split)
         self._leased: Batch | None = None
+        self._pulls_ahead = ahead
+        self._ahead = Ahead(self._pull_at_once, self._give_back)
+        self._link.idle = lambda: self._ahead.holds
 
     @classmethod
     @asynccontextmanager
@@ -85,6 +91,7 @@ class Consumer:
         split: Split = Split.TRAIN,
         info: RunInfo | None = None,
         resume: PolicyVersion | None = None,
+        ahead: bool = False,
     ) -> AsyncIterator["Consumer"]:
         """Register a consumer; what it holds is given back when the block is left.
 
@@ -93,7 +100,7 @@ class Consumer:
         Args:
             where: Run directory, or address of the broker's `serve` socket.
             sequences: Sequences of one step, over all ranks; or else
-            tokens: Most tokens of one step, over all ranks. A group that has more comes alone.
+            tokens: Most tokens of one step, over all ranks. A group that has more of either comes alone: `Batch.over`.
             consumer: Name of this rank's consumer.
             group: Name of the trainer, which all its ranks share.
             rank: This rank.
@@ -101,6 +108,9 @@ class Consumer:
             split: Which stream to pull from.
             info: What the run is. `batch_sequences` is filled in if it is zero; with `tokens` it is a first guess.
             resume: Checkpoint that the trainer starts from: every batch of a later step comes again.
+            ahead: Ask for the next step's batch together with each settlement, so that the broker answers both at
+                once; the next `pull` has it already. What is not wanted any more is given back. Takes the memory of
+                two batches.
 
         Raises:
             UsageError: Neither `sequences` nor `tokens` is given, or both.
@@ -113,7 +123,7 @@ class Consumer:
         register = RegisterConsumer(
             consumer=consumer, group=group, rank=rank, world_size=world_size, info=about, resume=resume
         )
-        made = cls(where, register, size, split)
+        made = cls(where, register, size, split, ahead=ahead)
         beat: asyncio.Task[None] | None = None
         try:
             await made._link.connect()
@@ -123,8 +133,9 @@ class Consumer:
             if beat is not None:
                 beat.cancel()
                 await asyncio.wait({beat})
+            await made._ahead.cancel()
             await made._link.close()
-            made._reader.close()
+            made._puller.close()
 
     @staticmethod
     def blocking(where: Where, **options: Any) -> "BlockingConsumer":
@@ -140,6 +151,11 @@ class Consumer:
     def epoch(self) -> int:
         """Life of the broker at which the consumer is registered."""
         return self._link.registered.epoch if self._link.registered else 0
+
+    @property
+    def wait(self) -> Wait:
+        """Why the last pull had to wait."""
+        return self._puller.wait
 
     def progress(self) -> None:
         """Show that the trainer advances; its lease is lost without it after `lease_s`. Pulls and settles do so too."""
@@ -164,76 +180,30 @@ class Consumer:
 
         Returns:
             The batch, or None if there was none in time: `wait` says why. Only with several ranks may it be without
-            groups, if none of this rank's decodes.
+            groups, if the step has too few for all ranks or none of this rank's decodes. It is settled all the same.
 
         Raises:
             RefusedError: The pull contradicts what other ranks asked.
             EndOfReplayError: The broker serves a recorded run, and this was all of it.
         """
-        until = None if wait_s is None else time.monotonic() + wait_s
+        until = math.inf if wait_s is None else time.monotonic() + wait_s
         while True:
-            batch = await self._pull(step, version, until)
-            if batch is None or batch.groups or not batch.rejected or self._link.register.world_size > 1:
-                return batch
+            batch = await self._ahead.take(step, version)
+            if batch is None or batch.life != self._link.life:
+                batch = await self._puller.pull(step, version, until)
+            if batch is None:
+                return None
+            self._leased = batch
+            if batch.groups or not batch.rejected or self._link.register.world_size > 1:
+                return PulledBatch(**batch.content, consumer=self)
             logger.error("no group of the batch decodes, pulling again step=%d", step)
             await self.settle(batch)
 
-    async def _pull(self, step: int, version: PolicyVersion, until: float | None) -> PulledBatch | None:
-        request_id = f"{self._nonce}-{next(self._numbers)}"
-        self.progress()
-        while True:
-            began = time.monotonic()
-            wait_s = POLL_S if until is None else min(POLL_S, max(0.0, until - began))
-            pull = self._request(step, version, request_id, wait_s)
-            reply, frames = await self._link.ask(pull, wait_s)
-            if isinstance(reply, wire.Batch):
-                self.progress()
-                if (decoded := self._reader.read(reply, frames)) is None:
-                    continue
-                self._leased = batch = self._batch(reply, decoded, version)
-                return batch
-            if not isinstance(reply, wire.NoBatch):
-                raise _unexpected(reply, pull)
-            self.wait = reply.wait
-            if reply.wait is Wait.END_OF_REPLAY:
-                raise EndOfReplayError("the replay is at its end: every recorded batch was served")
-            now = time.monotonic()
-            if until is not None and now >= until:
-                return None
-            await asyncio.sleep(max(0.0, PAUSE_S - (now - began)))
+    async def _pull_at_once(self, step: int, version: PolicyVersion) -> Batch | None:
+        return await self._puller.pull(step, version, time.monotonic())
 
-    def _request(self, step: int, version: PolicyVersion, request_id: str, wait_s: float) -> Pull:
-        about = self._link.register
-        return Pull(
-            consumer=about.consumer,
-            group=about.group,
-            run=about.info.run,
-            rank=about.rank,
-            world_size=about.world_size,
-            step=step,
-            version=version,
-            sequences=self._size.sequences,
-            tokens=self._size.tokens,
-            request_id=request_id,
-            wait_s=wait_s,
-            split=self._split,
-            arenas=self._reader.in_place,
-        )
-
-    def _batch(self, reply: wire.Batch, decoded: Decoded, version: PolicyVersion) -> PulledBatch:
-        return PulledBatch(
-            groups=tuple(decoded.groups),
-            deliveries=tuple(decoded.deliveries),
-            rejected=tuple(decoded.rejected),
-            step=reply.step,
-            version=version,
-            lease=reply.lease,
-            generation=reply.generation,
-            life=self._link.life,
-            short=reply.short,
-            rewound=reply.rewound,
-            consumer=self,
-        )
+    async def _give_back(self) -> None:
+        await self._link.ask(Release(consumer=self._link.register.consumer, reason="pulled ahead"))
 
     async def settle(
         self,
@@ -251,7 +221,8 @@ class Consumer:
 
         Args:
             batch: What `pull` returned.
-            version: Policy after the step. Default: one step after the pulled one, or the same if nothing was trained.
+            version: Policy after the step. Default: one step after the pulled one; the same if nothing was trained,
+                unless there are other ranks that may have, and nothing was filtered either.
             trained: Ids of the groups that were learned from. Default: all that are in no other list.
             filtered: Ids of groups without a signal.
             rejected: Groups that could not be used at all.
@@ -267,8 +238,8 @@ class Consumer:
             trained = [group.group_id for group in batch.groups if group.group_id not in gone]
         used = tuple(trained)
         if version is None:
-            before = batch.version
-            version = PolicyVersion(before.incarnation, before.step + 1) if used else before
+            others = self._link.register.world_size > 1 and not out
+            version = msgspec.structs.replace(batch.version, step=batch.version.step + bool(used or others))
         message = Settle(
             consumer=self._link.register.consumer,
             lease=batch.lease,
@@ -279,10 +250,13 @@ class Consumer:
             filtered=out,
             rejected=bad,
         )
+        if self._pulls_ahead:
+            self._ahead.begin(version.step + 1, version)
         try:
             reply, _ = await self._link.ask(message, lease=(batch.lease, batch.life))
         except LeaseLostError:
             self._forget(batch)
+            await self._ahead.drop()
             raise
         if not isinstance(reply, Settled):
             raise _unexpected(reply, message)
@@ -298,9 +272,8 @@ class Consumer:
     async def commit(self, version: PolicyVersion) -> None:
         """Say that a durable checkpoint covers every step up to `version`; waits for the broker as long as it takes."""
         about = self._link.register
-        await self._link.ask(
-            wire.Commit(consumer=about.consumer, group=about.group, run=about.info.run, version=version)
-        )
+        commit = wire.Commit(consumer=about.consumer, group=about.group, run=about.info.run, version=version)
+        await self._link.ask(commit)
 
     def __aiter__(self) -> Self:
         return self
@@ -349,8 +322,7 @@ class BlockingConsumer(Facade[Consumer]):
         return None if batch is None else self._blocking_batch(batch)
 
     def _blocking_batch(self, batch: PulledBatch) -> BlockingBatch:
-        content = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-        return BlockingBatch(**content, consumer=self)
+        return BlockingBatch(**batch.content, consumer=self)
 
     def settle(
         self,

@@ -6,13 +6,11 @@ put back, as if it had not been taken. The broker counts as used what it accepte
 sum of both and of what is in hand or spooled is always `begun`.
 """
 
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from rolloutmq.schemas.delivery import Ack, Durability, Wait
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.trajectory import Group
 
 
 class Permit:
@@ -31,12 +29,6 @@ class Permit:
     def step(self) -> int:
         """Optimizer steps that the trainer had taken when the rollout began, as the broker had said."""
         return self.policy.step
-
-    def stamped(self, group: Group) -> Group:
-        """Return the group with the policy of this rollout's beginning, if it does not tell its own."""
-        if group.stamped:
-            return group
-        return replace(group, oldest=self.policy, newest=self.policy, stamped=True)
 
     def __enter__(self) -> Self:
         return self
@@ -73,13 +65,22 @@ class Credit:
         self.wait = ack.wait
         self.durability = ack.durability
 
+    @property
+    def may_begin(self) -> bool:
+        """Whether there is a permit now."""
+        return self.begun < self.start_limit
+
     def begin(self) -> Permit | None:
         """Take a permit, or None if there is none now."""
-        if self.begun >= self.start_limit:
+        if not self.may_begin:
             return None
         self.begun += 1
         self.in_hand += 1
         return Permit(self)
+
+    def spend(self) -> None:
+        """Count a rollout whose group is spooled already. The caller has asked `may_begin`."""
+        self.begun += 1
 
     def put_back(self, permit: Permit) -> None:
         """Undo `begin`: nobody saw the permit."""

@@ -9,7 +9,7 @@ slow to answer, because its disk is, is asked again and again for the same, and 
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
@@ -72,6 +72,8 @@ class Downlink:
         """How many times the consumer registered and was not known before."""
         self.progress = 0
         """Grows with whatever the consumer achieves."""
+        self.idle: Callable[[], bool] = lambda: False
+        """Whether nobody works at what is leased, so that no lack of progress says that the consumer hangs."""
         self._where = where
         self._context = make_context()
         self._sockets: _Sockets | None = None
@@ -213,6 +215,7 @@ class Downlink:
             logger.warning("registering again failed consumer=%s error=%s", self.register.consumer, error)
 
     def _heartbeat(self) -> ConsumerBeat:
+        self.progress += self.idle()
         return ConsumerBeat(consumer=self.register.consumer, progress=self.progress)
 
     async def close(self) -> None:

@@ -78,28 +78,47 @@ class Gate:
             with suppress(ValueError):
                 self._starters.remove(waiter)
 
-    def admit(self, group: Group, laid: Laid, permit: Permit) -> bool:
-        """Put the group into the spool, which ends the permit, if nobody waits for that and there is room now.
+    def admit(self, group: Group, laid: Laid, permit: Permit | None) -> bool:
+        """Put the group into the spool, which ends the permit, if nothing must be waited for. False: nothing happened.
+
+        Without a permit one is taken.
 
         Raises:
             UsageError: The permit has ended already.
+            DrainingError: No permit was given, and none is given any more.
         """
         self.require_open()
-        if not permit.is_open:
-            raise UsageError("the permit has ended: its group was sent, or it was abandoned")
-        if self._senders or not self._session.may_spool(laid.encoded.nbytes):
+        session = self._session
+        if permit is not None:
+            if not permit.is_open:
+                raise UsageError("the permit has ended: its group was sent, or it was abandoned")
+        elif session.draining:
+            raise DrainingError
+        elif self._starters or not session.credit.may_begin:
+            return False
+        if self._senders or not session.may_spool(laid.encoded.nbytes):
             return False
         self._take_in(group, laid, permit)
         return True
 
-    async def hand_over(self, group: Group, laid: Laid, permit: Permit) -> None:
-        """Wait until the group is in the spool; that ends the permit. Cancelled: both happened, or neither.
+    async def hand_over(self, group: Group, laid: Laid, permit: Permit | None) -> None:
+        """Wait for a permit, if there is none, then until the group is in the spool, which ends it.
+
+        Cancelled: the group is in the spool and the permit has ended, or neither; one that was not given is put back.
 
         Raises:
             UsageError: The permit has ended already.
+            DrainingError: No permit was given, and none is given any more.
         """
-        if self.admit(group, laid, permit):
-            return
+        held = permit or await self.acquire()
+        try:
+            if not self.admit(group, laid, held):
+                await self._admitted(group, laid, held)
+        finally:
+            if permit is None and held.is_open:
+                self.put_back(held)
+
+    async def _admitted(self, group: Group, laid: Laid, permit: Permit) -> None:
         sending = _Sending(group, laid, permit, asyncio.get_running_loop().create_future())
         self._senders.append(sending)
         self.empty.clear()
@@ -112,9 +131,14 @@ class Gate:
                 self._senders.remove(sending)
                 self.serve()
 
-    def _take_in(self, group: Group, laid: Laid, permit: Permit) -> None:
-        self._session.take_in(group, laid)
-        self._session.credit.arrive(permit)
+    def _take_in(self, group: Group, laid: Laid, permit: Permit | None) -> None:
+        credit = self._session.credit
+        if permit is None:
+            self._session.take_in(group, laid, credit.policy)
+            credit.spend()
+        else:
+            self._session.take_in(group, laid, permit.policy)
+            credit.arrive(permit)
         self.empty.clear()
 
     def put_back(self, permit: Permit) -> None:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from rolloutmq.bus.gate import Gate
 from rolloutmq.bus.saved import SpoolFile
 from rolloutmq.bus.session import Session
 from rolloutmq.bus.spool import Entry, Spool
-from rolloutmq.bus.uplink import Uplink
+from rolloutmq.bus.uplink import Uplink, cause
 from rolloutmq.schemas.delivery import Durability, RegisterProducer, RunInfo, Wait
 from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import RolloutMQError
@@ -57,6 +57,8 @@ class Producer:
         self.accepted = 0
         """Groups that were acked."""
         self._session = Session(register, Spool(spool_bytes))
+        self.as_frames: Mapping[str, int] = self._session.as_frames
+        """Groups that were not laid into shared memory, by reason: they travel as frames."""
         self._gate = Gate(self._session)
         self._uplink = Uplink(where, self._session, self._on_accepted, lambda: self._gate.waiting)
         self._uplink.on_registered = self._on_registered
@@ -217,14 +219,11 @@ class Producer:
         limit = min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes)
         laid = self._session.lay(group, limit)
         try:
-            held = permit or await self.acquire()
-            try:
-                await self._gate.hand_over(held.stamped(group), laid, held)
-            finally:
-                if permit is None and held.is_open:
-                    self._gate.put_back(held)
-        finally:
+            if not self._gate.admit(group, laid, permit):
+                await self._gate.hand_over(group, laid, permit)
+        except BaseException:
             laid.cancel()
+            raise
         await self._uplink.pass_on(laid.encoded.nbytes)
 
     def abandon(self, permit: Permit) -> None:
@@ -271,7 +270,7 @@ class Producer:
             await self._uplink.run()
         except Exception as error:
             # The boundary of the task: the error comes out of every call from now on.
-            failure = _cause(error)
+            failure = cause(error)
             logger.error(
                 "producer failed error=%s", failure, exc_info=not isinstance(failure, RolloutMQError)
             )
@@ -319,13 +318,6 @@ class Producer:
         finally:
             await self._uplink.close()
             self._log.close()
-
-
-def _cause(error: Exception) -> Exception:
-    """Return the first error that is not a group of errors."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class BlockingProducer(Facade[Producer]):
@@ -393,6 +385,11 @@ class BlockingProducer(Facade[Producer]):
     def unacked(self) -> int:
         """See `Producer.unacked`."""
         return self._object.unacked
+
+    @property
+    def as_frames(self) -> Mapping[str, int]:
+        """See `Producer.as_frames`."""
+        return self._object.as_frames
 
     @property
     def waits_s(self) -> float:

@@ -2,8 +2,9 @@
 
 The law of asking (Sync): acks are published and may be lost, so the session asks by itself after `SILENCE_S` without
 one while anything is unacked or somebody waits for credit, when something sent is overdue, soon after a rollout was
-abandoned while somebody waits for its permit, and every `ALIVE_S` in any case, so that the broker does not take it for
-dead. Only an answer to that question decides what is sent again.
+abandoned while somebody waits for its permit, and `ALIVE_S` after the broker has heard of it for the last time, by a
+question or by a group that it acked, so that it does not take it for dead. Only an answer to that question decides what
+is sent again. It overtakes groups that a busy broker has not looked at yet: where acks take long, more patience.
 
 The law of numbers: if the broker knows the session, and all that it acked of it, the numbers stay and it drops what
 it had already, also in another life of the broker. If not, the unacked groups become the first ones of a new session.
@@ -13,6 +14,7 @@ who still reads what an earlier life of the broker told him, or writes it to dis
 laid into a former one, and is not acked, goes as frames.
 """
 
+import mmap
 import secrets
 from collections import Counter
 from typing import Any, Final, NamedTuple
@@ -25,7 +27,7 @@ from rolloutmq.bus.credit import Credit
 from rolloutmq.bus.slots import Slot
 from rolloutmq.bus.spool import RESEND_S, Entry, Spool
 from rolloutmq.schemas.delivery import Ack, Goodbye, RegisterProducer, Sync
-from rolloutmq.schemas.envelope import PROTOCOL_VERSION, Envelope
+from rolloutmq.schemas.envelope import PROTOCOL_VERSION, Envelope, PolicyVersion
 from rolloutmq.schemas.errors import LimitExceededError
 from rolloutmq.schemas.trajectory import Group
 
@@ -33,6 +35,8 @@ SILENCE_S: Final = 1.0
 """Four ack intervals: as long without an ack, the acks or the broker are gone."""
 ALIVE_S: Final = 3.0
 """A third of the silence after which a broker takes a producer for dead."""
+SLACK_MAX_S: Final = 4.0
+"""Most that slow acks add to the time after which a group may be lost."""
 REPORT_S: Final = 0.1
 """Abandoned rollouts are reported at most that often."""
 PACK_GROUPS: Final = 16
@@ -75,6 +79,10 @@ class Session:
         """Groups that were not laid into the arena, by reason."""
         self._heard_at = 0.0
         self._asked_at = 0.0
+        self._known_at = 0.0
+        """When that was sent of which the broker told last that it had come."""
+        self._slack_s = 0.0
+        """Groups get so much longer to be acked than `RESEND_S`."""
         self._reported = 0
 
     def registration(self, *, new: bool = False) -> RegisterProducer:
@@ -144,7 +152,8 @@ class Session:
         self._reported = asked.abandoned
         if (ack.session, ack.epoch) == (self.number, self.epoch):
             self._heed(ack)
-        return self.acked(ack, now), self.spool.send_overdue_again(now)
+        moment = now - self._slack_s
+        return self.acked(ack, now), self.spool.send_overdue_again(moment)
 
     def _apply(self, ack: Ack, now: float) -> list[Entry]:
         self._heard_at = now
@@ -152,17 +161,26 @@ class Session:
         self.credit.grant(ack)
         if self.arena is not None:
             self.arena.slots.release(ack.released)
-        return self.spool.accepted(ack)
+        accepted = self.spool.accepted(ack)
+        if accepted:
+            self._known_at = max(self._known_at, accepted[-1].sent_at)
+            if accepted[0].sends == 1:
+                took_s = now - accepted[0].sent_at
+                self._slack_s = min(max(0.0, 2 * took_s - RESEND_S), SLACK_MAX_S)
+        return accepted
 
     def must_ask(self, now: float, waiting: bool) -> bool:
         """Whether to sync now; `waiting` says that somebody waits for credit."""
         asked_s = now - self._asked_at
         silent = now - self._heard_at >= SILENCE_S and asked_s >= SILENCE_S
         return (
-            asked_s >= ALIVE_S
+            (
+                asked_s >= ALIVE_S
+                and (now - self._known_at >= ALIVE_S or self._reported != self.credit.abandoned)
+            )
             or (silent and (waiting or len(self.spool) > 0))
             or (waiting and self.credit.abandoned != self._reported and asked_s >= REPORT_S)
-            or (asked_s >= RESEND_S and self.spool.overdue(now))
+            or (asked_s >= RESEND_S and self.spool.overdue(now - self._slack_s))
         )
 
     def ask(self, now: float) -> Sync:
@@ -205,24 +223,24 @@ class Session:
         if arena is None:
             self.as_frames[self.without_arena] += 1
             return Laid(encode_group(group, limit), None)
-        slots: list[Slot] = []
+        slot: Slot | None = None
 
-        def room(nbytes: int) -> memoryview | None:
+        def room(nbytes: int) -> tuple[mmap.mmap, int] | None:
+            nonlocal slot
             slot = arena.slots.allocate(nbytes)
             if slot is None:
                 self.as_frames["arena_full"] += 1
                 return None
-            slots.append(slot)
-            return arena.view(slot)
+            return arena.memory, slot.offset
 
         encoded = encode_group(group, limit, room)
-        return Laid(encoded, slots[0] if slots else None)
+        return Laid(encoded, slot)
 
-    def take_in(self, group: Group, laid: Laid) -> None:
-        """Put a group into the spool."""
+    def take_in(self, group: Group, laid: Laid, policy: PolicyVersion | None = None) -> None:
+        """Put a group into the spool; `policy` is for one that does not tell its own."""
         slot = laid.slot
         current = slot is not None and self.arena is not None and slot.home is self.arena.slots
-        self.spool.add(group, laid.encoded, slot if current else None)
+        self.spool.add(group, laid.encoded, slot if current else None, policy)
 
     def may_spool(self, nbytes: int) -> bool:
         """Whether a group may come into the spool now: there is room, and credit to send it.

@@ -31,8 +31,9 @@ class Slot:
         self.seq = 0
 
     def number(self, seq: int) -> None:
-        """Have it released with that number; numbers only grow."""
-        self.home.number(self, seq)
+        """Have a live slot released with that number, which is higher than any before."""
+        self.seq = seq
+        self.home.numbered.append(self)
 
     def cancel(self) -> None:
         """Free it: it will never get a number. Does nothing once it has one, or is free."""
@@ -49,7 +50,8 @@ class Slots:
         """What the live slots take together."""
         self._starts = [0] if self.capacity_bytes else []
         self._ends = [self.capacity_bytes] if self.capacity_bytes else []
-        self._numbered: deque[Slot] = deque()
+        self.numbered: deque[Slot] = deque()
+        """Those that are released by number, in the order of their numbers."""
         self._touched = 0
         """Nothing beyond this was ever in use, or it was trimmed."""
         self._peak = 0
@@ -84,26 +86,29 @@ class Slots:
                 return index
         return len(starts) - 1 if starts and ends[-1] - starts[-1] >= size else None
 
-    def number(self, slot: Slot, seq: int) -> None:
-        """Give a live slot its number, which is higher than any before."""
-        assert slot.size
-        assert not self._numbered or self._numbered[-1].seq < seq
-        slot.seq = seq
-        self._numbered.append(slot)
-
     def release(self, upto: int) -> None:
         """Free every slot with a number up to that."""
-        numbered = self._numbered
+        numbered = self.numbered
+        start = end = 0
         while numbered and numbered[0].seq <= upto:
-            self.free(numbered.popleft())
+            slot = numbered.popleft()
+            if slot.offset != end:
+                self._free(start, end)
+                start = slot.offset
+            # What was numbered in turn mostly lies in turn.
+            end = slot.offset + slot.size
+            slot.size = 0
+        self._free(start, end)
 
     def free(self, slot: Slot) -> None:
         """Let others have a slot; a second time changes nothing."""
         size, slot.size = slot.size, 0
-        if not size:
+        self._free(slot.offset, slot.offset + size)
+
+    def _free(self, start: int, end: int) -> None:
+        if start == end:
             return
-        self.used_bytes -= size
-        start, end = slot.offset, slot.offset + size
+        self.used_bytes -= end - start
         starts, ends = self._starts, self._ends
         index = bisect_left(starts, start)
         joins_next = index < len(starts) and starts[index] == end
@@ -133,3 +138,6 @@ class Slots:
         assert edges == sorted(set(edges)), edges
         gaps = sum(self._ends) - sum(self._starts)
         assert gaps + self.used_bytes == self.capacity_bytes
+        numbers = [slot.seq for slot in self.numbered]
+        assert numbers == sorted(set(numbers)), numbers
+        assert all(slot.size for slot in self.numbered)

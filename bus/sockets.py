@@ -8,6 +8,8 @@ Sockets are not thread-safe: one belongs to the thread, or to the event loop, th
 """
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -44,6 +46,40 @@ KEEPALIVE_PROBES: Final = 3
 def make_context(io_threads: int = 1) -> Context:
     """Make a context; the caller ends it with `term()` after it closed its sockets."""
     return zmq.Context(io_threads)
+
+
+class Shared:
+    """One context for all in this process that have many sockets with little traffic each; for any thread.
+
+    A context is a thread or two: a thousand of them spend more on waking each other than on what they carry. It ends
+    with the last who uses it. A forked child makes one of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: Context | None = None
+        self._users = 0
+        self._pid = 0
+
+    def borrow(self) -> Context:
+        """Return the context; `give_back` it once, after all sockets that were made with it are closed."""
+        with self._lock:
+            if self._context is None or self._pid != os.getpid():
+                self._context, self._users, self._pid = make_context(), 0, os.getpid()
+                self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+            self._users += 1
+            return self._context
+
+    def give_back(self, context: Context) -> None:
+        """End the use of a context that was borrowed in this process."""
+        with self._lock:
+            if context is not self._context or self._pid != os.getpid():
+                return
+            self._users -= 1
+            if self._users:
+                return
+            self._context = None
+        context.term()
 
 
 class Scope:
@@ -189,6 +225,10 @@ def _connected(socket: Socket, address: str) -> Socket:
         socket.close(0)
         raise ConfigError(address, f"cannot be connected to: {error.strerror}") from None
     return socket
+
+
+shared: Final = Shared()
+"""What the producers of this process use."""
 
 
 class Channel:

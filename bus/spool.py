@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from rolloutmq.bus.codec import EncodedGroup, header_of
 from rolloutmq.bus.slots import Slot
 from rolloutmq.schemas.delivery import GAP_WINDOW, Ack
-from rolloutmq.schemas.envelope import ColumnTable, GroupHeader
+from rolloutmq.schemas.envelope import ColumnTable, GroupHeader, PolicyVersion
 from rolloutmq.schemas.trajectory import Group
 
 RESEND_S: Final = 1.0
@@ -74,17 +74,31 @@ class Spool:
         """Whether there is room for a group of that size."""
         return self.nbytes + nbytes <= self.capacity_bytes
 
-    def add(self, group: Group, encoded: EncodedGroup, slot: Slot | None = None) -> Entry:
-        """Take in a group and number it, with the slot that it lies in. The caller has asked `fits`."""
-        self.last += 1
-        self.position += encoded.nbytes
-        header = header_of(group, encoded, seq=self.last, position=self.position)
+    def add(
+        self,
+        group: Group,
+        encoded: EncodedGroup,
+        slot: Slot | None = None,
+        policy: PolicyVersion | None = None,
+    ) -> Entry:
+        """Take in a group and number it. The caller has asked `fits`.
+
+        Args:
+            group: What it says of itself goes into the header.
+            encoded: The group as frames.
+            slot: Where it lies in the arena.
+            policy: Stands for the versions of a group that does not tell its own.
+        """
+        nbytes = encoded.nbytes
+        self.last = seq = self.last + 1
+        self.position += nbytes
+        header = header_of(group, encoded, seq=seq, position=self.position, policy=policy)
         entry = Entry(header, encoded.table, encoded.frames, slot=slot)
         if slot is not None:
-            slot.number(self.last)
-        self._entries[self.last] = entry
-        self._unsent.append(self.last)
-        self.nbytes += encoded.nbytes
+            slot.number(seq)
+        self._entries[seq] = entry
+        self._unsent.append(seq)
+        self.nbytes += nbytes
         return entry
 
     def restore(self, entries: Iterable[Entry], last: int, position: int) -> None:
@@ -108,11 +122,13 @@ class Spool:
     def accepted(self, ack: Ack) -> list[Entry]:
         """Remove and return what an ack of this session covers. An older ack than the last covers nothing."""
         self.cumulative = max(self.cumulative, ack.cumulative)
-        done = list(takewhile(lambda seq: seq <= ack.cumulative, self._entries))
+        first = next(iter(self._entries), self.last + 1)
+        covered: Iterable[int] = range(first, min(ack.cumulative, self.last) + 1)
         if ack.gaps:
-            done += [seq for seq in _numbers(ack) if seq in self._entries]
-        entries = [self._entries.pop(seq) for seq in done]
-        self.nbytes -= sum(entry.header.nbytes for entry in entries)
+            covered = chain(covered, _numbers(ack))
+        take = self._entries.pop
+        entries = [entry for seq in covered if (entry := take(seq, None))]
+        self.nbytes -= sum([entry.header.nbytes for entry in entries])
         return entries
 
     def unsent(self, byte_limit: int) -> Iterator[Entry]:

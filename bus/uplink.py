@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
 import zmq
@@ -25,7 +25,7 @@ from rolloutmq.bus.discovery import insist, reach
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.bus.events import Subscriber
 from rolloutmq.bus.session import PACK_GROUPS, Session
-from rolloutmq.bus.sockets import Channel, make_context, producer_push
+from rolloutmq.bus.sockets import Channel, producer_push, shared
 from rolloutmq.bus.spool import Entry
 from rolloutmq.schemas.delivery import (
     Ack,
@@ -101,11 +101,13 @@ class Uplink:
         self._session = session
         self._on_accepted = on_accepted
         self._waiting = waiting
-        self._context = make_context()
+        self._context = shared.borrow()
         self._sockets: _Sockets | None = None
         self._turn = asyncio.Lock()
         """Registering and syncing never overlap: a sync that is overtaken would be told that it is fenced."""
-        self._ask = asyncio.Event()
+        self._look = asyncio.Event()
+        self._asks = False
+        """To be asked whatever the session says."""
         self._work = asyncio.Event()
         self._turn_at = 0.0
         self._turn_groups = self._turn_bytes = 0
@@ -142,7 +144,7 @@ class Uplink:
             self.info = place.info
             if place.epoch == self._session.epoch:
                 self._session.reconnected()
-                self._ask.set()
+                self._ask()
             else:
                 self._offer_arena(client, place.arena_bytes)
                 await self._register_at(client, place.epoch)
@@ -206,7 +208,11 @@ class Uplink:
     def renew(self) -> None:
         """Open a new session in place of the present one, which has nothing unacked; `on_registered` tells when."""
         self._session.forget()
-        self._ask.set()
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asks = True
+        self._look.set()
 
     async def run(self) -> None:
         """Listen, transmit and keep until cancelled; connects again by itself.
@@ -239,7 +245,7 @@ class Uplink:
                 logger.warning("malformed ack error=%s", error)
                 continue
             if self._session.strange(ack):
-                self._ask.set()
+                self._ask()
             else:
                 self._on_accepted(self._session.acked(ack, time.monotonic()))
 
@@ -308,14 +314,18 @@ class Uplink:
         return True
 
     async def _keep(self, client: BrokerClient) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
-                    await self._ask.wait()
+            timer = loop.call_later(TICK_S, self._look.set)
+            try:
+                await self._look.wait()
+            finally:
+                timer.cancel()
+            self._look.clear()
             if self._session.arena is not None:
                 self._session.arena.trim(time.monotonic())
-            if self._ask.is_set() or self._session.must_ask(time.monotonic(), self._waiting()):
-                self._ask.clear()
+            if self._asks or self._session.must_ask(time.monotonic(), self._waiting()):
+                self._asks = False
                 if not self._session.number:
                     raise _Lost("a new session is wanted")
                 async with self._turn:
@@ -361,4 +371,11 @@ class Uplink:
         """Close the sockets, and the arena for those who have not opened it. `run` has ended before."""
         await self._disconnect()
         self._session.offer(None, "closed")
-        self._context.term()
+        shared.give_back(self._context)
+
+
+def cause(error: Exception) -> Exception:
+    """Return the first error that is not a group of errors."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

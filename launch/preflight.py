@@ -43,7 +43,7 @@ def _check_batch(config: RunConfig) -> None:
     """Refuse a batch that groups of the announced sizes never make: each step would wait for it, and be short."""
     sizes = {env.group_size for env in config.environment.values() if env.split == "train"}
     batch = config.trainer.batch_sequences
-    if config.trainer.enabled and sizes and batch % math.gcd(*sizes):
+    if config.trainer.enabled and batch and sizes and batch % math.gcd(*sizes):
         told = " or ".join(map(str, sorted(sizes)))
         raise ConfigError(
             "trainer.batch_sequences", f"{batch} sequences are not made of whole groups of {told}"

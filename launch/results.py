@@ -14,7 +14,7 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.broker.journal.remaining import remaining_ids
 from rolloutmq.services.broker.saved import load
 from rolloutmq.services.monitor.bias_table import table, verdict_line
-from rolloutmq.services.monitor.report import write_report
+from rolloutmq.services.monitor.report import bound_text, write_report
 from rolloutmq.services.monitor.summary import summarise
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def _lines(
         f"{summary['groups_dead']} dead, {summary['groups_in_flight']} in flight"
     )
     yield f"           {summary['groups_lost']} lost, {summary['groups_trained_twice']} trained twice"
-    yield f"staleness  {summary['staleness_max']} at most, the bound is {summary['staleness_bound']}"
+    yield f"staleness  {summary['staleness_max']} at most, the bound is {bound_text(summary)}"
     yield f"bias       {verdict_line(found.bias)}"
     yield f"workers    {summary['workers_min']} to {summary['workers_max']}"
     yield f"summary    {layout.summary}"

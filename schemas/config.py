@@ -24,6 +24,8 @@ from rolloutmq.schemas.delivery import Durability
 MIB: Final = 1 << 20
 SEQUENCE_BYTES: Final = 13
 """The shortest sequence there is: one token, its mask and its score. No batch is smaller than that."""
+TOKEN_BYTES: Final = 5
+"""One token of a longer one, and its mask."""
 
 NameText = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -222,8 +224,10 @@ class TrainerConfig(Section):
     weights that it publishes (`rolloutmq.trainer.weights`); an external one has its own."""
     steps: PositiveInt = 400
     """Optimizer steps of the run."""
-    batch_sequences: PositiveInt = 256
-    """Sequences of one step."""
+    batch_sequences: NonNegativeInt = 256
+    """Sequences of one step; 0 if `batch_tokens` says how much it holds."""
+    batch_tokens: NonNegativeInt = 0
+    """Most tokens of one step, instead of a number of sequences; 0 if `batch_sequences` says how many."""
     learning_rate: NonNegativeFloat = 1e-3
     warmup_steps: NonNegativeInt = 10
     """Steps of linear warm-up."""
@@ -253,6 +257,20 @@ class TrainerConfig(Section):
     """How long one pull waits at the broker before it is repeated."""
     shuffle_rewards: bool = False
     """A control: rewards are shuffled within each group, so that nothing can be learned."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sized_by_tokens(cls, given: Any) -> Any:
+        """Let a budget of tokens take the place of the usual number of sequences."""
+        if isinstance(given, dict) and given.get("batch_tokens"):
+            return {"batch_sequences": 0, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if bool(self.batch_sequences) == bool(self.batch_tokens):
+            raise ValueError("batch_tokens and batch_sequences: name one of them, the other is 0 or left out")
+        return self
 
 
 class OrchestratorConfig(Section):
@@ -314,13 +332,12 @@ class RunConfig(Section):
         shares = sum(env.min_share for env in self.environment.values())
         if shares > 1.0:
             raise ValueError(f"environment.*.min_share: together {shares:g}, at most 1 allowed")
-        batch = self.trainer.batch_sequences
-        if self.broker.high_bytes < batch * SEQUENCE_BYTES:
-            raise ValueError(
-                f"broker.high_bytes: {self.broker.high_bytes} never hold a batch of {batch} sequences"
-            )
+        batch, tokens = self.batch_sequences, self.trainer.batch_tokens
+        if self.broker.high_bytes < max(batch * SEQUENCE_BYTES, tokens * TOKEN_BYTES):
+            what = f"{tokens} tokens" if tokens else f"{batch} sequences"
+            raise ValueError(f"broker.high_bytes: {self.broker.high_bytes} never hold a batch of {what}")
         for name, env in self.environment.items():
-            if env.group_size > batch:
+            if env.group_size > batch and not tokens:
                 raise ValueError(
                     f"environment.{name}.group_size: {env.group_size} exceeds trainer.batch_sequences {batch}"
                 )
@@ -335,9 +352,15 @@ class RunConfig(Section):
                 )
         return self
 
+    @property
+    def batch_sequences(self) -> int:
+        """Sequences of one step; where a budget of tokens bounds it, the fewest that are known to fill the budget."""
+        longest = self.trainer.batch_tokens if self.model.path else self.model.max_positions
+        return self.trainer.batch_sequences or max(1, self.trainer.batch_tokens // longest)
+
     def part(self, name: str) -> int:
         """Return how many sequences of each batch an environment is expected to give, by weight or minimum share."""
         env = self.environment[name]
         peers = [peer.weight for peer in self.environment.values() if peer.split == env.split]
         share = env.weight / sum(peers) if any(peers) else 1.0 / len(peers)
-        return int(self.trainer.batch_sequences * max(share, env.min_share))
+        return int(self.batch_sequences * max(share, env.min_share))

@@ -303,6 +303,8 @@ class StatusReply(Message, tag="status_reply", frozen=True, kw_only=True):
     journal: JournalStatus = JournalStatus()
     changed: tuple[SettingStatus, ...] = ()
     """What is not as it was configured."""
+    as_frames: dict[str, int] = {}
+    """Groups accepted in this life of the broker that came as frames and not through shared memory, by reason."""
 
 
 class StepDone(Message, tag="step_done", frozen=True, kw_only=True):

@@ -267,6 +267,8 @@ class Batch(Message, tag="batch", frozen=True, kw_only=True):
     """Descriptors of the broker, for each arena that a group of the batch lies in."""
     short: bool = False
     """Fewer sequences than asked: no combination of whole groups had the number in time."""
+    over: bool = False
+    """More than asked: a group that is above that by itself goes alone, and what comes again is never cut."""
     rewound: bool = False
     """The batch was trained before, in a life of the trainer that was lost; it comes again unchanged."""
 

@@ -35,7 +35,7 @@ import torch
 from rolloutmq.bus import topics
 from rolloutmq.bus.lifecycle import log_failure, set_up_logging
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.config import RunConfig, TrainerConfig
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import (
@@ -71,15 +71,15 @@ BARREN_LIMIT: Final = 100
 """Batches in a row without any signal; a policy that still varies at all gives one long before."""
 
 
-Connect = Callable[[Path, RunInfo, PolicyVersion, float], AbstractContextManager[Uplink]]
+Connect = Callable[[Path, RunInfo, PolicyVersion, TrainerConfig], AbstractContextManager[Uplink]]
 """Joins the broker of a run directory as a trainer that has this version; see `trainer.uplink.connect`."""
 
 
 def main(run_dir: Path) -> int:
     """Train the run in `run_dir` to its last step, from its newest checkpoint if it has one; return the exit code.
 
-    0 says that the last step is taken, INTERRUPTED that a signal came before it. Blocks; for the main thread of a
-    process.
+    0 says that the last step is taken, or the last batch of a replay; INTERRUPTED that a signal came before it. Blocks;
+    for the main thread of a process.
     """
     set_up_logging()
     try:
@@ -91,7 +91,7 @@ def main(run_dir: Path) -> int:
             reached = train(config, layout, stop)
     except Exception as error:  # noqa: BLE001 - the task boundary of the process
         return log_failure("trainer", error)
-    return 0 if reached.step >= config.trainer.steps else INTERRUPTED
+    return INTERRUPTED if stop.asked and reached.step < config.trainer.steps else 0
 
 
 def train(config: RunConfig, layout: RunLayout, stop: Stop, join: Connect = connect) -> PolicyVersion:
@@ -119,7 +119,7 @@ def train(config: RunConfig, layout: RunLayout, stop: Stop, join: Connect = conn
         logger.info("ready incarnation=%d step=%d of=%d", *_pair(version), config.trainer.steps)
         with suppress(StoppedError), ExitStack() as stack:
             with stop.interrupting():
-                joining = join(layout.root, trainer.info(), version, config.trainer.pull_wait_s)
+                joining = join(layout.root, trainer.info(), version, config.trainer)
                 uplink = stack.enter_context(joining)
             trainer.run(uplink, stop)
         logger.info("ended incarnation=%d step=%d", *_pair(trainer.version))
@@ -175,7 +175,7 @@ class Trainer:
             run=self._run.name,
             tracking_project=self._run.tracking_project,
             tracking_group=self._run.tracking_group,
-            batch_sequences=self._config.batch_sequences,
+            batch_sequences=self._batch_sequences(),
             max_tokens=self._bounds.positions,
             checkpoint_dir=str(self._layout.checkpoints),
             checkpoint_interval=self._config.checkpoint_interval,
@@ -183,6 +183,10 @@ class Trainer:
             total_steps=self._config.steps,
             started=True,
         )
+
+    def _batch_sequences(self) -> int:
+        """Return the sequences of a step; of a budget of tokens the fewest that fill it, until there was one."""
+        return self._config.batch_sequences or max(1, self._config.batch_tokens // self._bounds.positions)
 
     def resume(self, saved: checkpoint.Checkpoint) -> None:
         """Go on from a checkpoint whose weights the policy has already."""
@@ -194,7 +198,7 @@ class Trainer:
         """Learn from batch after batch until the last step, the end of a replay, or a stop; leave a checkpoint."""
         if self._covered:
             self._commit(uplink)
-        with suppress(StoppedError, EndOfReplayError):
+        with suppress(StoppedError), self._to_the_end_of_a_replay():
             while self.version.step < self._config.steps and not stop.asked:
                 began = time.perf_counter()
                 with stop.interrupting():
@@ -212,6 +216,13 @@ class Trainer:
                 if wanted or self.version.step >= self._covered + self._config.checkpoint_interval:
                     self._save(uplink)
         self._save(uplink)
+
+    @contextmanager
+    def _to_the_end_of_a_replay(self) -> Iterator[None]:
+        try:
+            yield
+        except EndOfReplayError:
+            logger.info("the replay is over step=%d of=%d", self.version.step, self._config.steps)
 
     def _pull(self, uplink: Uplink) -> PulledBatch | None:
         try:

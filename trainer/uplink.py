@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from rolloutmq.bus.consumer import BlockingBatch, BlockingConsumer, Consumer
 from rolloutmq.bus.endpoint import resolve_blocking
 from rolloutmq.bus.events import Publisher
+from rolloutmq.schemas.config import TrainerConfig
 from rolloutmq.schemas.delivery import Rejected, RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import BrokerUnavailableError
@@ -120,7 +121,7 @@ class _TimedConsumer(BlockingConsumer):
 
 @contextmanager
 def connect(
-    run_dir: Path, info: RunInfo, resume: PolicyVersion, pull_wait_s: float
+    run_dir: Path, info: RunInfo, resume: PolicyVersion, config: TrainerConfig
 ) -> Iterator[BrokerUplink]:
     """Join the broker of a run as its trainer; waits for a broker as long as it takes.
 
@@ -128,12 +129,13 @@ def connect(
         run_dir: Run directory.
         info: What the run is.
         resume: The policy that the trainer has; batches of later steps come again.
-        pull_wait_s: How long one pull waits.
+        config: How large a step is, in sequences or in tokens, and how long one pull waits.
     """
     opening = partial(
         Consumer.open,
         run_dir,
-        sequences=info.batch_sequences,
+        sequences=config.batch_sequences,
+        tokens=config.batch_tokens,
         consumer=CONSUMER,
         info=info,
         resume=resume,
@@ -142,4 +144,4 @@ def connect(
         _TimedConsumer(opening, "rolloutmq consumer") as consumer,
         Publisher(resolve_blocking(run_dir).publish) as events,
     ):
-        yield BrokerUplink(consumer, events, pull_wait_s)
+        yield BrokerUplink(consumer, events, config.pull_wait_s)

@@ -1,19 +1,27 @@
 """When acks are published: at the end of a round in which they changed, and again and again while the producer lives.
 
-An ack is absolute state and PUB may drop it, so it is repeated every `ack_interval_s`. A producer that was not heard
+An ack is absolute state and PUB may drop it, so it is repeated every `ack_interval_s`; where there are many producers,
+less often, and before they ask by themselves. What tells a producer in line of its groups alone waits a little: credit
+for more will follow. A producer that was not heard
 of for most of `silence_s` gets no repetition: if it lives it asks by itself, and so is heard before it is taken for
 dead.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Ack
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.services.broker.sessions import Session, Sessions
 
-_QUIET_PART = 0.7
+REPEATS_PER_S: Final = 1000
+"""All producers together hear their last ack again about that often."""
+LONGEST_INTERVALS: Final = 3
+"""So many times `ack_interval_s` may pass between two acks, if there are many producers."""
+LONGEST_S: Final = 0.75
+"""Longest time between two acks; a producer that hears none for a second asks."""
+_QUIET_PART: Final = 0.7
 """Part of `silence_s` after which the repetition stops; a producer asks a second later."""
 
 
@@ -29,7 +37,8 @@ class Acks:
         self._epoch = epoch
         self._sessions = sessions
         self._policy = policy
-        self._ring: deque[tuple[float, Session]] = deque()
+        self._ring: dict[int, Session] = {}
+        """Living sessions by number; the one whose last ack is oldest comes first."""
 
     def adopt(self, config: BrokerConfig) -> None:
         """Go on with another patience with the silent."""
@@ -56,34 +65,40 @@ class Acks:
 
     def schedule(self, session: Session, now: float) -> None:
         """Repeat the acks of a session from now on, as long as it lives."""
-        if not session.scheduled:
-            session.scheduled = True
-            self._ring.append((now + self._interval_s, session))
+        if session.number not in self._ring:
+            self._said(session, now)
 
     def due(self, now: float) -> Iterator[Session]:
         """Yield the sessions to ack now, each once."""
-        touched = list(self._sessions.touched.values())
-        self._sessions.touched.clear()
-        for session in touched:
+        for session in self._sessions.touched.take(now):
             if session.alive:
-                session.acked_at = now
+                self._said(session, now)
                 yield session
-        while self._ring and self._ring[0][0] <= now:
-            _, session = self._ring.popleft()
+        while self._ring and self.next_repeat() <= now:
+            session = next(iter(self._ring.values()))
             if not session.alive:
-                session.scheduled = False
+                del self._ring[session.number]
                 continue
-            repeat = now - session.acked_at >= self._interval_s * 0.5
-            if repeat and now - session.heard_at < self._quiet_s:
-                session.acked_at = now
+            self._said(session, now)
+            if now - session.heard_at < self._quiet_s:
                 yield session
-            self._ring.append((now + self._interval_s, session))
+
+    def _said(self, session: Session, now: float) -> None:
+        session.acked_at = now
+        self._ring.pop(session.number, None)
+        self._ring[session.number] = session
+
+    def next_repeat(self) -> float:
+        """Return when the first of those that live is to be told again."""
+        if not self._ring:
+            return float("inf")
+        longest_s = min(self._interval_s * LONGEST_INTERVALS, LONGEST_S)
+        pause_s = max(self._interval_s, min(len(self._ring) / REPEATS_PER_S, longest_s))
+        return next(iter(self._ring.values())).acked_at + pause_s
 
     def next_due(self) -> float:
         """Return when `due` has something to yield; 0 for at once."""
-        if self._sessions.touched:
-            return 0.0
-        return self._ring[0][0] if self._ring else float("inf")
+        return min(self._sessions.touched.next_due(), self.next_repeat())
 
     def clear(self) -> None:
         """Forget the schedule."""

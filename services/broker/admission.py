@@ -23,22 +23,12 @@ from rolloutmq.schemas.delivery import Wait
 from rolloutmq.schemas.envelope import GroupHeader, Split
 from rolloutmq.services.broker.lanes import Lane, Lanes
 from rolloutmq.services.broker.sessions import Session, Sessions
+from rolloutmq.services.broker.shares import Shares
 
-WINDOW_BYTES: Final = 4 << 20
-"""Window of a producer whose groups are not known to be large. It is more than a disk writes in the time of an ack, and
-no more, since what lies in the journal before a group of another producer is what that one's ack waits for."""
-WINDOW_GROUPS: Final = 4
-"""Window in groups, for those that are."""
 STALL_S: Final = 0.5
 """A producer that may send and delivers nothing for that long may hold a group larger than its window."""
 IDLE_S: Final = 1.0
 """A grant that was not used for that long may be taken back when another producer needs the room."""
-
-
-DRAINS_BYTES: Final = 64 << 20
-"""Kept for those that drain: the whole spool of a producer, as it is by default."""
-DRAINS_PART: Final = 4
-"""At most that part of the mark is kept for them."""
 
 
 class Appetite(Enum):
@@ -64,27 +54,26 @@ class Admission:
         self._live: dict[int, Session] = {}
         self._of_lane: dict[Lane, dict[int, Session]] = {}
         self._thirsty: dict[int, Session] = {}
+        self._excess = False
+        """Windows have become smaller: somebody may have been granted more than is due to it now."""
         self._topped: tuple[Session, float] | None = None
-        self.largest = max(1, min(config.max_group_bytes, config.high_bytes // 2))
-        """Largest group that can be accepted. Producers were told: it never falls."""
-        self._keep_back()
+        self._shares = Shares(config, self._live, self._of_lane)
         self.granted_bytes = 0
         self.granted_groups = 0
-
-    def _keep_back(self) -> None:
-        high = self._config.high_bytes
-        self.spare = min(self.largest, high // 2)
-        self.drains = min(DRAINS_BYTES, high // DRAINS_PART)
 
     def adopt(self, config: BrokerConfig, now: float) -> None:
         """Go on under other marks: all grants are taken back, and made anew from the room that there is."""
         self._config = config
-        self.largest = max(self.largest, min(config.max_group_bytes, config.high_bytes // 2))
-        self._keep_back()
+        self._shares.adopt(config)
         self._topped = None
         for session in self._live.values():
             self._take_back(session)
         self.pour(now)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest group that can be accepted; never falls."""
+        return self._shares.largest
 
     @property
     def room(self) -> int:
@@ -131,19 +120,22 @@ class Admission:
         session.alive = True
         self._live[session.number] = session
         self._of_lane.setdefault(session.lane, {})[session.number] = session
+        self._shares.changed()
+        self._excess = True
         used = session.window.nbytes
         backed = min(max(0, session.promised_bytes - used), max(0, self._open_room(session)))
         session.granted_bytes = used + backed if session.promised_bytes else 0
         self.charge(session)
-        if self._open_room(session) < self.window(session):
+        if self._open_room(session) < self._shares.window(session.lane):
             self._narrow_all()
-        self.widen(session, now)
+        self._widen(session, now)
 
     def retire(self, session: Session) -> None:
         """Take back the grants of a session that is gone or silent."""
         session.alive = False
         self._live.pop(session.number, None)
         self._of_lane[session.lane].pop(session.number, None)
+        self._shares.changed()
         self._thirsty.pop(session.number, None)
         session.granted_bytes = min(session.granted_bytes, session.window.nbytes)
         self.charge(session)
@@ -169,7 +161,7 @@ class Admission:
             return ""
         if end > session.promised_bytes:
             return "position"
-        room = self.room if session.draining else min(self.room - self.drains, session.lane.room)
+        room = self.room if session.draining else min(self.room - self._shares.drains, session.lane.room)
         if end - session.granted_bytes > room:
             return "no_room"
         session.granted_bytes = end
@@ -180,7 +172,15 @@ class Admission:
         """Count a group that was just accepted, by the session's window and by its lane."""
         session.accepted_at = now
         self.charge(session)
-        self.widen(session, now)
+        self._widen(session, now, last=False)
+
+    def open_window(self, session: Session) -> int:
+        """Return how many rollouts a session may have under way without pacing."""
+        return max(session.slots, self._shares.window_groups)
+
+    def waits(self, session: Session) -> bool:
+        """Whether a session is in line for more than it has."""
+        return session.number in self._thirsty
 
     def abandoned(self, session: Session, total: int) -> None:
         """Note how many rollouts the session gave up in all; a lower number is old news."""
@@ -193,28 +193,31 @@ class Admission:
         """Return the room for everyday grants to a session; below 0 if others have more than is left for that."""
         if session.draining:
             return self.room
-        return min(self.room - self.spare - self.drains, session.lane.room)
+        return min(self.room - self._kept, session.lane.room)
 
-    def window(self, session: Session) -> int:
-        """Return how many bytes the session should be able to send without waiting."""
-        lane = session.lane
-        share = (self._config.high_bytes - self.spare - self.drains) // (2 * max(1, len(self._live)))
-        if lane.rule.high_bytes:
-            share = min(share, lane.rule.high_bytes // (2 * max(1, len(self._of_lane.get(lane, ())))))
-        seen = lane.largest_bytes
-        usual = min(share, max(WINDOW_BYTES, WINDOW_GROUPS * seen))
-        return min(self.largest, max(usual, seen))
+    @property
+    def _kept(self) -> int:
+        """Bytes that are kept back from everyday grants; who was topped up has them out of the spare."""
+        return (
+            max(0, self._shares.spare - (self._topped[0].bytes_out if self._topped else 0))
+            + self._shares.drains
+        )
 
-    def widen(self, session: Session, now: float) -> None:
-        """Grant up to a whole window, as far as there is room; who gets less waits in line."""
-        window = self.window(session)
-        want = window - session.bytes_out
-        if want <= 0 or (want < window // 4 and session.number not in self._thirsty):
+    def _widen(self, session: Session, now: float, *, last: bool = True) -> None:
+        """Grant up to a whole window, as far as there is room; who still has too little waits in line.
+
+        Unless to the `last` byte, nothing is given that is not worth an ack.
+        """
+        if not self._shares.low(session):
+            self._thirsty.pop(session.number, None)
             return
+        want = self._shares.window(session.lane) - session.bytes_out
         give = min(want, max(0, self._open_room(session)))
+        if not last and give < min(want, self._shares.worth(session.lane)):
+            give = 0
         if give > 0:
             self._grant_bytes(session, give, now)
-        if give == want:
+        if give == want or not self._shares.low(session):
             self._thirsty.pop(session.number, None)
         else:
             self._thirsty[session.number] = session
@@ -227,17 +230,32 @@ class Admission:
             session.touch()
         self.charge(session)
 
+    def flow(self, now: float) -> None:
+        """Hand out what has come free: to those that drain, then in line. Costs what those cost who get something."""
+        self._serve_line(now, last=False)
+
     def pour(self, now: float) -> None:
-        """Hand out room: to those that drain, to those that wait in line, then to one that is stalled."""
+        """Look for room on behalf of those in line, hand it out to the last byte, then to one that is stalled."""
         if self._thirsty:
             self._narrow_all()
             self._take_back_idle(now)
-        for session in sorted(self._thirsty.values(), key=lambda s: not s.draining):
-            self.widen(session, now)
+            self._serve_line(now, last=True)
         self._top_up(now)
 
+    def _serve_line(self, now: float, *, last: bool) -> None:
+        for session in [s for s in self._thirsty.values() if s.draining]:
+            self._widen(session, now, last=last)
+        for session in list(self._thirsty.values()):
+            least = 1 if last else self._shares.worth(session.lane)
+            if self.room - self._kept < least:
+                return
+            self._widen(session, now, last=last)
+
     def _narrow_all(self) -> None:
-        """Take back what exceeds the window that is due to each, now that they are more."""
+        """Take back what exceeds the window that is due to each, if they have become more."""
+        if not self._excess:
+            return
+        self._excess = False
         topped = self._topped[0] if self._topped else None
         for session in self._live.values():
             if session is not topped:
@@ -260,14 +278,14 @@ class Admission:
         missing = 0
         of_lane: defaultdict[Lane, int] = defaultdict(int)
         for session in self._thirsty.values():
-            want = self.window(session) - session.bytes_out
+            want = self._shares.window(session.lane) - session.bytes_out
             if session.lane.rule.high_bytes and not session.draining:
                 of_lane[session.lane] += want
                 want = min(want, max(0, session.lane.room))
             missing += want
         for lane in of_lane:
             of_lane[lane] -= max(0, lane.room)
-        return missing - max(0, self.room - self.spare - self.drains), of_lane
+        return missing - max(0, self.room - self._kept), of_lane
 
     def _idle(self, session: Session, now: float) -> bool:
         """Whether a session has a grant, and did nothing with it for long."""
@@ -293,14 +311,20 @@ class Admission:
             if give := self._extra(session, now):
                 session.topped_at = now
                 self._grant_bytes(session, give, now)
+                if session.bytes_out >= self._shares.window(session.lane):
+                    self._thirsty.pop(session.number, None)
                 self._topped = session, now
                 return
 
     def _extra(self, session: Session, now: float) -> int:
         """Return what a stalled session gets for its next group, 0 if there is not enough."""
-        want = self._most(session) - session.bytes_out
+        want = self._shares.due(session, in_line=self.waits(session)) - session.bytes_out
         appetite = self._appetite()
-        kept = {Appetite.NONE: self.spare + self.drains, Appetite.EATS: self.drains, Appetite.STARVED: 0}
+        kept = {
+            Appetite.NONE: self._shares.spare + self._shares.drains,
+            Appetite.EATS: self._shares.drains,
+            Appetite.STARVED: 0,
+        }
         if session.draining:
             return min(want, max(0, self.room))
         if want > session.lane.room:
@@ -317,20 +341,15 @@ class Admission:
             if peer is not session and self._idle(peer, now):
                 self._take_back(peer)
 
-    def _most(self, session: Session) -> int:
-        """Return how large the next group of a session may be."""
-        mark = session.lane.rule.high_bytes
-        return min(self.largest, mark) if mark and not session.draining else self.largest
-
     def _narrow(self, session: Session) -> None:
-        most = session.window.nbytes + self.window(session)
+        most = session.window.nbytes + self._shares.window(session.lane)
         if session.alive and session.granted_bytes > most:
             session.granted_bytes = most
             self.charge(session)
 
     def _stalled(self, session: Session, now: float) -> bool:
         waits = now - session.accepted_at > STALL_S and (session.starts_out or session.draining)
-        return bool(waits) and session.bytes_out < self._most(session)
+        return bool(waits) and session.bytes_out < self._shares.due(session, in_line=self.waits(session))
 
     def wait(self, session: Session) -> Wait:
         """Return why the session may not send another group as they usually are, if it may not."""
@@ -346,6 +365,7 @@ class Admission:
         """Forget all grants."""
         self._live.clear()
         self._of_lane.clear()
+        self._shares.changed()
         self._thirsty.clear()
         self._topped = None
         self.granted_bytes = self.granted_groups = 0

@@ -12,6 +12,8 @@ from rolloutmq.services.broker.groups import Stream
 
 CONSUMERS_LIMIT: Final = 1 << 16
 """Consumers that are remembered; a step has at most as many ranks."""
+POLL_S: Final = 10.0
+"""So long one that asked and got nothing is taken to want a batch still: it polls rather than to wait."""
 
 
 class Consumer(msgspec.Struct, eq=False):
@@ -43,6 +45,7 @@ class Consumers:
     def __init__(self) -> None:
         self._consumers: dict[str, Consumer] = {}
         self._waiting: dict[str, Waiting] = {}
+        self._polled: dict[str, float] = {}
         self._resumed: dict[str, tuple[PolicyVersion, set[str]]] = {}
 
     def find(self, name: str) -> Consumer | None:
@@ -111,6 +114,24 @@ class Consumers:
     def any_waiting(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def any_hungry(self) -> bool:
+        """Whether one waits for a batch, or asked for one in vain a moment ago."""
+        return bool(self._waiting or self._polled)
+
+    def polled(self, name: str, now: float) -> None:
+        """Note that a consumer got nothing and does not wait."""
+        self._polled[name] = now
+
+    def content(self, name: str) -> None:
+        """Note that a consumer got a batch, or gives back what it has."""
+        self._polled.pop(name, None)
+
+    def forget_polls(self, moment: float) -> None:
+        """Forget who asked in vain until `moment` and has not asked again."""
+        for name in [name for name, at in self._polled.items() if at <= moment]:
+            del self._polled[name]
+
     def stop_waiting(self, consumer: str) -> Waiting | None:
         """Forget the waiting pull of a consumer and return it."""
         return self._waiting.pop(consumer, None)
@@ -125,9 +146,11 @@ class Consumers:
         for name in [n for n, c in self._consumers.items() if c.heard_at <= moment]:
             if name not in holders and name not in self._waiting:
                 del self._consumers[name]
+                self._polled.pop(name, None)
 
     def clear(self) -> None:
         """Forget all; the caller has answered those that waited."""
         self._consumers.clear()
         self._waiting.clear()
+        self._polled.clear()
         self._resumed.clear()

@@ -20,7 +20,7 @@ from rolloutmq.schemas.delivery import (
 from rolloutmq.schemas.envelope import Split
 from rolloutmq.schemas.errors import ErrorCode, JournalWaitsError
 from rolloutmq.services.broker.actions import Route
-from rolloutmq.services.broker.consumers import Consumer, Waiting
+from rolloutmq.services.broker.consumers import POLL_S, Consumer, Waiting
 from rolloutmq.services.broker.deliveries import deliveries
 from rolloutmq.services.broker.journal.facts import Joined, Pulled, Settles
 from rolloutmq.services.broker.leases import Ended, Lease, Part
@@ -210,14 +210,17 @@ class Consuming:
             arenas=told.arenas,
             short=lease.short,
             rewound=lease.rewound,
+            over=lease.over,
         )
         self._state.outbox.reply(waiting.route, batch, told.frames, binding=True)
+        self._state.consumers.content(pull.consumer)
         for group in part.groups:
             group.body.spare()
 
     def _give_up(self, waiting: Waiting, now: float) -> None:
         state = self._state
         state.trainer_waited(waiting.wait, now - waiting.counted_at)
+        state.consumers.polled(waiting.pull.consumer, now)
         queued = state.lanes.queued_sequences(waiting.pull.split)
         state.outbox.reply(waiting.route, NoBatch(wait=waiting.wait, queued_sequences=queued))
 
@@ -280,6 +283,7 @@ class Consuming:
         if self._state.consumers.heard(request.consumer, now) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
         self._dismiss(request.consumer, now)
+        self._state.consumers.content(request.consumer)
         self._release(request.consumer, wall, failed=False, why=f"given back: {request.reason}")
         self.serve(now, wall)
         return Ok()
@@ -305,6 +309,7 @@ class Consuming:
     def tick(self, now: float, wall: float) -> None:
         """Take back the leases of the dead and the hung, answer who waited long enough, and try the others."""
         self._expire(now, wall)
+        self._state.consumers.forget_polls(now - POLL_S)
         self.serve(now, wall)
         moment = now - self._state.config.broker.silence_s
         for waiting in self._state.consumers.waiting():

@@ -68,7 +68,9 @@ from rolloutmq.services.broker.tasking import Tasking
 from rolloutmq.services.broker.unpacking import Source
 
 POUR_S: Final = 0.05
-"""How often room is looked for on behalf of producers that wait for it."""
+"""How often room is looked for on behalf of producers that wait for it; what is settled goes to them at once."""
+LOOKS_PER_S: Final = 4000
+"""So many producers are looked at in a second for that; with more of them it is done less often."""
 _TELL_NOTHING: Final = frozenset({GetInfo, WorkerBeat, GetStatus, ConsumerBeat, Shutdown})
 """Requests whose answers bind nobody to anything."""
 SWEEP_S: Final = 1.0
@@ -191,12 +193,15 @@ class BrokerCore:
             self._operating.sweep(now)
             self._tasking.sweep(now)
             state.repace = True
-        if state.repace or now >= self._pour_due:
-            self._pour_due = now + POUR_S
+        if now >= self._pour_due:
+            self._pour_due = now + min(max(POUR_S, state.admission.live / LOOKS_PER_S), SWEEP_S)
             state.admission.pour(now)
-        if state.repace:
-            state.repace = False
-            state.pacing.pace_all(now)
+            if state.repace or state.pacing.behind:
+                state.pacing.pace_all(now)
+        elif state.repace:
+            state.admission.flow(now)
+            state.pacing.pace_urgent(now)
+        state.repace = False
         self._publish_acks(now)
         self._publish_pressure(now, wall)
         return state.outbox.take()

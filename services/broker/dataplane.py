@@ -52,6 +52,8 @@ EVENT_LIMIT_BYTES: Final = 64 << 10
 """Largest event of another service; they are samples of a few hundred bytes."""
 HEALTH_S: Final = 0.05
 """How often the core is told how the journal does."""
+BURST_S: Final = 0.003
+"""Longest time that groups are taken in for before requests get their turn: a trainer waits for each of two."""
 DRAIN_S: Final = 2.0
 """At the end, longest time to take in what has already arrived."""
 QUIET_MS: Final = 20
@@ -205,7 +207,7 @@ class DataPlane:
         if self._journal is None:
             return
         self._journal.advance(time.monotonic(), urgent=self._held.urgent)
-        for action in self._held.release(self._journal.done):
+        for action in self._held.release(self._journal.done, self._journal.ahead_done):
             self._do(action)
         if self._journal.wants_snapshot:
             self._journal.append(self.core.facts())
@@ -233,8 +235,9 @@ class DataPlane:
 
     def _ingest(self, messages: int, nbytes: int) -> None:
         """Take in up to that much of what has arrived."""
+        until = time.monotonic() + BURST_S
         try:
-            while messages > 0 and nbytes > 0 and self._takes():
+            while messages > 0 and nbytes > 0 and self._takes() and time.monotonic() < until:
                 messages -= 1
                 try:
                     message = receive(self._sockets.ingest, self._max_group_bytes)
@@ -330,7 +333,7 @@ class DataPlane:
             else:
                 if self.core.disk_full and (last := self._held.last(action)) is not None:
                     self._do(last)
-                self._held.hold(journal.ticket, action)
+                self._held.wait_for(journal, action)
 
     def _do(self, action: Action) -> None:
         match action:

@@ -3,7 +3,7 @@
 What is too old for the policy that will learn is dropped here (or passed on and counted, as its environment is
 configured), and so is what cannot be read back from disk. Only what a batch would take is looked at, so that no pull
 scans a queue. Every rank gets a group: where a batch would have fewer, it is made of smaller groups, or waited for. A
-group that goes out alone, because it may be poison or is above the budget by itself, leaves the other ranks without.
+group that goes out alone, because it may be poison or is by itself more than was asked, leaves the other ranks without.
 The wait for an exact combination is measured per stream, not per request: pulls that are shorter than
 it still see it end.
 """
@@ -81,7 +81,7 @@ class Former:
 
     def _alone(self, pull: Pull) -> Formed | None:
         """Take a group that must not fail together with others, if there is one."""
-        suspect = self._lanes.suspect(pull.split, pull.sequences)
+        suspect = self._lanes.suspect(pull.split)
         if suspect is None:
             return None
         self._lanes.of(suspect).remove(suspect)
@@ -109,6 +109,28 @@ class Former:
         stocked = {lane: floors[lane] for lane in lanes if lane.sizes}
         if pull.tokens:
             return self._within(stocked, pull)
+        formed = self._fitting(stream, stocked, pull, now)
+        return self._above(stocked, pull.sequences, formed) or formed
+
+    def _above(self, floors: Floors, target: int, formed: Formed | Wait) -> Formed | None:
+        """Take a group of more than `target` sequences alone, if its turn comes before that of what was formed.
+
+        No batch will ever hold it. It goes instead of waiting, and before a batch if its environment is owed more
+        than those of the batch, or as much and it is older than what the batch takes.
+        """
+        found = [(lane, group) for lane in floors if (group := lane.oldest_above(target)) is not None]
+        if not found:
+            return None
+        lane, group = min(found, key=_turn)
+        if isinstance(formed, Formed):
+            if min(_turn((self._lanes.of(one), one)) for one in formed.groups) < _turn((lane, group)):
+                return None
+            self._lanes.put_back(formed.groups)
+        lane.remove(group)
+        return Formed([group])
+
+    def _fitting(self, stream: Stream, stocked: Floors, pull: Pull, now: float) -> Formed | Wait:
+        """Take exactly so many sequences, or as many as can be below, once that was waited for."""
         formed = self._exact(stocked, pull.sequences, pull.world_size)
         if formed is not Wait.NO_EXACT_FIT:
             return formed
@@ -208,6 +230,12 @@ class Former:
 
 def _sequences(group: StoredGroup) -> int:
     return group.header.sequences
+
+
+def _turn(candidate: tuple[Lane, StoredGroup]) -> tuple[float, int]:
+    """Say whose turn it is: whose environment is owed most, then who came first."""
+    lane, group = candidate
+    return -lane.carry, group.order
 
 
 def _groups(plan: list[Counts]) -> int:

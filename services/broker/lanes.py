@@ -191,6 +191,11 @@ class Lane:
         queues = [self.sizes[size] for size in sizes]
         return iter(queues[0]) if len(queues) == 1 else merge(*queues, key=self._key)
 
+    def oldest_above(self, sequences: int) -> StoredGroup | None:
+        """Return the oldest of the groups with more than so many sequences, suspects aside."""
+        heads = (queue[0] for size, queue in self.sizes.items() if size > sequences)
+        return min(heads, key=self._key, default=None)
+
     def oldest(self) -> StoredGroup | None:
         """Return the head of the queue."""
         heads = [queue[0] for queue in self.sizes.values()] + self.suspects[:1]
@@ -332,10 +337,9 @@ class Lanes:
         for group in groups:
             lane.leased.add(group)
 
-    def suspect(self, split: Split, sequences: int) -> StoredGroup | None:
-        """Return the oldest suspect with at most so many sequences; with any number if that is 0."""
-        most = sequences or 1 << 62
-        found = (g for lane in self.of_split(split) for g in lane.suspects if g.header.sequences <= most)
+    def suspect(self, split: Split) -> StoredGroup | None:
+        """Return the oldest suspect."""
+        found = (group for lane in self.of_split(split) for group in lane.suspects)
         return min(found, key=_order, default=None)
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:

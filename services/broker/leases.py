@@ -49,6 +49,8 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
     short: bool = False
     rewound: bool = False
     """Its groups were settled before, or leased when their trainer was rewound."""
+    over: bool = False
+    """It has more than was asked; see `measure`."""
 
     @property
     def split(self) -> Split:
@@ -61,6 +63,13 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
     @property
     def settled(self) -> bool:
         return all(part.settle is not None for part in self.parts)
+
+    def measure(self) -> None:
+        """Note whether it has more than was asked, because its one group has, or because it comes again whole."""
+        if not self.rewound and sum(len(part.groups) for part in self.parts) > 1:
+            return
+        asked = self.tokens or self.sequences
+        self.over = asked < sum(g.header.tokens if self.tokens else g.header.sequences for g in self.groups)
 
     def held_by(self, consumer: str) -> Iterator[Part]:
         """Yield the parts that a consumer has pulled and not settled."""
@@ -133,6 +142,7 @@ class Leases:
         """Hold a new lease, or one of an earlier life."""
         self.last_number = max(self.last_number, lease.number)
         self.generation = max(self.generation, lease.generation)
+        lease.measure()
         self._open[lease.number] = lease
         self._of_stream[lease.stream] = lease
 

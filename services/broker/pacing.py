@@ -14,19 +14,15 @@ The share is that of the weights among the environments that deliver; one that i
 others can fill whole batches.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heapreplace
 from math import ceil
-from typing import Final
 
 from rolloutmq.schemas.delivery import Wait
 from rolloutmq.schemas.envelope import Split
 from rolloutmq.services.broker.admission import Admission
 from rolloutmq.services.broker.lanes import NO_MARK, Lane, Lanes
 from rolloutmq.services.broker.sessions import Session
-
-OPEN_WINDOW: Final = 256
-"""Rollouts that a producer may have under way without pacing: bytes and groups bound it, not this."""
 
 
 class Pacing:
@@ -41,9 +37,27 @@ class Pacing:
         self.batch_sequences = batch
         self.batch_tokens = 0
         """Budget of a batch, where it is pulled by tokens."""
+        self.behind = False
+        """Some lanes were left out since `pace_all`."""
+        self._short: set[Lane] = set()
+        """Lanes without pacing in which somebody may begin fewer than it should: there were no more."""
 
     def pace_all(self, now: float) -> None:
         """Grant in every lane."""
+        self.behind = False
+        self._short.clear()
+        for lane, share in self._shares(now):
+            self._pace(lane, share)
+
+    def pace_urgent(self, now: float) -> None:
+        """Grant where somebody may wait for it; elsewhere windows are filled by what arrives."""
+        for lane, share in self._shares(now):
+            if lane.rule.pacing or lane in self._short:
+                self._pace(lane, share)
+            else:
+                self.behind = True
+
+    def _shares(self, now: float) -> Iterator[tuple[Lane, float]]:
         for split in Split:
             lanes = self._lanes.of_split(split)
             active = [lane for lane in lanes if self._delivers(lane, now)]
@@ -51,7 +65,7 @@ class Pacing:
             for lane in lanes:
                 extra = not self._delivers(lane, now)
                 own = lane.weight if extra and lane.connected else 0.0
-                self._pace(lane, _share(lane, weight + own, peers + extra))
+                yield lane, _share(lane, weight + own, peers + extra)
 
     def pace(self, lane: Lane, now: float) -> None:
         """Grant in one lane, the others being as they are."""
@@ -75,6 +89,7 @@ class Pacing:
         room, full = self._admission.starts(lane)
         if room < free or not lane.rule.pacing:
             free, reason = min(free, room), full if not self.stalled else reason
+        self._short.discard(lane)
         self._grant(open_, free, paced=lane.rule.pacing)
         for session in sessions:
             wait = self._admission.wait(session)
@@ -109,7 +124,7 @@ class Pacing:
         at the next `pace_all` with it, once for all that came in the meantime.
         """
         paced = session.lane.rule.pacing
-        window = session.slots if paced else max(session.slots, OPEN_WINDOW)
+        window = session.slots if paced else self._admission.open_window(session)
         if session.draining or session.starts_out * 2 > window:
             return False
         if not paced and not self.stalled:
@@ -120,9 +135,10 @@ class Pacing:
         """Give one rollout at a time to whoever has fewest, within its limit."""
         heap = []
         for session in sessions:
-            limit = session.slots if paced else max(session.slots, OPEN_WINDOW)
-            if session.starts_out < limit:
-                heap.append((session.starts_out, session.number, limit, session))
+            limit = session.slots if paced else self._admission.open_window(session)
+            out = session.starts_out
+            if out < limit if paced else out * 2 <= limit:
+                heap.append((out, session.number, limit, session))
         heapify(heap)
         given: dict[int, Session] = {}
         while heap and free > 0:
@@ -135,6 +151,8 @@ class Pacing:
                 heapreplace(heap, (out + more, number, limit, session))
             else:
                 heappop(heap)
+        if heap and not paced:
+            self._short.add(heap[0][3].lane)
         for session in given.values():
             self._admission.charge(session)
             session.touch()

@@ -25,8 +25,8 @@ from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Body
 from rolloutmq.services.broker.journal.facts import Declared, Opened, Produced, Skipped, Told
 from rolloutmq.services.broker.lanes import Lane
-from rolloutmq.services.broker.pacing import OPEN_WINDOW
 from rolloutmq.services.broker.sessions import Session
+from rolloutmq.services.broker.shares import OPEN_WINDOW
 from rolloutmq.services.broker.state import State, refuse
 
 BEGUN_LIMIT: Final = 1 << 40
@@ -83,12 +83,13 @@ class Producing:
         """Read the arena that a producer offers from now on, if it can be read. What lies in another is still held."""
         if session.arena is not None and session.arena_ref == ref and session.arena.goes_on():
             return
-        session.arena, session.arena_ref = None, None
+        session.arena, session.arena_ref, session.without_arena = None, None, "not_offered"
         if ref is not None:
             found = self._state.arenas.claim(ref, session.window, session.touch)
             if isinstance(found, Arena):
-                session.arena, session.arena_ref = found, ref
+                session.arena, session.arena_ref, session.without_arena = found, ref, ""
             else:
+                session.without_arena = found
                 self._state.rejected[found] += 1
 
     def untell(self, worker: str) -> None:
@@ -192,7 +193,10 @@ class Producing:
             else:
                 self._state.rejected[refusal] += 1
             start = end
-        session.touch()
+        if self._state.admission.waits(session):
+            session.touch_later(now)
+        else:
+            session.touch()
         return accepted
 
     def _sender(self, envelope: Envelope, frames: Sequence[Any], now: float) -> Session | str:
@@ -242,6 +246,8 @@ class Producing:
         slot: Slot | None = None
         if offset is not None and session.arena is not None:
             slot, frames = session.arena.take(header.seq, offset, header.nbytes, lane.env)
+        else:
+            state.as_frames[session.without_arena or "arena_full"] += 1
         group = StoredGroup(
             header=header,
             env=lane.env,

@@ -45,7 +45,7 @@ class Run:
             run=config.run.name,
             tracking_project=config.run.tracking_project,
             tracking_group=config.run.tracking_group,
-            batch_sequences=config.trainer.batch_sequences,
+            batch_sequences=config.batch_sequences,
             checkpoint_interval=config.trainer.checkpoint_interval,
             total_steps=config.trainer.steps,
         )
@@ -63,7 +63,7 @@ class Run:
         if self._recent:
             return max(1, round(sum(self._recent) / len(self._recent)))
         told = max(self._pulled, self.info.batch_sequences)
-        return told or self._config.trainer.batch_sequences
+        return told or self._config.batch_sequences
 
     def serves(self, run: str) -> bool:
         """Whether a request that names this run is at the right broker."""

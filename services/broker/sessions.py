@@ -24,8 +24,46 @@ PRODUCERS_LIMIT: Final = 1 << 16
 """Producers that are remembered; beyond it the one that is over for longest is forgotten."""
 LOST_LIMIT: Final = 1 << 32
 """Most groups that a session can have lost: what it says is not believed beyond."""
+GATHER_S: Final = 0.05
+"""So long an ack may wait that tells of groups and not of new credit; a fifth of the time in which it is repeated."""
 _EPOCH_SHIFT: Final = 20
 """A million sessions in each life of the broker before numbers of two lives could meet."""
+
+
+class Touched:
+    """Sessions whose ack has changed since it was published.
+
+    Attributes:
+        now: Whose ack is published at the end of the round.
+        later: Whose ack can wait, and until when; in the order of that.
+    """
+
+    __slots__ = ("later", "now")
+
+    def __init__(self) -> None:
+        self.now: dict[int, Session] = {}
+        self.later: dict[int, tuple[float, Session]] = {}
+
+    def take(self, now: float) -> "list[Session]":
+        """Remove and return the sessions whose ack is due."""
+        for session in self.now.values():
+            self.later.pop(session.number, None)
+        due = list(self.now.values())
+        self.now.clear()
+        while self.later and (first := next(iter(self.later.values())))[0] <= now:
+            due.append(self.later.pop(first[1].number)[1])
+        return due
+
+    def next_due(self) -> float:
+        """Return when `take` has something to return; 0 for at once."""
+        if self.now:
+            return 0.0
+        return next(iter(self.later.values()))[0] if self.later else float("inf")
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self.now.clear()
+        self.later.clear()
 
 
 class Session:
@@ -44,10 +82,11 @@ class Session:
     """
 
     __slots__ = (
-        "_touched", "abandoned", "accepted_at", "acked_at", "alive", "arena", "arena_ref", "charged_bytes",
+        "_later", "_touched", "abandoned", "accepted_at", "acked_at", "alive", "arena", "arena_ref", "charged_bytes",
         "charged_starts", "closed", "draining", "granted_at", "granted_bytes", "heard_at", "host", "key", "lane",
-        "number", "pid", "produced", "produced_before", "producer", "promised_bytes", "scheduled", "slots",
+        "number", "pid", "produced", "produced_before", "producer", "promised_bytes", "slots",
         "start_limit", "tables", "topped_at", "wait", "window",
+        "without_arena",
     )  # fmt: skip
 
     def __init__(
@@ -56,7 +95,7 @@ class Session:
         request: RegisterProducer,
         lane: Lane,
         now: float,
-        touched: "dict[int, Session]",
+        touched: "Touched",
     ) -> None:
         self.number = number
         self._touched = touched
@@ -85,13 +124,18 @@ class Session:
         self.granted_at = now
         self.topped_at = 0.0
         self.acked_at = 0.0
-        self.scheduled = False
         self.arena: Arena | None = None
         self.arena_ref: ArenaRef | None = None
+        self.without_arena = "not_offered"
+        """Why no arena of the session is read; empty if one is."""
 
     def touch(self) -> None:
         """Have an ack published at the end of this round."""
-        self._touched[self.number] = self
+        self._touched.now[self.number] = self
+
+    def touch_later(self, now: float) -> None:
+        """Have an ack published soon, with what else there is to tell by then."""
+        self._touched.later.setdefault(self.number, (now + GATHER_S, self))
 
     @property
     def used(self) -> int:
@@ -141,8 +185,7 @@ class Sessions:
         self._sessions: dict[int, Session] = {}
         self._producers: dict[str, _Producer] = {}
         self.lost_of_collapsed = 0
-        self.touched: dict[int, Session] = {}
-        """Sessions whose ack has changed since it was published."""
+        self.touched = Touched()
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
@@ -214,7 +257,7 @@ class Sessions:
         """Begin a life: nobody has been heard of yet."""
         self.touched.clear()
         for session in self:
-            session.alive = session.scheduled = False
+            session.alive = False
             session.granted_bytes = session.promised_bytes = session.start_limit = 0
             session.heard_at = session.accepted_at = session.granted_at = now
 

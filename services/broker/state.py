@@ -83,6 +83,8 @@ class State:
         self.trainer_waits_s: defaultdict[str, float] = defaultdict(float)
         self.producer_waits_s: defaultdict[str, float] = defaultdict(float)
         self.rejected: Counter[str] = Counter()
+        self.as_frames: Counter[str] = Counter()
+        """Groups that came as frames and not through shared memory, by reason."""
         self.newest: dict[str, tuple[StoredGroup, Frames]] = {}
         """Newest group of each environment, in any state."""
         self.arenas = Arenas(broker.high_bytes, open_arena, self._leave_arena)
@@ -119,7 +121,7 @@ class State:
 
     def _appetite(self) -> Appetite:
         if not len(self.leases):
-            if self.consumers.any_waiting:
+            if self.consumers.any_hungry:
                 return Appetite.STARVED
             if self.lanes.queued_sequences(Split.TRAIN) >= self.run.batch_sequences:
                 return Appetite.NONE

@@ -89,6 +89,7 @@ class Status:
             rejected_messages=sum(n for why, n in rejected.items() if why not in UNCOUNTED),
             rejected_by_reason=dict(rejected),
             changed=self._tuning.differences(),
+            as_frames=dict(state.as_frames),
         )
 
     def _count_waits(self, now: float) -> None:

@@ -1,10 +1,12 @@
 """What is known of a run at this moment: events in, state out. Pure; times are given, on any steady clock."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Final
 
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import Pressure, ScaleDecision, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.envelope import Split
 from rolloutmq.schemas.telemetry import (
     Event,
     GpuAbsence,
@@ -12,6 +14,7 @@ from rolloutmq.schemas.telemetry import (
     HostSample,
     ProcessSample,
 )
+from rolloutmq.services.monitor.bounds import configured_bounds
 
 RATE_WINDOW_S: Final = 10.0
 """Steps a second are measured over this long: short enough to show a stall, long enough not to jump."""
@@ -27,15 +30,17 @@ class Board:
         name: Name of the run.
         total_steps: Steps that it shall have; 0 if nobody said.
         low, high: Band of the rollout pressure in which the number of workers is left alone.
-        staleness_bound: The largest `max_staleness`.
+        bounds: `max_staleness` of each environment that is trained on, until the broker says which is in force.
     """
 
-    def __init__(self, name: str, total_steps: int, low: float, high: float, staleness_bound: int) -> None:
+    def __init__(
+        self, name: str, total_steps: int, low: float, high: float, bounds: Mapping[str, int]
+    ) -> None:
         self.name = name
         self.total_steps = total_steps
         self.low = low
         self.high = high
-        self.staleness_bound = staleness_bound
+        self._bounds = dict(bounds)
         self.pressure: Pressure | None = None
         self.step: StepDone | None = None
         self.host: HostSample | None = None
@@ -51,13 +56,12 @@ class Board:
     @classmethod
     def of(cls, config: RunConfig) -> "Board":
         """Make a board for a configured run."""
-        bounds = [env.max_staleness for env in config.environment.values() if env.split == "train"]
         return cls(
             config.run.name,
             config.trainer.steps if config.trainer.enabled else 0,
             config.orchestrator.low_pressure,
             config.orchestrator.high_pressure,
-            max(bounds, default=0),
+            configured_bounds(config),
         )
 
     def feed(self, event: Event, now: float) -> None:
@@ -68,6 +72,7 @@ class Board:
             case Pressure():
                 self.pressure = event
                 self._pressure_at = now
+                self._bounds |= {x.env: x.max_staleness for x in event.lanes if x.split is Split.TRAIN}
             case StepDone():
                 self._take_step(event, now)
             case HostSample():
@@ -91,6 +96,11 @@ class Board:
         self.step = step
         self._rewards.append((step.step, step.reward))
         self._steps.append((now, step.step))
+
+    @property
+    def staleness_bound(self) -> int:
+        """The largest bound in force."""
+        return max(self._bounds.values(), default=0)
 
     @property
     def steps_done(self) -> int:

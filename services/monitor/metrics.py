@@ -14,6 +14,8 @@ from typing import Final
 import msgspec
 
 from rolloutmq.schemas.control import WorkerState
+from rolloutmq.schemas.envelope import Split
+from rolloutmq.services.monitor.bounds import BoundChange
 from rolloutmq.services.monitor.lines import read_lines
 
 SILENT_S: Final = 3.0
@@ -27,6 +29,7 @@ class Line(msgspec.Struct, frozen=True):
     kind: str = ""
     rollout_pressure: float = 0.0
     late_members: dict[str, int] = {}
+    lanes: tuple["LaneLine", ...] = ()
     worker_states: dict[str, int] = {}
     workers: tuple["WorkerLine", ...] | None = None
     incarnation: int = 0
@@ -34,6 +37,14 @@ class Line(msgspec.Struct, frozen=True):
     reward: float = 0.0
     staleness_max: int = 0
     tokens: int = 0
+
+
+class LaneLine(msgspec.Struct, frozen=True):
+    """One queue in a pressure."""
+
+    env: str
+    split: Split = Split.TRAIN
+    max_staleness: int | None = None
 
 
 class WorkerLine(msgspec.Struct, frozen=True):
@@ -91,6 +102,8 @@ class Metrics:
     pressures: list[PressurePoint] = field(default_factory=list)
     steps: list[StepPoint] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    bounds: list[BoundChange] = field(default_factory=list)
+    """What bounds of staleness the broker had for its environments, with those that changed."""
     first_t: float = 0.0
     last_t: float = 0.0
     late_members: int = 0
@@ -155,6 +168,16 @@ def _end_of(worker: WorkerLine) -> MarkKind | None:
             return MarkKind.KILLED if worker.silent_s > SILENT_S else None
 
 
+def _changes(line: Line, bounds: dict[str, int]) -> list[BoundChange]:
+    """Return the bounds that are other than before, and note them."""
+    told = {
+        x.env: x.max_staleness for x in line.lanes if x.split is Split.TRAIN and x.max_staleness is not None
+    }
+    found = [BoundChange(line.t, env, bound) for env, bound in told.items() if bounds.get(env) != bound]
+    bounds |= told
+    return found
+
+
 def read_metrics(path: Path) -> Metrics:
     """Read the record of a run; empty if there is none.
 
@@ -164,6 +187,7 @@ def read_metrics(path: Path) -> Metrics:
     metrics = Metrics()
     watch = WorkerWatch()
     taken: set[tuple[int, int]] = set()
+    bounds: dict[str, int] = {}
     for line in read_lines(path, Line):
         metrics.first_t = metrics.first_t or line.t
         metrics.last_t = line.t
@@ -179,6 +203,7 @@ def read_metrics(path: Path) -> Metrics:
                 )
             )
             metrics.marks += watch.see(line.t, line.workers or ())
+            metrics.bounds += _changes(line, bounds)
         elif line.kind == "step_done" and (line.incarnation, line.step) not in taken:
             taken.add((line.incarnation, line.step))
             metrics.steps.append(StepPoint(line.t, line.step, line.reward, line.staleness_max, line.tokens))

@@ -15,6 +15,7 @@ from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.services.monitor.bounds import bounds_in_force
 from rolloutmq.services.monitor.lines import read_lines
 from rolloutmq.services.monitor.metrics import MarkKind, Metrics, read_metrics
 from rolloutmq.services.monitor.summary import TrainerLog, read_trainer_log
@@ -67,7 +68,7 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
     _title(figure, config, summary)
     _reward(panels[0], log, start)
     _pressure(panels[1], metrics, config, start)
-    _staleness(panels[2], log, summary, start)
+    _staleness(panels[2], log, bounds_in_force(config, metrics.bounds), start)
     _workers(panels[3], metrics, start)
     _marks(panels, metrics, log, start)
     for panel in panels:
@@ -99,10 +100,17 @@ def key_figures(summary: dict[str, Any]) -> str:
         parts.append(f"{summary.get('groups_lost', 0)} lost")
         parts.append(f"{summary.get('groups_trained_twice', 0)} trained twice")
     if summary.get("staleness_bound") is not None:
-        parts.append(f"staleness {summary.get('staleness_max', 0)} of {summary['staleness_bound']}")
+        parts.append(f"staleness {summary.get('staleness_max', 0)} of {bound_text(summary)}")
     if summary.get("late_members"):
         parts.append(f"{summary['late_members']:,} late members")
     return "   ·   ".join(parts)
+
+
+def bound_text(summary: dict[str, Any]) -> str:
+    """Return the bound in force at the end, and the largest before if it was another one."""
+    bound = summary["staleness_bound"]
+    most = summary.get("staleness_bound_max", bound)
+    return f"{bound}" if most == bound else f"{bound}, {most} before"
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -147,18 +155,21 @@ def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float) -> 
     _label(panel, "rollout pressure", f"batches queued; band {low:g} to {high:g}", PRESSURE)
 
 
-def _staleness(panel: Any, log: TrainerLog, summary: dict[str, Any], start: float) -> None:
+def _staleness(panel: Any, log: TrainerLog, bounds: Sequence[tuple[float, int]], start: float) -> None:
     batches = [batch for batch in log.batches if batch.staleness]
     times = [batch.at - start for batch in batches]
     worst = [max(batch.staleness) for batch in batches]
     mean = [sum(batch.staleness) / len(batch.staleness) for batch in batches]
-    bound = summary.get("staleness_bound")
-    if bound is not None:
-        panel.axhline(bound, color=KILL, linewidth=0.9, linestyle=(0, (4, 3)))
+    end = max([0.0, *times])
+    since = [min(end, max(0.0, t - start)) for t, _ in bounds]
+    limits = [bound for _, bound in bounds]
+    if bounds:
+        style: dict[str, Any] = {"color": KILL, "linewidth": 0.9, "linestyle": (0, (4, 3))}
+        panel.plot([*since, max(end, 1.0)], [*limits, limits[-1]], drawstyle="steps-post", **style)
     panel.plot(times, worst, ".", color=STALENESS, alpha=0.45, markersize=2.2)
     breaks = [at - start for at in log.resumed_at]
     panel.plot(*_broken(times, smoothed(mean, SMOOTHED_STEPS), breaks), color=STALENESS, linewidth=1.4)
-    panel.set_ylim(-0.3, max([bound or 0, 1, *worst]) + 0.8)
+    panel.set_ylim(-0.3, max([1, *limits, *worst]) + 0.8)
     _label(
         panel, "staleness", "policy versions; dots: largest of a step, line: mean, dashed: bound", STALENESS
     )

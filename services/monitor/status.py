@@ -78,6 +78,11 @@ def status_text(reply: StatusReply) -> str:
         )
     if reply.journal.health != "none":
         rows.insert(1, ("journal", _journal(reply.journal)))
+    if reply.as_frames:
+        reasons = ", ".join(f"{why} {count:,}" for why, count in reply.as_frames.items())
+        rows.append(
+            ("frames", f"{sum(reply.as_frames.values()):,} groups not through shared memory ({reasons})")
+        )
     if reply.rejected_messages:
         reasons = ", ".join(f"{why} {count}" for why, count in reply.rejected_by_reason.items())
         rows.append(("refused", f"{reply.rejected_messages} messages ({reasons})"))

@@ -17,6 +17,7 @@ from typing import Any, Final
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import AckedGroup, DroppedGroup, SettledBatch
+from rolloutmq.services.monitor.bounds import bounds_in_force
 from rolloutmq.services.monitor.lines import read_lines
 from rolloutmq.services.monitor.metrics import Metrics, read_metrics
 
@@ -164,7 +165,7 @@ def summarise(
 
     Args:
         layout: Where the logs are; a missing one is an empty one.
-        config: Of the run; gives the staleness bound.
+        config: Of the run; gives the staleness bounds that nobody changed.
         saved_ids: Reads the ids of the groups that the broker still has, from wherever it left them.
         wall_s: Seconds that the run took. Without it, the span of what was recorded.
 
@@ -189,7 +190,9 @@ def summarise(
         - trainer_resumes: times that a trainer came back from a checkpoint.
         - staleness_max: largest number of steps between the policy that sampled a group and the one that learned
           from it, over the batches that count.
-        - staleness_bound: the largest `max_staleness` of the environments.
+        - staleness_bound: the largest `max_staleness` of the environments, as it was in force at the end.
+        - staleness_bound_max: the largest that was in force at any time: no less than `staleness_max`, unless what is
+          too old is passed on.
         - workers_min, workers_max: fewest and most workers ready at once, from the first time that `min_workers`
           were to the last step.
         - steps_per_s: steps over the time from the first to the last of them.
@@ -207,7 +210,7 @@ def summarise(
         **_progress(log, seen, wall_s),
         **_groups(accounts, log),
         "groups_acked_twice": acks.repeated,
-        **_staleness(log, config),
+        **_staleness(log, bounds_in_force(config, seen.bounds)),
         "workers_min": min(ready, default=0),
         "workers_max": max(ready, default=0),
         "tokens": sum(step.tokens for step in seen.steps),
@@ -246,11 +249,11 @@ def _groups(accounts: Accounts, log: TrainerLog) -> dict[str, int]:
     }
 
 
-def _staleness(log: TrainerLog, config: RunConfig) -> dict[str, int | None]:
-    bounds = [env.max_staleness for env in config.environment.values() if env.split == "train"]
+def _staleness(log: TrainerLog, bounds: Sequence[tuple[float, int]]) -> dict[str, int | None]:
     return {
         "staleness_max": max((most for batch in log.batches for most in batch.staleness), default=0),
-        "staleness_bound": max(bounds, default=None),
+        "staleness_bound": bounds[-1][1] if bounds else None,
+        "staleness_bound_max": max((bound for _, bound in bounds), default=None),
     }
 
 

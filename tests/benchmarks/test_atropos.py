@@ -30,6 +30,13 @@ def test_small_bodies_and_the_other_way_are_plain(payload: dict[str, object], co
     assert json.loads(body) == payload
 
 
+@pytest.mark.rival
+@pytest.mark.skipif(bool(atropos.missing()), reason=atropos.missing())
+@pytest.mark.parametrize("coding", ["gzip", "identity"])
+def test_theirs_brings_every_group_to_the_trainer(coding: atropos.Coding) -> None:
+    assert atropos.their_rate(coding, groups=atropos.BATCH_GROUPS) > 0
+
+
 @pytest.mark.parametrize("source", ["lists", "arrays"])
 def test_ours_brings_every_group_to_the_trainer(source: atropos.Source) -> None:
     assert atropos.our_rate(source, groups=atropos.BATCH_GROUPS) > 0

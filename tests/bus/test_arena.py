@@ -42,7 +42,7 @@ def test_a_reader_sees_what_was_laid_and_can_change_nothing() -> None:
     with made() as one:
         slot = one.slots.allocate(100)
         assert slot is not None
-        one.view(slot)[:] = bytes(range(100))
+        one.memory[slot.offset : slot.offset + slot.nbytes] = bytes(range(100))
         mapped = Mapped(one.ref)
         assert mapped.view[slot.offset : slot.offset + 100] == bytes(range(100))
         assert mapped.view.readonly
@@ -56,7 +56,7 @@ def test_the_bytes_outlive_whoever_made_them() -> None:
     with made() as one:
         slot = one.slots.allocate(3)
         assert slot is not None
-        one.view(slot)[:] = b"abc"
+        one.memory[slot.offset : slot.offset + slot.nbytes] = b"abc"
         mapped = Mapped(one.ref)
     view = mapped.view
     mapped.close()
@@ -70,7 +70,7 @@ def test_an_arena_takes_only_the_memory_in_use_and_gives_a_peak_back() -> None:
             slot = one.slots.allocate(1 << 20)
             assert slot is not None
             slot.number(seq)
-            one.view(slot)[:] = bytes(1 << 20)
+            one.memory[slot.offset : slot.offset + slot.nbytes] = bytes(1 << 20)
         assert resident(one) == 10 << 20
         one.trim(0.0)
         one.slots.release(10)

@@ -1,6 +1,7 @@
 """The wire, by properties: what goes in comes out bit for bit, and whatever else comes in is a WireError."""
 
 import math
+import mmap
 import resource
 import struct
 from collections.abc import Callable
@@ -209,12 +210,13 @@ class Room:
 
     def __init__(self) -> None:
         self.asked: list[int] = []
-        self.whole = bytearray()
+        self.whole = mmap.mmap(-1, 1)
 
-    def __call__(self, nbytes: int) -> memoryview:
+    def __call__(self, nbytes: int) -> tuple[mmap.mmap, int]:
         self.asked.append(nbytes)
-        self.whole = bytearray(b"\xa5" * (nbytes + 2))
-        return memoryview(self.whole)[1:-1]
+        self.whole = mmap.mmap(-1, nbytes + 2)
+        self.whole[:] = b"\xa5" * (nbytes + 2)
+        return self.whole, 1
 
 
 def small_and_big() -> list[Group]:
@@ -255,6 +257,16 @@ def test_all_columns_lie_in_one_frame_where_there_is_room(group: Group) -> None:
         assert (which, offset % 64) == (0, 0)
         used[offset : offset + nbytes] = True
     assert not np.frombuffer(frame, np.uint8)[~used].any()
+
+
+def test_a_column_that_is_not_of_one_piece_is_laid_out_as_one_that_is() -> None:
+    values = np.arange(12, dtype=np.int32)
+    lengths = (np.array([2, 4], np.uint32),)
+    pieces = Column(Dtype.I32, values[::2], lengths), Column(Dtype.I32, values[::2].copy(), lengths)
+    rows = [[1, 2], [3, 4, 5, 6]]
+    apart, whole = (Group.build("g", tokens=rows, mask=rows, scores=[0, 1], mine=one) for one in pieces)
+    assert encode_group(apart, LIMIT) == encode_group(whole, LIMIT)
+    assert encode_group(apart, LIMIT, Room()) == encode_group(whole, LIMIT, Room())
 
 
 @pytest.mark.parametrize("group", small_and_big(), ids=["small", "big"])

@@ -90,13 +90,14 @@ async def test_a_batch_is_pulled_decoded_and_settled(fake: "FakeBroker", group: 
         Group.build("a", tokens=[[1, 2], []], mask=[[0, 1], []], scores=[0.0, 1.0], oldest=old, newest=V0),
         group("b", n=3),
     ]
-    fake.answers[Pull] = answers(leased(groups, short=True, rewound=True))
+    fake.answers[Pull] = answers(leased(groups, short=True, over=True, rewound=True))
     async with fake.running(), Consumer.open(fake.layout.root, sequences=5, info=RunInfo(run="r")) as c:
         batch = await c.pull(11, V0)
         assert [g.group_id for g in batch.groups] == ["a", "b"]
         assert [row.tolist() for row in batch.groups[0]["tokens"]] == [[1, 2], []]
         assert batch.groups[0].env == "e"
-        assert (batch.step, batch.lease, batch.short, batch.rewound) == (11, 1, True, True)
+        assert (batch.step, batch.lease) == (11, 1)
+        assert (batch.short, batch.over, batch.rewound) == (True, True, True)
         assert (batch.sequences, batch.tokens) == (5, 14)
         assert batch.staleness() == (3, 10)
         assert batch.staleness(V1) == (4, 11)
@@ -163,6 +164,21 @@ async def test_a_reply_that_lies_about_its_frames_gives_rejections(
         batch = await c.pull(11, V0)
         assert not batch.groups
         assert len(batch.rejected) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "filtered", "after"),
+    [(2, [], V1), (2, ["a"], V0), (1, ["a"], V0)],
+    ids=["empty", "some", "one"],
+)
+async def test_a_rank_that_has_nothing_to_learn_from_steps_on_if_the_others_may_have(
+    fake: "FakeBroker", group: MakeGroup, ranks: int, filtered: list[str], after: PolicyVersion
+) -> None:
+    fake.answers[Pull] = answers(leased([group(name) for name in filtered]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8, world_size=ranks) as c:
+        await c.settle(await c.pull(11, V0), filtered=filtered)
+        assert c.version == after
+    assert fake.asked_for(Settle)[0].version == after
 
 
 @pytest.mark.parametrize(("sequences", "tokens"), [(0, 0), (8, 8), (0, -1), (8, -8)])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -83,9 +84,11 @@ async def test_groups_come_back_bit_for_bit_and_views_survive_the_batch(run_dir:
         assert (group.started_at, group.finished_at, group.task, group.env) == (1.5, 2.5, sent.task, "e")
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "ahead"), [("ipc", False), ("ipc", True), ("tcp", False)], ids=["ipc", "ahead", "tcp"]
+)
 async def test_a_broker_that_ends_in_order_loses_nothing(
-    run_dir: Path, group: MakeGroup, tmp_path: Path, transport: str
+    run_dir: Path, group: MakeGroup, tmp_path: Path, transport: str, ahead: bool
 ) -> None:
     """It restarts twice in the middle: what it had accepted is trained after, what it had not is sent again."""
     log, layout, total = tmp_path / "acks.jsonl", RunLayout(run_dir), 60
@@ -108,7 +111,7 @@ async def test_a_broker_that_ends_in_order_loses_nothing(
             trained.update(g.group_id for g in batch.groups)
 
     with running_broker(settings, layout):
-        opened = Consumer.open(run_dir, sequences=8)
+        opened = Consumer.open(run_dir, sequences=8, ahead=ahead)
         c = await opened.__aenter__()
         producing = asyncio.create_task(produce())
         await train(3)
@@ -155,6 +158,35 @@ async def test_a_broker_that_comes_back_with_its_journal_is_only_a_pause(
             await stack.aclose()
 
 
+@pytest.mark.parametrize("durability", list(Durability))
+async def test_what_is_pulled_ahead_is_trained_once_or_given_back(
+    run_dir: Path, group: MakeGroup, durability: Durability
+) -> None:
+    with running_broker(config(durability=durability.value), RunLayout(run_dir)) as broker:
+        async with Producer.open(run_dir, env="e", producer="p", group_size=2) as p:
+            for index in range(20):
+                await p.send(group(f"g-{index}"))
+            assert await p.flush(10)
+        seen: list[str] = []
+        async with Consumer.open(run_dir, sequences=8, ahead=True) as c:
+            async for batch in c:
+                seen += [each.group_id for each in batch.groups]
+                await batch.ack()
+                if batch.step == 3:
+                    break
+        async with Consumer.open(run_dir, sequences=8, consumer="next", resume=c.version) as c:
+            batch = await c.pull(4, c.version)
+            seen += [each.group_id for each in batch.groups]
+            assert {each.deliveries for each in batch.deliveries} == {2}
+            await batch.ack()
+            async with asyncio.timeout(10):
+                batch = await c.pull(5, c.version)
+            seen += [each.group_id for each in batch.groups]
+            await batch.ack()
+    assert seen == [f"g-{index}" for index in range(20)]
+    broker.core.validate()
+
+
 async def test_pacing_lets_no_more_rollouts_begin_than_can_be_trained_in_time(
     run_dir: Path, group: MakeGroup
 ) -> None:
@@ -197,6 +229,35 @@ async def test_ranks_get_disjoint_parts_of_one_step(run_dir: Path, group: MakeGr
     names = [group.group_id for part in parts for group in part.groups]
     assert sorted(names) == ["g-0", "g-1", "g-2", "g-3"]
     assert parts[0].lease == parts[1].lease
+
+
+@pytest.mark.parametrize("size", [{"sequences": 4}, {"tokens": 28}])
+async def test_ranks_go_on_together_when_a_group_goes_alone(
+    run_dir: Path, group: MakeGroup, size: dict[str, Any]
+) -> None:
+    """The first step is one group that is above what was asked: one rank has it, the other an empty part."""
+    parts: dict[int, list[tuple[int, list[str], bool]]] = {0: [], 1: []}
+
+    async def learn(rank: int) -> None:
+        async with Consumer.open(run_dir, consumer=f"r{rank}", rank=rank, world_size=2, **size) as consumer:
+            async for batch in consumer:
+                parts[rank].append((batch.step, [group.group_id for group in batch.groups], batch.over))
+                await batch.ack()
+                if batch.step == 2:
+                    return
+
+    with running_broker(config(), RunLayout(run_dir)):
+        async with Producer.open(run_dir, env="e", producer="p", group_size=2) as p:
+            await p.send(group("large", n=6, length=10))
+            for index in range(2):
+                await p.send(group(f"g-{index}", n=2, length=7))
+            await asyncio.wait_for(asyncio.gather(learn(0), learn(1)), 30)
+    assert [step for step, _, _ in parts[0]] == [step for step, _, _ in parts[1]] == [1, 2]
+    first, second = zip(*parts.values(), strict=True)
+    assert sorted(names for _, names, _ in first) == [[], ["large"]]
+    assert all(over for _, _, over in first)
+    assert sorted(names for _, names, _ in second) == [["g-0"], ["g-1"]]
+    assert not any(over for _, _, over in second)
 
 
 async def test_a_second_producer_of_the_name_fences_the_first(run_dir: Path, group: MakeGroup) -> None:

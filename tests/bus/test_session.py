@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from rolloutmq.bus import codec
 from rolloutmq.bus.arena import Arena, Mapped
 from rolloutmq.bus.codec import encode_group
-from rolloutmq.bus.session import ALIVE_S, PACK_BYTES, PACK_GROUPS, REPORT_S, SILENCE_S, Session
+from rolloutmq.bus.session import ALIVE_S, PACK_BYTES, PACK_GROUPS, REPORT_S, SILENCE_S, SLACK_MAX_S, Session
 from rolloutmq.bus.spool import RESEND_S, Entry, Spool
 from rolloutmq.schemas.delivery import Ack, RegisterProducer
 from rolloutmq.schemas.envelope import Envelope, Split
@@ -69,6 +69,50 @@ def test_it_asks_when_a_group_is_overdue_although_acks_come() -> None:
     assert [entry.header.seq for entry in accepted] == [1]
     assert [entry.header.seq for entry in again] == [2]
     assert send(session, RESEND_S) == [2]
+
+
+def test_who_is_heard_by_its_groups_need_not_say_that_it_lives() -> None:
+    session = opened(2)
+    send(session, 2.0)
+    session.acked(ack(cumulative=2), 2.1)
+    assert not session.must_ask(2.0 + ALIVE_S * 0.9, waiting=False)
+    assert session.must_ask(2.0 + ALIVE_S, waiting=False)
+    session.ask(2.0 + ALIVE_S)
+    assert not session.must_ask(2.0 + ALIVE_S, waiting=False)
+
+
+def test_what_was_given_up_is_reported_although_groups_come() -> None:
+    session = opened(1)
+    send(session, 2.0)
+    permit = session.credit.begin()
+    assert permit is not None
+    session.credit.abandon(permit)
+    session.acked(ack(cumulative=1), 2.1)
+    assert session.must_ask(ALIVE_S, waiting=False)
+
+
+def test_where_acks_take_long_groups_are_not_sent_again_soon() -> None:
+    session = opened(2)
+    send(session, 0.0)
+    late_s = 2 * RESEND_S
+    session.acked(ack(cumulative=1), late_s)
+    assert not session.must_ask(late_s, waiting=False)
+    assert session.synced(ack(cumulative=1), session.ask(late_s), late_s) == ([], [])
+    moment = RESEND_S + late_s * 2 - RESEND_S
+    assert session.must_ask(moment, waiting=False)
+    again = session.synced(ack(cumulative=1), session.ask(moment), moment)[1]
+    assert [entry.header.seq for entry in again] == [2]
+
+
+def test_patience_with_slow_acks_has_an_end() -> None:
+    session = opened(2)
+    send(session, 0.0)
+    session.acked(ack(cumulative=1), 60.0)
+    moment = 60.0
+    session.ask(moment)
+    assert session.must_ask(moment + RESEND_S + SLACK_MAX_S, waiting=False)
+    again = session.synced(ack(cumulative=1), session.ask(moment), moment)[1]
+    assert [entry.header.seq for entry in again] == [2]
 
 
 def test_abandoned_rollouts_are_reported_soon_to_those_who_wait() -> None:

@@ -217,3 +217,42 @@ async def test_close_ends_whoever_waits(context: Context, address: str) -> None:
         await waiting
     with pytest.raises(ClosedError):
         channel.try_send([b"x"])
+
+
+def test_the_shared_context_ends_with_the_last_who_uses_it() -> None:
+    shared = sockets.Shared()
+    first, second = shared.borrow(), shared.borrow()
+    assert first is second
+    shared.give_back(first)
+    second.socket(zmq.PAIR).close()
+    shared.give_back(second)
+    with pytest.raises(zmq.ZMQError):
+        first.socket(zmq.PAIR)
+    again = shared.borrow()
+    assert again is not first
+    shared.give_back(first)
+    again.socket(zmq.PAIR).close()
+    shared.give_back(again)
+
+
+def test_the_shared_context_has_room_for_the_sockets_of_a_thousand_producers() -> None:
+    shared = sockets.Shared()
+    context = shared.borrow()
+    made = [context.socket(zmq.PAIR) for _ in range(1100)]
+    for socket in made:
+        socket.close()
+    shared.give_back(context)
+
+
+def test_another_process_makes_a_context_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a fork: the context of the parent has no threads in the child, and may not be ended there."""
+    shared = sockets.Shared()
+    inherited = shared.borrow()
+    monkeypatch.setattr("os.getpid", lambda: 1 << 30)
+    shared.give_back(inherited)
+    own = shared.borrow()
+    assert own is not inherited
+    shared.give_back(own)
+    assert own.closed
+    assert not inherited.closed
+    inherited.term()

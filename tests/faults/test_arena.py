@@ -100,7 +100,8 @@ def test_only_envelopes_travel_and_memory_follows_what_is_in_use(run_dir: Path) 
         assert names_of(batches) == names
         assert in_place(batches) == len(names)
         session = session_of(producer)
-        assert not session.as_frames
+        assert not producer.as_frames
+        assert not status(run_dir).as_frames
         assert session.arena is not None
         resident = os.fstat(session.arena.ref.fd).st_blocks * 512
         assert resident <= 3 << 20 < len(names) * NBYTES // 4
@@ -165,7 +166,7 @@ def test_over_tcp_groups_travel_as_frames(run_dir: Path) -> None:
     names = [f"p-{i}" for i in range(8)]
     with BrokerProcess(run_dir, config(transport="tcp")), producing(run_dir) as producer:
         send(producer, names)
-        assert session_of(producer).as_frames == {"not_offered": 8}
+        assert producer.as_frames == status(run_dir).as_frames == {"not_offered": 8}
         with training(run_dir) as consumer:
             batches = train_all(consumer, 8)
     assert names_of(batches) == names
@@ -175,6 +176,7 @@ def test_over_tcp_groups_travel_as_frames(run_dir: Path) -> None:
 def test_without_shared_memory_groups_travel_as_frames(run_dir: Path) -> None:
     with BrokerProcess(run_dir, config(shared_memory=False)), producing(run_dir) as producer:
         send(producer, [f"p-{i}" for i in range(4)])
+        assert producer.as_frames == status(run_dir).as_frames == {"not_offered": 4}
         with training(run_dir) as consumer:
             assert in_place(train_all(consumer, 4)) == 0
 
@@ -204,7 +206,8 @@ def test_a_producer_whose_arena_cannot_be_read_sends_frames(
     names = [f"p-{i}" for i in range(8)]
     with BrokerProcess(run_dir, config()), producing(run_dir) as producer:
         send(producer, names)
-        assert session_of(producer).as_frames == {reason: 8}
+        assert producer.as_frames == {reason: 8}
+        assert status(run_dir).as_frames == {"arena_unreachable" if rejected else "not_offered": 8}
         assert status(run_dir).rejected_by_reason.get("arena_unreachable", 0) == rejected
         with training(run_dir) as consumer:
             batches = train_all(consumer, 8)
@@ -265,7 +268,8 @@ def test_what_the_arena_has_no_room_for_travels_as_frames(run_dir: Path) -> None
                     assert said.what == "batch"
                     found.extend(said.ids)
             await asyncio.gather(*sends)
-            framed = producer._session.as_frames
+            framed = dict(producer.as_frames)
+            assert (await asyncio.to_thread(status, run_dir)).as_frames == framed
             return framed.pop("arena_full"), len(framed)
 
     found: list[str] = []

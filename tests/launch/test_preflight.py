@@ -37,6 +37,7 @@ def test_a_batch_that_groups_never_make(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.batch_sequences: 100 .* whole groups of 16"):
         check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100}))
     check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100, "enabled": False}))
+    check(config(tmp_path, environment=groups, trainer={"batch_tokens": 1001}))
     groups["small"] = {"entry": "env.py:Env", "group_size": 10}
     check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100}))
 

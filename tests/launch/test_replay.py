@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 from tests.faults.processes import LIMIT_S, SEQUENCES, BrokerProcess, config, content, feed, wait_until
+from tests.trainer.toy import run_config, some_group
 
 from rolloutmq.bus.consumer import BlockingConsumer, Consumer
 from rolloutmq.bus.endpoint import read_endpoints
 from rolloutmq.bus.producer import Producer
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.replay import replay
+from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig
+from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import (
     ConfigError,
@@ -210,6 +213,32 @@ def test_a_damaged_record_is_refused_before_anything_is_served(
 def test_what_was_never_recorded_is_said(run_dir: Path) -> None:
     with pytest.raises(MissingError, match="record a run with"):
         Recording(run_dir, Ram(1 << 20))
+
+
+def test_the_shipped_trainer_ends_in_order_with_a_replay_that_is_shorter_than_its_steps(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    toy = run_config(steps=50, batch_sequences=16)
+    environment = {"e": EnvironmentConfig(entry="a:B", group_size=4, pacing=False)}
+    settings = toy.model_copy(update={"broker": BrokerConfig(replay=True), "environment": environment})
+    with BrokerProcess(run_dir, settings) as broker:
+        with (
+            Producer.blocking(run_dir, env="e", producer="p", run="run", group_size=4, slots=8) as producer,
+            Consumer.blocking(run_dir, sequences=16, info=RunInfo(run="run")) as consumer,
+        ):
+            for number in range(8):
+                producer.send(some_group(f"g{number}", [0.0, 1.0, 0.5, 0.25]))
+            for step in (1, 2):
+                consumer.pull(step, PolicyVersion(0, step - 1)).ack()
+        assert broker.end() == 0
+    again = tmp_path / "replay"
+    with replaying(run_dir, again) as process:
+        ready(process, again)
+        command = [sys.executable, "-m", "rolloutmq.launch.cli", "trainer", "--run-dir", str(again)]
+        ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
+        assert ended.returncode == 0, ended.stderr
+        assert [line for line in ended.stderr.splitlines() if "the replay is over step=2 of=50" in line]
+        assert process.wait(LIMIT_S) == 0
 
 
 def test_the_recorded_directory_cannot_be_that_of_the_replay(run_dir: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.launch.settings import load
+from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 
 FILE = """
@@ -68,6 +69,7 @@ def test_variables_without_nesting_are_not_ours(file: Path) -> None:
             "environment.sort3.group_size",
             ["512", "trainer.batch_sequences 256"],
         ),
+        ("trainer.batch_sequences=0", "trainer.batch_tokens", ["batch_sequences", "name one of them"]),
         ("orchestrator.low_pressure=5", "orchestrator.low_pressure", ["below high_pressure"]),
         ("model.heads=3", "model.hidden_size", ["multiple of heads"]),
         ("inference.kind=external", "inference.url", ["must be given"]),
@@ -88,6 +90,19 @@ def test_one_line_names_the_path_and_what_is_allowed(
     assert "\n" not in text
     for word in words:
         assert word in text
+
+
+def test_a_budget_of_tokens_takes_the_place_of_the_number_of_sequences(file: Path) -> None:
+    config = load(file, environ={}, assignments=["trainer.batch_tokens=4096"])
+    assert (config.trainer.batch_sequences, config.trainer.batch_tokens) == (0, 4096)
+    assert config.batch_sequences == 32, "of the longest sequences there may be"
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    large = ["trainer.batch_tokens=4096", "environment.sort3.group_size=512", "broker.high_groups=1"]
+    assert load(file, environ={}, assignments=large).environment["sort3"].group_size == 512
+    with pytest.raises(ConfigError, match=r"trainer\.batch_tokens: .* name one of them"):
+        load(file, environ={}, assignments=["trainer.batch_tokens=4096", "trainer.batch_sequences=256"])
+    with pytest.raises(ConfigError, match=r"broker\.high_bytes: 1000000 never hold a batch of 300000 tokens"):
+        load(file, environ={}, assignments=["trainer.batch_tokens=300_000"])
 
 
 def test_shares_above_one_contradict(file: Path) -> None:

@@ -1,6 +1,7 @@
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,12 @@ from rolloutmq.bus import segments
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, NothingToLearnError
+from rolloutmq.schemas.errors import (
+    BrokerUnavailableError,
+    EndOfReplayError,
+    LeaseLostError,
+    NothingToLearnError,
+)
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import SettledBatch
 from rolloutmq.schemas.trajectory import Group
@@ -367,6 +373,22 @@ def test_the_exit_code_tells_whether_there_are_steps_left(
     write_json(layout.config, run_config(steps=6))
     monkeypatch.setattr(loop, "train", interrupted)
     assert loop.main(layout.root) == code
+
+
+def test_a_replay_that_is_shorter_than_the_run_ends_in_order_and_says_so(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = MemoryBroker(steady)
+    broker.on_pull = on_call(4, raising(EndOfReplayError("over")))
+    write_json(layout.config, run_config(steps=6))
+    monkeypatch.setattr(loop, "train", partial(train, join=broker.connect))
+    with caplog.at_level("INFO"):
+        assert loop.main(layout.root) == 0
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count("the replay is over step=3 of=6") == 1
+    found = checkpoint.latest(layout.checkpoints)
+    assert found is not None
+    assert found.state.version == broker.commits[-1] == PolicyVersion(0, 3)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from rolloutmq.bus import topics
 from rolloutmq.bus.endpoint import resolve_blocking
 from rolloutmq.bus.events import BlockingSubscriber
 from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
+from rolloutmq.schemas.config import EnvironmentConfig, RunConfig, TrainerConfig
 from rolloutmq.schemas.control import StepDone
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
@@ -38,8 +38,8 @@ def layout(run_dir: Path) -> RunLayout:
     return RunLayout(run_dir)
 
 
-def config_of(steps: int) -> RunConfig:
-    base = run_config(steps=steps, batch_sequences=16, checkpoint_interval=5)
+def config_of(steps: int, **trainer: int) -> RunConfig:
+    base = run_config(**{"steps": steps, "batch_sequences": 16, "checkpoint_interval": 5, **trainer})
     environment = EnvironmentConfig(entry="a:B", group_size=4, max_staleness=4)
     return base.model_copy(update={"environment": {"toy": environment}})
 
@@ -126,6 +126,24 @@ def test_a_killed_trainer_comes_back_and_finishes(layout: RunLayout) -> None:
     assert not layout.weights.exists()
 
 
+def test_the_trainer_pulls_by_tokens_where_the_configuration_says_so(layout: RunLayout) -> None:
+    """Groups have 16 to 32 tokens: three to six of them fill a step, and no step has more than the budget."""
+    config = config_of(steps=4, batch_tokens=100, batch_sequences=0)
+    layout.config.write_text(config.model_dump_json())
+    with running_broker(config, layout), producing(layout), start(layout) as trainer:
+        assert trainer.wait(LIMIT_S) == 0
+    text = layout.trained.read_bytes().splitlines()
+    batches = [msgspec.json.decode(line, type=SettledBatch) for line in text]
+    assert [batch.version.step for batch in batches] == [1, 2, 3, 4]
+    acked_lines = layout.ack_log("toy-0").read_bytes().splitlines()
+    tokens = {
+        line.group_id: line.tokens for line in (msgspec.json.decode(t, type=AckedGroup) for t in acked_lines)
+    }
+    for batch in batches:
+        assert len(batch.trained) >= 3
+        assert sum(tokens[group] for group in batch.trained) <= 100
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_a_signal_ends_the_wait_for_a_broker_and_for_a_batch(layout: RunLayout, there: bool) -> None:
     info = RunInfo(run="run", batch_sequences=16)
@@ -135,7 +153,7 @@ def test_a_signal_ends_the_wait_for_a_broker_and_for_a_batch(layout: RunLayout, 
         with (
             suppress(StoppedError),
             stop.interrupting(),
-            connect(layout.root, info, PolicyVersion(), 10.0) as link,
+            connect(layout.root, info, PolicyVersion(), TrainerConfig(batch_sequences=16)) as link,
         ):
             assert there
             assert link.pull(1, PolicyVersion()) is None
@@ -149,7 +167,9 @@ def test_a_commit_that_nobody_hears_is_given_up(layout: RunLayout, monkeypatch: 
     info = RunInfo(run="run", batch_sequences=16)
     with (
         running_broker(config_of(steps=1), layout) as broker,
-        connect(layout.root, info, PolicyVersion(), 0.1) as uplink,
+        connect(
+            layout.root, info, PolicyVersion(), TrainerConfig(batch_sequences=16, pull_wait_s=0.1)
+        ) as uplink,
     ):
         uplink.commit(PolicyVersion())
         assert uplink.pull(1, PolicyVersion()) is None

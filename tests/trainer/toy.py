@@ -130,7 +130,7 @@ class MemoryBroker:
 
     @contextmanager
     def connect(
-        self, _run_dir: Path, info: RunInfo, version: PolicyVersion, _pull_wait_s: float
+        self, _run_dir: Path, info: RunInfo, version: PolicyVersion, _config: TrainerConfig
     ) -> Iterator["MemoryBroker"]:
         """Register a trainer that has this version."""
         assert info.starting_step == version.step

@@ -1,6 +1,7 @@
 """The thread that writes: takes batches of what happened, makes each one durable, and tidies up in between.
 
-    commit   groups to their segments, sync; facts to the log; sync that too if more happened than acceptances
+    commit   groups to their segments, sync; facts to the log; sync that too if more happened than acceptances.
+             Batches of facts that go ahead come first of all that was handed over; the others in their order
     chores   the next segment ahead of time, zeros ahead in the log, facts of acceptances synced within a second,
              segments removed that nobody needs, old logs removed: one after each commit, the rest when idle
 
@@ -53,7 +54,10 @@ class Turn:
 class Batch:
     """What is made durable together."""
 
-    number: int
+    number: int = 0
+    """In the order in which batches began; 0 before anything is in it."""
+    ahead: bool = False
+    """It is facts, and need not wait for groups that came before."""
     entries: list[Entry | Turn] = field(default_factory=list)
     frames: list[Frames] = field(default_factory=list)
     """Of the groups among the entries: their bodies may have let them go by the time they are written."""
@@ -102,7 +106,10 @@ class Committer:
         self._wake = wake
         self._disk = disk
         self._syncs = config.durability is Durability.DISK
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._batches: deque[Batch] = deque()
+        self._ahead: deque[Batch] = deque()
+        self._handed: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """True for each batch in the two above, False for the end."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._groups: GroupLog
         self._facts: FactLog
@@ -133,7 +140,9 @@ class Committer:
 
     def put(self, batch: Batch | None) -> None:
         """Hand over a batch; None ends the thread after those before it. For another thread."""
-        self._batches.put(batch)
+        if batch is not None:
+            (self._ahead if batch.ahead else self._batches).append(batch)
+        self._handed.put(batch is not None)
 
     def join(self) -> None:
         """Wait for the thread to end. For another thread."""
@@ -154,15 +163,19 @@ class Committer:
     def _take(self) -> Batch | None:
         while True:
             try:
-                return self._batches.get(block=False)
+                return self._first(self._handed.get(block=False))
             except queue.Empty:
                 if self._chore():
                     continue
             try:
                 left_s = min(self._facts_due, self._groups.retry_at) - time.monotonic()
-                return self._batches.get(timeout=None if left_s == float("inf") else max(left_s, 0.0))
+                timeout = None if left_s == float("inf") else max(left_s, 0.0)
+                return self._first(self._handed.get(timeout=timeout))
             except queue.Empty:
                 continue
+
+    def _first(self, more: bool) -> Batch | None:
+        return (self._ahead or self._batches).popleft() if more else None
 
     def _commit(self, batch: Batch) -> None:
         began = time.monotonic()

@@ -1,15 +1,18 @@
 """The journal: what is appended becomes durable in batches, written by a thread of its own while the next one gathers.
 
-    append    joins the open batch; `ticket` is its number
-    advance   takes in what was finished (`done`), and hands over the open batch if the thread is idle and it is time
+    append    joins the open batch, or the batch of facts that go ahead of groups (see `ahead`)
+    advance   takes in what was finished, and hands over batches: facts that go ahead at once, groups when it is time
     rotate    begins a new log of facts with a snapshot, behind everything appended so far
 
-At most one batch is being written. At `disk` a batch is done when it is synced, at `os` when it is written.
+All batches have numbers in the order in which they began. Those of groups are written in their order, of bounded size,
+so that what goes ahead waits for one of them at most; before one of them is handed over, all that goes ahead is. At
+`disk` a batch is done when it is synced, at `os` when it is written.
 All methods belong to the thread of the data plane, which appends the facts of a change before it calls `advance`: what
 the change let go of is removed from disk with the batch that is handed over then.
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -19,6 +22,7 @@ from rolloutmq.schemas.control import JournalStatus
 from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.errors import JournalFailedError, JournalWaitsError
 from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.services.broker.journal.ahead import Ahead
 from rolloutmq.services.broker.journal.appender import passes
 from rolloutmq.services.broker.journal.body import Ram
 from rolloutmq.services.broker.journal.committing import Batch, Commit, Committer, Turn
@@ -29,8 +33,12 @@ from rolloutmq.services.broker.log import Entry, SnapshotItem
 
 logger = logging.getLogger(__name__)
 
-COMMIT_BYTES: Final = 8 << 20
-"""So much waiting is written at once, whenever the last commit was."""
+BATCH_BYTES: Final = 8 << 20
+"""A batch with so much is full. More at once is hardly written faster, and whoever waits for it waits longer."""
+IDLE_BYTES: Final = 1 << 20
+"""So much waiting is written as soon as the thread is idle, whenever the last commit was."""
+HANDED_LIMIT: Final = 2
+"""Most full batches that are handed over: the thread goes on with the second while the first is taken in."""
 BEHIND_SLOW_BYTES: Final = 64 << 20
 """More than this appended and not durable: the disk does not keep up."""
 BEHIND_LIMIT_BYTES: Final = 96 << 20
@@ -50,8 +58,9 @@ class Journal:
     """Makes what happens last.
 
     Attributes:
-        ticket: Number of the batch that the last append went to, 0 before the first.
+        ticket: Number of the newest batch that something was appended to, 0 before the first.
         done: Every batch up to this number is durable.
+        ahead_ticket, ahead_done: The same of the batches of facts that go ahead alone.
         behind_bytes: Appended and not durable.
     """
 
@@ -65,8 +74,8 @@ class Journal:
     ) -> None:
         """`wake` is called by the thread of the journal after each commit, and when its health changes."""
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.ticket = 0
-        self.done = 0
+        self.ticket = self.ahead_ticket = 0
+        self.done = self.ahead_done = 0
         self.behind_bytes = 0
         self._directory = directory
         self._config = config
@@ -76,8 +85,15 @@ class Journal:
         self._segments = Segments(directory, self._disk, keep_all=config.replay)
         self._committer = Committer(directory, config, self._segments, ram, wake, self._disk)
         self._recovered: Recovered | None = None
-        self._open = Batch(1)
-        self._busy = False
+        self._batches = deque([Batch()])
+        """Not handed over: full ones, and the open one."""
+        self._ahead_batch = Batch(ahead=True)
+        self._ahead = Ahead()
+        self._unfinished: dict[int, None] = {}
+        """Numbers of the batches that began and are not done, in their order."""
+        self._last_number = 0
+        self._handed = self._ahead_handed = 0
+        """Batches that were handed over and are not done."""
         self._began_at = float("-inf")
         self._turning = False
 
@@ -128,7 +144,25 @@ class Journal:
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Let what happened join the open batch; never blocks."""
-        batch = self._open
+        if not entries:
+            return
+        if self._ahead.fits(entries):
+            self._join(self._ahead_batch, entries)
+            self.ahead_ticket = self._ahead_batch.number
+            return
+        if self._batches[-1].nbytes >= BATCH_BYTES:
+            self._batches.append(Batch())
+        batch = self._batches[-1]
+        self._join(batch, entries)
+        self._ahead.note(entries, batch.number)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether all that was ever appended of leases is durable when all that goes ahead is."""
+        return self._ahead.open
+
+    def _join(self, batch: Batch, entries: Sequence[Entry | Turn]) -> None:
+        self._begin(batch)
         nbytes = 0
         for entry in entries:
             if isinstance(entry, StoredGroup):
@@ -137,18 +171,22 @@ class Journal:
             else:
                 batch.binding = True
                 nbytes += _FACT_BYTES
-        if entries:
-            batch.entries += entries
-            batch.nbytes += nbytes
-            self.behind_bytes += nbytes
-            self.ticket = batch.number
+        batch.entries += entries
+        batch.nbytes += nbytes
+        self.behind_bytes += nbytes
+        self.ticket = max(self.ticket, batch.number)
+
+    def _begin(self, batch: Batch) -> None:
+        if not batch.number:
+            self._last_number = batch.number = self._last_number + 1
+            self._unfinished[batch.number] = None
 
     def advance(self, now: float, *, urgent: bool) -> None:
-        """Take in what was finished, and begin the next commit if it is time.
+        """Take in what was finished, and hand over what is ready.
 
         Args:
             now: Monotonic seconds.
-            urgent: Somebody waits for it: begin as soon as the thread is idle.
+            urgent: Somebody waits for the open batch: begin with it as soon as the thread is idle.
 
         Raises:
             JournalFailedError: The disk failed: what is not done by now never will be.
@@ -157,13 +195,24 @@ class Journal:
         failure = self._committer.failure
         if failure is not None:
             raise JournalFailedError(str(self._directory), str(failure))
-        if not self._busy and self._waiting() and (urgent or now >= self._due()):
+        if self._segments.dead:  # the open batch comes after all facts that say why they are
+            self._batches[-1].dead += self._segments.dead
+            self._segments.dead.clear()
+        if not self._ahead_handed:
+            self._hand_over_ahead()
+        while self._ready(now, urgent):
             self._began_at = now
             self._hand_over()
 
+    def _ready(self, now: float, urgent: bool) -> bool:
+        """Whether the next batch of groups may be handed over now."""
+        if len(self._batches) > 1 or self._batches[0].nbytes >= BATCH_BYTES:
+            return self._handed < HANDED_LIMIT
+        return not self._handed and self._waiting() and (urgent or now >= self._due())
+
     def next_deadline(self) -> float:
         """Return the monotonic time at which `advance` has something to do without a wake-up; infinity for none."""
-        return float("inf") if self._busy or not self._waiting() else self._due()
+        return float("inf") if self._handed or not self._waiting() else self._due()
 
     def status(self) -> JournalStatus:
         """Return how the journal does."""
@@ -201,9 +250,9 @@ class Journal:
     def rotate(self, snapshot: Iterable[SnapshotItem]) -> None:
         """Let a new log of facts begin with the state as it is after everything appended so far."""
         self._turning = True
-        self._open.entries.append(Turn(list(snapshot)))
-        self._open.binding = True
-        self.ticket = self._open.number
+        turn = [Turn(list(snapshot))]
+        self._join(self._batches[-1], turn)
+        self._ahead.note(turn, self._batches[-1].number)
 
     def close(self, *, snapshot: Iterable[SnapshotItem] | None = None) -> None:
         """Commit all, sync it, and end; blocks. After the disk failed it only ends. May be called again."""
@@ -211,7 +260,8 @@ class Journal:
             if snapshot is not None:
                 self.rotate(snapshot)
             self._committer.patience.hurry(PATIENCE_S)
-            if self._waiting():
+            self._hand_over_ahead()
+            while self._waiting():
                 self._hand_over()
             self._committer.put(None)
             self._committer.join()
@@ -219,22 +269,41 @@ class Journal:
         self._segments.close()
 
     def _waiting(self) -> bool:
-        return bool(self._open.entries or self._segments.dead)
+        return bool(self._batches[0].entries or self._batches[0].dead)
 
     def _due(self) -> float:
-        return float("-inf") if self._open.nbytes >= COMMIT_BYTES else self._began_at + self._commit_s
+        return float("-inf") if self._batches[0].nbytes >= IDLE_BYTES else self._began_at + self._commit_s
 
     def _hand_over(self) -> None:
-        batch, self._open = self._open, Batch(self._open.number + 1)
-        batch.dead, self._segments.dead = self._segments.dead, []
-        self._busy = True
+        """Hand over the next batch of groups, behind all that went ahead so far."""
+        self._hand_over_ahead()
+        batch = self._batches.popleft()
+        if not self._batches:
+            self._batches.append(Batch())
+        self._begin(batch)
+        self._handed += 1
         self._committer.put(batch)
+
+    def _hand_over_ahead(self) -> None:
+        if self._ahead_batch.entries:
+            self._ahead_handed += 1
+            self._committer.put(self._ahead_batch)
+            self._ahead_batch = Batch(ahead=True)
 
     def _collect(self) -> None:
         finished = self._committer.finished
         while finished:
-            self._busy = False
-            self._take_in(finished.popleft())
+            commit = finished.popleft()
+            self._take_in(commit)
+            number = commit.batch.number
+            del self._unfinished[number]
+            if commit.batch.ahead:
+                self._ahead_handed -= 1
+                self.ahead_done = number
+            else:
+                self._handed -= 1
+                self._ahead.finished(number)
+            self.done = next(iter(self._unfinished), self._last_number + 1) - 1
 
     def _take_in(self, commit: Commit) -> None:
         for entry in commit.batch.entries:
@@ -245,7 +314,6 @@ class Journal:
         for segment in commit.sealed:
             segment.seal()
         self.behind_bytes -= commit.batch.nbytes
-        self.done = commit.batch.number
 
     def _report_missing(self, items: list[SnapshotItem]) -> None:
         """Say which groups of the state are not there: what becomes of each one is known when it is read."""

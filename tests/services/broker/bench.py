@@ -232,7 +232,7 @@ class Bench:
     def reborn(self, settings: RunConfig | None = None) -> "Bench":
         """Return what the next life of this broker would be, were it killed now."""
         later = Bench(settings or self.settings, epoch=self.core._state.epoch + 1)
-        later.now, later.journal, later.shadowed = self.now, Memory(), self.shadowed
+        later.now, later.journal, later.shadowed = self.now, type(self.journal)(), self.shadowed
         later._requests = self._requests
         problems = later.core.restore(self.journal.read(), self.journal, self.now, WALL)
         assert not problems, problems

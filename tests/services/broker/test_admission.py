@@ -5,8 +5,10 @@ from tests.services.broker.bench import Bench, Peer, config
 
 from rolloutmq.bus import topics
 from rolloutmq.schemas.control import Drain, SetValues, ValuesSet
-from rolloutmq.schemas.delivery import Ack, Batch, Goodbye, Ok, Wait
-from rolloutmq.services.broker.admission import WINDOW_BYTES
+from rolloutmq.schemas.delivery import Ack, Batch, Goodbye, Ok, Release, Wait
+from rolloutmq.services.broker.consumers import POLL_S
+from rolloutmq.services.broker.core import POUR_S
+from rolloutmq.services.broker.shares import MUCH_LARGER, WINDOW_BYTES
 
 HIGH = 10_000
 
@@ -43,6 +45,52 @@ def test_what_is_granted_queued_and_leased_stays_within_the_mark(
         pressure = bench.pressure()
         assert pressure.queued_bytes + pressure.leased_bytes <= HIGH
     assert "beyond_credit" not in bench.status().rejected_by_reason
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.3, 60.0])
+def test_a_trainer_that_polls_gets_the_batch_that_needs_the_reserve_as_one_that_waits(wait_s: float) -> None:
+    """Nine groups of 1,000 bytes are a batch, and 7,500 bytes are all that others than the starved may have."""
+    bench = tight()
+    peer = bench.producer(slots=99)
+    bench.consumer()
+    for _ in range(60):
+        answers = bench.wait(0, 36, wait_s=wait_s)
+        if any(isinstance(reply.message, Batch) for reply in (*answers, *bench.late)):
+            break
+        if peer.position + 1000 <= peer.sync().byte_limit:
+            peer.send(nbytes=1000)
+        bench.tick(0.6)
+    else:
+        pytest.fail(f"no batch: {bench.pressure()}")
+    assert bench.pressure().leased_bytes == 9000
+
+
+def test_the_reserve_is_kept_again_when_nobody_asks_for_a_batch_any_more() -> None:
+    bench = tight()
+    peer = bench.producer(slots=99)
+    bench.consumer()
+    assert not isinstance(bench.pull(0, 36), Batch)
+    for _ in range(40):
+        bench.tick(POLL_S / 4)
+        bench.send_beat()
+        if peer.position + 1000 <= peer.sync().byte_limit and bench.now > 100.0 + POLL_S:
+            peer.send(nbytes=1000)
+    assert bench.pressure().queued_bytes == 7000
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_trainer_that_got_its_batch_or_left_is_not_hungry(leaves: bool) -> None:
+    bench = tight()
+    peer = bench.producer(slots=99)
+    bench.consumer()
+    assert not isinstance(bench.pull(0, 8), Batch)
+    assert bench.core._state.consumers.any_hungry
+    if leaves:
+        bench.ask(Release(consumer="c"), Ok)
+    else:
+        peer.send(2)
+        bench.settle(bench.batch(0, 8))
+    assert not bench.core._state.consumers.any_hungry
 
 
 def test_a_group_beyond_its_credit_is_refused_and_may_come_again() -> None:
@@ -326,3 +374,68 @@ def test_what_one_producer_has_under_way_is_a_window_however_alone_it_is() -> No
     bench.tick()
     acks = {published.topic for published in bench.published if isinstance(published.message, Ack)}
     assert acks == {topics.ack("flood"), topics.ack("quiet")}, "both in the same round"
+
+
+def in_line() -> tuple[Bench, Peer]:
+    """A producer of small groups that has sent what it may, and waits in line; its window is five groups."""
+    bench = Bench(config(broker={"high_bytes": HIGH, "max_group_bytes": 500}, e={}))
+    bench.shadowed = False
+    peer = bench.producer()
+    peer.send(nbytes=100)
+    while peer.position + 100 <= peer.sync().byte_limit:
+        peer.send(nbytes=100)
+        bench.tick(POUR_S)
+    assert peer.sync().byte_limit == peer.position
+    return bench, peer
+
+
+def test_what_is_settled_goes_to_the_line_at_once_if_it_is_worth_an_ack() -> None:
+    bench, peer = in_line()
+    bench.consumer()
+    bench.train(0)
+    bench.tick()
+    assert peer.sync().byte_limit == peer.position, "two groups are not worth one"
+    bench.tick(POUR_S)
+    assert peer.sync().byte_limit == peer.position + 200, "in time all is given"
+    peer.send(2, nbytes=100)
+    bench.train(1)
+    bench.train(2)
+    bench.tick()
+    assert peer.sync().byte_limit == peer.position + 400
+
+
+def test_who_was_topped_up_does_not_hold_back_the_others_besides() -> None:
+    """The spare is kept for one that is stalled; while that one has it, it is not kept a second time."""
+    bench = Bench(config(broker={"high_bytes": HIGH, "max_group_bytes": 3000}, e={}))
+    stalled, busy = bench.producer("stalled"), bench.producer("busy")
+    bench.tick(0.6)
+    while bench.pressure().granted_bytes < 3000 + 1000:
+        bench.tick(POUR_S)
+    assert stalled.sync().byte_limit == 3000
+    before = busy.seq
+    for _ in range(8):
+        assert busy.position + 300 <= busy.sync().byte_limit
+        busy.send(nbytes=300)
+    assert busy.seq == before + 8
+
+
+def test_one_that_is_stalled_gets_a_little_more_before_it_gets_all() -> None:
+    """A promise never falls: were each idle producer told of the largest group at once, each could push in later."""
+    bench = Bench(config(broker={"high_bytes": 40_000, "max_group_bytes": 20_000}, e={}))
+    bench.shadowed = False
+    bench.consumer()
+    peers = [bench.producer(f"p{i}") for i in range(20)]
+    for peer in peers:
+        peer.send(nbytes=100)
+    bench.batch()
+    early = _limits_after(15, peers[10:])
+    assert max(early) == 100 + MUCH_LARGER * 100
+    assert max(_limits_after(20, peers[10:])) == 100 + 20_000, "in the end it may send any group"
+
+
+def _limits_after(turns: int, peers: list[Peer]) -> list[int]:
+    for _ in range(turns):
+        peers[0].bench.send_beat()
+        peers[0].bench.tick(1.1)
+        limits = [peer.sync().byte_limit for peer in peers]
+    return limits

@@ -63,7 +63,7 @@ class Resident(Peer):
             assert slot is not None
             slot.number(head.seq)
             self.slots[head.seq] = slot
-            self.arena.view(slot)[:] = content(head.seq, nbytes)
+            self.arena.memory[slot.offset : slot.offset + slot.nbytes] = content(head.seq, nbytes)
             heads.append(head)
             offsets.append(slot.offset)
         self.tell(heads, offsets)
@@ -199,7 +199,7 @@ def test_the_kept_groups_of_a_trainer_are_not_in_the_way_and_come_again_whole(be
     bench.settle(taken(bench)[0])
     assert peer.released == 2
     for slot in peer.slots.values():
-        peer.arena.view(slot)[:] = bytes(100)  # it uses the memory again
+        peer.arena.memory[slot.offset : slot.offset + slot.nbytes] = bytes(100)  # it uses the memory again
     bench.consumer("d", resume=PolicyVersion())
     batch, frames = taken(bench, consumer="d")
     assert (batch.rewound, ids(batch)) == (True, tuple(names))
@@ -244,7 +244,7 @@ def test_a_straggler_that_holds_much_back_is_copied(bench: ArenaBench) -> None:
     lone = peer.next(nbytes=100, sequences=3)
     slot = peer.arena.slots.allocate(100)
     assert slot is not None
-    peer.arena.view(slot)[:] = content(1, 100)
+    peer.arena.memory[slot.offset : slot.offset + slot.nbytes] = content(1, 100)
     peer.tell([lone], [slot.offset])
     bench.consumer()
     for step in range(4):
@@ -255,7 +255,7 @@ def test_a_straggler_that_holds_much_back_is_copied(bench: ArenaBench) -> None:
         bench.settle(batch)
     assert peer.released == 9
     assert bench.waiting() == [lone.group_id]
-    peer.arena.view(slot)[:] = bytes(100)
+    peer.arena.memory[slot.offset : slot.offset + slot.nbytes] = bytes(100)
     batch, frames = taken(bench, 9, sequences=3)
     assert ids(batch) == (lone.group_id,)
     assert frames == (content(1, 100),)
@@ -457,7 +457,7 @@ def test_the_newest_example_is_there_after_its_memory_is_used_again(bench: Arena
     bench.consumer()
     bench.settle(taken(bench)[0])
     for slot in peer.slots.values():
-        peer.arena.view(slot)[:] = bytes(100)
+        peer.arena.memory[slot.offset : slot.offset + slot.nbytes] = bytes(100)
     (reply,) = bench.send(LatestExample(), (b"r",))
     assert isinstance(reply, Reply)
     assert isinstance(reply.message, LatestExampleReply)
@@ -505,7 +505,7 @@ class Journaled:
 
     def body(self, seq: int) -> Body:
         self.window.accept(seq, seq * 100, 100)
-        self.own.view(Slot(self.own.slots, seq * 128, 100, 128))[:] = content(seq, 100)
+        self.own.memory[seq * 128 : seq * 128 + 100] = content(seq, 100)
         slot, frames = self.arena.take(seq, seq * 128, 100, "e")
         return Body(frames, 100, self.ram, slot)
 

@@ -116,11 +116,118 @@ def test_a_group_that_fits_ends_the_wait_at_once() -> None:
     assert [d.header.sequences for d in batch.groups] == [3, 3, 4]
 
 
-def test_groups_larger_than_the_batch_are_no_batch() -> None:
-    bench = Bench(config(broker={"exact_wait_s": 0.0}, e={}))
-    bench.producer().send(2, sequences=16)
+# Groups above the batch
+
+
+def test_a_group_larger_than_the_batch_goes_alone_at_once_and_says_so() -> None:
+    bench = Bench(config(e={}))
+    bench.producer().send(1, sequences=16)
     bench.consumer()
-    assert wait_of(bench.pull(0, 8)) is Wait.NO_EXACT_FIT
+    batch = bench.batch(0, 8, request_id="r")
+    assert (sizes(batch), batch.over, batch.short) == ([16], True, False)
+    bench.restart()
+    again = bench.batch(0, 8, request_id="r")
+    assert (sizes(again), again.over) == ([16], True)
+    bench.settle(again)
+
+
+@pytest.mark.parametrize("asked", [{"sequences": 16}, {"sequences": 0, "tokens": 160}])
+def test_a_group_that_is_just_what_was_asked_is_not_over(asked: dict[str, int]) -> None:
+    bench = Bench(config(e={}))
+    bench.producer().send(1, sequences=16, tokens=160)
+    bench.consumer()
+    assert not bench.batch(0, **asked).over
+
+
+def test_a_batch_that_comes_again_for_a_smaller_number_says_that_it_is_over() -> None:
+    bench = Bench(config(e={}))
+    bench.producer().send(4)
+    bench.consumer()
+    bench.train(0, 16)
+    bench.consumer(resume=PolicyVersion(0, 0))
+    again = bench.batch(0, 8)
+    assert (sizes(again), again.over, again.rewound) == ([4] * 4, True, True)
+
+
+def test_a_group_larger_than_the_batch_waits_for_its_turn_and_ends_every_wait() -> None:
+    """Groups of 3 that make no 8 would let the trainer wait; the large one behind them does not."""
+    bench = Bench(config(broker={"exact_wait_s": 60.0}, e={}))
+    peer = bench.producer()
+    bench.consumer()
+    peer.send(2, sequences=4)
+    peer.send(1, sequences=9)
+    peer.send(2, sequences=4)
+    for step, (expected, over) in enumerate((([4, 4], False), ([9], True), ([4, 4], False))):
+        batch = bench.batch(step, 8)
+        assert (sizes(batch), batch.over) == (expected, over)
+        bench.settle(batch)
+    peer.send(4, sequences=3)
+    bench.wait(3, 8)
+    peer.send(1, sequences=9)
+    assert [sizes(batch) for batch in batches(bench)] == [[9]]
+
+
+def test_groups_that_never_fit_do_not_hold_back_a_larger_one_behind_them() -> None:
+    bench = Bench(config(broker={"exact_wait_s": 60.0}, e={}))
+    peer = bench.producer(slots=99)
+    bench.consumer()
+    peer.send(1, sequences=3)
+    peer.send(1, sequences=9)
+    taken = []
+    for step in range(2):
+        peer.send(2, sequences=4)
+        taken.append(sizes(batch := bench.batch(step, 8)))
+        bench.settle(batch)
+    assert taken == [[9], [4, 4]]
+
+
+def test_groups_larger_than_the_batch_get_the_share_of_their_environment_and_no_more() -> None:
+    bench = Bench(config(a={"weight": 1.0}, b={"weight": 1.0}))
+    bench.producer("pa", "a", slots=99).send(40, sequences=4)
+    bench.producer("pb", "b", slots=99).send(20, sequences=16)
+    bench.consumer()
+    taken: Counter[str] = Counter()
+    for _ in range(16):
+        batch = bench.batch(0, 8)
+        taken.update({d.env: d.header.sequences for d in batch.groups if d.env == "b"})
+        taken["a"] += sum(d.header.sequences for d in batch.groups if d.env == "a")
+        assert batch.over == (sizes(batch) == [16])
+        bench.settle(batch, no_signal=True)
+    assert 0.7 < taken["a"] / taken["b"] < 1.4
+
+
+def test_a_larger_group_that_kills_its_trainers_dies_alone() -> None:
+    bench = Bench(config(broker={"max_deliveries": 2}, e={}))
+    (poison,) = bench.producer().send(1, sequences=9)
+    bench.consumer()
+    for _ in range(2):
+        assert bench.batch(0, 8).over
+        bench.consumer()
+    assert [(record.group_id, record.state) for record in bench.dropped] == [(poison, "dead")]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 20)), min_size=1, max_size=20), st.integers(2, 9)
+)
+@settings(max_examples=60, deadline=None)
+def test_no_batch_is_ever_over_unless_it_says_so_and_no_larger_group_is_stuck(
+    groups: list[tuple[str, int]], target: int
+) -> None:
+    bench = Bench(
+        config(broker={"exact_wait_s": 0.0}, batch=target, a={"group_size": 1}, b={"group_size": 1})
+    )
+    bench.shadowed = False
+    peers = {env: bench.producer(f"p{env}", env, slots=99) for env in "ab"}
+    for env, size in groups:
+        peers[env].send(1, sequences=size)
+    bench.consumer()
+    larger = sum(size > target for _, size in groups)
+    while isinstance(batch := bench.pull(0, target), Batch):
+        assert batch.over == (sum(sizes(batch)) > target) == (max(sizes(batch)) > target)
+        assert not batch.over or len(batch.groups) == 1
+        larger -= batch.over
+        bench.settle(batch, no_signal=True)
+    assert larger == 0
 
 
 def test_splits_never_mix() -> None:
@@ -178,6 +285,7 @@ def test_the_best_sum_comes_in_time_whatever_is_queued(
     groups: list[tuple[str, int]], target: int, share: float
 ) -> None:
     """Against all subsets: exact at once or after the waits, else the largest below, and never nothing."""
+    groups = [(env, min(size, target)) for env, size in groups]
     lanes = {env: {"group_size": 1, "min_share": share if env == "b" else 0.0} for env in ("a", "b")}
     bench = Bench(config(broker={"exact_wait_s": 2.0, "silent_env_s": 4.0}, batch=target, **lanes))
     bench.shadowed = False

@@ -1,6 +1,17 @@
-from rolloutmq.schemas.delivery import Ack, Batch, Ok, Wait
+from dataclasses import dataclass
+
+from rolloutmq.schemas.delivery import Ack, Batch, Ok, Settled, Wait
 from rolloutmq.services.broker.actions import Action, Publish, Reply, Unbury
 from rolloutmq.services.broker.held import HELD_LIMIT, Held
+
+
+@dataclass
+class Journaling:
+    """What a journal says of the last append."""
+
+    ticket: int
+    ahead_ticket: int
+    ahead: bool = True
 
 
 def ack(cumulative: int, session: int = 1, epoch: int = 1) -> Ack:
@@ -17,9 +28,9 @@ def test_what_binds_leaves_in_its_order_when_its_batch_is_durable() -> None:
     ]
     for ticket, action in zip((1, 1, 2, 3), actions, strict=True):
         held.hold(ticket, action)
-    assert list(held.release(0)) == []
-    assert list(held.release(2)) == actions[:3]
-    assert list(held.release(9)) == actions[3:]
+    assert list(held.release(0, 0)) == []
+    assert list(held.release(2, 0)) == actions[:3]
+    assert list(held.release(9, 0)) == actions[3:]
     assert len(held) == 0
 
 
@@ -29,7 +40,7 @@ def test_only_replies_are_urgent() -> None:
     urgent = [held.urgent]
     held.hold(1, Reply((b"a",), Ok()))
     urgent.append(held.urgent)
-    list(held.release(1))
+    list(held.release(1, 0))
     assert [*urgent, held.urgent] == [False, True, False]
 
 
@@ -52,10 +63,10 @@ def test_memory_is_bounded_while_nothing_becomes_durable() -> None:
     for number in range(HELD_LIMIT + 10):
         held.hold(1, Reply((b"%d" % number,), Ok()))
     assert len(held) == HELD_LIMIT
-    first = next(held.release(1))
+    first = next(held.release(1, 0))
     assert isinstance(first, Reply)
     assert first.route == (b"10",)
-    list(held.release(1))
+    list(held.release(1, 0))
     assert not held.urgent
 
 
@@ -67,5 +78,36 @@ def test_who_asks_again_for_a_batch_gets_it_once() -> None:
     ]
     for reply in replies:
         held.hold(1, reply)
-    assert list(held.release(1)) == replies[2:]
+    assert list(held.release(1, 0)) == replies[2:]
+    assert not held.urgent
+
+
+def test_what_waits_for_facts_that_go_ahead_leaves_by_itself_and_hurries_no_groups() -> None:
+    held = Held()
+    settled, acked = Reply((b"a",), Settled(step=1)), Publish(b"ack.p/", ack(1))
+    journal = Journaling(ticket=7, ahead_ticket=5)
+    for action in (acked, settled):
+        held.wait_for(journal, action)
+    assert not held.urgent
+    assert list(held.release(4, 4)) == []
+    assert list(held.release(4, 5)) == [settled]
+    assert list(held.release(7, 5)) == [acked]
+
+
+def test_where_the_way_is_closed_all_waits_for_everything() -> None:
+    held = Held()
+    held.wait_for(Journaling(ticket=7, ahead_ticket=5, ahead=False), Reply((b"a",), Settled(step=1)))
+    assert held.urgent
+    assert list(held.release(6, 6)) == []
+    assert len(list(held.release(7, 5))) == 1
+
+
+def test_a_batch_that_is_asked_for_again_may_wait_for_more_than_before() -> None:
+    held = Held()
+    reply = Reply((b"a", b"", b""), Batch(lease=1, generation=1, step=0, groups=(), tables=()))
+    held.wait_for(Journaling(ticket=7, ahead_ticket=5), reply)
+    held.wait_for(Journaling(ticket=8, ahead_ticket=5, ahead=False), reply)
+    assert held.urgent
+    assert list(held.release(7, 7)) == []
+    assert list(held.release(8, 7)) == [reply]
     assert not held.urgent

@@ -492,5 +492,5 @@ def test_a_wait_that_is_no_number_is_refused() -> None:
     bench = ready()
     answer = bench.pull(0, wait_s=float("nan"))
     assert isinstance(answer, ErrorReply)
-    pull = Pull(consumer="c", step=0, version=PolicyVersion(), sequences=1, request_id="y")
+    pull = Pull(consumer="c", step=0, version=PolicyVersion(), sequences=999, request_id="y")
     assert bench.send(pull) == []

@@ -4,7 +4,7 @@ from tests.services.broker.bench import Bench, Peer, config
 from rolloutmq.schemas.control import Disconnect, WorkerBeat, WorkerState
 from rolloutmq.schemas.delivery import Ack, Goodbye, Ok, RegisterProducer, Wait
 from rolloutmq.schemas.errors import ErrorCode
-from rolloutmq.services.broker.pacing import OPEN_WINDOW
+from rolloutmq.services.broker.shares import OPEN_WINDOW
 
 
 def paced(*, batch: int = 16, broker: dict[str, float] | None = None, **envs: int) -> Bench:

@@ -40,7 +40,7 @@ def make_worker() -> Callable[..., WorkerStatus]:
 @pytest.fixture
 def make_lane() -> Callable[..., LaneStatus]:
     def make(env: str = "sort3", **fields: Any) -> LaneStatus:
-        usual: dict[str, Any] = {"split": Split.TRAIN, "weight": 1.0, "min_share": 0.0}
+        usual: dict[str, Any] = {"split": Split.TRAIN, "weight": 1.0, "min_share": 0.0, "max_staleness": 4}
         return LaneStatus(env=env, **(usual | fields))
 
     return make

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
-from rolloutmq.schemas.control import Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.control import LaneStatus, Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.envelope import Split
 from rolloutmq.schemas.telemetry import GpuAbsence, GpuSample
 from rolloutmq.services.monitor.board import Board
 
@@ -20,6 +21,22 @@ def board() -> Board:
 def test_board_takes_its_limits_from_the_configuration(board: Board) -> None:
     assert (board.name, board.total_steps, board.low, board.high) == ("run", 400, 0.75, 3.0)
     assert board.staleness_bound == 3
+
+
+def test_the_bound_that_shows_is_the_one_in_force(
+    board: Board, make_pressure: Callable[..., Pressure]
+) -> None:
+    """An environment for evaluation has no say; one that has no lane yet keeps the configured bound."""
+
+    def lane(env: str, bound: int, split: Split = Split.TRAIN) -> LaneStatus:
+        return LaneStatus(env=env, split=split, weight=1.0, min_share=0.0, max_staleness=bound)
+
+    board.feed(make_pressure(lanes=(lane("other", 1), lane("v", 9, Split.EVAL))), 1.0)
+    assert board.staleness_bound == 3
+    board.feed(make_pressure(lanes=(lane("other", 1), lane("e", 2))), 2.0)
+    assert board.staleness_bound == 2
+    board.feed(make_pressure(lanes=(lane("other", 7), lane("e", 2))), 3.0)
+    assert board.staleness_bound == 7
 
 
 def test_rate_and_time_left_follow_the_last_ten_seconds(board: Board, make_step: MakeStep) -> None:

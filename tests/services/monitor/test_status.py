@@ -35,6 +35,7 @@ def reply(
         uptime_s=75.0,
         rejected_messages=2,
         rejected_by_reason={"malformed": 2},
+        as_frames={"arena_full": 1200, "not_offered": 3},
     )
 
 
@@ -79,6 +80,7 @@ def test_text_is_for_a_person(answering: RunLayout, capsys: pytest.CaptureFixtur
     assert "step     7 of 400" in lines
     assert "workers  2 ready" in lines
     assert "refused  2 messages (malformed 2)" in lines
+    assert "frames   1,203 groups not through shared memory (arena_full 1,200, not_offered 3)" in lines
     assert any(line.startswith("why      workers wait: ") for line in lines)
     assert not any(line.startswith("journal") for line in lines)
 

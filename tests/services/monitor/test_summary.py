@@ -12,6 +12,9 @@ from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import DamagedFileError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import AckedGroup, DroppedGroup, SettledBatch
+from rolloutmq.services.monitor.bounds import bounds_in_force
+from rolloutmq.services.monitor.metrics import read_metrics
+from rolloutmq.services.monitor.report import bound_text
 from rolloutmq.services.monitor.summary import read_trainer_log, settle_accounts, summarise
 
 CONFIG = RunConfig(
@@ -227,6 +230,39 @@ def test_staleness_is_the_worst_of_any_group_against_the_training_bound(run_dir:
     summary = join(layout)
 
     assert (summary["staleness_max"], summary["staleness_bound"]) == (3, 4)
+
+
+def test_the_bound_is_the_one_in_force_at_the_end_and_the_largest_before_is_told(run_dir: Path) -> None:
+    """Set from the configured 4 to 6 and then to 1; a line whose lanes were left out says nothing."""
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(1, "a", staleness=(5,))])
+    told = [
+        (101.0, {"sort3": 4, "v": 9}),
+        (102.0, {"sort3": 6, "v": 9}),
+        (103.0, {"sort3": 1, "v": 9}),
+        (104.0, {}),
+    ]
+    splits = {"sort3": 0, "v": 1}
+    write(
+        layout.metrics,
+        [
+            {
+                "t": t,
+                "kind": "pressure",
+                "lanes": [
+                    {"env": env, "split": splits[env], "max_staleness": most} for env, most in bounds.items()
+                ],
+            }
+            for t, bounds in told
+        ],
+    )
+
+    summary = join(layout)
+
+    assert (summary["staleness_bound"], summary["staleness_bound_max"]) == (1, 6)
+    assert bound_text(summary) == "1, 6 before"
+    seen = read_metrics(layout.metrics)
+    assert bounds_in_force(CONFIG, seen.bounds) == [(0.0, 4), (102.0, 6), (103.0, 1)]
 
 
 def test_workers_count_from_the_first_ready_to_the_last_step(run_dir: Path) -> None:

@@ -270,7 +270,7 @@ def test_file_system_that_cannot_reserve_room_will_do(
 
 def test_what_cannot_be_encoded_stops_it_too(tmp_path: Path) -> None:
     run = Driven(tmp_path, config()).start()
-    run.append(Dropped(object(), "expired", "stale"))  # type: ignore[arg-type]
+    run.append(Dropped(7, object(), "stale"))  # type: ignore[arg-type]
     with pytest.raises(JournalFailedError, match="TypeError"):
         run.settle()
     run.journal.close()

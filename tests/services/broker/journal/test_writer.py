@@ -91,6 +91,22 @@ def test_a_batch_gathers_while_one_is_written(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_batches_are_bounded_and_the_thread_goes_on_with_the_next(tmp_path: Path) -> None:
+    """Much that came at once is no single commit, and the facts behind it keep their place."""
+    run = Driven(tmp_path, config(segment_bytes=64 << 20)).start()
+    before = run.journal.status().commits
+    for number in range(1, 8):
+        run.append(group(number, 3 << 20))
+    run.append(gone(7))
+    assert run.journal.ticket == 3
+    run.settle()
+    assert run.journal.status().commits == before + 3
+    run.journal.close()
+    found = Driven(tmp_path, config())
+    assert [getattr(fact, "order", None) for fact in found.found.facts][3:] == [*range(1, 8), 7]
+    found.journal.close()
+
+
 def test_commits_keep_their_distance_unless_somebody_waits_or_much_does(tmp_path: Path) -> None:
     run = Driven(tmp_path, config(commit_ms=1000.0)).start()
     journal = run.journal
