@@ -109,10 +109,10 @@ class Shares:
             return self.most(session)
         if in_line:
             return self.window(session.lane)
-        seen = session.lane.largest_bytes
-        if not seen or session.topped_at > session.accepted_at:
+        larger = MUCH_LARGER * session.lane.largest_bytes
+        if larger <= self.window(session.lane) or session.topped_at > session.accepted_at:
             return self.most(session)
-        return min(self.most(session), max(self.window(session.lane), MUCH_LARGER * seen))
+        return min(self.most(session), larger)
 
     def most(self, session: Session) -> int:
         """Return how large the next group of a session may be."""

@@ -433,6 +433,17 @@ def test_one_that_is_stalled_gets_a_little_more_before_it_gets_all() -> None:
     assert max(_limits_after(20, peers[10:])) == 100 + 20_000, "in the end it may send any group"
 
 
+def test_one_whose_window_is_larger_than_a_little_more_gets_all_at_once() -> None:
+    """Its next group is larger than its window, so more than any of those before would not help it."""
+    large = 20 << 20
+    bench = Bench(config(broker={"high_bytes": 128 << 20, "max_group_bytes": large}, e={}))
+    bench.consumer()
+    bench.producer("p").send(nbytes=100)
+    new = bench.producer("q")
+    assert MUCH_LARGER * 100 < WINDOW_BYTES
+    assert max(_limits_after(3, [new])) >= large
+
+
 def _limits_after(turns: int, peers: list[Peer]) -> list[int]:
     for _ in range(turns):
         peers[0].bench.send_beat()
