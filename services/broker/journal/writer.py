@@ -33,8 +33,9 @@ from rolloutmq.services.broker.log import Entry, SnapshotItem
 
 logger = logging.getLogger(__name__)
 
-BATCH_BYTES: Final = 8 << 20
-"""A batch with so much is full. More at once is hardly written faster, and whoever waits for it waits longer."""
+BATCH_BYTES: Final = 64 << 20
+"""A batch with so much is full. Producers together seldom have a sixth of that under way; with fewer bytes at once, a
+disk that is the only thing to wait for is written to a fifth slower."""
 IDLE_BYTES: Final = 1 << 20
 """So much waiting is written as soon as the thread is idle, whenever the last commit was."""
 HANDED_LIMIT: Final = 2

@@ -91,8 +91,11 @@ def test_a_batch_gathers_while_one_is_written(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_batches_are_bounded_and_the_thread_goes_on_with_the_next(tmp_path: Path) -> None:
+def test_batches_are_bounded_and_the_thread_goes_on_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Much that came at once is no single commit, and the facts behind it keep their place."""
+    monkeypatch.setattr("rolloutmq.services.broker.journal.writer.BATCH_BYTES", 8 << 20)
     run = Driven(tmp_path, config(segment_bytes=64 << 20)).start()
     before = run.journal.status().commits
     for number in range(1, 8):
