@@ -2,7 +2,8 @@
 
 Both sides begin with data that is made: ours with `Group` objects, of which each goes under an id of its own; the
 rival (see `proxy`) with the bytes that those have on the wire. Ours is the public SDK in async loops: `send` with all
-it does, `pull` with decoding, `ack` of each batch. Nothing is kept once it is trained, since the rival keeps nothing.
+it does, `pull` with decoding, `ack` of each batch, which asks for the next one (`ahead=True`). Nothing is kept once
+it is trained, since the rival keeps nothing.
 
 Producers, broker or proxy, and consumer are processes of their own, and producers never end: the clock runs in the
 consumer, after a second that is not counted, for three seconds. At `disk` an ack says that a group survives a power

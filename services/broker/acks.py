@@ -1,10 +1,9 @@
 """When acks are published: at the end of a round in which they changed, and again and again while the producer lives.
 
-An ack is absolute state and PUB may drop it, so it is repeated every `ack_interval_s`; where there are many producers,
-less often, and before they ask by themselves. What tells a producer in line of its groups alone waits a little: credit
-for more will follow. A producer that was not heard
-of for most of `silence_s` gets no repetition: if it lives it asks by itself, and so is heard before it is taken for
-dead.
+An ack is absolute state and PUB may drop it, so it is repeated every `ack_interval_s`; where there are many
+producers, less often, and before they ask by themselves. What tells a producer in line of its groups alone waits a
+little: credit for more will follow. A producer that was not heard of for most of `silence_s` gets no repetition: if
+it lives it asks by itself, and so is heard before it is taken for dead.
 """
 
 from collections.abc import Callable, Iterator

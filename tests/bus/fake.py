@@ -1,7 +1,7 @@
 """A scripted broker, for the faults that a real one does not show on demand."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,13 +10,17 @@ from typing import Any
 import msgspec
 
 from rolloutmq.bus import codec, sockets, topics
+from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.sockets import Channel
+from rolloutmq.bus.spool import Spool
 from rolloutmq.schemas.delivery import (
     Ack,
+    Batch,
     Commit,
     ConsumerBeat,
     ConsumerRegistered,
     DeclareTables,
+    Delivery,
     Durability,
     ErrorReply,
     GetInfo,
@@ -41,8 +45,11 @@ from rolloutmq.schemas.envelope import GroupHeader, PolicyVersion
 from rolloutmq.schemas.errors import ErrorCode
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.trajectory import Group
 
 FRAME_LIMIT = 1 << 20
+V0 = PolicyVersion(3, 10)
+V1 = PolicyVersion(3, 11)
 Answer = Reply | tuple[Reply, list[Any]] | None
 """A reply, a reply with frames, or silence."""
 
@@ -242,3 +249,33 @@ class FakeBroker:
                 return Ok()
             case _:
                 raise AssertionError(request)
+
+
+def leased(groups: list[Group], lease: int = 1, spoil: tuple[str, ...] = (), **more: Any) -> Answer:
+    """A batch of these groups; those in `spoil` arrive damaged."""
+    spool, frames, deliveries, tables = Spool(1 << 30), [], [], {}
+    for group in groups:
+        encoded = encode_group(group, 1 << 24)
+        header = spool.add(group, encoded).header
+        own = [bytes(frame) for frame in encoded.frames]
+        if group.group_id in spoil:
+            own[0] = bytes([own[0][0] ^ 1]) + own[0][1:]
+        deliveries.append(Delivery(header=header, env="e", producer="p", session=1))
+        frames += own
+        tables[encoded.table.id] = encoded.table
+    return (
+        Batch(
+            lease=lease,
+            generation=4,
+            step=more.pop("step", 11),
+            groups=tuple(deliveries),
+            tables=tuple(tables.values()),
+            **more,
+        ),
+        frames,
+    )
+
+
+def answers(*replies: Answer) -> Callable[[Pull], Answer]:
+    left = deque(replies)
+    return lambda _: left.popleft() if left else NoBatch(wait=Wait.MIN_SHARE, queued_sequences=0)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.bus.test_consumer import V0, V1, answers, leased
+from tests.bus.fake import V0, V1, answers, leased
 
 from rolloutmq.bus import downlink
 from rolloutmq.bus.consumer import Consumer

@@ -1,23 +1,20 @@
 """The consumer against a scripted broker: leases, what does not decode, new lives, iteration."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from tests.bus.fake import V0, V1, answers, leased
 
 from rolloutmq.bus import discovery, downlink
-from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.consumer import Consumer
-from rolloutmq.bus.spool import Spool
 from rolloutmq.schemas.delivery import (
     Batch,
     Commit,
     ConsumerBeat,
-    Delivery,
     ErrorReply,
     GetInfo,
     NoBatch,
@@ -35,7 +32,7 @@ from rolloutmq.schemas.errors import EndOfReplayError, ErrorCode, LeaseLostError
 from rolloutmq.schemas.trajectory import Group
 
 if TYPE_CHECKING:
-    from tests.bus.fake import Answer, FakeBroker
+    from tests.bus.fake import FakeBroker
 
 MakeGroup = Callable[..., Group]
 
@@ -48,40 +45,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downlink, "REPEAT_S", 0.1)
     monkeypatch.setattr(discovery, "PROBE_S", 0.3)
     monkeypatch.setattr(discovery, "ATTEMPT_S", 0.3)
-
-
-V0 = PolicyVersion(3, 10)
-V1 = PolicyVersion(3, 11)
-
-
-def leased(groups: list[Group], lease: int = 1, spoil: tuple[str, ...] = (), **more: Any) -> "Answer":
-    """A batch of these groups; those in `spoil` arrive damaged."""
-    spool, frames, deliveries, tables = Spool(1 << 30), [], [], {}
-    for group in groups:
-        encoded = encode_group(group, 1 << 24)
-        header = spool.add(group, encoded).header
-        own = [bytes(frame) for frame in encoded.frames]
-        if group.group_id in spoil:
-            own[0] = bytes([own[0][0] ^ 1]) + own[0][1:]
-        deliveries.append(Delivery(header=header, env="e", producer="p", session=1))
-        frames += own
-        tables[encoded.table.id] = encoded.table
-    return (
-        Batch(
-            lease=lease,
-            generation=4,
-            step=more.pop("step", 11),
-            groups=tuple(deliveries),
-            tables=tuple(tables.values()),
-            **more,
-        ),
-        frames,
-    )
-
-
-def answers(*replies: "Answer") -> Callable[[Pull], "Answer"]:
-    left = deque(replies)
-    return lambda _: left.popleft() if left else NoBatch(wait=Wait.MIN_SHARE, queued_sequences=0)
 
 
 async def test_a_batch_is_pulled_decoded_and_settled(fake: "FakeBroker", group: MakeGroup) -> None:
