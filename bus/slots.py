@@ -13,6 +13,8 @@ from typing import Final
 ALIGNMENT_BYTES: Final = 64
 """Slots begin at multiples of it, so that the blocks of a group are as aligned as in a frame of its own."""
 PAGE_BYTES: Final = 4096
+PAGED_BYTES: Final = 32 << 10
+"""Slots of so much take whole pages, so that a disk can write a group from where it lies."""
 LOOK: Final = 32
 """Gaps that are looked at for room; the last one, which is the largest, is looked at in any case."""
 
@@ -65,11 +67,17 @@ class Slots:
 
     def allocate(self, nbytes: int) -> Slot | None:
         """Return a slot for that many bytes, or None if there is no gap that is large enough."""
-        size = max(ALIGNMENT_BYTES, -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        index = self._gap(size)
+        unit = PAGE_BYTES if nbytes >= PAGED_BYTES else ALIGNMENT_BYTES
+        size = max(unit, -(-nbytes // unit) * unit)
+        index = self._gap(size, unit)
         if index is None:
             return None
         start = self._starts[index]
+        if before := -start % unit:
+            self._starts.insert(index, start)
+            start += before
+            self._ends.insert(index, start)
+            index += 1
         end = self._starts[index] = start + size
         if end == self._ends[index]:
             del self._starts[index], self._ends[index]
@@ -79,12 +87,12 @@ class Slots:
             self._touched = max(self._touched, end)
         return Slot(self, start, nbytes, size)
 
-    def _gap(self, size: int) -> int | None:
+    def _gap(self, size: int, unit: int) -> int | None:
         starts, ends = self._starts, self._ends
         for index in range(min(LOOK, len(starts))):
-            if ends[index] - starts[index] >= size:
+            if ends[index] - starts[index] - -starts[index] % unit >= size:
                 return index
-        return len(starts) - 1 if starts and ends[-1] - starts[-1] >= size else None
+        return len(starts) - 1 if starts and ends[-1] - starts[-1] - -starts[-1] % unit >= size else None
 
     def release(self, upto: int) -> None:
         """Free every slot with a number up to that."""

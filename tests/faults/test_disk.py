@@ -274,8 +274,7 @@ def dead_run(tmp_path_factory: pytest.TempPathFactory) -> DeadRun:
     for path in sorted(RunLayout(run_dir).journal.glob("*.rmq")):
         end = FILE_HEADER_BYTES
         for record in records(path):
-            size = HEADER_BYTES + 8 * len(record.frames) + len(record.meta) + sum(map(len, record.frames))
-            end = record.offset + size
+            end = record.offset + record.span
             if path.name.startswith("groups-"):
                 meta = decode_meta(record.meta)
                 groups[meta.header.group_id] = Stretch(path.name, record.offset, end)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.segment import ALIGNMENT_BYTES, lay_out
+from rolloutmq.services.broker.journal.segment import encode_record
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ RETRY_S: Final = 0.25
 """How often a write is tried again while the disk is full."""
 WRITE_BYTES: Final = 2 << 20
 """So much is written at once: the disk begins with it while the next is copied."""
-_BUFFERS_LIMIT: Final = 1000
+BUFFERS_LIMIT: Final = 1000
 """Most buffers of one call; the system allows 1024."""
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PASSES: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -99,13 +99,23 @@ class Appender:
         patience: What becomes of writes for which there is no room.
     """
 
-    def __init__(self, disk: Disk, path: Path, nonce: bytes, patience: Patience, *, for_sync: bool) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        path: Path,
+        nonce: bytes,
+        patience: Patience,
+        *,
+        for_sync: bool,
+        fd: int | None = None,
+    ) -> None:
+        """Create the file, unless it is there and open as `fd`."""
         self.path = path
         self.offset = 0
+        self.patience = patience
         self._for_sync = for_sync
         self._disk = disk
-        self.patience = patience
-        self._fd = disk.create(path)
+        self._fd = disk.create(path) if fd is None else fd
         self._nonce = nonce
         self._buffers: list[Any] = []
         self._waiting = 0
@@ -120,18 +130,15 @@ class Appender:
     def add(self, kind: int, meta: bytes, frames: Sequence[Any]) -> int:
         """Append a record and return its offset."""
         offset = self.offset
-        head, views, nbytes = lay_out(self._nonce, offset, kind, meta, frames)
-        # The file is zero here, but what follows in the same call has to begin at the right place.
-        gap = offset - self._written - self._waiting
-        self._take([bytes(gap) + head if gap else head, *views], gap + nbytes)
+        buffers = encode_record(self._nonce, offset, kind, meta, frames)
+        self._take(buffers, sum(map(len, buffers)))
         return offset
 
     def _take(self, buffers: list[Any], nbytes: int) -> None:
         self._buffers += buffers
         self._waiting += nbytes
-        end = self._written + self._waiting
-        self.offset = end + -end % ALIGNMENT_BYTES
-        if self._waiting >= WRITE_BYTES or len(self._buffers) >= _BUFFERS_LIMIT:
+        self.offset += nbytes
+        if self._waiting >= WRITE_BYTES or len(self._buffers) >= BUFFERS_LIMIT:
             self.flush()
             self._hasten()
 
@@ -144,17 +151,19 @@ class Appender:
         """Write all that was added; waits while there is no room."""
         if self._buffers:
             buffers, self._buffers, self._waiting = self._buffers, [], 0
-            for start in range(0, len(buffers), _BUFFERS_LIMIT):
-                self._write(buffers[start : start + _BUFFERS_LIMIT])
-            self._written = self.offset
+            for start in range(0, len(buffers), BUFFERS_LIMIT):
+                self._write(buffers[start : start + BUFFERS_LIMIT])
 
     def _write(self, buffers: list[Any]) -> None:
         while buffers:
-            count = self.patience.persist(partial(self._disk.pwritev, self._fd, buffers, self._written))
+            count = self.patience.persist(partial(self._pwritev, buffers))
             if count <= 0:
                 raise OSError(errno.EIO, f"{self.path}: nothing was written, and no reason given")
             self._written += count
             buffers = _after(buffers, count)
+
+    def _pwritev(self, buffers: list[Any]) -> int:
+        return self._disk.pwritev(self._fd, buffers, self._written)
 
     def write_zeros(self, offset: int, nbytes: int) -> None:
         """Write zeros behind the end, so that the records which come there change nothing but bytes."""
@@ -166,10 +175,6 @@ class Appender:
     def sync(self) -> None:
         """Make what was flushed last."""
         self._disk.fdatasync(self._fd)
-
-    def forget_cached(self, offset: int) -> None:
-        """Let go of the cache of what is on disk from an offset on."""
-        self._disk.forget_cached(self._fd, offset, self._written - offset)
 
     def allocate(self, nbytes: int) -> None:
         self._disk.allocate(self._fd, nbytes)

@@ -9,6 +9,7 @@ is set by another one.
 from typing import Any, Protocol
 
 from rolloutmq.schemas.errors import DamagedRecordError
+from rolloutmq.services.broker.journal.segment import BLOCK_BYTES
 
 Frames = tuple[Any, ...]
 
@@ -40,6 +41,7 @@ class Slot(Protocol):
     """Where the only frame of a body lies in an arena."""
 
     body: "Body | None"
+    offset: int
 
     def free(self, frames: Frames) -> None:
         """Nobody reads it any more through the body; `frames` are the views of it."""
@@ -105,6 +107,11 @@ class Body:
         """The frames, which must be in memory: `load` came before."""
         assert self._frames is not None, "the body was not loaded"
         return self._frames
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether they begin where a block of memory does."""
+        return self.slot is not None and not self.slot.offset % BLOCK_BYTES
 
     @property
     def own_frames(self) -> Frames:

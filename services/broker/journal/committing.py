@@ -59,8 +59,10 @@ class Batch:
     ahead: bool = False
     """It is facts, and need not wait for groups that came before."""
     entries: list[Entry | Turn] = field(default_factory=list)
-    frames: list[Frames] = field(default_factory=list)
-    """Of the groups among the entries: their bodies may have let them go by the time they are written."""
+    bodies: list[tuple[Frames, bool]] = field(default_factory=list)
+    """The frames of the groups among the entries, which their bodies may have let go by the time they are written, and
+    whether they lie in blocks of memory.
+    """
     nbytes: int = 0
     binding: bool = False
     """Something but acceptances is in it."""
@@ -180,10 +182,10 @@ class Committer:
     def _commit(self, batch: Batch) -> None:
         began = time.monotonic()
         facts: list[Fact] = []
-        frames = iter(batch.frames)
+        bodies = iter(batch.bodies)
         for entry in batch.entries:
             if isinstance(entry, StoredGroup):
-                facts.append(self._accept(entry, next(frames)))
+                facts.append(self._accept(entry, *next(bodies)))
             elif isinstance(entry, Turn):
                 self._write(facts, binding=True)
                 self._groups.settle()
@@ -201,10 +203,12 @@ class Committer:
         self.finished.append(Commit(batch, self._groups.take_sealed()))
         self._wake()
 
-    def _accept(self, group: StoredGroup, frames: Frames) -> Accepted:
-        return self._store(group.accepted(), group.table, group.body, frames)
+    def _accept(self, group: StoredGroup, frames: Frames, in_blocks: bool) -> Accepted:
+        return self._store(group.accepted(), group.table, group.body, frames, in_blocks)
 
-    def _store(self, fact: Accepted, table: ColumnTable, body: Body, frames: Frames) -> Accepted:
+    def _store(
+        self, fact: Accepted, table: ColumnTable, body: Body, frames: Frames, in_blocks: bool
+    ) -> Accepted:
         """Write a group, and return the fact of its acceptance with the place that it got."""
         meta = GroupMeta(
             fact.order,
@@ -218,7 +222,9 @@ class Committer:
             fact.at,
             fact.requeued,
         )
-        segment, offset = body.place = self._groups.append(encode(meta), frames, body.nbytes)
+        segment, offset = body.place = self._groups.append(
+            encode(meta), frames, body.nbytes, fact.header.crc, in_blocks=in_blocks
+        )
         return msgspec.structs.replace(fact, place=Place(segment.number, offset))
 
     def _encoded(self, table: ColumnTable) -> ColumnTable:
@@ -282,7 +288,7 @@ class Committer:
                 segment, offset = body.place
                 fact = msgspec.structs.replace(fact, place=Place(segment.number, offset))
             elif body.in_memory:
-                fact = self._store(fact, tables[group.table], body, body.frames)
+                fact = self._store(fact, tables[group.table], body, body.frames, body.in_blocks)
             yield msgspec.structs.replace(group, accepted=fact)
 
     def _chore(self) -> bool:
@@ -316,18 +322,25 @@ class Committer:
         """Remove a segment that may go, or more if many may; False if there is none."""
         count = math.ceil(len(self._removals) / 4)
         for _ in range(count):
-            self._disk.unlink(self._removals.popleft().path)
-        if count and self._syncs and not self._removals:
-            try:
-                self._disk.sync_directory(self._directory)
-            except OSError as error:
-                if not passes(error):  # A name that comes back is removed again by a later life.
-                    raise
+            self._groups.discard(self._removals.popleft())
+        if count and not self._removals:
+            self._note_removals()
         return count > 0
+
+    def _note_removals(self) -> None:
+        try:
+            if self._syncs:
+                self._disk.sync_directory(self._directory)
+        except OSError as error:
+            if not passes(error):  # A name that comes back is removed again by a later life.
+                raise
+        else:
+            self._groups.discarded()
 
     def _make_room(self) -> None:
         while self._remove():
             pass
+        self._groups.drop_spares()
 
     def _finish(self) -> None:
         self._make_room()

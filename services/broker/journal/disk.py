@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import os
 import resource
 import threading
@@ -48,6 +49,10 @@ class Disk:
         """Open a new file for writing and return its descriptor."""
         return _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
+    def reopen(self, path: Path) -> int:
+        """Open a file that is there for writing and return its descriptor."""
+        return _opened(path, os.O_RDWR)
+
     def open(self, path: Path) -> int:
         """Open a file for reading and return its descriptor."""
         return _opened(path, os.O_RDONLY)
@@ -65,6 +70,18 @@ class Disk:
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
         """Write at an offset and return how many bytes it took, which may be fewer."""
         return os.pwritev(fd, buffers, offset)
+
+    def go_direct(self, fd: int, *, direct: bool) -> None:
+        """Have writes go past the system's cache, or through it; OSError(EINVAL), here or there, where they cannot.
+
+        Past it, what is written, where, and how much of it must be multiples of the blocks of the disk.
+        """
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+
+    def links(self, path: Path) -> int:
+        """Return how many names a file has."""
+        return path.stat().st_nlink
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Reserve room, so that writes up to there do not run out of it; does nothing where that cannot be done."""

@@ -1,42 +1,48 @@
 """The end of the segments, where groups are written. Belongs to the thread that writes.
 
 The next segment is made ahead of time: to reserve its room and to put its name on disk takes longer than a commit.
+It is written over one that nothing needs any more, if there is such a spare: to write where the disk has been written
+before changes nothing but bytes, and takes half the time.
 Where there is no room for it, that is known while the present one still has some: who brings groups can be held back
 in time, and the facts of those who train, which make room, need not wait behind a group that has none.
 """
 
 import logging
 import time
+from collections import deque
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Durability
-from rolloutmq.services.broker.journal.appender import NO_ROOM, RETRY_S, Appender, Patience, passes
+from rolloutmq.services.broker.journal.appender import NO_ROOM, RETRY_S, Patience, passes
+from rolloutmq.services.broker.journal.blocks import BlockAppender, Stage
 from rolloutmq.services.broker.journal.body import Frames, Ram
 from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES, file_header, record_bytes
+from rolloutmq.services.broker.journal.segment import BLOCK_BYTES, FILE_HEADER_BYTES, file_header, room_bytes
 from rolloutmq.services.broker.journal.segments import GROUP, Segment, Segments, numbered_nonce
 
 logger = logging.getLogger(__name__)
 
 SMALLEST_BYTES: Final = 1 << 20
 """Where the disk has no room for a whole segment, smaller ones are tried, down to this."""
+SPARES_LIMIT: Final = 2
+"""Most spares: segments come free in bursts."""
 
 
 class _Writing:
     """A segment that is written to, or will be next."""
 
-    def __init__(self, segment: Segment, file: Appender) -> None:
+    def __init__(self, segment: Segment, file: BlockAppender) -> None:
         self.segment = segment
         self.file = file
-        self.settled = FILE_HEADER_BYTES
-        """Everything before this belongs to a finished commit."""
-        self.synced = FILE_HEADER_BYTES
+        self.settled = self.synced = file.offset
+        """Everything before this belongs to a finished commit, or is synced."""
 
     @property
     def unused(self) -> bool:
-        return self.file.offset == FILE_HEADER_BYTES
+        return self.file.end == FILE_HEADER_BYTES
 
 
 class GroupLog:
@@ -61,6 +67,10 @@ class GroupLog:
         self._patience = patience
         self._current: _Writing | None = None
         self._next: _Writing | None = None
+        self._spares: deque[Path] = deque()
+        self._renamed: list[Path] = []
+        """Spares whose old names a power cut may bring back: what they say must not change before."""
+        self._stage = Stage()
         self.retry_at = float("inf")
 
     def tight(self, behind_bytes: int) -> bool:
@@ -79,25 +89,28 @@ class GroupLog:
         writing = self._current or self._next
         return self.next_number if writing is None else writing.segment.number
 
-    def append(self, meta: bytes, frames: Frames, nbytes: int) -> tuple[Segment, int]:
-        """Write a group and return its place; it is durable after `commit`."""
-        need = record_bytes(len(meta), len(frames), nbytes)
+    def append(
+        self, meta: bytes, frames: Frames, nbytes: int, crc: int, *, in_blocks: bool = False
+    ) -> tuple[Segment, int]:
+        """Write a group and return its place; it is durable after `commit`. See `BlockAppender.add_group`."""
+        need = room_bytes(len(meta), len(frames), nbytes)
         current = self._current
         if current is None or current.file.offset + need > current.segment.nbytes:
             current = self._turn(need)
-        return current.segment, current.file.add(GROUP, meta, frames)
+        return current.segment, current.file.add_group(GROUP, meta, frames, crc, in_blocks=in_blocks)
 
     def commit(self) -> None:
         """Make all that was appended as durable as the level says."""
         current = self._current
         if current is None:
             return
-        current.file.flush()
+        short = self._ram.short
+        current.file.flush(cache=short)
         if self._syncs and current.file.offset > current.synced:
             current.file.sync()
             # What memory holds needs no second place there, and pages that are reused at once are the fastest.
-            if not self._ram.short:
-                current.file.forget_cached(current.synced)
+            if not short:
+                current.file.forget_cached()
             current.synced = current.file.offset
 
     def settle(self) -> None:
@@ -134,6 +147,7 @@ class GroupLog:
         if self._next is None:
             self._next = self._create_smaller(whole, min(whole, SMALLEST_BYTES))
         elif self._next.segment.nbytes < whole:
+            self.drop_spares()  # They have the room that it lacks.
             self._next.file.allocate(whole)
             self._next.segment.nbytes = whole
 
@@ -156,6 +170,7 @@ class GroupLog:
                 writing.file.sync()
                 self._finish(writing)
         self._current = self._next = None
+        self.drop_spares()
         self._disk.sync_directory(self._directory)
 
     def _turn(self, need: int) -> _Writing:
@@ -163,7 +178,7 @@ class GroupLog:
             self.commit()
             self._finish(self._current)
             self._sealed.append(self._current.segment)
-        least = FILE_HEADER_BYTES + need
+        least = BLOCK_BYTES + need
         if self._next is None:
             self._current = None
             room = max(self._config.segment_bytes, least)
@@ -177,7 +192,7 @@ class GroupLog:
 
     def _finish(self, writing: _Writing) -> None:
         writing.file.cut()
-        writing.segment.nbytes = writing.file.offset
+        writing.segment.nbytes = writing.file.end
         writing.file.close()
 
     def _create_smaller(self, nbytes: int, need: int) -> _Writing:
@@ -193,20 +208,67 @@ class GroupLog:
 
     def _create(self, nbytes: int) -> _Writing:
         number = self.next_number
-        nonce = numbered_nonce(number)
-        path = self._segments.path_of(number)
-        file = Appender(self._disk, path, nonce, Patience.none(), for_sync=self._syncs)
+        nonce, path = numbered_nonce(number), self._segments.path_of(number)
+        spare = self._reopen_spare()
+        file = BlockAppender(
+            self._disk,
+            spare[0] if spare else path,
+            nonce,
+            Patience.none(),
+            self._stage,
+            for_sync=self._syncs,
+            fd=spare[1] if spare else None,
+        )
         try:
             file.allocate(nbytes)
             file.add_raw(file_header(nonce))
             file.flush()
             if self._syncs:
                 file.sync()
+            if spare is not None:
+                self._disk.rename(file.path, path)  # It has the number when it says so itself.
+                file.path = path
+            if self._syncs:
                 self._disk.sync_directory(path.parent)
         except BaseException:
+            self._stage.clear()
             file.close()
-            self._disk.unlink(path)
+            self._disk.unlink(file.path)
             raise
         file.patience = self._patience
         self.next_number += 1
         return _Writing(self._segments.add(number, nbytes), file)
+
+    def _reopen_spare(self) -> tuple[Path, int] | None:
+        if not self._spares:
+            return None
+        fd = self._disk.reopen(self._spares[0])
+        return self._spares.popleft(), fd
+
+    def discard(self, segment: Segment) -> None:
+        """Keep the file of a segment that nothing needs, to write over it, or remove it."""
+        spares = len(self._spares) + len(self._renamed)
+        usual = self._config.segment_bytes
+        wanted = self._next is None or self.retry_at == float("inf")
+        if (
+            wanted
+            and spares < SPARES_LIMIT
+            and usual // 2 < segment.nbytes <= usual
+            and self._disk.links(segment.path) == 1  # or what is in it is kept, see `Quarantine`
+        ):
+            spare = self._segments.spare_path(segment.number)
+            self._disk.rename(segment.path, spare)
+            self._renamed.append(spare)
+        else:
+            self._disk.unlink(segment.path)
+
+    def discarded(self) -> None:
+        """Note that the names of what was discarded are as durable as the level says."""
+        self._spares += self._renamed
+        self._renamed.clear()
+
+    def drop_spares(self) -> None:
+        """Remove what is kept to be written over."""
+        self.discarded()
+        while self._spares:
+            self._disk.unlink(self._spares.popleft())

@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.segment import (
     ALIGNMENT_BYTES,
+    END_BYTES,
     FILE_HEADER_BYTES,
+    FILLER,
     HEADER_BYTES,
     RECORD_MAGIC,
     Damage,
     Header,
     Record,
     header_at,
+    is_end,
     nonce_of,
     take_apart,
 )
@@ -59,14 +60,17 @@ class RecordFile:
 
     def _record(self, header: Header, offset: int) -> Record | None:
         parts = take_apart(header, memoryview(self._read(header.nbytes, offset + HEADER_BYTES)))
-        return None if parts is None else Record(offset, header.kind, *parts)
+        return None if parts is None else Record(offset, header.span, header.kind, *parts)
 
     def header(self, offset: int) -> Header | None:
         """Return the header at an offset; None if it is not one, or says more than the file has."""
+        self.size = self._disk.size(self._fd)
+        return self._header(self._read(HEADER_BYTES, offset), offset)
+
+    def _header(self, data: bytes, offset: int) -> Header | None:
         if self.nonce is None or offset % ALIGNMENT_BYTES or offset < FILE_HEADER_BYTES:
             return None
-        self.size = self._disk.size(self._fd)
-        header = header_at(self._read(HEADER_BYTES, offset), self.nonce, offset)
+        header = header_at(data, self.nonce, offset)
         if header is None or offset + HEADER_BYTES + header.nbytes > self.size:
             return None
         return header
@@ -84,21 +88,27 @@ class RecordFile:
             header = self.header(offset)
             record = None if header is None else self._record(header, offset)
             if header is not None and record is not None:
-                yield record
+                if record.kind != FILLER:
+                    yield record
                 offset += header.span
                 continue
-            if self.blank(offset):
-                return  # room that was never used
+            if self.ends(offset):
+                return
             nbytes = self.stretch(offset)
             end = offset + nbytes
             yield Damage(offset, nbytes, torn=self._following(end) is None)
             offset = end
 
-    def blank(self, offset: int) -> bool:
-        """Whether nothing but zeros follows."""
+    def ends(self, offset: int) -> bool:
+        """Whether nothing was written from an offset on: zeros, and behind them no record of this file."""
+        return is_end(self._read(END_BYTES, offset)) and self._following(offset) is None
+
+    def blank(self) -> bool:
+        """Whether there is nothing but zeros."""
+        offset = 0
         while (offset := self._next_data(offset)) < self.size:
             data = self._read(_WINDOW_BYTES, offset)
-            if not data or np.frombuffer(data, np.uint8).any():
+            if not data or not is_end(data):
                 return False
             offset += len(data)
         return True
@@ -110,12 +120,14 @@ class RecordFile:
             return self.size if error.errno == errno.ENXIO else offset
 
     def _following(self, offset: int) -> int | None:
-        """Return where the first record at or after an offset begins, as far as headers tell."""
+        """Return where the first record at or after an offset begins, as far as headers tell; a filler is none."""
         while (offset := self._next_data(offset)) < self.size:
             data = self._read(_WINDOW_BYTES + HEADER_BYTES, offset)
             found = data.find(RECORD_MAGIC)
             while 0 <= found < _WINDOW_BYTES:
-                if self.header(offset + found) is not None:
+                # Looked at where it is: what is left of another segment may have many that are none.
+                header = self._header(data[found : found + HEADER_BYTES], offset + found)
+                if header is not None and header.kind != FILLER:
                     return offset + found
                 found = data.find(RECORD_MAGIC, found + 1)
             offset += _WINDOW_BYTES

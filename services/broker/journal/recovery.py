@@ -28,7 +28,7 @@ from rolloutmq.services.broker.journal.facts import Accepted, GroupItem, GroupMe
 from rolloutmq.services.broker.journal.packing import AnyFact, decode_meta
 from rolloutmq.services.broker.journal.reading import RecordFile
 from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES, Record
-from rolloutmq.services.broker.journal.segments import GROUP, Segments, is_numbered, numbered_files
+from rolloutmq.services.broker.journal.segments import GROUP, SPARES, Segments, is_numbered, numbered_files
 
 
 class Recovered:
@@ -102,8 +102,9 @@ class _Recovery:
         self._damage: list[str] = []
 
     def run(self, found: Recovered) -> Recovered:
-        for unfinished in self._directory.glob("*.tmp"):
-            self._disk.unlink(unfinished)
+        for pattern in ("*.tmp", SPARES):
+            for leftover in self._directory.glob(pattern):
+                self._disk.unlink(leftover)
         logs = numbered_files(self._directory, "facts")
         files = numbered_files(self._directory, "groups")
         chain = self._chain(logs)
@@ -164,14 +165,14 @@ class _Recovery:
         for number in reversed([number for number in files if number >= start.segment]):
             try:
                 with closing(RecordFile(self._disk, files[number])) as file:
-                    if file.blank(0):  # made ahead of time, or its making was cut off
+                    if file.blank():  # made ahead of time, or its making was cut off
                         if last and number > named.segment and file.size:
                             self._disk.cut(file.path, 0)
                         continue
                     offset = max(start.offset if number == start.segment else 0, FILE_HEADER_BYTES)
                     kept = named.offset + 1 if last and number == named.segment else 0
                     yield from self._groups(file, number, offset, kept if last else file.size)
-                    last = last and file.blank(FILE_HEADER_BYTES)
+                    last = last and not any(file.scan(FILE_HEADER_BYTES))
             except OSError as error:
                 self._unreadable(files[number], error)
 

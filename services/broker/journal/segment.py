@@ -2,13 +2,17 @@
 
     file    magic 8, nonce 8, CRC32C of both 4, zero 4, then records, each at a multiple of 8
     record  magic 4, version u16, kind u16, meta length u32, frames u32, payload length u64,
-            CRC32C of the payload u32, CRC32C of the header u32, then the payload:
-            frame lengths u64 each, meta, frames; zeros up to the next multiple of 8
+            zeros before the frames u32, CRC32C of what is before the frames u32, CRC32C of the frames u32,
+            CRC32C of the header u32, then the payload: frame lengths u64 each, meta, zeros, frames;
+            zeros up to the next multiple of 8
+    filler  a record of kind 0, which says nothing: it ends where a block of the disk does
 
 Little-endian. The checksum of a header also covers the file's nonce and the record's offset, so that bytes which look
-like a record, in a group's body or left over at another place, are none. What is read back is a record that was
+like a record, in a group's body or left over at another place, are none. That of the frames is the one that a group
+had when it was made, so that no byte of it is read once more to be written. What is read back is a record that was
 written, or nothing: a damaged stretch is skipped and reported as `Damage`. A stretch that reaches the end of a segment
 that was still being written is its torn tail, and nothing is wrong with that; in a sealed one it is damage too.
+A segment is written over one that nothing needs any more: behind `END_BYTES` of zeros lies what is left of that.
 The functions on buffers are pure; the two on files are thin.
 """
 
@@ -25,12 +29,18 @@ from rolloutmq.bus.codec import checksum
 
 FILE_MAGIC: Final = b"RMQSEG\r\n"
 RECORD_MAGIC: Final = b"\xa7RMQ"
-VERSION: Final = 1
+VERSION: Final = 2
 ALIGNMENT_BYTES: Final = 8
+BLOCK_BYTES: Final = 4096
+"""A disk takes no less at once, unless through the system's cache."""
+END_BYTES: Final = 512
+"""So many zeros where a record could begin, and none after them, are the end."""
+FILLER: Final = 0
+"""Kind of a record that only fills a block."""
 NONCE_BYTES: Final = 8
 
 _FILE: Final = struct.Struct("<8s8sII")
-_HEADER: Final = struct.Struct("<4sHHIIQI")
+_HEADER: Final = struct.Struct("<4sHHIIQIII")
 _CRC: Final = struct.Struct("<I")
 _PLACE: Final = struct.Struct("<8sQ")
 HEADER_BYTES: Final = _HEADER.size + _CRC.size
@@ -44,14 +54,11 @@ class Record(NamedTuple):
     """One record as it was written; `meta` and `frames` are views of the segment."""
 
     offset: int
+    span: int
+    """Bytes from its beginning to where the next one begins."""
     kind: int
     meta: memoryview
     frames: tuple[memoryview, ...]
-
-    @property
-    def span(self) -> int:
-        """Bytes from its beginning to where the next one begins."""
-        return record_bytes(self.meta.nbytes, len(self.frames), sum(frame.nbytes for frame in self.frames))
 
 
 class Header(NamedTuple):
@@ -62,7 +69,11 @@ class Header(NamedTuple):
     frames: int
     nbytes: int
     """Bytes of the payload."""
+    gap: int
+    """Zeros before the frames."""
     crc: int
+    """Of what is before the frames."""
+    frames_crc: int
 
     @property
     def span(self) -> int:
@@ -89,28 +100,48 @@ def encode_record(
     nonce: bytes, offset: int, kind: int, meta: bytes, frames: Sequence[Buffer]
 ) -> list[Buffer]:
     """Lay out one record as buffers to be written in this order at `offset`, without copying the frames."""
-    head, views, nbytes = lay_out(nonce, offset, kind, meta, frames)
-    return [head, *(memoryview(view) for view in views), bytes(-nbytes % ALIGNMENT_BYTES)]
+    views = [memoryview(frame).cast("B") for frame in frames]
+    sizes = [view.nbytes for view in views]
+    head = head_of(nonce, offset, kind, meta, sizes, checksum(views))
+    nbytes = len(head) + sum(sizes)
+    return [head, *views, bytes(-nbytes % ALIGNMENT_BYTES)]
 
 
-def lay_out(
-    nonce: bytes, offset: int, kind: int, meta: bytes, frames: Sequence[Buffer]
-) -> tuple[bytes, list[bytes | memoryview], int]:
-    """Return what goes before a record's frames, the frames, and the bytes of all; zeros to a multiple of 8 follow."""
-    views = [frame if type(frame) is bytes else memoryview(frame).cast("B") for frame in frames]
-    sizes = [len(view) for view in views]
+def head_of(
+    nonce: bytes, offset: int, kind: int, meta: bytes, sizes: Sequence[int], crc: int, *, align: int = 1
+) -> bytes:
+    """Return what goes before a record's frames; zeros to a multiple of 8 follow them.
+
+    Args:
+        nonce, offset: The place.
+        kind, meta: What the record says.
+        sizes: Bytes of each frame.
+        crc: Checksum of all frames, in their order.
+        align: The frames begin at a multiple of that many bytes of the file.
+    """
     first = struct.pack(f"<{len(sizes)}Q", *sizes) + meta
+    gap = -(offset + HEADER_BYTES + len(first)) % align
+    first += bytes(gap)
     nbytes = len(first) + sum(sizes)
-    crc = checksum([first, *views])
-    header = _HEADER.pack(RECORD_MAGIC, VERSION, kind, len(meta), len(sizes), nbytes, crc)
-    head = header + _CRC.pack(_header_crc(nonce, offset, header)) + first
-    return head, views, HEADER_BYTES + nbytes
+    header = _HEADER.pack(
+        RECORD_MAGIC, VERSION, kind, len(meta), len(sizes), nbytes, gap, checksum([first]), crc
+    )
+    return header + _CRC.pack(_header_crc(nonce, offset, header)) + first
 
 
-def record_bytes(meta: int, frames: int, nbytes: int) -> int:
-    """Return how much of a segment a record takes: bytes of the meta, number of frames, bytes of all frames."""
-    total = HEADER_BYTES + frames * 8 + meta + nbytes
-    return total + -total % ALIGNMENT_BYTES
+def filler(nonce: bytes, offset: int) -> bytes:
+    """Return a record that says nothing and ends where a block does; empty if one ends at the offset."""
+    nbytes = -offset % BLOCK_BYTES
+    if nbytes and nbytes < HEADER_BYTES:
+        nbytes += BLOCK_BYTES
+    return head_of(nonce, offset, FILLER, bytes(nbytes - HEADER_BYTES), (), 0) if nbytes else b""
+
+
+def room_bytes(meta: int, frames: int, nbytes: int) -> int:
+    """Return how much of a segment a record may take, with the filler behind it: bytes of the meta, number of frames,
+    bytes of all frames.
+    """
+    return HEADER_BYTES + frames * 8 + meta + nbytes + 3 * BLOCK_BYTES
 
 
 def scan(data: Buffer, *, sealed: bool) -> Iterator[Record | Damage]:
@@ -127,14 +158,15 @@ def scan(data: Buffer, *, sealed: bool) -> Iterator[Record | Damage]:
         return
     offset = _FILE.size
     while offset < view.nbytes:
-        found = _record_at(view, nonce, offset)
-        if found is not None:
-            record, offset = found
-            yield record
+        record = _record_at(view, nonce, offset)
+        if record is not None:
+            offset += record.span
+            if record.kind != FILLER:
+                yield record
             continue
-        if not np.frombuffer(view[offset:], np.uint8).any():
-            return  # preallocated, never written
         following = _next_record(view, nonce, offset + 1)
+        if following is None and is_end(view[offset:] if sealed else view[offset : offset + END_BYTES]):
+            return
         end = view.nbytes if following is None else following
         yield Damage(offset, end - offset, torn=not sealed and following is None)
         offset = end
@@ -167,6 +199,11 @@ def read_segment(path: Path) -> Iterator[Record | Damage]:
     return scan(path.read_bytes(), sealed=True)
 
 
+def is_end(data: Buffer) -> bool:
+    """Whether the `END_BYTES` at the place of a record, or all that there are, are zeros."""
+    return not np.frombuffer(data, np.uint8).any()
+
+
 def _sync_directory(path: Path) -> None:
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -191,18 +228,21 @@ def header_at(data: bytes, nonce: bytes, offset: int) -> Header | None:
         return None
     header = data[: _HEADER.size]
     (crc,) = _CRC.unpack_from(data, _HEADER.size)
-    _, version, kind, meta_length, count, nbytes, payload_crc = _HEADER.unpack(header)
+    _, version, *said = _HEADER.unpack(header)
     if version != VERSION or crc != _header_crc(nonce, offset, header):
         return None
-    return Header(kind, meta_length, count, nbytes, payload_crc)
+    return Header(*said)
 
 
 def take_apart(header: Header, payload: memoryview) -> tuple[memoryview, tuple[memoryview, ...]] | None:
     """Return the meta and the frames of a record's payload; None if it is not what was written."""
-    cursor = header.frames * 8 + header.meta_length
-    if payload.nbytes != header.nbytes or cursor > header.nbytes or header.crc != checksum([payload]):
+    end = header.frames * 8 + header.meta_length
+    cursor = end + header.gap
+    if payload.nbytes != header.nbytes or cursor > header.nbytes:
         return None
-    meta = payload[header.frames * 8 : cursor]
+    if header.crc != checksum([payload[:cursor]]) or header.frames_crc != checksum([payload[cursor:]]):
+        return None
+    meta = payload[header.frames * 8 : end]
     frames = []
     for length in struct.unpack_from(f"<{header.frames}Q", payload):
         frames.append(payload[cursor : cursor + length])
@@ -214,8 +254,8 @@ def _header_crc(nonce: bytes, offset: int, header: bytes) -> int:
     return checksum([_PLACE.pack(nonce, offset) + header])
 
 
-def _record_at(view: memoryview, nonce: bytes, offset: int) -> tuple[Record, int] | None:
-    """Return the record at an offset and where the next one would begin, or None if there is none."""
+def _record_at(view: memoryview, nonce: bytes, offset: int) -> Record | None:
+    """Return the record at an offset, or None if there is none."""
     start = offset + HEADER_BYTES
     if start > view.nbytes or offset % ALIGNMENT_BYTES:
         return None
@@ -225,12 +265,13 @@ def _record_at(view: memoryview, nonce: bytes, offset: int) -> tuple[Record, int
     parts = take_apart(header, view[start : start + header.nbytes])
     if parts is None:
         return None
-    return Record(offset, header.kind, *parts), offset + header.span
+    return Record(offset, header.span, header.kind, *parts)
 
 
 def _next_record(view: memoryview, nonce: bytes, offset: int) -> int | None:
-    """Return where the first whole record at or after an offset begins."""
+    """Return where the first whole record at or after an offset begins; a filler is none."""
     for match in re.finditer(re.escape(RECORD_MAGIC), view[offset:]):
-        if _record_at(view, nonce, offset + match.start()) is not None:
-            return offset + match.start()
+        record = _record_at(view, nonce, offset + match.start())
+        if record is not None and record.kind != FILLER:
+            return record.offset
     return None

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 GROUP: Final = 1
 """Kind of a record that holds a group; its meta is `facts.GroupMeta`."""
+SPARES: Final = "spare-*.rmq"
+"""Names of segments that nothing needs, kept to be written over."""
 OPEN_LIMIT: Final = 16
 """Most segments that are open for reading."""
 _NUMBER_BYTES: Final = 4
@@ -128,6 +130,10 @@ class Segments:
 
     def path_of(self, number: int) -> Path:
         return self._directory / f"groups-{number:08d}.rmq"
+
+    def spare_path(self, number: int) -> Path:
+        """Return the name of a segment that nothing needs any more."""
+        return self._directory / f"spare-{number:08d}.rmq"
 
     def add(self, number: int, nbytes: int) -> Segment:
         """Take in a segment; also for the thread that writes."""

@@ -2,8 +2,9 @@
 
 Room for whole segments is reserved ahead of the groups (see `grouplog`). A broker that ends in order gives back the
 rest itself, and so does the next life of one that was killed; this is for the one that gets no other life. Nothing is
-cut but zeros behind the last record, and nothing removed but segments without any. Where a segment ends in anything
-else, that is left to the next life, which can tell a torn end from damage.
+cut but what lies behind the end of the records, and nothing removed but segments without any, and those that were kept
+to be written over. Where records do not end as their writer lets them end, that is left to the next life, which can
+tell a torn end from damage.
 """
 
 import logging
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.reading import RecordFile
-from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES
-from rolloutmq.services.broker.journal.segments import numbered_files
+from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES, FILLER
+from rolloutmq.services.broker.journal.segments import SPARES, numbered_files
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ def trim(directory: Path, disk: Disk | None = None) -> int:
     freed = 0
     if not directory.is_dir():
         return freed
+    for path in directory.glob(SPARES):
+        freed += path.stat().st_size
+        disk.unlink(path)
     for path in reversed(numbered_files(directory, "groups").values()):
         with closing(RecordFile(disk, path)) as file:
             size, end = file.size, _end(file)
@@ -43,10 +47,12 @@ def trim(directory: Path, disk: Disk | None = None) -> int:
 
 
 def _end(file: RecordFile) -> int:
-    """Return where the records of a segment end; the end of the file if anything but zeros follows."""
-    end = 0
-    if file.nonce is not None:
-        end = FILE_HEADER_BYTES
-        while (header := file.header(end)) is not None:
-            end += header.span
-    return min(end, file.size) if file.blank(end) else file.size
+    """Return where the records of a segment end; the end of the file if what follows is not as its writer leaves it."""
+    if file.nonce is None:
+        return 0 if file.blank() else file.size
+    end = at = FILE_HEADER_BYTES
+    while (header := file.header(at)) is not None:
+        at += header.span
+        if header.kind != FILLER:
+            end = at
+    return min(end, file.size) if file.ends(at) else file.size

@@ -167,7 +167,7 @@ class Journal:
         nbytes = 0
         for entry in entries:
             if isinstance(entry, StoredGroup):
-                batch.frames.append(entry.body.frames)
+                batch.bodies.append((entry.body.frames, entry.body.in_blocks))
                 nbytes += entry.body.nbytes
             else:
                 batch.binding = True

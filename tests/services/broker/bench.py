@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from rolloutmq.bus.codec import checksum
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import GetStatus, Pressure, StatusReply
 from rolloutmq.schemas.delivery import (
@@ -81,6 +82,11 @@ def config(
     )
 
 
+def bodies(group_id: str, frames: int) -> list[bytes]:
+    """Return the frames of a group."""
+    return [f"{group_id}/{i}".encode() for i in range(frames)]
+
+
 def header(
     seq: int,
     position: int,
@@ -91,17 +97,18 @@ def header(
     group_id: str = "",
     tokens: int = 0,
     frames: int = 1,
-    crc: int = 0,
+    crc: int | None = None,
 ) -> GroupHeader:
     version = PolicyVersion(0, step)
+    group_id = group_id or f"g{seq}"
     return GroupHeader(
         seq=seq,
         position=position,
-        group_id=group_id or f"g{seq}",
+        group_id=group_id,
         table=TABLE.id,
         frames=frames,
         nbytes=nbytes,
-        crc=crc,
+        crc=checksum(bodies(group_id, frames)) if crc is None else crc,
         sequences=sequences,
         tokens=tokens or sequences * 10,
         oldest=version,
@@ -158,8 +165,7 @@ class Peer:
             split=self.split,
             groups=(head,),
         )
-        frames = [f"{head.group_id}/{i}".encode() for i in range(head.frames)]
-        return self.bench.ingest(envelope, changed.get("frames", frames))
+        return self.bench.ingest(envelope, changed.get("frames", bodies(head.group_id, head.frames)))
 
     def send(self, groups: int = 1, **given: Any) -> list[str]:
         """Send new groups; return their ids."""

@@ -104,7 +104,6 @@ class Producer:
             sequences=sequences,
             step=step,
             group_id=group_id,
-            crc=sum(map(ord, group_id)),
         )
         self.spool[self.seq] = head
         return head

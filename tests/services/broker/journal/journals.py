@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rolloutmq.bus.codec import checksum
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.envelope import (
@@ -32,7 +33,7 @@ from rolloutmq.services.broker.log import Entry, SnapshotItem
 TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1),))
 RAM = Ram(1 << 40)
 DEADLINE_S = 20.0
-SMALL = 1 << 16
+SMALL = 5 << 14
 """Size of the segments of most tests."""
 
 
@@ -56,7 +57,7 @@ def group(number: int, nbytes: int = 0, ram: Ram = RAM) -> StoredGroup:
         table=TABLE.id,
         frames=len(frames),
         nbytes=size,
-        crc=5,
+        crc=checksum(frames),
         sequences=4,
         tokens=40,
         oldest=PolicyVersion(1, 2),

@@ -24,7 +24,7 @@ from rolloutmq.services.broker.journal.segment import (
 Written = tuple[int, bytes, list[bytes]]
 NONCE = b"\x01\x02\x03\x04\x05\x06\x07\x08"
 RECORDS = st.lists(
-    st.tuples(st.integers(0, 0xFFFF), st.binary(max_size=40), st.lists(st.binary(max_size=200), max_size=5)),
+    st.tuples(st.integers(1, 0xFFFF), st.binary(max_size=40), st.lists(st.binary(max_size=200), max_size=5)),
     max_size=6,
 )
 
@@ -51,7 +51,7 @@ def _read(data: bytes, *, sealed: bool = True) -> tuple[list[Written], list[Dama
 
 def _random_records(rng: random.Random, count: int) -> list[Written]:
     return [
-        (number, rng.randbytes(rng.randrange(60)), [rng.randbytes(rng.randrange(300)) for _ in "ab"])
+        (1 + number, rng.randbytes(rng.randrange(60)), [rng.randbytes(rng.randrange(300)) for _ in "ab"])
         for number in range(count)
     ]
 

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.services.broker.journal.journals import (
     SMALL,
@@ -16,9 +17,10 @@ from tests.services.broker.journal.journals import (
     snapshot,
 )
 
+from rolloutmq.bus.codec import checksum
 from rolloutmq.services.broker.journal.body import Body
 from rolloutmq.services.broker.journal.facts import Dropped
-from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES
+from rolloutmq.services.broker.journal.segment import FILE_HEADER_BYTES, FILE_MAGIC
 from rolloutmq.services.broker.journal.trimming import trim
 
 
@@ -31,7 +33,8 @@ def killed(tmp_path: Path, count: int) -> Path:
     run, left = Driven(tmp_path / "journal", config()).start(), tmp_path / "left"
     run.write(*(group(number, 20_000) for number in range(1, count + 1)))
     expected = (count + 2) // 3 + 1  # three of them fit into a segment
-    run.until(lambda: len(segments(tmp_path / "journal")) == expected)
+    newest = tmp_path / "journal" / f"groups-{expected:08d}.rmq"
+    run.until(lambda: newest.exists() and newest.read_bytes().startswith(FILE_MAGIC))
     shutil.copytree(tmp_path / "journal", left)
     run.journal.close()
     return left
@@ -52,7 +55,7 @@ def test_rest_of_the_last_segment_and_the_next_one_go_back(tmp_path: Path) -> No
     freed = trim(left)
     after = segments(left)
     assert list(after) == list(before)[:3]
-    assert after["groups-00000003.rmq"] < 21_000
+    assert after["groups-00000003.rmq"] < 25_000
     assert freed == sum(before.values()) - sum(after.values()) - FILE_HEADER_BYTES
     assert trim(left) == 0
     assert found(left) == (list(range(1, 8)), set(range(1, 8)), [])
@@ -76,7 +79,9 @@ def test_room_whose_segment_was_never_begun_goes_back(tmp_path: Path) -> None:
 def test_zeros_that_belong_to_a_record_stay(tmp_path: Path) -> None:
     run, left = Driven(tmp_path / "journal", config()).start(), tmp_path / "left"
     one = group(1, 9_000)
-    one.body = Body((bytes(9_000),), 9_000)
+    zeros = bytes(9_000)
+    one.header = msgspec.structs.replace(one.header, nbytes=9_000, frames=1, crc=checksum([zeros]))
+    one.body = Body((zeros,), 9_000)
     run.write(one)
     shutil.copytree(tmp_path / "journal", left)
     run.journal.close()
@@ -95,10 +100,23 @@ def test_end_that_is_not_understood_is_left_to_the_next_life(tmp_path: Path, gar
     left = killed(tmp_path, 7)
     last = left / "groups-00000003.rmq"
     with last.open("r+b") as file:
-        file.seek(30_000)
+        file.seek(24_600)
         file.write(garbage)
     trim(left)
     assert last.stat().st_size == SMALL
+    assert found(left) == (list(range(1, 8)), set(range(1, 8)), [])
+
+
+def test_what_a_segment_had_before_it_was_written_over_goes_back(tmp_path: Path) -> None:
+    left = killed(tmp_path, 7)
+    last = left / "groups-00000003.rmq"
+    with last.open("r+b") as file:
+        file.seek(30_000)
+        file.write(b"\xa7RMQ" + bytes(range(256)) * 20)
+    (left / "spare-00000001.rmq").write_bytes(bytes(100))
+    trim(left)
+    assert last.stat().st_size < 25_000
+    assert list(left.glob("spare-*")) == []
     assert found(left) == (list(range(1, 8)), set(range(1, 8)), [])
 
 
