@@ -16,6 +16,7 @@ from typing import Final
 from benchmarks import feeder, rawdisk, scratch, sqlite
 from benchmarks.row import Row, compare
 from benchmarks.sqlite import STOCK, TUNED, Settings, Synchronous
+from rolloutmq.bus.codec import checksum
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.envelope import ColumnTable, GroupHeader, PolicyVersion, RewardSummary
@@ -109,7 +110,7 @@ def _header(number: int, frame: memoryview) -> GroupHeader:
         table=TABLE.id,
         frames=1,
         nbytes=frame.nbytes,
-        crc=0,
+        crc=checksum([frame]),
         sequences=8,
         tokens=frame.nbytes // 9,
         oldest=version,

@@ -160,6 +160,8 @@ class Appender:
             if count <= 0:
                 raise OSError(errno.EIO, f"{self.path}: nothing was written, and no reason given")
             self._written += count
+            if count == sum(map(len, buffers)):
+                return
             buffers = _after(buffers, count)
 
     def _pwritev(self, buffers: list[Any]) -> int:

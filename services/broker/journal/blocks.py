@@ -17,14 +17,20 @@ from typing import Any, Final
 
 from rolloutmq.services.broker.journal.appender import BUFFERS_LIMIT, WRITE_BYTES, Appender, Patience
 from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.segment import ALIGNMENT_BYTES, BLOCK_BYTES, filler, head_of
+from rolloutmq.services.broker.journal.segment import (
+    ALIGNMENT_BYTES,
+    BLOCK_BYTES,
+    filler,
+    gap_before,
+    head_of,
+)
 
 COPIED_BYTES: Final = 32 << 10
 """A group with less is copied into blocks."""
 _STAGE_BYTES: Final = 1 << 20
 _RESERVED: Final = 4 * BLOCK_BYTES
 """For what ends a flush."""
-_ZEROS: Final = bytes(BLOCK_BYTES)
+_ZEROS: Final = memoryview(bytes(BLOCK_BYTES))
 
 
 class Stage:
@@ -105,8 +111,10 @@ class BlockAppender(Appender):
         views = [memoryview(frame).cast("B") for frame in frames]
         sizes = [view.nbytes for view in views]
         small = sum(sizes) < COPIED_BYTES
-        align = BLOCK_BYTES if in_blocks and not small else 1
-        self._put(head_of(self._nonce, offset, kind, meta, sizes, crc, align=align))
+        gap = 0 if small or not in_blocks else gap_before(offset, len(meta), 1)
+        self._put(head_of(self._nonce, offset, kind, meta, sizes, crc, gap))
+        if gap:
+            self._put(_ZEROS[:gap])
         for view in views:
             if small:
                 self._put(view)
@@ -117,8 +125,8 @@ class BlockAppender(Appender):
             else:
                 self._cached = True
                 self._lay(view)
-        if gap := -self.offset % ALIGNMENT_BYTES:
-            self._put(_ZEROS[:gap])
+        if rest := -self.offset % ALIGNMENT_BYTES:
+            self._put(_ZEROS[:rest])
         self.end = self.offset
         if self._unwritten >= WRITE_BYTES or not self._stage.has(2 * COPIED_BYTES):
             self.flush()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -209,23 +209,26 @@ class Committer:
     def _store(
         self, fact: Accepted, table: ColumnTable, body: Body, frames: Frames, in_blocks: bool
     ) -> Accepted:
-        """Write a group, and return the fact of its acceptance with the place that it got."""
-        meta = GroupMeta(
+        """Write a group, and return the fact of its acceptance with the place that it got, to be written at once."""
+        header: Any = msgspec.Raw(encode(fact.header))  # for both: it is most of either
+        order, env, split, run, producer, session, at, requeued = (
             fact.order,
-            fact.header,
             fact.env,
             fact.split,
             fact.run,
             fact.producer,
             fact.session,
-            self._encoded(table),
             fact.at,
             fact.requeued,
+        )
+        meta = GroupMeta(
+            order, header, env, split, run, producer, session, self._encoded(table), at, requeued
         )
         segment, offset = body.place = self._groups.append(
             encode(meta), frames, body.nbytes, fact.header.crc, in_blocks=in_blocks
         )
-        return msgspec.structs.replace(fact, place=Place(segment.number, offset))
+        place = Place(segment.number, offset)
+        return Accepted(order, header, env, split, run, producer, session, at, place, requeued)
 
     def _encoded(self, table: ColumnTable) -> ColumnTable:
         """Return a table as it is written, in place of the table itself: there are few, and groups are many."""

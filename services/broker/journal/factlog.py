@@ -29,6 +29,8 @@ SNAPSHOT: Final = 2
 FACTS: Final = 3
 CHUNK_BYTES: Final = 1 << 20
 """A record of facts is not made larger, unless one fact is."""
+TOGETHER: Final = 1000
+"""So many facts are mostly less than that, and are encoded in one go."""
 ZEROS_BYTES: Final = 256 << 10
 """So much is kept written behind the end: to sync bytes alone takes half as long as to sync a file that grows."""
 KEPT_LOGS: Final = 2
@@ -43,6 +45,11 @@ def log_path(directory: Path, number: int) -> Path:
 
 def chunks(facts: Iterable[Fact]) -> Iterator[bytes]:
     """Encode facts as lists of about `CHUNK_BYTES`; at least one, which may be empty."""
+    facts = list(facts)
+    together = encode(facts) if len(facts) <= TOGETHER else b""
+    if 0 < len(together) <= CHUNK_BYTES:
+        yield together
+        return
     items: list[bytes] = []
     size = 0
     for item in map(encode, facts):

@@ -2,8 +2,8 @@
 
     file    magic 8, nonce 8, CRC32C of both 4, zero 4, then records, each at a multiple of 8
     record  magic 4, version u16, kind u16, meta length u32, frames u32, payload length u64,
-            zeros before the frames u32, CRC32C of what is before the frames u32, CRC32C of the frames u32,
-            CRC32C of the header u32, then the payload: frame lengths u64 each, meta, zeros, frames;
+            gap before the frames u32, CRC32C of what is before the gap u32, CRC32C of the frames u32,
+            CRC32C of the header u32, then the payload: frame lengths u64 each, meta, gap, frames;
             zeros up to the next multiple of 8
     filler  a record of kind 0, which says nothing: it ends where a block of the disk does
 
@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import google_crc32c
 import numpy as np
 
 from rolloutmq.bus.codec import checksum
@@ -42,6 +43,7 @@ NONCE_BYTES: Final = 8
 _FILE: Final = struct.Struct("<8s8sII")
 _HEADER: Final = struct.Struct("<4sHHIIQIII")
 _CRC: Final = struct.Struct("<I")
+_SIZE: Final = struct.Struct("<Q")
 _PLACE: Final = struct.Struct("<8sQ")
 HEADER_BYTES: Final = _HEADER.size + _CRC.size
 FILE_HEADER_BYTES: Final = _FILE.size
@@ -70,9 +72,9 @@ class Header(NamedTuple):
     nbytes: int
     """Bytes of the payload."""
     gap: int
-    """Zeros before the frames."""
+    """Bytes that say nothing, before the frames."""
     crc: int
-    """Of what is before the frames."""
+    """Of what is before the gap."""
     frames_crc: int
 
     @property
@@ -100,33 +102,37 @@ def encode_record(
     nonce: bytes, offset: int, kind: int, meta: bytes, frames: Sequence[Buffer]
 ) -> list[Buffer]:
     """Lay out one record as buffers to be written in this order at `offset`, without copying the frames."""
-    views = [memoryview(frame).cast("B") for frame in frames]
-    sizes = [view.nbytes for view in views]
+    views = [frame if type(frame) is bytes else memoryview(frame).cast("B") for frame in frames]
+    sizes = [len(view) for view in views]
     head = head_of(nonce, offset, kind, meta, sizes, checksum(views))
     nbytes = len(head) + sum(sizes)
     return [head, *views, bytes(-nbytes % ALIGNMENT_BYTES)]
 
 
 def head_of(
-    nonce: bytes, offset: int, kind: int, meta: bytes, sizes: Sequence[int], crc: int, *, align: int = 1
+    nonce: bytes, offset: int, kind: int, meta: bytes, sizes: Sequence[int], crc: int, gap: int = 0
 ) -> bytes:
-    """Return what goes before a record's frames; zeros to a multiple of 8 follow them.
+    """Return what goes before a record's gap and its frames; zeros to a multiple of 8 follow them.
 
     Args:
         nonce, offset: The place.
         kind, meta: What the record says.
         sizes: Bytes of each frame.
         crc: Checksum of all frames, in their order.
-        align: The frames begin at a multiple of that many bytes of the file.
+        gap: Bytes between what is returned and the frames.
     """
-    first = struct.pack(f"<{len(sizes)}Q", *sizes) + meta
-    gap = -(offset + HEADER_BYTES + len(first)) % align
-    first += bytes(gap)
-    nbytes = len(first) + sum(sizes)
+    count = len(sizes)
+    first = (_SIZE.pack(*sizes) if count == 1 else struct.pack(f"<{count}Q", *sizes)) + meta
+    nbytes = len(first) + gap + sum(sizes)
     header = _HEADER.pack(
-        RECORD_MAGIC, VERSION, kind, len(meta), len(sizes), nbytes, gap, checksum([first]), crc
+        RECORD_MAGIC, VERSION, kind, len(meta), count, nbytes, gap, google_crc32c.value(first), crc
     )
     return header + _CRC.pack(_header_crc(nonce, offset, header)) + first
+
+
+def gap_before(offset: int, meta: int, frames: int) -> int:
+    """Return the gap with which frames begin where a block does: place, bytes of the meta, number of frames."""
+    return -(offset + HEADER_BYTES + frames * 8 + meta) % BLOCK_BYTES
 
 
 def filler(nonce: bytes, offset: int) -> bytes:
@@ -240,7 +246,7 @@ def take_apart(header: Header, payload: memoryview) -> tuple[memoryview, tuple[m
     cursor = end + header.gap
     if payload.nbytes != header.nbytes or cursor > header.nbytes:
         return None
-    if header.crc != checksum([payload[:cursor]]) or header.frames_crc != checksum([payload[cursor:]]):
+    if header.crc != checksum([payload[:end]]) or header.frames_crc != checksum([payload[cursor:]]):
         return None
     meta = payload[header.frames * 8 : end]
     frames = []
@@ -251,7 +257,7 @@ def take_apart(header: Header, payload: memoryview) -> tuple[memoryview, tuple[m
 
 
 def _header_crc(nonce: bytes, offset: int, header: bytes) -> int:
-    return checksum([_PLACE.pack(nonce, offset) + header])
+    return int(google_crc32c.value(_PLACE.pack(nonce, offset) + header))
 
 
 def _record_at(view: memoryview, nonce: bytes, offset: int) -> Record | None:
