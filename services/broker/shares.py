@@ -13,10 +13,10 @@ from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.services.broker.lanes import Lane
 from rolloutmq.services.broker.sessions import Session
 
-WINDOW_BYTES: Final = 4 << 20
-"""Window of a producer whose groups are not known to be large. It is more than a disk writes in the time of an ack, and
-no more, since what lies in the journal before a group of another producer is what that one's ack waits for."""
-WINDOW_GROUPS: Final = 4
+WINDOW_BYTES: Final = 8 << 20
+"""Window of a producer whose groups are not known to be large. It is what a disk writes in the time of an ack, and no
+more, since what lies in the journal before a group of another producer is what that one's ack waits for."""
+WINDOW_GROUPS: Final = 8
 """Window in groups, for those that are."""
 OPEN_WINDOW: Final = 256
 """Rollouts that a producer may have under way without pacing: bytes and groups bound it, not this."""
@@ -24,6 +24,8 @@ OPEN_LEAST: Final = 16
 """The same where there are so many producers that a quarter of the mark in groups is less for each."""
 WORTH_PART: Final = 4
 """Less than that part of a window is not worth an ack; see `Shares.worth`."""
+WORTH_GROUPS: Final = 4
+"""Less than so many groups are not, either, unless that is all of a window."""
 MUCH_LARGER: Final = 16
 """A group that is that many times as large as any before is unusual."""
 DRAINS_BYTES: Final = 64 << 20
@@ -90,7 +92,7 @@ class Shares:
     def worth(self, lane: Lane) -> int:
         """Return how many bytes of a window are worth an ack: several groups, which one message then carries."""
         window = self.window(lane)
-        return max(window // WORTH_PART, min(window, WINDOW_GROUPS * lane.largest_bytes))
+        return max(window // WORTH_PART, min(window, WORTH_GROUPS * lane.largest_bytes))
 
     def low(self, session: Session) -> bool:
         """Whether a session has used up so much of its window that filling it is worth an ack, or needs it now."""
