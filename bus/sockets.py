@@ -236,8 +236,8 @@ class Channel:
 
     Nothing is taken from the socket while somebody waits, so a cancelled wait loses no message. ZMQ_FD is
     edge-triggered, and any call on the socket may swallow the edge: hence every call goes through here, and each
-    looks at the socket's state afterwards and wakes whoever waits for it. One event loop; several tasks may wait. All
-    methods raise ClosedError once it is closed.
+    looks at the socket's state afterwards if anybody waits for it; whoever begins to wait looks first. One event loop;
+    several tasks may wait. All methods raise ClosedError once it is closed.
     """
 
     def __init__(self, socket: Socket) -> None:
@@ -255,7 +255,8 @@ class Channel:
         except zmq.Again:
             return False
         finally:
-            self._look()
+            if self._waiting:
+                self._look()
         return True
 
     def try_receive(self) -> list[bytes] | None:
@@ -266,7 +267,8 @@ class Channel:
         except zmq.Again:
             return None
         finally:
-            self._look()
+            if self._waiting:
+                self._look()
 
     def try_receive_frames(self) -> list[zmq.Frame] | None:
         """Take one message as frames that are views of what the library received, or None."""
@@ -276,7 +278,8 @@ class Channel:
         except zmq.Again:
             return None
         finally:
-            self._look()
+            if self._waiting:
+                self._look()
 
     async def send(self, frames: Sequence[Any], *, copy: bool = True) -> None:
         """Send one message; waits while the socket is full or nobody is connected. Cancelled: nothing was sent."""
@@ -285,9 +288,10 @@ class Channel:
 
     async def receive(self) -> list[bytes]:
         """Take the next message. Cancelled: nothing was taken."""
-        while (message := self.try_receive()) is None:
-            await self.ready(zmq.POLLIN)
-        return message
+        while True:
+            await self.ready(zmq.POLLIN)  # To look costs less than to be told that there is nothing.
+            if (message := self.try_receive()) is not None:
+                return message
 
     async def ready(self, events: int) -> None:
         """Wait until the socket can do one of `events` (POLLIN, POLLOUT)."""

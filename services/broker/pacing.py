@@ -91,9 +91,12 @@ class Pacing:
             free, reason = min(free, room), full if not self.stalled else reason
         self._short.discard(lane)
         self._grant(open_, free, paced=lane.rule.pacing)
+        # Without pacing a window is filled when half of it is used: who has less than all of it need not wait.
+        held_back = lane.rule.pacing or lane in self._short
         for session in sessions:
             wait = self._admission.wait(session)
-            open_to_begin = not session.draining and (self.stalled or session.starts_out < session.slots)
+            fewer = held_back and session.starts_out < session.slots
+            open_to_begin = not session.draining and (self.stalled or fewer)
             if wait is Wait.NONE and open_to_begin:
                 wait = reason
             if wait is not session.wait:

@@ -213,3 +213,13 @@ def test_one_who_drains_waits_for_no_rollout() -> None:
     bench.ask(Drain(worker="p"), Ok)
     bench.tick()
     assert bench.pressure().lanes[0].wait == ""
+
+
+def test_who_has_used_a_part_of_its_window_is_not_said_to_wait() -> None:
+    bench = Bench(config(e={}))
+    peer = bench.producer(slots=400)
+    for _ in range(5):
+        peer.send(10)
+        bench.tick(0.3)
+        assert peer.sync().wait is Wait.NONE
+    assert bench.pressure().producer_waits_s == {}
