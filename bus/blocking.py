@@ -23,21 +23,26 @@ R = TypeVar("R")
 class _Outcome(Generic[R]):
     """What a call came to: told once, in the loop's thread, and waited for in that of the caller."""
 
-    __slots__ = ("_error", "_result", "_told")
+    __slots__ = ("_ended", "_error", "_result", "_told")
 
     def __init__(self) -> None:
         # A lock is what a Future is made of, at a third of the price.
         self._told = threading.Lock()
         self._told.acquire()
+        self._ended = False
         self._result: R
         self._error: BaseException | None = None
 
     def succeed(self, result: R) -> None:
         self._result = result
-        self._told.release()
+        self._end()
 
     def fail(self, error: BaseException) -> None:
         self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
         self._told.release()
 
     def wait(self, interrupted: Callable[[], None]) -> R:
@@ -46,7 +51,8 @@ class _Outcome(Generic[R]):
             self._told.acquire()
         except (KeyboardInterrupt, SystemExit):
             interrupted()
-            self._told.acquire()
+            if not self._ended:  # or the interrupt came when the lock was ours already
+                self._told.acquire()
             raise
         if self._error is not None:
             raise self._error
