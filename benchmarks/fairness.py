@@ -4,11 +4,15 @@ The quiet one sends a small group, waits for its ack, and pauses, again and agai
 large groups as fast as their credit allows, and a trainer that eats all of it, so that credit never runs out for long.
 Each figure is of a broker of its own; the clock covers `send` and `flush`.
 
+For comparison, two processes that have nothing to do with the broker: one sends as much over a bare socket, at the same
+pace and beside the same flood, and the other sends it back. What that takes is the machine's, whoever is the broker.
+
     python -m benchmarks.fairness ROLE DIRECTORY ...    one process of a round
 """
 
 import asyncio
 import contextlib
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 import uvloop
+import zmq
 
 from benchmarks import scratch, stage, workload
 from benchmarks.row import Row, near
@@ -49,16 +54,24 @@ def rows() -> Iterator[Row]:
             "nobody else sends",
             GOAL,
         )
+    yield near(
+        "round trip of a bare socket, p99 ms",
+        f"beside {FLOODS} producers that push {LARGE}, memory",
+        partial(ack_p99_ms, "memory", FLOODS, role="ping"),
+        partial(ack_p99_ms, "memory", 0, role="ping"),
+        "nobody else sends",
+        None,
+    )
 
 
-def ack_p99_ms(durability: str, floods: int, sends: int = SENDS) -> float:
-    """Measure the acks of a quiet environment beside so many producers that flood another one."""
+def ack_p99_ms(durability: str, floods: int, sends: int = SENDS, role: str = "quiet") -> float:
+    """Measure the acks of a quiet environment, or a bare `ping`, beside so many producers that flood another one."""
     with (
         scratch.directory() as directory,
         stage.broker(RunLayout(directory), _config(durability)),
         stage.player("fairness", "consumer", directory) as consumer,
         stage.players("fairness", [("flood", directory, number) for number in range(floods)]) as flood,
-        stage.player("fairness", "quiet", directory, sends) as quiet,
+        stage.player("fairness", role, directory, sends) as quiet,
     ):
         for one in (consumer, *flood, quiet):
             one.wait_ready()
@@ -89,6 +102,34 @@ async def _quiet(directory: Path, sends: str) -> None:
     print(counted[len(counted) * 99 // 100], flush=True)
 
 
+async def _ping(directory: Path, sends: str) -> None:
+    address, took = f"ipc://{directory}/bare", []
+    body = bytes(SMALL.nbytes)
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.connect(address)
+        command = [sys.executable, "-m", "benchmarks.fairness", "echo", str(directory)]
+        echo = subprocess.Popen(command)  # noqa: ASYNC220 - there is nothing else in this process
+        with stage.ended(echo):
+            socket.send(body)
+            socket.recv()
+            stage.ready()
+            for _ in range(int(sends) + WARM_UP):
+                started = time.perf_counter()
+                socket.send(body)
+                socket.recv()
+                took.append((time.perf_counter() - started) * 1e3)
+                time.sleep(PAUSE_S)  # noqa: ASYNC251 - there is nothing else in this process
+    counted = sorted(took[WARM_UP:])
+    print(counted[len(counted) * 99 // 100], flush=True)
+
+
+async def _echo(directory: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.REP) as socket:
+        socket.bind(f"ipc://{directory}/bare")
+        while True:
+            socket.send(socket.recv())
+
+
 async def _flood(directory: Path, number: str) -> None:
     groups = workload.fresh(workload.pool(LARGE), f"flood-{number}")
     async with Producer.open(
@@ -112,6 +153,8 @@ def main(role: str, *words: str) -> None:
         "quiet": _quiet,
         "flood": _flood,
         "consumer": _consumer,
+        "ping": _ping,
+        "echo": _echo,
     }
     directory, *rest = words
 
