@@ -3,7 +3,7 @@
 To copy a group into the cache costs more than all else that the journal does for it. A group that lies in an arena
 where a block begins, and whose frame begins at one in the file, is taken from there by the disk itself; what goes
 before it, what is left of it behind its last whole block, and small groups are copied into blocks in between. One that
-lies anywhere else goes through the cache, with all that is written in the same call.
+lies anywhere else goes through the cache, with all that is written in the same call, and so do small groups alone.
 
 What is flushed ends with a filler, so that no block is ever written twice, and, where the file has room for it, with a
 block of zeros: the file may be one that is written over, and those tell its records from what it had before.
@@ -84,8 +84,8 @@ class BlockAppender(Appender):
         self._limit = 0
         self._may_go_direct = for_sync
         self._direct = False
-        self._cached = False
-        """Something in the next write must go through the cache."""
+        self._in_blocks = self._cached = False
+        """Something in the next write lies in blocks; something must go through the cache."""
         self._cached_from: int | None = None
         """From here on the cache may have something that was written since the last sync."""
 
@@ -119,6 +119,7 @@ class BlockAppender(Appender):
             if small:
                 self._put(view)
             elif in_blocks:
+                self._in_blocks = True
                 whole = view.nbytes - view.nbytes % BLOCK_BYTES
                 self._lay(view[:whole])
                 self._put(view[whole:])
@@ -174,11 +175,11 @@ class BlockAppender(Appender):
         if self.offset + BLOCK_BYTES <= self._limit:
             self._stage.put(_ZEROS)
         self._take_piece()
-        self._go(direct=self._may_go_direct and not (self._cached or cache))
+        self._go(direct=self._may_go_direct and self._in_blocks and not (self._cached or cache))
         buffers, self._buffers = self._buffers, []
         self._write(buffers)
         self._written = self.offset
-        self._cached = False
+        self._in_blocks = self._cached = False
         self._stage.clear()
 
     def forget_cached(self) -> None:

@@ -148,12 +148,17 @@ def test_what_is_added_is_read_whatever_was_there_and_no_block_is_written_twice(
 def test_what_lies_in_blocks_goes_past_the_cache_and_nothing_else_does(tmp_path: Path) -> None:
     disk = Watched()
     one = appender(disk, tmp_path / "s.rmq")
-    cases = [(200_000, True, True), (100, True, True), (100, False, True), (200_000, False, False)]
+    cases = [(200_000, True, True), (100, True, False), (100, False, False), (200_000, False, False)]
     for number, (nbytes, in_blocks, past) in enumerate(cases):
         disk.writes.clear()
         add(one, number, nbytes, in_blocks=in_blocks)
         one.flush()
         assert [direct for _, _, direct in disk.writes] == [past], (nbytes, in_blocks)
+    disk.writes.clear()
+    for number, in_blocks in enumerate((True, False)):
+        add(one, number, 200_000 if in_blocks else 100, in_blocks=in_blocks)
+    one.flush()
+    assert [direct for _, _, direct in disk.writes] == [True]
     disk.writes.clear()
     add(one, 9, 200_000, in_blocks=True)
     one.flush(cache=True)
