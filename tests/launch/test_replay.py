@@ -29,6 +29,7 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.broker.journal.body import Ram
+from rolloutmq.services.broker.journal.segment import Record, scan
 from rolloutmq.services.broker.recording import Recording
 
 RANKS = 2
@@ -204,7 +205,11 @@ def test_a_damaged_record_is_refused_before_anything_is_served(
     shutil.copytree(recorded[0], copy, ignore=shutil.ignore_patterns("*.sock"))
     victim = min(RunLayout(copy).journal.glob(pattern))
     data = bytearray(victim.read_bytes())
-    data[data.rindex(b"\xa7RMQ") - 64 if pattern == "facts-*" else 5000] ^= 1
+    records = [found for found in scan(bytes(data), sealed=False) if isinstance(found, Record)]
+    damaged = data.rindex(b"\xa7RMQ") - 64
+    if pattern == "groups-*":
+        damaged = records[0].offset + records[0].span - 64  # in the body of the first group
+    data[damaged] ^= 1
     victim.write_bytes(data)
     with pytest.raises(error, match=said):
         Recording(copy, Ram(1 << 20))
