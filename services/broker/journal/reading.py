@@ -123,7 +123,7 @@ class RecordFile:
         """Return where the first record at or after an offset begins, as far as headers tell; a filler is none."""
         while (offset := self._next_data(offset)) < self.size:
             data = self._read(_WINDOW_BYTES + HEADER_BYTES, offset)
-            found = data.find(RECORD_MAGIC)
+            found = -1 if is_end(data) else data.find(RECORD_MAGIC)
             while 0 <= found < _WINDOW_BYTES:
                 # Looked at where it is: what is left of another segment may have many that are none.
                 header = self._header(data[found : found + HEADER_BYTES], offset + found)
