@@ -68,16 +68,15 @@ class Slots:
     def allocate(self, nbytes: int) -> Slot | None:
         """Return a slot for that many bytes, or None if there is no gap that is large enough."""
         unit = PAGE_BYTES if nbytes >= PAGED_BYTES else ALIGNMENT_BYTES
-        size = max(unit, -(-nbytes // unit) * unit)
+        size = max(unit, _upwards(nbytes, unit))
         index = self._gap(size, unit)
         if index is None:
             return None
         start = self._starts[index]
-        if before := -start % unit:
+        if (first := _upwards(start, unit)) > start:
             self._starts.insert(index, start)
-            start += before
-            self._ends.insert(index, start)
-            index += 1
+            self._ends.insert(index, first)
+            start, index = first, index + 1
         end = self._starts[index] = start + size
         if end == self._ends[index]:
             del self._starts[index], self._ends[index]
@@ -90,9 +89,9 @@ class Slots:
     def _gap(self, size: int, unit: int) -> int | None:
         starts, ends = self._starts, self._ends
         for index in range(min(LOOK, len(starts))):
-            if ends[index] - starts[index] - -starts[index] % unit >= size:
+            if ends[index] - _upwards(starts[index], unit) >= size:
                 return index
-        return len(starts) - 1 if starts and ends[-1] - starts[-1] - -starts[-1] % unit >= size else None
+        return len(starts) - 1 if starts and ends[-1] - _upwards(starts[-1], unit) >= size else None
 
     def release(self, upto: int) -> None:
         """Free every slot with a number up to that."""
@@ -132,8 +131,7 @@ class Slots:
 
     def trim(self) -> tuple[int, int] | None:
         """Return the range of whole pages that was in use once, and has not been since the last call; None if none."""
-        start = -(-self._peak // PAGE_BYTES) * PAGE_BYTES
-        end = -(-self._touched // PAGE_BYTES) * PAGE_BYTES
+        start, end = _upwards(self._peak, PAGE_BYTES), _upwards(self._touched, PAGE_BYTES)
         self._peak = self.top
         if start >= end:
             return None
@@ -149,3 +147,8 @@ class Slots:
         numbers = [slot.seq for slot in self.numbered]
         assert numbers == sorted(set(numbers)), numbers
         assert all(slot.size for slot in self.numbered)
+
+
+def _upwards(nbytes: int, unit: int) -> int:
+    """Return the next multiple of the unit."""
+    return nbytes + -nbytes % unit

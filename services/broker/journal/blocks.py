@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from rolloutmq.bus.slots import PAGED_BYTES
 from rolloutmq.services.broker.journal.appender import BUFFERS_LIMIT, WRITE_BYTES, Appender, Patience
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.segment import (
@@ -25,8 +26,6 @@ from rolloutmq.services.broker.journal.segment import (
     head_of,
 )
 
-COPIED_BYTES: Final = 32 << 10
-"""A group with less is copied into blocks."""
 _STAGE_BYTES: Final = 1 << 20
 _RESERVED: Final = 4 * BLOCK_BYTES
 """For what ends a flush."""
@@ -110,7 +109,7 @@ class BlockAppender(Appender):
         offset = self.offset
         views = [memoryview(frame).cast("B") for frame in frames]
         sizes = [view.nbytes for view in views]
-        small = sum(sizes) < COPIED_BYTES
+        small = sum(sizes) < PAGED_BYTES
         gap = 0 if small or not in_blocks else gap_before(offset, len(meta), 1)
         self._put(head_of(self._nonce, offset, kind, meta, sizes, crc, gap))
         if gap:
@@ -129,7 +128,7 @@ class BlockAppender(Appender):
         if rest := -self.offset % ALIGNMENT_BYTES:
             self._put(_ZEROS[:rest])
         self.end = self.offset
-        if self._unwritten >= WRITE_BYTES or not self._stage.has(2 * COPIED_BYTES):
+        if self._unwritten >= WRITE_BYTES or not self._stage.has(2 * PAGED_BYTES):
             self.flush()
             if self._cached_from is not None:
                 self._hasten()

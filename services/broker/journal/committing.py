@@ -211,24 +211,34 @@ class Committer:
     ) -> Accepted:
         """Write a group, and return the fact of its acceptance with the place that it got, to be written at once."""
         header: Any = msgspec.Raw(encode(fact.header))  # for both: it is most of either
-        order, env, split, run, producer, session, at, requeued = (
+        meta = GroupMeta(
             fact.order,
+            header,
+            fact.env,
+            fact.split,
+            fact.run,
+            fact.producer,
+            fact.session,
+            self._encoded(table),
+            fact.at,
+            fact.requeued,
+        )
+        segment, offset = body.place = self._groups.append(
+            encode(meta), frames, body.nbytes, fact.header.crc, in_blocks=in_blocks
+        )
+        place = Place(segment.number, offset)
+        return Accepted(
+            fact.order,
+            header,
             fact.env,
             fact.split,
             fact.run,
             fact.producer,
             fact.session,
             fact.at,
+            place,
             fact.requeued,
         )
-        meta = GroupMeta(
-            order, header, env, split, run, producer, session, self._encoded(table), at, requeued
-        )
-        segment, offset = body.place = self._groups.append(
-            encode(meta), frames, body.nbytes, fact.header.crc, in_blocks=in_blocks
-        )
-        place = Place(segment.number, offset)
-        return Accepted(order, header, env, split, run, producer, session, at, place, requeued)
 
     def _encoded(self, table: ColumnTable) -> ColumnTable:
         """Return a table as it is written, in place of the table itself: there are few, and groups are many."""

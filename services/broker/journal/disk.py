@@ -80,8 +80,11 @@ class Disk:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
     def links(self, path: Path) -> int:
-        """Return how many names a file has."""
-        return path.stat().st_nlink
+        """Return how many names a file has; 0 if it is gone."""
+        try:
+            return path.stat().st_nlink
+        except FileNotFoundError:
+            return 0
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Reserve room, so that writes up to there do not run out of it; does nothing where that cannot be done."""

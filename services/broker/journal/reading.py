@@ -42,6 +42,8 @@ class RecordFile:
     def __init__(self, disk: Disk, path: Path) -> None:
         self.path = path
         self._disk = disk
+        self._unreadable = 0
+        """Reads that the disk could not answer."""
         self._fd = disk.open(path)
         try:
             self.size = disk.size(self._fd)
@@ -101,7 +103,9 @@ class RecordFile:
 
     def ends(self, offset: int) -> bool:
         """Whether nothing was written from an offset on: zeros, and behind them no record of this file."""
-        return is_end(self._read(END_BYTES, offset)) and self._following(offset) is None
+        before = self._unreadable
+        ended = is_end(self._read(END_BYTES, offset)) and self._following(offset) is None
+        return ended and self._unreadable == before  # what cannot be read may be anything
 
     def blank(self) -> bool:
         """Whether there is nothing but zeros."""
@@ -146,5 +150,6 @@ class RecordFile:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
+            self._unreadable += 1
             logger.error("not readable file=%s offset=%d bytes=%d", self.path, offset, nbytes)
             return b""

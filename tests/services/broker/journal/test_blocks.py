@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.services.broker.journal.journals import FailingDisk
 
 from rolloutmq.bus.codec import checksum
+from rolloutmq.bus.slots import PAGED_BYTES
 from rolloutmq.services.broker.journal.appender import WRITE_BYTES, Patience
-from rolloutmq.services.broker.journal.blocks import COPIED_BYTES, BlockAppender, Stage
+from rolloutmq.services.broker.journal.blocks import BlockAppender, Stage
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.reading import RecordFile
 from rolloutmq.services.broker.journal.segment import (
@@ -31,8 +32,8 @@ NONCE = bytes(range(8))
 ROOM = 16 << 20
 SIZES = st.one_of(
     st.integers(0, 300),
-    st.sampled_from([COPIED_BYTES - 1, COPIED_BYTES, 10 * BLOCK_BYTES, 10 * BLOCK_BYTES + 1]),
-    st.integers(COPIED_BYTES, 5 * COPIED_BYTES),
+    st.sampled_from([PAGED_BYTES - 1, PAGED_BYTES, 10 * BLOCK_BYTES, 10 * BLOCK_BYTES + 1]),
+    st.integers(PAGED_BYTES, 5 * PAGED_BYTES),
 )
 STEPS = st.lists(st.tuples(SIZES, st.booleans(), st.integers(0, 3)), max_size=40)
 """Bytes of a group, whether it lies in blocks, and whether a flush, a sync, or a flush through the cache follows."""

@@ -89,6 +89,16 @@ def test_what_somebody_keeps_is_not_written_over(tmp_path: Path) -> None:
     assert kept.read_bytes() == before
 
 
+def test_a_segment_that_somebody_removed_is_no_spare_and_ends_nothing(tmp_path: Path) -> None:
+    run = Driven(tmp_path, config()).start()
+    alive: list[StoredGroup] = []
+    flow(run, 6, alive=alive)
+    (tmp_path / "groups-00000001.rmq").unlink()
+    flow(run, 20, first=7, alive=alive)
+    run.journal.close()
+    assert run.journal.done == run.journal.ticket
+
+
 def test_a_segment_for_one_large_group_is_not_kept(tmp_path: Path) -> None:
     run = Driven(tmp_path, config()).start()
     large = group(1, 3 * SMALL)

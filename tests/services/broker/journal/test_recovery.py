@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.services.broker.journal.facts import Accepted, Began, Dropped
 from rolloutmq.services.broker.journal.packing import AnyFact
+from rolloutmq.services.broker.journal.reading import RecordFile
 from rolloutmq.services.broker.journal.recovery import Recovered
 from rolloutmq.services.broker.journal.segment import (
     ALIGNMENT_BYTES,
@@ -399,6 +400,28 @@ def test_what_a_disk_cannot_read_is_damage(original: Path, tmp_path: Path) -> No
     assert run.found.damage
     assert orders(run.found) == []
     run.journal.close()
+
+
+def test_an_end_that_cannot_be_read_is_no_end(tmp_path: Path) -> None:
+    run = Driven(tmp_path / "journal", config()).start()
+    run.write(group(1, 20_000))
+    shutil.copytree(tmp_path / "journal", tmp_path / "left")
+    run.journal.close()
+    disk = FailingDisk()
+    with closing(RecordFile(disk, tmp_path / "left" / "groups-00000001.rmq")) as file:
+        assert [type(found) for found in file.scan(FILE_HEADER_BYTES)] == [Record]
+        end = next(file.scan(FILE_HEADER_BYTES)).offset + 20_480
+        reads = [0]
+
+        def beyond_the_first(_: int) -> None:
+            reads[0] += 1
+            if reads[0] > 1:
+                raise OSError(errno.EIO, "bad sector")
+
+        disk.plan["pread"] = beyond_the_first
+        assert not file.ends(end)
+        disk.heal()
+        assert file.ends(end)
 
 
 def test_strangers_in_the_directory_are_left_alone(original: Path, tmp_path: Path) -> None:
