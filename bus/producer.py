@@ -287,7 +287,7 @@ class Producer:
         if self._session.draining and not self.draining.is_set():
             logger.info("draining producer=%s", self._session.register.producer)
         self._gate.serve()
-        self._uplink.send()
+        self._uplink.send_soon()  # with what the tasks bring that have just got room
 
     async def close(self) -> None:
         """Wait up to `drain_s` for acks, save what is still unacked, say goodbye. May be called twice.

@@ -106,12 +106,14 @@ class Uplink:
         self._turn = asyncio.Lock()
         """Registering and syncing never overlap: a sync that is overtaken would be told that it is fenced."""
         self._look = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._asks = False
         """To be asked whatever the session says."""
         self._work = asyncio.Event()
         self._turn_at = 0.0
         self._turn_groups = self._turn_bytes = 0
-        """What was passed on since the loop had its last turn."""
+        """What was passed on since the last sending, and when the first of it was: the time is the producer's own, not
+        that of the others of its loop."""
         self._soon = False
         """The loop will send in its next turn."""
 
@@ -279,20 +281,26 @@ class Uplink:
         one leaves in one message.
         """
         now = time.monotonic()
+        if not self._turn_groups:
+            self._turn_at = now
         self._turn_groups += 1
         self._turn_bytes += nbytes
+        self.send_soon()
         due = self._turn_groups >= PACK_GROUPS or self._turn_bytes >= TURN_BYTES
         if due or now - self._turn_at >= TURN_S:
-            self._turn_at, self._turn_groups, self._turn_bytes = now, 0, 0
             self.send()
             await asyncio.sleep(0)
-        elif not self._soon:
+
+    def send_soon(self) -> None:
+        """Send in the loop's next turn, with what has come by then. Never waits."""
+        if not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self.send)
 
     def send(self) -> None:
         """Send what can be sent at once; the rest follows by itself. Never waits."""
         self._soon = False
+        self._turn_groups = self._turn_bytes = 0
         if self._sockets is None:
             return
         session = self._session
@@ -314,22 +322,31 @@ class Uplink:
         return True
 
     async def _keep(self, client: BrokerClient) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            timer = loop.call_later(TICK_S, self._look.set)
-            try:
+        self._tick()
+        try:
+            while True:
                 await self._look.wait()
-            finally:
-                timer.cancel()
-            self._look.clear()
-            if self._session.arena is not None:
-                self._session.arena.trim(time.monotonic())
-            if self._asks or self._session.must_ask(time.monotonic(), self._waiting()):
-                self._asks = False
-                if not self._session.number:
-                    raise _Lost("a new session is wanted")
-                async with self._turn:
-                    await self._sync(client)
+                self._look.clear()
+                if self._asks or self._must_ask():
+                    self._asks = False
+                    if not self._session.number:
+                        raise _Lost("a new session is wanted")
+                    async with self._turn:
+                        await self._sync(client)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _tick(self) -> None:
+        """Look after the session now and again: a call and not a task, since there may be many of a loop."""
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        if self._session.arena is not None:
+            self._session.arena.trim(time.monotonic())
+        if self._must_ask():
+            self._look.set()
+
+    def _must_ask(self) -> bool:
+        return self._session.must_ask(time.monotonic(), self._waiting())
 
     async def _sync(self, client: BrokerClient) -> None:
         asked = self._session.ask(time.monotonic())

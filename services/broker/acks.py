@@ -20,6 +20,9 @@ LONGEST_INTERVALS: Final = 3
 """So many times `ack_interval_s` may pass between two acks, if there are many producers."""
 LONGEST_S: Final = 0.75
 """Longest time between two acks; a producer that hears none for a second asks."""
+GATHER_S: Final = 0.05
+"""So long an ack may wait that tells of groups and not of new credit. Where there are many producers it waits as long
+as acks are repeated: in line for credit, each is told of both at once."""
 _QUIET_PART: Final = 0.7
 """Part of `silence_s` after which the repetition stops; a producer asks a second later."""
 
@@ -69,7 +72,7 @@ class Acks:
 
     def due(self, now: float) -> Iterator[Session]:
         """Yield the sessions to ack now, each once."""
-        for session in self._sessions.touched.take(now):
+        for session in self._sessions.touched.take(now, self._gather_s):
             if session.alive:
                 self._said(session, now)
                 yield session
@@ -91,13 +94,20 @@ class Acks:
         """Return when the first of those that live is to be told again."""
         if not self._ring:
             return float("inf")
-        longest_s = min(self._interval_s * LONGEST_INTERVALS, LONGEST_S)
-        pause_s = max(self._interval_s, min(len(self._ring) / REPEATS_PER_S, longest_s))
-        return next(iter(self._ring.values())).acked_at + pause_s
+        return next(iter(self._ring.values())).acked_at + max(self._interval_s, self._spread_s)
+
+    @property
+    def _spread_s(self) -> float:
+        """Time in which all can be told once."""
+        return min(len(self._ring) / REPEATS_PER_S, self._interval_s * LONGEST_INTERVALS, LONGEST_S)
+
+    @property
+    def _gather_s(self) -> float:
+        return max(GATHER_S, self._spread_s)
 
     def next_due(self) -> float:
         """Return when `due` has something to yield; 0 for at once."""
-        return min(self._sessions.touched.next_due(), self.next_repeat())
+        return min(self._sessions.touched.next_due(self._gather_s), self.next_repeat())
 
     def clear(self) -> None:
         """Forget the schedule."""

@@ -47,13 +47,13 @@ class Pacing:
         self.behind = False
         self._short.clear()
         for lane, share in self._shares(now):
-            self._pace(lane, share)
+            self._pace(lane, share, now)
 
     def pace_urgent(self, now: float) -> None:
         """Grant where somebody may wait for it; elsewhere windows are filled by what arrives."""
         for lane, share in self._shares(now):
             if lane.rule.pacing or lane in self._short:
-                self._pace(lane, share)
+                self._pace(lane, share, now)
             else:
                 self.behind = True
 
@@ -73,7 +73,7 @@ class Pacing:
             peer for peer in self._lanes.of_split(lane.split) if peer is lane or self._delivers(peer, now)
         ]
         weight = sum(peer.weight for peer in peers if peer.connected)
-        self._pace(lane, _share(lane, weight, len(peers)))
+        self._pace(lane, _share(lane, weight, len(peers)), now)
 
     def adopt(self, silent_env_s: float) -> None:
         """Go on with another patience."""
@@ -82,7 +82,7 @@ class Pacing:
     def _delivers(self, lane: Lane, now: float) -> bool:
         return lane.connected and bool(lane.queued.groups or not lane.silent(now, self._silent_env_s))
 
-    def _pace(self, lane: Lane, share: float) -> None:
+    def _pace(self, lane: Lane, share: float, now: float) -> None:
         sessions = self._admission.producers(lane)
         open_ = [session for session in sessions if not session.draining]
         free, reason = self._free(lane, share)
@@ -101,7 +101,7 @@ class Pacing:
                 wait = reason
             if wait is not session.wait:
                 session.wait = wait
-                session.touch()
+                session.touch_later(now)
 
     def _free(self, lane: Lane, share: float) -> tuple[int, Wait]:
         """Return how many rollouts more the lane may begin, and what holds the others back."""

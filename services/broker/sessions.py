@@ -24,8 +24,6 @@ PRODUCERS_LIMIT: Final = 1 << 16
 """Producers that are remembered; beyond it the one that is over for longest is forgotten."""
 LOST_LIMIT: Final = 1 << 32
 """Most groups that a session can have lost: what it says is not believed beyond."""
-GATHER_S: Final = 0.05
-"""So long an ack may wait that tells of groups and not of new credit; a fifth of the time in which it is repeated."""
 _EPOCH_SHIFT: Final = 20
 """A million sessions in each life of the broker before numbers of two lives could meet."""
 
@@ -35,7 +33,7 @@ class Touched:
 
     Attributes:
         now: Whose ack is published at the end of the round.
-        later: Whose ack can wait, and until when; in the order of that.
+        later: Whose ack can wait, and since when; in the order of that.
     """
 
     __slots__ = ("later", "now")
@@ -44,21 +42,21 @@ class Touched:
         self.now: dict[int, Session] = {}
         self.later: dict[int, tuple[float, Session]] = {}
 
-    def take(self, now: float) -> "list[Session]":
-        """Remove and return the sessions whose ack is due."""
+    def take(self, now: float, gather_s: float) -> "list[Session]":
+        """Remove and return the sessions whose ack is due: at once, or since it has waited for so long."""
         for session in self.now.values():
             self.later.pop(session.number, None)
         due = list(self.now.values())
         self.now.clear()
-        while self.later and (first := next(iter(self.later.values())))[0] <= now:
+        while self.later and (first := next(iter(self.later.values())))[0] + gather_s <= now:
             due.append(self.later.pop(first[1].number)[1])
         return due
 
-    def next_due(self) -> float:
+    def next_due(self, gather_s: float) -> float:
         """Return when `take` has something to return; 0 for at once."""
         if self.now:
             return 0.0
-        return next(iter(self.later.values()))[0] if self.later else float("inf")
+        return next(iter(self.later.values()))[0] + gather_s if self.later else float("inf")
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -135,7 +133,7 @@ class Session:
 
     def touch_later(self, now: float) -> None:
         """Have an ack published soon, with what else there is to tell by then."""
-        self._touched.later.setdefault(self.number, (now + GATHER_S, self))
+        self._touched.later.setdefault(self.number, (now, self))
 
     @property
     def used(self) -> int:

@@ -9,6 +9,7 @@ until who lives, the marks, or the largest group of the lane are others.
 from collections.abc import Mapping, Sized
 from typing import Final
 
+from rolloutmq.bus.session import PACK_GROUPS
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.services.broker.lanes import Lane
 from rolloutmq.services.broker.sessions import Session
@@ -90,9 +91,10 @@ class Shares:
         return min(self.largest, max(usual, seen))
 
     def worth(self, lane: Lane) -> int:
-        """Return how many bytes of a window are worth an ack: several groups, which one message then carries."""
-        window = self.window(lane)
-        return max(window // WORTH_PART, min(window, WORTH_GROUPS * lane.largest_bytes))
+        """Return how many bytes of a window are worth an ack: as many groups as a message carries, or half a window."""
+        window, largest = self.window(lane), lane.largest_bytes
+        pack = min(window // 2, PACK_GROUPS * largest)
+        return max(window // WORTH_PART, pack, min(window, WORTH_GROUPS * largest))
 
     def low(self, session: Session) -> bool:
         """Whether a session has used up so much of its window that filling it is worth an ack, or needs it now."""

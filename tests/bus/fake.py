@@ -84,6 +84,10 @@ class FakeBroker:
         """Numbers of groups that vanish once."""
         self.accepted: dict[int, GroupHeader] = {}
         self.frames: dict[str, list[bytes]] = {}
+        self.messages: list[int] = []
+        """How many groups came in each message."""
+        self.arena_bytes = 0
+        """Size of an arena; it is not read."""
         self.taken: Counter[str] = Counter()
         """How many times each group was accepted, by id."""
         self.arrived: list[int] = []
@@ -107,6 +111,7 @@ class FakeBroker:
             policy=self.policy,
             draining=self.draining,
             durability=Durability.OS,
+            arena=self.arena_bytes > 0,
         )
 
     @asynccontextmanager
@@ -171,16 +176,20 @@ class FakeBroker:
             frames = await channel.receive()
             sizes = [len(frame) for frame in frames[1:]]
             envelope = codec.decode_envelope(frames[0], len(sizes), sum(sizes))
-            header = envelope.groups[0]
-            self.arrived.append(header.seq)
-            if header.seq in self.lose:
-                self.lose.discard(header.seq)
-            elif envelope.session == self.session:
-                self.taken[header.group_id] += header.seq not in self.accepted
-                self.accepted[header.seq] = header
-                self.frames[header.group_id] = frames[1:]
-                self.publish()
+            self.messages.append(len(envelope.groups))
+            for header in envelope.groups:
+                self._take(header, frames[1:], current=envelope.session == self.session)
             await self._notify()
+
+    def _take(self, header: GroupHeader, frames: list[bytes], *, current: bool) -> None:
+        self.arrived.append(header.seq)
+        if header.seq in self.lose:
+            self.lose.discard(header.seq)
+        elif current:
+            self.taken[header.group_id] += header.seq not in self.accepted
+            self.accepted[header.seq] = header
+            self.frames[header.group_id] = frames
+            self.publish()
 
     def publish(self, ack: Ack | None = None) -> None:
         """Publish an ack, the true one by default."""
@@ -224,6 +233,7 @@ class FakeBroker:
                     events=at.events,
                     publish=at.publish,
                     max_group_bytes=self.max_group_bytes,
+                    arena_bytes=self.arena_bytes,
                 )
             case RegisterProducer():
                 self._open(request.resume_session)

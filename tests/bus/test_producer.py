@@ -1,7 +1,9 @@
 """The producer against a scripted broker: credits, loss, fencing, new lives, and leaving."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ import pytest
 from rolloutmq.bus import discovery, uplink
 from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.producer import Producer
+from rolloutmq.bus.session import PACK_GROUPS
 from rolloutmq.schemas.delivery import (
     Ack,
     DeclareTables,
@@ -182,6 +185,64 @@ async def test_send_waits_for_bytes_and_a_cancelled_one_leaves_the_permit(
         assert await p.flush(5)
         assert p._session.credit.begun == 3
     assert [header.group_id for header in fake.accepted.values()] == ["g-0", "g-2", "g-1"]
+
+
+@asynccontextmanager
+async def busy_loop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Other tasks take more of every turn of the loop than a producer may."""
+
+    async def take_turns() -> None:
+        while True:
+            keep()
+            await asyncio.sleep(0)
+
+    def keep() -> None:
+        time.sleep(uplink.TURN_S * 1.5)
+
+    monkeypatch.setattr(uplink, "TURN_S", 0.02)
+    others = asyncio.create_task(take_turns())
+    try:
+        yield
+    finally:
+        others.cancel()
+
+
+async def test_messages_are_full_however_long_others_keep_the_loop(
+    fake: "FakeBroker", group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.arena_bytes = 1 << 20
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        await p.send(group("g-0"))
+        assert await p.flush(5)
+        async with busy_loop(monkeypatch):
+            for index in range(3 * PACK_GROUPS):
+                await p.send(group(f"g-{index + 1}"))
+            assert await p.flush(5)
+    assert fake.messages == [1, PACK_GROUPS, PACK_GROUPS, PACK_GROUPS]
+
+
+async def test_what_gets_room_at_once_leaves_in_one_message(
+    fake: "FakeBroker", group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.arena_bytes = 1 << 20
+    nbytes = encode_group(group("g-0"), 1 << 20).nbytes
+    fake.byte_limit = nbytes
+
+    async def send(count: int) -> None:
+        for index in range(count):
+            await p.send(group(f"g-{index + 1}"))
+
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        await p.send(group("g-0"))
+        assert await p.flush(5)
+        sending = asyncio.create_task(send(4))
+        await asyncio.sleep(0)
+        async with busy_loop(monkeypatch):
+            fake.byte_limit = 5 * nbytes
+            fake.publish()
+            await sending
+            assert await p.flush(5)
+    assert fake.messages == [1, 4]
 
 
 async def test_too_large_a_group_is_refused_at_once(fake: "FakeBroker", group: MakeGroup) -> None:

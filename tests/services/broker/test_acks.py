@@ -7,10 +7,10 @@ from rolloutmq.bus.session import SILENCE_S
 from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig
 from rolloutmq.schemas.delivery import Ack, RegisterProducer
 from rolloutmq.schemas.envelope import PolicyVersion, Split
-from rolloutmq.services.broker.acks import LONGEST_S, REPEATS_PER_S, Acks
+from rolloutmq.services.broker.acks import GATHER_S, LONGEST_S, REPEATS_PER_S, Acks
 from rolloutmq.services.broker.core import POUR_S
 from rolloutmq.services.broker.lanes import Lane
-from rolloutmq.services.broker.sessions import GATHER_S, Sessions
+from rolloutmq.services.broker.sessions import Sessions
 
 INTERVAL_S = 0.25
 
@@ -61,6 +61,21 @@ def test_many_producers_hear_their_acks_less_often_and_before_they_ask() -> None
     assert acks.next_due() == many / REPEATS_PER_S < LONGEST_S < SILENCE_S
     assert len(list(acks.due(LONGEST_S))) == many
     assert not list(acks.due(LONGEST_S))
+
+
+def test_where_there_are_many_what_can_wait_is_said_once_in_the_time_of_a_repetition() -> None:
+    sessions = Sessions(1)
+    acks = Acks(BrokerConfig(), 1, sessions, PolicyVersion)
+    lane = Lane("e", Split.TRAIN, EnvironmentConfig(entry="a:B"), 0.0)
+    for number in range(int(REPEATS_PER_S)):
+        acks.schedule(sessions.open(RegisterProducer(producer=f"p{number}", env="e"), lane, 0.0), 0.5)
+    first = next(iter(sessions))
+    first.touch_later(0.5 + GATHER_S)
+    assert acks.next_due() == 0.5 + LONGEST_S
+    assert not list(acks.due(0.5 + 2 * GATHER_S)), "credit comes in the meantime"
+    first.touch()
+    assert list(acks.due(1.0)) == [first]
+    assert first not in list(acks.due(0.5 + LONGEST_S))
 
 
 def test_who_is_in_line_hears_of_a_group_together_with_what_follows() -> None:
