@@ -36,7 +36,7 @@ def test_the_bare_disk_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_producers_share_two_processes() -> None:
-    assert producers.rate(20, lasts_s=0.01) > 0
+    assert producers.rate(20, 4 << 20, lasts_s=0.01) > 0
 
 
 @pytest.mark.parametrize("part", ["single", "batch"])
