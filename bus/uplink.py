@@ -230,6 +230,7 @@ class Uplink:
             except* (_Lost, BrokerUnavailableError) as lost:
                 logger.warning("broker lost, looking for it again error=%s", lost.exceptions[0])
                 await self._disconnect()
+                _require_wanted()
                 await asyncio.sleep(PAUSE_S)
 
     async def _work_on(self) -> None:
@@ -389,6 +390,16 @@ class Uplink:
         await self._disconnect()
         self._session.offer(None, "closed")
         shared.give_back(self._context)
+
+
+def _require_wanted() -> None:
+    """Raise CancelledError if this task was cancelled.
+
+    Where a task of a group fails in that very moment, Python 3.11 and 3.12 raise the failure alone.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def cause(error: Exception) -> Exception:

@@ -231,6 +231,26 @@ def report(run_dir: RunDir = None, as_json: Json = False) -> None:
     raise typer.Exit(steer.report(find_run(run_dir, living=False), as_json=as_json))
 
 
+@app.command(rich_help_panel=LOOK)
+def simulate(
+    start: Annotated[
+        list[float] | None, typer.Option(help="Seconds that a worker takes to start; may be repeated.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Trials of each law on each scenario.")] = 5,
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="Only this one; may be repeated. All if left out.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="CSV of seconds and consumed sequences per second, instead.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Try the rule that scales workers on simulated runs, beside two usual ones."""
+    from rolloutmq.launch.simulate import simulate as run
+
+    run(start or [20.0], seeds, scenario or [], trace, as_json=as_json)
+
+
 @app.command(rich_help_panel=STEER)
 def drain(
     worker: Annotated[str, typer.Argument(help="Worker, for example sort3-0.")],

@@ -59,6 +59,11 @@ class PressureSample:
         lane_wait: Why its producers wait, or empty.
         trainer_wait: Why the trainer waits, or empty.
         wanted: Number of workers that an operator asked for.
+        batch_sequences: What one batch takes from this environment.
+        eaten, made: Sequences of this environment that trainers settled, and that its workers brought, ever.
+        trainer_waited_s, workers_waited_s: Time waited for batches, and for credit by each slot of each worker, ever.
+        slots: Rollouts that one worker has under way at once.
+        step: Steps that the trainer has taken.
     """
 
     crew: Crew = Crew()
@@ -73,6 +78,13 @@ class PressureSample:
     lane_wait: str = ""
     trainer_wait: str = ""
     wanted: int | None = None
+    batch_sequences: float = 1.0
+    eaten: int = 0
+    made: int = 0
+    trainer_waited_s: float = 0.0
+    workers_waited_s: float = 0.0
+    slots: int = 1
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from rolloutmq.schemas.delivery import (
 )
 from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import (
+    BrokerUnavailableError,
     ClosedError,
     DrainingError,
     ErrorCode,
@@ -459,6 +460,27 @@ async def test_leaving_fails_those_who_still_wait(fake: "FakeBroker") -> None:
             await waiting
         with pytest.raises(ClosedError):
             await p.acquire()
+
+
+async def test_leaving_in_the_moment_in_which_the_broker_is_lost_ends(
+    fake: "FakeBroker", group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = asyncio.Event()
+
+    async def keep(*_: object) -> None:
+        await lost.wait()
+        raise BrokerUnavailableError("here", 1.0)
+
+    monkeypatch.setattr(uplink.Uplink, "_keep", keep)
+    async with (
+        asyncio.timeout(5),
+        fake.running(),
+        Producer.open(fake.layout.root, env="e", producer="p") as p,
+    ):
+        await p.send(group("g-0"))
+        assert await p.flush(5)
+        lost.set()
+    assert len(fake.asked_for(RegisterProducer)) == 1
 
 
 async def test_large_frames_and_many_tasks(fake: "FakeBroker", group: MakeGroup) -> None:

@@ -1,0 +1,184 @@
+"""What the controller measures: how much the trainer would eat, and how much a worker makes. Pure.
+
+Rates as they are seen say little by themselves. A trainer that waits eats what there is, not what it could; workers
+that wait for credit make what they may, not what they can. Both waits are counted, so both are taken out:
+
+    appetite   = sequences that were eaten, over the time in which the trainer did not wait
+    per worker = sequences that were made, over the time in which workers were ready and did not wait
+
+The appetite is taken from one settlement to the next, since a batch is eaten all at once: between two of them nothing
+is known but that it has become less, if the time for a batch is over. Old settlements count less and less. Where the
+last few agree that something has changed, they count alone.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+SAMPLES_S: Final = 3.0
+"""Longest time that one look counts for: behind a gap the next one says no more than any other."""
+GAP_S: Final = 30.0
+"""Behind a gap that is longer nothing is known of what was under way."""
+MEMORY_S: Final = 15.0
+"""After so long most of a mean is forgotten, where the trainer's steps are short."""
+STEPS: Final = 4.0
+"""The same in steps of the trainer, where that is more."""
+LONGEST_S: Final = 900.0
+RECENT_S: Final = 6.0
+"""What was eaten in about so long counts alone if it differs from what was before."""
+RECENT_STEPS: Final = 3.0
+"""The same in steps of the trainer, where that is more."""
+STEP_PART: Final = 0.3
+"""Weight of the last step in the mean time between two."""
+LATE: Final = 1.5
+"""A batch that takes so many times as long as usual tells that the trainer eats less, before it is settled."""
+CHANGED: Final = 0.2
+"""Part by which they must differ."""
+SEEN_S: Final = 8.0
+"""Worker-seconds in which nobody waited, before it is said what a worker makes."""
+IDLE_PART: Final = 0.2
+"""Workers that wait for more than the rest of their time say nothing about what they could make."""
+FIRST_S: Final = 10.0
+"""So long the trainer is watched before it is said what it eats."""
+ASLEEP_PART: Final = 0.9
+"""A trainer that waited for that part of the time has nothing under way."""
+STARVED_S: Final = 2.0
+"""Memory of whether the trainer waits just now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One look at the plant: counters that only grow, but for `ready`.
+
+    Attributes:
+        at: When, in seconds, monotonic.
+        eaten: Sequences of this environment that trainers have settled.
+        made: Sequences that its workers have brought.
+        trainer_waited_s: Time that trainers have waited for batches.
+        workers_waited_s: Time that its workers have waited for credit, each of their slots counted by itself.
+        ready: Workers that produce.
+        slots: Rollouts that a worker has under way at once.
+    """
+
+    at: float
+    eaten: int
+    made: int
+    trainer_waited_s: float
+    workers_waited_s: float
+    ready: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Means of what was seen."""
+
+    last: Seen | None = None
+    first_at: float = math.inf
+    """When it was looked at for the first time."""
+    eaten: float = 0.0
+    awake_s: float = 0.0
+    """Time in which `eaten` was eaten; both forget."""
+    recent: tuple[float, float] = (0.0, 0.0)
+    """The same two, which forget sooner."""
+    last_eaten: int = 0
+    open_s: float = 0.0
+    """Time in which the trainer did not wait, since the last settlement."""
+    settled_at: float = -math.inf
+    step_s: float = 0.0
+    """Mean time between two settlements; 0 while there was none."""
+    made: float = 0.0
+    able_s: float = 0.0
+    """Time of workers that did not wait, in which `made` was made; both forget."""
+    starved: float = 0.0
+    """Part of the last seconds in which the trainer waited."""
+    waits: float = 0.0
+    """The same, of a time as long as the memory."""
+
+    @property
+    def memory_s(self) -> float:
+        """Seconds after which the means have forgotten most of what was."""
+        return min(max(MEMORY_S, STEPS * self.step_s), LONGEST_S)
+
+    @property
+    def appetite(self) -> float | None:
+        """Sequences a second that the trainer would eat if it never waited; None while nobody knows."""
+        if not self.last_eaten or self.last is None or self.last.at - self.first_at < FIRST_S:
+            return None
+        eaten, awake_s = self.eaten, self.awake_s
+        usual_s = awake_s * self.last_eaten / eaten
+        return _over(eaten, awake_s + max(0.0, self.open_s - LATE * usual_s))
+
+    @property
+    def per_worker(self) -> float | None:
+        """Sequences a second that one worker makes while it does not wait; None while nobody knows."""
+        return self.made / self.able_s if self.able_s >= SEEN_S and self.made > 0.0 else None
+
+    def looked(self, seen: Seen) -> "Rates":
+        """Return the means with one more look."""
+        last = self.last
+        if last is None or not 0.0 < seen.at - last.at < GAP_S:
+            first_at = min(self.first_at, seen.at)
+            return replace(self, last=seen, first_at=first_at, open_s=0.0, settled_at=-math.inf)
+        elapsed = seen.at - last.at
+        waited = _part(seen.trainer_waited_s - last.trainer_waited_s, elapsed)
+        settled_at = self.settled_at
+        if math.isinf(settled_at) and waited > ASLEEP_PART:
+            settled_at = last.at  # what it eats next will have been seen from its beginning
+        soon = 1.0 - math.exp(-min(elapsed, SAMPLES_S) / STARVED_S)
+        new = replace(
+            self,
+            last=seen,
+            settled_at=settled_at,
+            open_s=self.open_s + (1.0 - waited) * elapsed,
+            starved=self.starved + (waited - self.starved) * soon,
+            waits=self.waits + (waited - self.waits) * (1.0 - math.exp(-elapsed / self.memory_s)),
+        )
+        if seen.eaten > last.eaten:
+            new = new._settled(seen.eaten - last.eaten, seen.at)
+        return new._made(seen, last)
+
+    def _settled(self, eaten: int, at: float) -> "Rates":
+        took_s = at - self.settled_at
+        if math.isinf(took_s):
+            return replace(self, open_s=0.0, settled_at=at)  # nobody saw it begin
+        soon = math.exp(-took_s / max(RECENT_S, RECENT_STEPS * self.step_s))
+        kept = math.exp(-took_s / self.memory_s)
+        recent = self.recent[0] * soon + eaten, self.recent[1] * soon + self.open_s
+        whole = self.eaten * kept + eaten, self.awake_s * kept + self.open_s
+        if abs(_over(*recent) / _over(*whole) - 1.0) > CHANGED:
+            whole = recent
+        return replace(
+            self,
+            eaten=whole[0],
+            awake_s=whole[1],
+            recent=recent,
+            last_eaten=eaten,
+            open_s=0.0,
+            settled_at=at,
+            step_s=took_s if not self.step_s else self.step_s + (took_s - self.step_s) * STEP_PART,
+        )
+
+    def _made(self, seen: Seen, last: Seen) -> "Rates":
+        elapsed = min(seen.at - last.at, SAMPLES_S)
+        workers = min(seen.ready, last.ready)
+        idle = _part(
+            seen.workers_waited_s - last.workers_waited_s, (seen.at - last.at) * workers * seen.slots
+        )
+        if not workers or idle > 1.0 - IDLE_PART or seen.at - last.at > SAMPLES_S:
+            return self
+        kept = math.exp(-elapsed / MEMORY_S)
+        return replace(
+            self,
+            made=self.made * kept + max(0, seen.made - last.made),
+            able_s=self.able_s * kept + elapsed * workers * (1.0 - idle),
+        )
+
+
+def _over(of: float, by: float) -> float:
+    return of / max(by, 1e-3)
+
+
+def _part(of: float, whole: float) -> float:
+    """Return a part of a whole, 0 to 1; what went backwards is a counter that began anew."""
+    return min(max(of / whole, 0.0), 1.0) if whole > 0.0 else 0.0

@@ -1,0 +1,107 @@
+"""The knee: where more workers bring no more, since they share something that is full. Pure.
+
+While a worker makes clearly less than it made among fewer, nobody is started any more. Once those that were started
+have been at work for a while, it is looked at how many would make the same at the pace of before; that is the knee, and
+the environment goes back to it and stays. If fewer then bring less, it was none. After a while, which grows, a few more
+are tried: the server may have got faster, or there may be another engine.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+from rolloutmq.services.orchestrator.estimates import MEMORY_S, Rates
+
+SLOWER: Final = 0.85
+"""Below that part of the pace of before a worker is clearly slower."""
+MEMORIES: Final = 3.0
+"""So many memories of the means must pass before they show the workers that there are now."""
+FIRST_HOLD_S: Final = 300.0
+"""How long it is believed at first; then twice as long each time."""
+LONGEST_HOLD_S: Final = 3600.0
+ROOM: Final = 1.05
+"""Workers above the knee, so that what they share stays full while one of them pauses."""
+PROBE: Final = 1.25
+"""So many times the knee are tried after a while."""
+KEPT: Final = 0.9
+"""At the knee at least that part of what more workers made must come."""
+SAME: Final = 0.95
+"""Above that part of the pace of fewer, more workers have met nothing."""
+FOLLOW_S: Final = 60.0
+"""In so long the pace that is remembered follows what is seen: single looks are noisy, and rollouts get longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knee:
+    """What is known of the bound that workers share."""
+
+    most: int = 0
+    """More than so many bring no more; 0: nothing is known of that."""
+    tried: bool = False
+    """`most` is above the knee, to see whether it still is one."""
+    slow: bool = False
+    """A worker makes clearly less than it made among fewer; whether that is the knee is yet to be seen."""
+    until: float = -math.inf
+    """When more are tried."""
+    hold_s: float = FIRST_HOLD_S
+    best: float = 0.0
+    """What a worker makes where nothing holds it up."""
+    among: int = 0
+    """Most workers at which that was seen."""
+    made: float = 0.0
+    """What all made before they went back to the knee; 0: it is known whether that was right."""
+    ready: int = 0
+    since: float = -math.inf
+    """For how long there are as many workers as now, and none that starts."""
+    at: float = -math.inf
+
+    def looked(self, rates: Rates, ready: int, *, starting: bool, now: float) -> "Knee":
+        """Return what is known after one more look."""
+        new = replace(self, at=now)
+        if ready != self.ready or starting:
+            new = replace(new, ready=ready, since=now)
+        pace = rates.per_worker
+        if pace is None or not ready:
+            return new
+        if new.among:
+            new = replace(new, slow=pace < SLOWER * new.best and ready > new.among)
+        if now - new.since < MEMORIES * MEMORY_S:
+            return new
+        return new._remember(pace, self.at)._judge(pace, now)
+
+    def _remember(self, pace: float, before: float) -> "Knee":
+        """Follow the pace of the most workers that were not slower than fewer."""
+        if not self.among:
+            return replace(self, best=pace, among=self.ready)
+        if self.ready > self.among and pace < SAME * self.best:
+            return self
+        follows = 1.0 - math.exp(-min(max(0.0, self.at - before), 10.0) / FOLLOW_S)
+        best = self.best + (pace - self.best) * follows
+        return replace(self, best=best, among=max(self.among, self.ready))
+
+    def _judge(self, pace: float, now: float) -> "Knee":
+        if self.most and self.ready > self.most:
+            return self  # they are yet to go
+        if self.made and self.ready <= self.most:
+            if pace * self.ready < KEPT * self.made:  # fewer brought less: it was no knee
+                return replace(self, most=0, slow=False, made=0.0, best=pace)
+            return replace(self, made=0.0)
+        if self.slow:
+            knee = max(1, math.ceil(ROOM * pace * self.ready / self.best))
+            if knee < self.ready:
+                held = min(self.hold_s, LONGEST_HOLD_S)
+                return replace(
+                    self,
+                    most=knee,
+                    tried=False,
+                    slow=False,
+                    until=now + held,
+                    hold_s=2.0 * held,
+                    made=pace * self.ready,
+                )
+        elif self.tried and self.ready >= self.most and pace >= SAME * self.best:
+            return replace(self, most=0, tried=False, hold_s=FIRST_HOLD_S)
+        elif self.most and now >= self.until:
+            more = max(self.most + 1, math.ceil(PROBE * self.most))
+            return replace(self, most=more, tried=True, until=now + self.hold_s)
+        return self

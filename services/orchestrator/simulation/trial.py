@@ -1,0 +1,160 @@
+"""One control law on one plant: what happens to it, and what it comes to. Seeded; the same again gives the same.
+
+News can be lost, the telemetry can go dark, the controller can be started anew, and its clock can jump; the law sees no
+more of that than it would see in a run.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from rolloutmq.services.orchestrator.pressure import PressureSample
+from rolloutmq.services.orchestrator.simulation.plant import Demand, Plant, Site
+
+TICK_S: Final = 1.0
+BAND: Final = 0.1
+"""Settled is within that part of the ideal, or one worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What a law is tried on.
+
+    Attributes:
+        name: Short name.
+        site: The plant.
+        demand: What the trainer would eat, by time.
+        changes: When the demand changes to something else that lasts; the first is the beginning.
+        lasts_s: Length.
+        min_workers, max_workers: Bounds.
+        loss: Part of the ticks that hear nothing new.
+        dark: From when to when nothing is heard at all.
+        restart_at: When the controller is started anew.
+        jump: When its clock jumps, and by how much.
+        ready: Workers that are at work in the beginning, with `queued` batches before them.
+    """
+
+    name: str
+    demand: Demand
+    site: Site = field(default_factory=Site)
+    changes: tuple[float, ...] = (0.0,)
+    lasts_s: float = 1800.0
+    min_workers: int = 1
+    max_workers: int = 200
+    ready: int = 0
+    queued: float = 0.0
+    loss: float = 0.0
+    dark: tuple[float, float] = (math.inf, math.inf)
+    restart_at: float = math.inf
+    jump: tuple[float, float] = (math.inf, 0.0)
+
+    def ideal(self, at: float) -> int:
+        """Return how many workers would do at that time, of as many as help."""
+        useful = math.ceil(min(self.demand(at), self.site.shared) / self.site.per_worker - 1e-9)
+        return min(max(useful, self.min_workers), self.max_workers)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a trial came to; times in seconds."""
+
+    settle_s: list[float] = field(default_factory=list)
+    """After each change of the demand, until the workers are as many as they should be and stay so."""
+    peak: int = 0
+    flips: int = 0
+    """Changes of direction."""
+    actions: int = 0
+    moves: int = 0
+    """Workers started and sent away."""
+    starved_s: float = 0.0
+    blocked_s: float = 0.0
+    """Time of workers that waited, by worker."""
+    downs_in_the_dark: int = 0
+    outside: int = 0
+    """Decisions beyond the bounds."""
+    trace: list[tuple[float, float, int, int, float]] = field(default_factory=list)
+    """Each tick: time, demand, ready workers, target, pressure."""
+    reasons: list[tuple[float, int, str]] = field(default_factory=list)
+
+
+Make = Callable[[Scenario], Any]
+
+
+def try_out(scenario: Scenario, make: Make, seed: int) -> Outcome:
+    """Run a scenario with a law that `make` makes."""
+    site = scenario.site
+    plant = Plant(site, scenario.demand, seed, scenario.ready, scenario.queued * site.batch)
+    chance = random.Random(seed + 1_000_003)
+    law, out = make(scenario), Outcome()
+    plant.scale(max(scenario.ready, scenario.min_workers))
+    plant.moved = 0
+    state = law.initial(plant.workers)
+    number, heard, heard_at = 0, PressureSample(), -math.inf
+    direction, next_tick, offset, restarted = 0, 0.0, 0.0, False
+    while plant.now < scenario.lasts_s:
+        plant.advance()
+        if plant.now < next_tick:
+            continue
+        next_tick += TICK_S
+        now = plant.now
+        offset = scenario.jump[1] if now >= scenario.jump[0] else 0.0
+        clock = now + offset
+        dark = scenario.dark[0] <= now < scenario.dark[1]
+        number += 1
+        if not dark and chance.random() >= scenario.loss:
+            heard, heard_at = _sample(plant, number), clock
+        sample = _with_crew(heard, plant, heard_at)
+        if now >= scenario.restart_at and not restarted:
+            state, restarted = law.initial(plant.workers), True
+        state, decision = law.decide(state, sample, clock)
+        out.outside += not scenario.min_workers <= decision.target <= scenario.max_workers
+        change = decision.target - plant.workers
+        if change:
+            out.actions += 1
+            out.downs_in_the_dark += dark and change < 0 and now - scenario.dark[0] > 4.0
+            sign = 1 if change > 0 else -1
+            out.flips += direction not in (0, sign)
+            direction = sign
+            plant.scale(decision.target)
+            out.reasons.append((now, decision.target, decision.reason))
+        out.peak = max(out.peak, plant.workers)
+        out.trace.append(
+            (now, scenario.demand(now), plant.ready, decision.target, plant.level / scenario.site.batch)
+        )
+    out.moves = plant.moved
+    out.starved_s, out.blocked_s = plant.trainer_waited_s, plant.workers_waited_s
+    out.settle_s = _settled(scenario, out)
+    return out
+
+
+def _sample(plant: Plant, number: int) -> PressureSample:
+    return PressureSample(
+        number=number,
+        pressure=plant.level / plant.site.batch,
+        batch_sequences=plant.site.batch,
+        eaten=int(plant.eaten),
+        made=int(plant.made),
+        trainer_waited_s=plant.trainer_waited_s,
+        workers_waited_s=plant.workers_waited_s,
+        step=plant.steps,
+    )
+
+
+def _with_crew(sample: PressureSample, plant: Plant, heard_at: float) -> PressureSample:
+    return replace(sample, crew=plant.crew, heard_at=heard_at)
+
+
+def _settled(scenario: Scenario, out: Outcome) -> list[float]:
+    ends = (*scenario.changes[1:], scenario.lasts_s)
+    settled = []
+    for begin, end in zip(scenario.changes, ends, strict=True):
+        last = begin
+        for at, _, ready, _, _ in out.trace:
+            if begin <= at < end:
+                ideal = scenario.ideal(at)
+                if abs(ready - ideal) > max(1.0, BAND * ideal):
+                    last = at
+        settled.append(last - begin)
+    return settled

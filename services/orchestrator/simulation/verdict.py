@@ -1,0 +1,106 @@
+"""What trials of one law on one scenario came to, over the seeds, and whether that is good enough. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+from rolloutmq.services.orchestrator.simulation.trial import Outcome, Scenario
+
+FLIPS: Final = 12
+"""Most changes of direction where the demand steps twice in half an hour."""
+PEAK: Final = 1.2
+"""Most workers, in times of the most that were ever needed; one more than those is never too many."""
+MOVES: Final = 2.0
+"""Most workers started and sent away, in times of the fewest possible."""
+STARTS: Final = 3.0
+REST_S: Final = 30.0
+"""A change of the demand is followed within so many times of a start, and that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure over the seeds."""
+
+    median: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Figures of one law on one scenario; times in seconds.
+
+    Attributes:
+        ideal: Most workers that the demand ever needs.
+        least_moves: Fewest that can be started and sent away.
+        settle_s: For each lasting change of the demand, the beginning being the first: until the workers are as many
+            as it needs, to one worker or a tenth, and stay so.
+        broken: Which bounds do not hold for the worst seed.
+    """
+
+    scenario: str
+    start_s: float
+    law: str
+    seeds: int
+    ideal: int
+    least_moves: int
+    settle_s: tuple[Figure, ...]
+    peak: Figure
+    flips: Figure
+    actions: Figure
+    moves: Figure
+    starved_s: Figure
+    blocked_s: Figure
+    broken: tuple[str, ...]
+
+
+def judged(scenario: Scenario, law: str, outcomes: Sequence[Outcome]) -> Verdict:
+    """Sum up the trials of one law, one for each seed."""
+
+    def over(of: Callable[[Outcome], float]) -> Figure:
+        found = [of(one) for one in outcomes]
+        return Figure(float(median(found)), float(max(found)))
+
+    def settled(change: int) -> Figure:
+        return over(lambda one: one.settle_s[change])
+
+    peak, flips, actions = over(lambda o: o.peak), over(lambda o: o.flips), over(lambda o: o.actions)
+    settle_s = tuple(map(settled, range(len(scenario.changes))))
+    ideal, least = _needs(scenario)
+    moves = over(lambda o: o.moves)
+    checks = {
+        "bounds": not any(one.outside for one in outcomes),
+        "down in the dark": not any(one.downs_in_the_dark for one in outcomes),
+        "peak": peak.worst <= max(PEAK * ideal, ideal + 1),
+    }
+    if len(scenario.changes) == 3:
+        checks["flips"] = flips.worst <= FLIPS
+        checks["moves"] = moves.worst <= MOVES * least
+        limit = STARTS * scenario.site.start_s + REST_S
+        checks["settle"] = all(figure.worst <= limit for figure in settle_s[1:])
+    if not least:
+        checks["no action"] = actions.worst == 0
+    return Verdict(
+        scenario.name,
+        scenario.site.start_s,
+        law,
+        len(outcomes),
+        ideal,
+        least,
+        settle_s,
+        peak,
+        flips,
+        actions,
+        moves,
+        over(lambda o: o.starved_s),
+        over(lambda o: o.blocked_s),
+        tuple(name for name, held in checks.items() if not held),
+    )
+
+
+def _needs(scenario: Scenario) -> tuple[int, int]:
+    """Return the most workers that are ever needed, and the fewest moves that follow the demand."""
+    ideals = [scenario.ideal(float(at)) for at in range(int(scenario.lasts_s))]
+    now = max(scenario.ready, scenario.min_workers)
+    least = sum(abs(after - before) for before, after in zip([now, *ideals], ideals, strict=False))
+    return max(ideals), least

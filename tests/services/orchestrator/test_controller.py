@@ -1,0 +1,189 @@
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolloutmq.services.orchestrator.controller import Gains, PressureController, State
+from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample
+
+GAINS = Gains(min_workers=1, max_workers=50)
+
+
+class Loop:
+    """A controller that is asked once a second, of a trainer and workers that keep a pace."""
+
+    def __init__(self, gains: Gains = GAINS, workers: int = 10) -> None:
+        self.law = PressureController(gains)
+        self.state: State = self.law.initial(workers)
+        self.now = 1000.0
+        self.sample = PressureSample(crew=Crew(ready=workers), pressure=1.5, batch_sequences=60, slots=2)
+        self.last = Decision(workers, "")
+
+    def tick(
+        self, seconds: int = 1, *, eats: float = 20.0, per_worker: float = 2.0, **changes: Any
+    ) -> Decision:
+        for _ in range(seconds):
+            self.now += 1.0
+            before = self.sample
+            self.sample = replace(
+                before,
+                heard_at=self.now,
+                number=before.number + 1,
+                eaten=before.eaten + round(eats),
+                made=before.made + round(per_worker * before.crew.ready),
+                **changes,
+            )
+            self.state, self.last = self.law.decide(self.state, self.sample, self.now)
+        return self.last
+
+    def follow(self) -> None:
+        """Have as many workers as it wants."""
+        self.sample = replace(self.sample, crew=Crew(ready=self.last.target))
+
+
+def test_as_many_as_are_needed_stay() -> None:
+    loop = Loop()
+    assert {loop.tick().target for _ in range(300)} == {10}
+
+
+def test_more_appetite_brings_more_workers_at_once_and_by_bounded_steps() -> None:
+    loop = Loop()
+    loop.tick(60)
+    targets = [loop.tick(eats=80.0).target for _ in range(60)]
+    assert 36 <= targets[-1] <= 42
+    assert targets == sorted(targets)
+    assert all(
+        after <= max(2 * before, before + 4) for before, after in zip(targets, targets[5:], strict=False)
+    )
+
+
+def test_workers_go_late_and_not_for_a_moment_of_less_appetite() -> None:
+    loop = Loop(workers=40)
+    loop.tick(60, eats=80.0)
+    assert loop.tick(20, eats=40.0).target == 40
+    assert loop.tick(60, eats=80.0).target == 40
+    targets = []
+    for _ in range(120):
+        targets.append(loop.tick(eats=20.0).target)
+        loop.follow()
+    assert targets[20] == 40
+    assert 10 <= targets[-1] <= 11
+    assert all(after >= math.ceil(before / 2) for before, after in pairwise(targets))
+
+
+def test_silence_holds_and_is_not_zero_pressure() -> None:
+    loop = Loop(workers=40)
+    loop.tick(60, eats=20.0)
+    target = loop.last.target
+    for _ in range(120):
+        loop.now += 1.0
+        loop.state, decision = loop.law.decide(loop.state, loop.sample, loop.now)
+        assert decision.target == target
+    assert "no pressure for" in decision.reason
+    assert "no pressure heard" in loop.law.decide(loop.state, PressureSample(), loop.now)[1].reason
+
+
+def test_the_same_news_twice_confirm_nothing() -> None:
+    loop = Loop()
+    loop.tick(60)
+    loop.tick(eats=200.0)
+    state, decision = loop.law.decide(loop.state, loop.sample, loop.now + 0.5)
+    assert "no news" in decision.reason
+    assert state.up_ticks == loop.state.up_ticks
+
+
+def test_an_operator_is_obeyed_within_the_bounds() -> None:
+    loop = Loop()
+    assert loop.tick(wanted=30).target == 30
+    decision = loop.tick(wanted=99)
+    assert (decision.target, "1 to 50 allowed" in decision.reason) == (50, True)
+    assert loop.tick(wanted=0).target == 1
+
+
+def test_who_starves_gets_more_before_anything_is_known() -> None:
+    loop = Loop(workers=1)
+    waited = 0.0
+    for _ in range(30):
+        waited += 1.0
+        loop.tick(eats=0.0, pressure=0.0, trainer_waited_s=waited)
+    assert loop.last.target == 2, "one more, and it is waited for"
+    loop.sample = replace(loop.sample, crew=Crew(ready=1, starting=1))
+    for _ in range(30):
+        waited += 1.0
+        loop.tick(eats=0.0, pressure=0.0, trainer_waited_s=waited)
+    assert loop.last.target == 2
+
+
+def test_workers_that_start_count_as_started() -> None:
+    loop = Loop()
+    loop.tick(60)
+    loop.tick(90, eats=40.0)
+    wanted = loop.last.target
+    loop.sample = replace(loop.sample, crew=Crew(ready=10, starting=wanted - 10))
+    assert loop.tick(60, eats=40.0).target == wanted
+
+
+def test_a_full_queue_takes_nobody_away_by_itself() -> None:
+    loop = Loop(workers=20)
+    loop.tick(60, eats=40.0)
+    assert loop.tick(600, eats=40.0, pressure=50.0).target == 20
+
+
+def test_what_is_shared_and_full_is_said_and_gone_back_from() -> None:
+    loop = Loop()
+    loop.tick(60)
+    waited, reasons = 0.0, []
+    for _ in range(400):
+        waited += 0.5
+        ready = loop.last.target
+        loop.follow()
+        shared = min(2.0, 40.0 / ready)
+        loop.tick(eats=40.0, per_worker=shared, pressure=0.0, trainer_waited_s=waited)
+        reasons.append(loop.last.reason)
+    assert 18 <= loop.last.target <= 28
+    assert any("inference_bound" in reason for reason in reasons)
+
+
+counts = st.integers(0, 60)
+seconds = st.floats(0.0, 1e5)
+samples = st.builds(
+    PressureSample,
+    crew=st.builds(Crew, counts, counts, counts, counts),
+    heard_at=st.floats(0.0, 1e6),
+    number=st.integers(0, 100),
+    pressure=st.floats(0.0, 1e6),
+    wanted=st.none() | st.integers(-5, 1000),
+    batch_sequences=st.floats(1.0, 1e6),
+    eaten=st.integers(0, 10**12),
+    made=st.integers(0, 10**12),
+    trainer_waited_s=seconds,
+    workers_waited_s=seconds,
+    slots=st.integers(1, 64),
+)
+
+
+@given(
+    st.integers(0, 5), st.integers(0, 60), st.lists(st.tuples(st.floats(-10.0, 100.0), samples), max_size=40)
+)
+def test_whatever_is_seen_the_target_stays_within_its_bounds(
+    least: int, more: int, ticks: list[tuple[float, PressureSample]]
+) -> None:
+    law = PressureController(Gains(least, least + more))
+    state, now = law.initial(1000), 1000.0
+    for elapsed, sample in ticks:
+        now += elapsed
+        again = law.decide(state, sample, now)
+        state, decision = law.decide(state, sample, now)
+        assert (state, decision) == again, "the same again gives the same"
+        assert least <= decision.target <= least + more
+        assert state.target == decision.target
+        assert math.isfinite(state.trim)
+
+
+@pytest.mark.parametrize("workers", [0, 7, 1000])
+def test_it_begins_with_those_that_live(workers: int) -> None:
+    assert PressureController(GAINS).initial(workers).target == min(max(workers, 1), 50)
