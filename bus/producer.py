@@ -307,6 +307,7 @@ class Producer:
     async def _end(self, task: "asyncio.Task[None] | None", alive: bool) -> None:
         if task is not None:
             # From here no ack is taken in, so that none is logged whose group is saved.
+            self._uplink.leaving = True
             task.cancel()
             await asyncio.wait({task})
         try:

@@ -97,6 +97,8 @@ class Uplink:
         self.max_group_bytes = 0
         self.on_registered: Callable[[], None] = lambda: None
         """Called after each registration, before anything is sent under it."""
+        self.leaving = False
+        """Set by who cancels `run`: if the broker is lost in that very moment, Python 3.11 tells of the loss alone."""
         self._where = where
         self._session = session
         self._on_accepted = on_accepted
@@ -222,7 +224,7 @@ class Uplink:
         Raises:
             SessionFencedError, RefusedError: The session can do nothing more.
         """
-        while True:
+        while not self.leaving:
             if self._sockets is None:
                 await self.connect()
             try:
@@ -230,7 +232,6 @@ class Uplink:
             except* (_Lost, BrokerUnavailableError) as lost:
                 logger.warning("broker lost, looking for it again error=%s", lost.exceptions[0])
                 await self._disconnect()
-                _require_wanted()
                 await asyncio.sleep(PAUSE_S)
 
     async def _work_on(self) -> None:
@@ -390,16 +391,6 @@ class Uplink:
         await self._disconnect()
         self._session.offer(None, "closed")
         shared.give_back(self._context)
-
-
-def _require_wanted() -> None:
-    """Raise CancelledError if this task was cancelled.
-
-    Where a task of a group fails in that very moment, Python 3.11 and 3.12 raise the failure alone.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def cause(error: Exception) -> Exception:
