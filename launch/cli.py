@@ -245,7 +245,7 @@ def simulate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Try the rule that scales workers on simulated runs, beside two usual ones."""
+    """Compare rules that scale workers, on simulated runs."""
     from rolloutmq.launch.simulate import simulate as run
 
     run(start or [20.0], seeds, scenario or [], trace, as_json=as_json)

@@ -31,7 +31,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from rolloutmq.services.orchestrator.estimates import Rates, Seen
+from rolloutmq.services.orchestrator.estimates import Rates
 from rolloutmq.services.orchestrator.knee import Knee
 from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample
 
@@ -39,8 +39,6 @@ EMPTY: Final = 0.25
 """Batches; below it a trainer that waits finds nothing."""
 STARVED_PART: Final = 0.5
 """Part of the last seconds that a trainer waits when it starves."""
-
-
 WAITING_PART: Final = 0.1
 """A trainer that waits for more than that part of its time could do more with another worker."""
 ROUND: Final = 0.25
@@ -137,16 +135,7 @@ class PressureController:
 
     def _look(self, state: State, sample: PressureSample, now: float) -> State:
         crew = sample.crew
-        seen = Seen(
-            now,
-            sample.eaten,
-            sample.made,
-            sample.trainer_waited_s,
-            sample.workers_waited_s,
-            crew.ready,
-            sample.slots,
-        )
-        rates = state.rates.looked(seen)
+        rates = state.rates.looked(sample, now)
         knee = state.knee.looked(rates, crew.ready, starting=crew.starting > 0, now=now)
         return replace(state, number=sample.number, rates=rates, knee=knee)
 

@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from rolloutmq.services.orchestrator.pressure import PressureSample
+
 SAMPLES_S: Final = 3.0
 """Longest time that one look counts for: behind a gap the next one says no more than any other."""
 GAP_S: Final = 30.0
@@ -47,33 +49,11 @@ STARVED_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One look at the plant: counters that only grow, but for `ready`.
-
-    Attributes:
-        at: When, in seconds, monotonic.
-        eaten: Sequences of this environment that trainers have settled.
-        made: Sequences that its workers have brought.
-        trainer_waited_s: Time that trainers have waited for batches.
-        workers_waited_s: Time that its workers have waited for credit, each of their slots counted by itself.
-        ready: Workers that produce.
-        slots: Rollouts that a worker has under way at once.
-    """
-
-    at: float
-    eaten: int
-    made: int
-    trainer_waited_s: float
-    workers_waited_s: float
-    ready: int
-    slots: int
-
-
-@dataclass(frozen=True, slots=True)
 class Rates:
     """Means of what was seen."""
 
-    last: Seen | None = None
+    last: PressureSample | None = None
+    last_at: float = -math.inf
     first_at: float = math.inf
     """When it was looked at for the first time."""
     eaten: float = 0.0
@@ -103,7 +83,7 @@ class Rates:
     @property
     def appetite(self) -> float | None:
         """Sequences a second that the trainer would eat if it never waited; None while nobody knows."""
-        if not self.last_eaten or self.last is None or self.last.at - self.first_at < FIRST_S:
+        if not self.last_eaten or self.last_at - self.first_at < FIRST_S:
             return None
         eaten, awake_s = self.eaten, self.awake_s
         usual_s = awake_s * self.last_eaten / eaten
@@ -114,29 +94,29 @@ class Rates:
         """Sequences a second that one worker makes while it does not wait; None while nobody knows."""
         return self.made / self.able_s if self.able_s >= SEEN_S and self.made > 0.0 else None
 
-    def looked(self, seen: Seen) -> "Rates":
+    def looked(self, seen: PressureSample, now: float) -> "Rates":
         """Return the means with one more look."""
-        last = self.last
-        if last is None or not 0.0 < seen.at - last.at < GAP_S:
-            first_at = min(self.first_at, seen.at)
-            return replace(self, last=seen, first_at=first_at, open_s=0.0, settled_at=-math.inf)
-        elapsed = seen.at - last.at
+        last, elapsed = self.last, now - self.last_at
+        if last is None or not 0.0 < elapsed < GAP_S:
+            first_at = min(self.first_at, now)
+            return replace(self, last=seen, last_at=now, first_at=first_at, open_s=0.0, settled_at=-math.inf)
         waited = _part(seen.trainer_waited_s - last.trainer_waited_s, elapsed)
         settled_at = self.settled_at
         if math.isinf(settled_at) and waited > ASLEEP_PART:
-            settled_at = last.at  # what it eats next will have been seen from its beginning
+            settled_at = self.last_at  # what it eats next will have been seen from its beginning
         soon = 1.0 - math.exp(-min(elapsed, SAMPLES_S) / STARVED_S)
         new = replace(
             self,
             last=seen,
+            last_at=now,
             settled_at=settled_at,
             open_s=self.open_s + (1.0 - waited) * elapsed,
             starved=self.starved + (waited - self.starved) * soon,
             waits=self.waits + (waited - self.waits) * (1.0 - math.exp(-elapsed / self.memory_s)),
         )
         if seen.eaten > last.eaten:
-            new = new._settled(seen.eaten - last.eaten, seen.at)
-        return new._made(seen, last)
+            new = new._settled(seen.eaten - last.eaten, now)
+        return new._made(seen, last, elapsed)
 
     def _settled(self, eaten: int, at: float) -> "Rates":
         took_s = at - self.settled_at
@@ -159,13 +139,10 @@ class Rates:
             step_s=took_s if not self.step_s else self.step_s + (took_s - self.step_s) * STEP_PART,
         )
 
-    def _made(self, seen: Seen, last: Seen) -> "Rates":
-        elapsed = min(seen.at - last.at, SAMPLES_S)
-        workers = min(seen.ready, last.ready)
-        idle = _part(
-            seen.workers_waited_s - last.workers_waited_s, (seen.at - last.at) * workers * seen.slots
-        )
-        if not workers or idle > 1.0 - IDLE_PART or seen.at - last.at > SAMPLES_S:
+    def _made(self, seen: PressureSample, last: PressureSample, elapsed: float) -> "Rates":
+        workers = min(seen.crew.ready, last.crew.ready)
+        idle = _part(seen.workers_waited_s - last.workers_waited_s, elapsed * workers * seen.slots)
+        if not workers or idle > 1.0 - IDLE_PART or elapsed > SAMPLES_S:
             return self
         kept = math.exp(-elapsed / MEMORY_S)
         return replace(

@@ -63,7 +63,8 @@ class PressureSample:
         eaten, made: Sequences of this environment that trainers settled, and that its workers brought, ever.
         trainer_waited_s, workers_waited_s: Time waited for batches, and for credit by each slot of each worker, ever.
         slots: Rollouts that one worker has under way at once.
-        step: Steps that the trainer has taken.
+
+    What follows `wanted` is not taken from a `Pressure` yet: only a simulated plant fills it in.
     """
 
     crew: Crew = Crew()
@@ -84,7 +85,6 @@ class PressureSample:
     trainer_waited_s: float = 0.0
     workers_waited_s: float = 0.0
     slots: int = 1
-    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

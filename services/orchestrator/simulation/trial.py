@@ -4,6 +4,7 @@ News can be lost, the telemetry can go dark, the controller can be started anew,
 more of that than it would see in a run.
 """
 
+import bisect
 import math
 import random
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from rolloutmq.services.orchestrator.pressure import PressureSample
 from rolloutmq.services.orchestrator.simulation.plant import Demand, Plant, Site
 
 TICK_S: Final = 1.0
+LAST_NEWS_S: Final = 4.0
+"""So long a law may act on what it heard before it got dark."""
 BAND: Final = 0.1
 """Settled is within that part of the ideal, or one worker."""
 
@@ -50,6 +53,11 @@ class Scenario:
     restart_at: float = math.inf
     jump: tuple[float, float] = (math.inf, 0.0)
 
+    @property
+    def steps_twice(self) -> bool:
+        """Whether the demand steps up and down again, and what is promised for that holds."""
+        return len(self.changes) == 3
+
     def ideal(self, at: float) -> int:
         """Return how many workers would do at that time, of as many as help."""
         useful = math.ceil(min(self.demand(at), self.site.shared) / self.site.per_worker - 1e-9)
@@ -60,7 +68,7 @@ class Scenario:
 class Outcome:
     """What a trial came to; times in seconds."""
 
-    settle_s: list[float] = field(default_factory=list)
+    settle_s: list[float]
     """After each change of the demand, until the workers are as many as they should be and stay so."""
     peak: int = 0
     flips: int = 0
@@ -74,9 +82,8 @@ class Outcome:
     downs_in_the_dark: int = 0
     outside: int = 0
     """Decisions beyond the bounds."""
-    trace: list[tuple[float, float, int, int, float]] = field(default_factory=list)
-    """Each tick: time, demand, ready workers, target, pressure."""
     reasons: list[tuple[float, int, str]] = field(default_factory=list)
+    """Each action: time, target and why."""
 
 
 Make = Callable[[Scenario], Any]
@@ -87,7 +94,7 @@ def try_out(scenario: Scenario, make: Make, seed: int) -> Outcome:
     site = scenario.site
     plant = Plant(site, scenario.demand, seed, scenario.ready, scenario.queued * site.batch)
     chance = random.Random(seed + 1_000_003)
-    law, out = make(scenario), Outcome()
+    law, out = make(scenario), Outcome([0.0] * len(scenario.changes))
     plant.scale(max(scenario.ready, scenario.min_workers))
     plant.moved = 0
     state = law.initial(plant.workers)
@@ -113,19 +120,16 @@ def try_out(scenario: Scenario, make: Make, seed: int) -> Outcome:
         change = decision.target - plant.workers
         if change:
             out.actions += 1
-            out.downs_in_the_dark += dark and change < 0 and now - scenario.dark[0] > 4.0
+            out.downs_in_the_dark += dark and change < 0 and now - scenario.dark[0] > LAST_NEWS_S
             sign = 1 if change > 0 else -1
             out.flips += direction not in (0, sign)
             direction = sign
             plant.scale(decision.target)
             out.reasons.append((now, decision.target, decision.reason))
         out.peak = max(out.peak, plant.workers)
-        out.trace.append(
-            (now, scenario.demand(now), plant.ready, decision.target, plant.level / scenario.site.batch)
-        )
+        _note_settling(scenario, out, plant)
     out.moves = plant.moved
     out.starved_s, out.blocked_s = plant.trainer_waited_s, plant.workers_waited_s
-    out.settle_s = _settled(scenario, out)
     return out
 
 
@@ -138,7 +142,6 @@ def _sample(plant: Plant, number: int) -> PressureSample:
         made=int(plant.made),
         trainer_waited_s=plant.trainer_waited_s,
         workers_waited_s=plant.workers_waited_s,
-        step=plant.steps,
     )
 
 
@@ -146,15 +149,9 @@ def _with_crew(sample: PressureSample, plant: Plant, heard_at: float) -> Pressur
     return replace(sample, crew=plant.crew, heard_at=heard_at)
 
 
-def _settled(scenario: Scenario, out: Outcome) -> list[float]:
-    ends = (*scenario.changes[1:], scenario.lasts_s)
-    settled = []
-    for begin, end in zip(scenario.changes, ends, strict=True):
-        last = begin
-        for at, _, ready, _, _ in out.trace:
-            if begin <= at < end:
-                ideal = scenario.ideal(at)
-                if abs(ready - ideal) > max(1.0, BAND * ideal):
-                    last = at
-        settled.append(last - begin)
-    return settled
+def _note_settling(scenario: Scenario, out: Outcome, plant: Plant) -> None:
+    """Note that the workers are not as many as they should be since the last change of the demand."""
+    ideal = scenario.ideal(plant.now)
+    if abs(plant.ready - ideal) > max(1.0, BAND * ideal):
+        change = bisect.bisect_right(scenario.changes, plant.now) - 1
+        out.settle_s[change] = plant.now - scenario.changes[change]

@@ -73,7 +73,7 @@ def judged(scenario: Scenario, law: str, outcomes: Sequence[Outcome]) -> Verdict
         "down in the dark": not any(one.downs_in_the_dark for one in outcomes),
         "peak": peak.worst <= max(PEAK * ideal, ideal + 1),
     }
-    if len(scenario.changes) == 3:
+    if scenario.steps_twice:
         checks["flips"] = flips.worst <= FLIPS
         checks["moves"] = moves.worst <= MOVES * least
         limit = STARTS * scenario.site.start_s + REST_S

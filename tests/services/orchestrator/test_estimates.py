@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from rolloutmq.services.orchestrator.estimates import GAP_S, LATE, Rates, Seen
+from rolloutmq.services.orchestrator.estimates import GAP_S, LATE, Rates
+from rolloutmq.services.orchestrator.pressure import Crew, PressureSample
 
 
 class Watch:
@@ -29,8 +30,15 @@ class Watch:
         self.made += makes
         self.trainer_s += trainer_waits
         self.workers_s += workers_wait
-        seen = Seen(self.at, self.eaten, self.made, self.trainer_s, self.workers_s, ready, 2)
-        self.rates = self.rates.looked(seen)
+        seen = PressureSample(
+            crew=Crew(ready=ready),
+            eaten=self.eaten,
+            made=self.made,
+            trainer_waited_s=self.trainer_s,
+            workers_waited_s=self.workers_s,
+            slots=2,
+        )
+        self.rates = self.rates.looked(seen, self.at)
 
 
 def fed(watch: Watch, seconds: int, *, busy: int, batch: int = 60, waits: int = 0) -> None:

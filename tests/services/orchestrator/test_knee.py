@@ -1,5 +1,6 @@
-from rolloutmq.services.orchestrator.estimates import MEMORY_S, Rates, Seen
+from rolloutmq.services.orchestrator.estimates import MEMORY_S, Rates
 from rolloutmq.services.orchestrator.knee import FIRST_HOLD_S, MEMORIES, PROBE, Knee
+from rolloutmq.services.orchestrator.pressure import Crew, PressureSample
 
 SETTLED_S = int(MEMORIES * MEMORY_S) + 60
 
@@ -18,7 +19,8 @@ class Site:
         for _ in range(seconds):
             self.at += 1.0
             self.made += min(self.pace * ready, self.shared)
-            self.rates = self.rates.looked(Seen(self.at, 0, int(self.made), 0.0, 0.0, ready, 1))
+            seen = PressureSample(crew=Crew(ready=ready), made=int(self.made))
+            self.rates = self.rates.looked(seen, self.at)
             self.knee = self.knee.looked(self.rates, ready, starting=starting, now=self.at)
         return self.knee
 
