@@ -33,13 +33,20 @@ class Gate:
         self.empty = asyncio.Event()
         """Every group that was handed over is acked."""
         self.empty.set()
-        self.waits_s = 0.0
-        """Seconds that tasks have waited, all of them together."""
         self.failure: Exception | None = None
         """Why nothing goes through any more, if so."""
         self._session = session
         self._starters: deque[asyncio.Future[Permit]] = deque()
         self._senders: deque[_Sending] = deque()
+        self._waiters = 0
+        self._waited_s = 0.0
+        self._counted_at = 0.0
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds that tasks have waited, all of them together, those that wait now included."""
+        self._count()
+        return self._waited_s
 
     @property
     def waiting(self) -> bool:
@@ -66,7 +73,7 @@ class Gate:
             return permit
         waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
         self._starters.append(waiter)
-        began = time.monotonic()
+        self._count(+1)
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -74,7 +81,7 @@ class Gate:
                 self.put_back(waiter.result())
             raise
         finally:
-            self.waits_s += time.monotonic() - began
+            self._count(-1)
             with suppress(ValueError):
                 self._starters.remove(waiter)
 
@@ -122,14 +129,21 @@ class Gate:
         sending = _Sending(group, laid, permit, asyncio.get_running_loop().create_future())
         self._senders.append(sending)
         self.empty.clear()
-        began = time.monotonic()
+        self._count(+1)
         try:
             await sending.done
         finally:
-            self.waits_s += time.monotonic() - began
+            self._count(-1)
             if sending in self._senders:
                 self._senders.remove(sending)
                 self.serve()
+
+    def _count(self, change: int = 0) -> None:
+        """Bring the time that was waited up to date; from now on so many more wait."""
+        now = time.monotonic()
+        self._waited_s += self._waiters * (now - self._counted_at)
+        self._counted_at = now
+        self._waiters += change
 
     def _take_in(self, group: Group, laid: Laid, permit: Permit | None) -> None:
         credit = self._session.credit

@@ -1,9 +1,8 @@
 """`rolloutmq simulate`: control laws on plants that are simulated, on the same seeds.
 
-rates    from what is eaten and what a worker makes; to take the place of `steps`
-steps    one worker more or fewer: what scales a run today
-ratio    the rule of the horizontal autoscaler
-pid      proportional, integral, derivative
+rolloutmq   from what is eaten and what a worker makes: what scales a run
+ratio       the rule of the horizontal autoscaler
+pid         proportional, integral, derivative
 """
 
 import csv
@@ -14,10 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from rolloutmq.schemas.config import OrchestratorConfig
+from rolloutmq.schemas.config import ScalingConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.services.orchestrator.controller import Gains, PressureController
-from rolloutmq.services.orchestrator.pressure import PressureRule
+from rolloutmq.services.orchestrator.controller import PressureController
 from rolloutmq.services.orchestrator.simulation.plant import Site
 from rolloutmq.services.orchestrator.simulation.rivals import PidRule, RatioRule
 from rolloutmq.services.orchestrator.simulation.scenarios import all_scenarios, trace
@@ -30,12 +28,8 @@ LONGEST_S: Final = 7 * 86_400.0
 LONGEST_START_S: Final = 3600.0
 FASTEST: Final = 1e6
 """Sequences per second."""
-PRESENT: Final = OrchestratorConfig()
 LAWS: Final[dict[str, Make]] = {
-    "rates": lambda one: PressureController(Gains(one.min_workers, one.max_workers)),
-    "steps": lambda one: PressureRule(
-        one.min_workers, one.max_workers, PRESENT.low_pressure, PRESENT.high_pressure, PRESENT.confirm_ticks
-    ),
+    "rolloutmq": lambda one: PressureController(one.min_workers, one.max_workers, ScalingConfig()),
     "ratio": lambda one: RatioRule(one.min_workers, one.max_workers, RIVALS_SETPOINT),
     "pid": lambda one: PidRule(one.min_workers, one.max_workers, RIVALS_SETPOINT),
 }

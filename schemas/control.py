@@ -189,6 +189,11 @@ class LaneStatus(Message, tag="lane_status", frozen=True, kw_only=True):
     max_staleness: Count = 0
     waiting: Count = 0
     """Producers that wait."""
+    accepted_sequences: Count = 0
+    settled_sequences: Count = 0
+    """Trained, filtered or rejected by trainers; both in this life of the broker."""
+    rollout_s: Seconds = 0.0
+    """Mean time in which a group was rolled out; 0 while nobody has told."""
 
 
 class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
@@ -253,6 +258,13 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     high_groups: Count = 0
     silent_env_s: Seconds = 0.0
     """After how long a minimum share is given up."""
+    trainers: Count = 0
+    """Trainers that are registered and give signs of life."""
+    starved_s: Seconds = 0.0
+    """Seconds in which the trainer could have learned and there was no batch, in this life of the broker; each of its
+    ranks counts for its part."""
+    blocked_s: dict[str, float] = {}
+    """Seconds that rollout slots of workers have waited for credit, by environment, likewise."""
 
     @property
     def waits_s(self) -> dict[str, float]:
@@ -328,7 +340,17 @@ class StepDone(Message, tag="step_done", frozen=True, kw_only=True):
 
 
 class ScaleDecision(Message, tag="scale_decision", frozen=True, kw_only=True):
-    """What the orchestrator decided for one environment, with what it saw; published on `telemetry.scale.<env>`."""
+    """What the orchestrator decided for one environment, with what it saw; published on `telemetry.scale.<env>`.
+
+    Attributes:
+        current: Workers that count towards the target.
+        want: Workers that would do if nothing bounded them; None while that is not known.
+        bound: What keeps the target below that, in a word: `inference_bound`, `max_workers`, `budget`, `no_gpu`.
+        eats_per_s: Sequences a second that the trainer would eat if it never waited; None while nobody knows.
+        makes_per_s: Sequences a second that one worker makes while it does not wait; None while nobody knows.
+        starved, idle: Part of the last seconds in which the trainer waited, and in which workers did.
+        failed: Workers that were given up.
+    """
 
     env: Name
     at: Seconds
@@ -336,6 +358,16 @@ class ScaleDecision(Message, tag="scale_decision", frozen=True, kw_only=True):
     current: Count
     target: Count
     reason: str
+    want: float | None = None
+    bound: str = ""
+    eats_per_s: float | None = None
+    makes_per_s: float | None = None
+    starved: float = 0.0
+    idle: float = 0.0
+    ready: Count = 0
+    starting: Count = 0
+    draining: Count = 0
+    failed: Count = 0
 
 
 ControlRequest = (

@@ -15,6 +15,7 @@ saved.rmq            the state at the end, with its groups, at durability `memor
 journal/             groups-00000001.rmq ..., facts-00000001.rmq ..., quarantine/  broker
 dead/                one file for each dead group                       broker
 metrics.jsonl        every event that was published                     telemetry
+decisions.jsonl      every decision on the number of workers, with its inputs   orchestrator
 logs/<name>.log      what each process printed
 sockets/             ipc endpoints, mode 0700
 summary.json, report.png                                                launcher, at the end
@@ -44,6 +45,7 @@ class RunLayout:
         self.journal = root / "journal"
         self.dead = root / "dead"
         self.metrics = root / "metrics.jsonl"
+        self.decisions = root / "decisions.jsonl"
         self.logs = root / "logs"
         self.sockets = root / "sockets"
         self.spools = root / "spools"

@@ -61,6 +61,9 @@ class Consumers:
     def __iter__(self) -> Iterator[Consumer]:
         return iter(self._consumers.values())
 
+    def __len__(self) -> int:
+        return len(self._consumers)
+
     def full(self, name: str) -> bool:
         """Whether there is no place for one more."""
         return name not in self._consumers and len(self._consumers) >= CONSUMERS_LIMIT
@@ -122,6 +125,10 @@ class Consumers:
     def polled(self, name: str, now: float) -> None:
         """Note that a consumer got nothing and does not wait."""
         self._polled[name] = now
+
+    def hungry_since(self, name: str) -> float | None:
+        """Return when a consumer that does not wait asked in vain, or None if it has got something since."""
+        return self._polled.get(name)
 
     def content(self, name: str) -> None:
         """Note that a consumer got a batch, or gives back what it has."""

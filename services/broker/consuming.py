@@ -1,6 +1,7 @@
 """Serving consumers: pulls that wait, leases, settlements, checkpoints, and those who fall silent."""
 
 import math
+from typing import Final
 
 from rolloutmq.schemas.delivery import (
     Batch,
@@ -27,6 +28,9 @@ from rolloutmq.services.broker.leases import Ended, Lease, Part
 from rolloutmq.services.broker.ledger import State as Place
 from rolloutmq.services.broker.settlement import fates
 from rolloutmq.services.broker.state import State, refuse
+
+STARVING: Final = frozenset({Wait.NO_BATCH, Wait.NO_EXACT_FIT, Wait.MIN_SHARE, Wait.TOO_FEW_GROUPS})
+"""Waits that more groups would end."""
 
 
 class Consuming:
@@ -104,12 +108,19 @@ class Consuming:
             self._rebatch()
         self._dismiss(pull.consumer, now)
         waiting = Waiting(route, pull, (pull.group, pull.split), now + pull.wait_s, now)
+        self._count_poll(pull, now)
         if self._answered(waiting, now, wall):
             return
         if pull.wait_s > 0 and waiting.wait is not Wait.END_OF_REPLAY:
             state.consumers.wait(waiting)
         else:
             self._give_up(waiting, now)
+
+    def _count_poll(self, pull: Pull, now: float) -> None:
+        """Count the time since a trainer that polls asked in vain."""
+        since = self._state.consumers.hungry_since(pull.consumer)
+        if since is not None and pull.split is Split.TRAIN:
+            self._state.starved_s += (now - since) / pull.world_size
 
     def _unpullable(self, pull: Pull, now: float) -> ErrorReply | None:
         state = self._state
@@ -167,7 +178,7 @@ class Consuming:
             return False
         if not readable:
             return self._answered(waiting, now, wall)
-        state.trainer_waited(waiting.wait, now - waiting.counted_at)
+        self._count(waiting, now)
         self._hand_out(waiting, lease, part, now)
         return True
 
@@ -180,8 +191,14 @@ class Consuming:
         return not damaged
 
     def _hold(self, waiting: Waiting, wait: Wait, now: float) -> None:
-        self._state.trainer_waited(waiting.wait, now - waiting.counted_at)
+        self._count(waiting, now)
         waiting.wait, waiting.counted_at = wait, now
+
+    def _count(self, waiting: Waiting, now: float) -> None:
+        seconds = now - waiting.counted_at
+        self._state.trainer_waited(waiting.wait, seconds)
+        if waiting.pull.split is Split.TRAIN and waiting.wait in STARVING:
+            self._state.starved_s += seconds / waiting.pull.world_size
 
     def _cap(self, wait: Wait, split: Split) -> Wait:
         """Tell a batch that cannot come from one that is only not there yet."""
@@ -219,7 +236,7 @@ class Consuming:
 
     def _give_up(self, waiting: Waiting, now: float) -> None:
         state = self._state
-        state.trainer_waited(waiting.wait, now - waiting.counted_at)
+        self._count(waiting, now)
         state.consumers.polled(waiting.pull.consumer, now)
         queued = state.lanes.queued_sequences(waiting.pull.split)
         state.outbox.reply(waiting.route, NoBatch(wait=waiting.wait, queued_sequences=queued))

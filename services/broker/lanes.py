@@ -22,6 +22,10 @@ from rolloutmq.services.broker.rates import Rate
 
 NO_MARK: Final = 1 << 62
 """Room of a lane that has no mark of its own."""
+LONGEST_S: Final = 86_400.0
+"""A rollout that says it took longer has a clock that is wrong."""
+NEW_PART: Final = 0.1
+"""Weight of a group in the mean time that a group takes."""
 _order: Final = attrgetter("order")
 
 
@@ -78,6 +82,11 @@ class Lane:
         """Sequences that batches still owe the lane; negative if it had more than its share."""
         self.accepted_groups = 0
         self.trained_groups = 0
+        self.accepted_sequences = 0
+        self.settled_sequences = 0
+        """Both in this life of the broker."""
+        self.rollout_s = 0.0
+        """Mean time in which a group was rolled out; 0 while nobody has told."""
         self.largest_bytes = 0
         self.arrived_at = now
         """When it last got a group, or its first producer."""
@@ -102,6 +111,10 @@ class Lane:
         """Queue a new group at the end."""
         header = group.header
         self.accepted_groups += 1
+        self.accepted_sequences += header.sequences
+        took_s = header.finished_at - header.started_at
+        if header.started_at and 0.0 <= took_s <= LONGEST_S:
+            self.rollout_s += (took_s - self.rollout_s) * (NEW_PART if self.rollout_s else 1.0)
         self.arrived_at = now
         self.arrivals.add(1, now)
         self.largest_bytes = max(self.largest_bytes, header.nbytes)

@@ -192,6 +192,7 @@ class Settlement:
     def _end(self, lease: Lease, group: StoredGroup, fate: Fate, wall: float) -> None:
         state, reason = fate
         lane = self._leave(lease.rewound, group)
+        lane.settled_sequences += group.header.sequences
         if not lease.rewound:
             self._lanes.let_go(group)
         if state is State.DEAD:

@@ -82,6 +82,8 @@ class State:
         """Sequences that were accepted for training."""
         self.trainer_waits_s: defaultdict[str, float] = defaultdict(float)
         self.producer_waits_s: defaultdict[str, float] = defaultdict(float)
+        self.starved_s = 0.0
+        """Seconds in which trainers could have learned and had nothing, each rank for its part."""
         self.rejected: Counter[str] = Counter()
         self.as_frames: Counter[str] = Counter()
         """Groups that came as frames and not through shared memory, by reason."""

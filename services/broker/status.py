@@ -73,6 +73,9 @@ class Status:
             silent_env_s=state.config.broker.silent_env_s,
             tasks=state.tasks.counts(),
             late_members=dict(state.workers.late_members),
+            trainers=len(state.consumers),
+            starved_s=state.starved_s,
+            blocked_s=dict(state.workers.blocked_s),
         )
 
     def report(self, now: float, wall: float) -> StatusReply:
@@ -123,4 +126,7 @@ class Status:
             high_bytes=lane.rule.high_bytes,
             max_staleness=lane.rule.max_staleness,
             waiting=waits.total(),
+            accepted_sequences=lane.accepted_sequences,
+            settled_sequences=lane.settled_sequences,
+            rollout_s=lane.rollout_s,
         )

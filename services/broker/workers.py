@@ -4,7 +4,7 @@ A drain is state: it is repeated on `control.<worker>/` until the worker says th
 process that it was for.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Final
 
 import msgspec
@@ -37,6 +37,8 @@ class Workers:
         self._told: dict[str, _Told] = {}
         self.late_members: Counter[str] = Counter()
         """Sequences that came too late for their groups, by environment, in this life of the broker."""
+        self.blocked_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds that rollout slots have waited for credit, likewise."""
 
     def beat(self, beat: WorkerBeat, now: float) -> bool:
         """Note a beat; False if the table is full."""
@@ -54,10 +56,16 @@ class Workers:
         counted = beat.env in self.late_members or len(self.late_members) < WORKERS_LIMIT
         if beat.late_members > so_far and counted:
             self.late_members[beat.env] += beat.late_members - so_far
+        if before is not None and not other:
+            self._count_blocked(beat.env, beat.blocked_s - before[0].blocked_s)
         self._beats[beat.worker] = beat, now
         if told is not None and beat.state in _CONFIRMED:
             told.confirmed = True
         return True
+
+    def _count_blocked(self, env: str, seconds: float) -> None:
+        if seconds > 0.0 and (env in self.blocked_s or len(self.blocked_s) < WORKERS_LIMIT):
+            self.blocked_s[env] += seconds
 
     def last(self, worker: str) -> WorkerBeat | None:
         """Return what a worker last reported."""

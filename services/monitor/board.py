@@ -59,8 +59,8 @@ class Board:
         return cls(
             config.run.name,
             config.trainer.steps if config.trainer.enabled else 0,
-            config.orchestrator.low_pressure,
-            config.orchestrator.high_pressure,
+            config.orchestrator.scaling.setpoint_batches / 2.0,
+            config.orchestrator.scaling.setpoint_batches * 2.0,
             configured_bounds(config),
         )
 

@@ -146,7 +146,8 @@ def _reward(panel: Any, log: TrainerLog, start: float) -> None:
 
 
 def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float) -> None:
-    low, high = config.orchestrator.low_pressure, config.orchestrator.high_pressure
+    setpoint = config.orchestrator.scaling.setpoint_batches
+    low, high = setpoint / 2.0, setpoint * 2.0
     times = [point.t - start for point in metrics.pressures]
     values = [point.pressure for point in metrics.pressures]
     panel.axhspan(low, high, color=BAND, alpha=0.16, linewidth=0)

@@ -4,11 +4,12 @@ Rates as they are seen say little by themselves. A trainer that waits eats what 
 that wait for credit make what they may, not what they can. Both waits are counted, so both are taken out:
 
     appetite   = sequences that were eaten, over the time in which the trainer did not wait
-    per worker = sequences that were made, over the time in which workers were ready and did not wait
+    per worker = sequences that were made, over the time in which workers were there and did not wait
 
 The appetite is taken from one settlement to the next, since a batch is eaten all at once: between two of them nothing
 is known but that it has become less, if the time for a batch is over. Old settlements count less and less. Where the
-last few agree that something has changed, they count alone.
+last few agree that something has changed, they count alone. A worker counts from the moment on at which its first
+rollout may arrive; how much it makes is remembered while it waits.
 """
 
 import math
@@ -36,16 +37,22 @@ LATE: Final = 1.5
 """A batch that takes so many times as long as usual tells that the trainer eats less, before it is settled."""
 CHANGED: Final = 0.2
 """Part by which they must differ."""
+ROLLOUTS: Final = 2.0
+"""What a worker makes is remembered for so many rollouts, where that is more."""
 SEEN_S: Final = 8.0
 """Worker-seconds in which nobody waited, before it is said what a worker makes."""
-IDLE_PART: Final = 0.2
-"""Workers that wait for more than the rest of their time say nothing about what they could make."""
+BUSY_PART: Final = 0.2
+"""Workers that work for less than that part of their time say nothing about what they could make."""
 FIRST_S: Final = 10.0
 """So long the trainer is watched before it is said what it eats."""
 ASLEEP_PART: Final = 0.9
 """A trainer that waited for that part of the time has nothing under way."""
 STARVED_S: Final = 2.0
 """Memory of whether the trainer waits just now."""
+IDLE_S: Final = 5.0
+"""Memory of whether workers wait: they tell once a second."""
+CHANGES: Final = 256
+"""Changes of the number of workers that are remembered, for as long as a rollout takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +75,16 @@ class Rates:
     step_s: float = 0.0
     """Mean time between two settlements; 0 while there was none."""
     made: float = 0.0
-    able_s: float = 0.0
-    """Time of workers that did not wait, in which `made` was made; both forget."""
+    present_s: float = 0.0
+    blocked_s: float = 0.0
+    """Time of workers in which `made` was made, and how much of it they waited; all three forget."""
+    per_worker: float | None = None
+    """Sequences a second that one worker makes while it does not wait; None while nobody knows."""
+    idle: float = 0.0
+    """Part of the last seconds in which workers waited."""
+    readies: tuple[tuple[float, int], ...] = ()
+    """When there were how many workers, back to before the rollouts that arrive now."""
+    rollout_s: float = 0.0
     starved: float = 0.0
     """Part of the last seconds in which the trainer waited."""
     waits: float = 0.0
@@ -90,17 +105,16 @@ class Rates:
         return _over(eaten, awake_s + max(0.0, self.open_s - LATE * usual_s))
 
     @property
-    def per_worker(self) -> float | None:
-        """Sequences a second that one worker makes while it does not wait; None while nobody knows."""
-        return self.made / self.able_s if self.able_s >= SEEN_S and self.made > 0.0 else None
+    def making_memory_s(self) -> float:
+        """The same for what workers make."""
+        return min(max(MEMORY_S, ROLLOUTS * self.rollout_s), LONGEST_S)
 
     def looked(self, seen: PressureSample, now: float) -> "Rates":
         """Return the means with one more look."""
         last, elapsed = self.last, now - self.last_at
-        if last is None or not 0.0 < elapsed < GAP_S:
-            first_at = min(self.first_at, now)
-            return replace(self, last=seen, last_at=now, first_at=first_at, open_s=0.0, settled_at=-math.inf)
-        waited = _part(seen.trainer_waited_s - last.trainer_waited_s, elapsed)
+        if last is None or not 0.0 < elapsed < GAP_S or seen.epoch != last.epoch or not seen.trainers:
+            return self._anew(seen, now)
+        waited = _part(seen.starved_s - last.starved_s, elapsed)
         settled_at = self.settled_at
         if math.isinf(settled_at) and waited > ASLEEP_PART:
             settled_at = self.last_at  # what it eats next will have been seen from its beginning
@@ -117,6 +131,13 @@ class Rates:
         if seen.eaten > last.eaten:
             new = new._settled(seen.eaten - last.eaten, now)
         return new._made(seen, last, elapsed)
+
+    def _anew(self, seen: PressureSample, now: float) -> "Rates":
+        """Keep the means, but know nothing of what is under way."""
+        readies = ((now, seen.crew.ready),)
+        first_at = min(self.first_at, now)
+        new = replace(self, last=seen, last_at=now, first_at=first_at, readies=readies)
+        return replace(new, open_s=0.0, settled_at=-math.inf)
 
     def _settled(self, eaten: int, at: float) -> "Rates":
         took_s = at - self.settled_at
@@ -140,16 +161,35 @@ class Rates:
         )
 
     def _made(self, seen: PressureSample, last: PressureSample, elapsed: float) -> "Rates":
-        workers = min(seen.crew.ready, last.crew.ready)
-        idle = _part(seen.workers_waited_s - last.workers_waited_s, elapsed * workers * seen.slots)
-        if not workers or idle > 1.0 - IDLE_PART or elapsed > SAMPLES_S:
-            return self
-        kept = math.exp(-elapsed / MEMORY_S)
-        return replace(
-            self,
+        new = self._rostered(seen, self.last_at)
+        workers = min(seen.crew.ready, new.readies[0][1])
+        if not workers or elapsed > SAMPLES_S:
+            return new
+        blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
+        idle = _part(blocked_s, elapsed * seen.crew.ready)
+        kept = math.exp(-elapsed / self.making_memory_s)
+        new = replace(
+            new,
             made=self.made * kept + max(0, seen.made - last.made),
-            able_s=self.able_s * kept + elapsed * workers * (1.0 - idle),
+            present_s=self.present_s * kept + elapsed * workers,
+            blocked_s=self.blocked_s * kept + blocked_s,
+            idle=self.idle + (idle - self.idle) * (1.0 - math.exp(-elapsed / IDLE_S)),
         )
+        busy_s = new.present_s - new.blocked_s
+        if busy_s < max(SEEN_S, BUSY_PART * new.present_s) or not new.made:
+            return new
+        return replace(new, per_worker=new.made / busy_s)
+
+    def _rostered(self, seen: PressureSample, now: float) -> "Rates":
+        """Note how many are ready. The first that is kept is how many there were when the rollouts began that arrive
+        now: before, those that came since have brought nothing."""
+        readies = self.readies
+        if not readies or readies[-1][1] != seen.crew.ready:
+            readies = (*readies[-CHANGES:], (now, seen.crew.ready))
+        began = now - seen.rollout_s
+        while len(readies) > 1 and readies[1][0] < began:
+            readies = readies[1:]
+        return replace(self, readies=readies, rollout_s=seen.rollout_s)
 
 
 def _over(of: float, by: float) -> float:

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
-from rolloutmq.services.orchestrator.estimates import MEMORY_S, Rates
+from rolloutmq.services.orchestrator.estimates import Rates
+from rolloutmq.services.orchestrator.pressure import PressureSample
 
 SLOWER: Final = 0.85
 """Below that part of the pace of before a worker is clearly slower."""
@@ -54,18 +55,21 @@ class Knee:
     since: float = -math.inf
     """For how long there are as many workers as now, and none that starts."""
     at: float = -math.inf
+    engines: int = 0
+    """Servers that they share: with another number of them nothing is known any more."""
 
-    def looked(self, rates: Rates, ready: int, *, starting: bool, now: float) -> "Knee":
+    def looked(self, rates: Rates, sample: PressureSample, now: float) -> "Knee":
         """Return what is known after one more look."""
-        new = replace(self, at=now)
-        if ready != self.ready or starting:
+        ready, engines = sample.crew.ready, sample.engines
+        new = replace(self, at=now) if engines == self.engines else Knee(engines=engines, at=now)
+        if ready != self.ready or sample.crew.starting:
             new = replace(new, ready=ready, since=now)
         pace = rates.per_worker
         if pace is None or not ready:
             return new
         if new.among:
             new = replace(new, slow=pace < SLOWER * new.best and ready > new.among)
-        if now - new.since < MEMORIES * MEMORY_S:
+        if now - new.since < MEMORIES * rates.making_memory_s + rates.rollout_s:
             return new
         return new._remember(pace, self.at)._judge(pace, now)
 

@@ -1,6 +1,6 @@
 """The orchestrator: keeps as many workers alive as the trainer can eat, and ends them in order.
 
-Hears `pressure`, asks one rule per environment for a number, and starts or drains workers until it
+Hears `pressure`, asks the law of each environment for a number, and starts or drains workers until it
 is so. A drain goes over the bus, then by SIGUSR1, then down the ladder; see `supervisor`. A worker
 that says it failed, or that crashes again and again, is given up; when all of an environment are,
 the orchestrator ends with the reason, and so the run.
@@ -15,6 +15,7 @@ import logging
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,17 +23,18 @@ from typing import Final
 
 from rolloutmq.bus.resend import resend_spools
 from rolloutmq.bus.rundir import load_run, read_json
-from rolloutmq.schemas.config import EnvironmentConfig, OrchestratorConfig, RunConfig
-from rolloutmq.schemas.control import ScaleDecision, WorkerState, WorkerStatus
+from rolloutmq.schemas.config import OrchestratorConfig, RunConfig
+from rolloutmq.schemas.control import WorkerState, WorkerStatus
 from rolloutmq.schemas.errors import RolloutMQError, RunDirInUseError, WorkersFailedError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.services.orchestrator.decisions import DecisionLog
 from rolloutmq.services.orchestrator.ear import Ear
 from rolloutmq.services.orchestrator.identity import inherited_token
 from rolloutmq.services.orchestrator.keeper import Supervisor
-from rolloutmq.services.orchestrator.pressure import PressureRule, PressureSample, Rule, RuleState, sample_of
 from rolloutmq.services.orchestrator.processes import end_strays
 from rolloutmq.services.orchestrator.roster import Roster, env_of
+from rolloutmq.services.orchestrator.scaling import Scale, Scaling
 from rolloutmq.services.orchestrator.supervisor import Backoff, Phase, drain_ladder, term_ladder
 from rolloutmq.services.runner import Stop, run_service
 
@@ -44,8 +46,6 @@ OVERTIME_S: Final = 2.0
 """Time after the drain deadline before SIGTERM: the worker keeps the same deadline, and then saves its spool."""
 ORPHANS_S: Final = 5.0
 """How often it is looked for groups that workers left behind."""
-REPEAT_S: Final = 1.0
-"""How often the last decision is published again: events are lost."""
 
 Command = Callable[[str], tuple[str, ...]]
 """Program and arguments of the worker of a name."""
@@ -79,7 +79,8 @@ class Orchestrator:
             CONFIRM_S, limits.drain_deadline_s + OVERTIME_S, limits.term_grace_s
         )
         self._pids: dict[str, int] = {}
-        self._scales: list[_Scale] = []
+        self._rosters: dict[str, Roster] = {}
+        self._scaling: Scaling
 
     def kill(self) -> None:
         """Kill all workers now: for a second signal."""
@@ -121,9 +122,10 @@ class Orchestrator:
             await asyncio.to_thread(end_strays, others, self._limits.term_grace_s)
         # Only a life that left workers has a broker that may still tell old names to drain.
         taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
-        for name, env in self._environments.items():
-            alive_now = sum(env_of(worker) == name for worker in adopted)
-            self._scales.append(_Scale(name, env, self._limits, taken, alive_now))
+        self._rosters = {name: Roster(name, taken) for name in self._environments}
+        alive_now = Counter(map(env_of, adopted))
+        log = DecisionLog(self._layout.decisions)
+        self._scaling = Scaling(self._environments, self._limits, alive_now, log)
 
     async def _bring_home(self) -> None:
         """Send what workers left behind that will not start again under their names."""
@@ -143,9 +145,9 @@ class Orchestrator:
         while stop.reason is None:
             heard = self._heard()
             self._believe(heard)
-            for scale in self._scales:
-                self._decide(scale, heard)
-                self._raise_if_failed(scale)
+            self._decide(heard)
+            for roster in self._rosters.values():
+                self._raise_if_failed(roster)
             try:
                 async with asyncio.timeout(self._limits.tick_s):
                     await stop.wait()
@@ -175,69 +177,35 @@ class Orchestrator:
             elif status.state is WorkerState.DRAINING and views[name].phase is Phase.RUNNING:
                 self._workers.retire(name, self._drain_ladder, "drained by somebody else")
 
-    def _raise_if_failed(self, scale: "_Scale") -> None:
-        crew = scale.roster.mine(self._workers.views())
+    def _raise_if_failed(self, roster: Roster) -> None:
+        crew = roster.mine(self._workers.views())
         if crew and all(view.phase is Phase.FATAL for view in crew):
             last = max(crew, key=lambda view: view.since)
-            raise WorkersFailedError(scale.env, last.name, last.reason)
+            raise WorkersFailedError(roster.env, last.name, last.reason)
 
-    def _decide(self, scale: "_Scale", heard: Heard) -> None:
+    def _decide(self, heard: Heard) -> None:
         views = self._workers.views()
-        crew = scale.roster.crew(views, heard)
-        now = time.monotonic()
-        sample = sample_of(scale.env, scale.group_size, crew, self._ear.pressure, self._ear.heard_at)
-        decision = scale.decide(sample, now)
-        for _ in range(decision.target - crew.current):
-            self._workers.start(self._spec(scale.roster.take()))
-        for name in scale.roster.surplus(views, heard, crew.current - decision.target):
+        crews = {env: roster.crew(views, heard) for env, roster in self._rosters.items()}
+        news = self._scaling.decide(crews, self._ear.pressure, self._ear.heard_at, time.monotonic())
+        for scale in self._scaling.scales:
+            self._send_away(scale, crews[scale.env].current - scale.decision.target, heard)
+        for env, number in self._scaling.starts(crews).items():
+            for _ in range(number):
+                self._workers.start(self._spec(self._rosters[env].take()))
+        for decision in news:
+            self._ear.publish(decision)
+
+    def _send_away(self, scale: Scale, number: int, heard: Heard) -> None:
+        views = self._workers.views()
+        for name in self._rosters[scale.env].surplus(views, heard, number):
             if views[name].phase is Phase.FATAL:
                 self._workers.forget(name)
             else:
-                self._workers.retire(name, self._drain_ladder, decision.reason)
-        if scale.is_news(decision, now):
-            self._ear.publish(decision)
+                self._workers.retire(name, self._drain_ladder, scale.decision.reason)
 
     def _spec(self, name: str) -> ProcessSpec:
         log = str(self._layout.log(name))
         return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log)
-
-
-class _Scale:
-    """One environment's rule, with its state and what was last said of it."""
-
-    def __init__(
-        self, name: str, env: EnvironmentConfig, limits: OrchestratorConfig, taken: list[str], alive_now: int
-    ) -> None:
-        self.env = name
-        self.group_size = env.group_size
-        self.roster = Roster(name, taken)
-        self._rule: Rule[RuleState] = PressureRule.of(env, limits)
-        self._state = self._rule.initial(alive_now)
-        self._said: int | None = None
-        self._said_at = float("-inf")
-
-    def decide(self, sample: PressureSample, now: float) -> ScaleDecision:
-        """Ask the rule."""
-        before = self._state.target
-        self._state, decision = self._rule.decide(self._state, sample, now)
-        if decision.target != before or self._said is None:
-            logger.info("scale env=%s target=%d reason=%s", self.env, decision.target, decision.reason)
-            logger.info("scale env=%s sample=%s", self.env, sample)
-        return ScaleDecision(
-            env=self.env,
-            at=time.time(),
-            rollout_pressure=sample.pressure,
-            current=sample.crew.current,
-            target=decision.target,
-            reason=decision.reason,
-        )
-
-    def is_news(self, decision: ScaleDecision, now: float) -> bool:
-        """Say whether to publish: a change at once, everything else now and then."""
-        if decision.target == self._said and now - self._said_at < REPEAT_S:
-            return False
-        self._said, self._said_at = decision.target, now
-        return True
 
 
 def _backoff(limits: OrchestratorConfig) -> Backoff:

@@ -122,6 +122,21 @@ async def test_what_need_not_wait_is_in_at_once(entrance: Entrance, group: MakeG
     assert not entrance.gate.empty.is_set()
 
 
+async def test_a_wait_is_counted_while_it_lasts(entrance: Entrance) -> None:
+    waiting = [asyncio.ensure_future(entrance.gate.acquire()) for _ in range(2)]
+    await settled()
+    first = entrance.gate.waits_s
+    await asyncio.sleep(0.01)
+    second = entrance.gate.waits_s
+    assert second - first >= 2 * 0.01
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    over = entrance.gate.waits_s
+    await asyncio.sleep(0.01)
+    assert entrance.gate.waits_s == over >= second
+
+
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "after waiting"])
 async def test_a_group_tells_of_the_policy_when_its_rollout_began(
     entrance: Entrance, group: MakeGroup, *, waits: bool

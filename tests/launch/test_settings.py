@@ -70,7 +70,7 @@ def test_variables_without_nesting_are_not_ours(file: Path) -> None:
             ["512", "trainer.batch_sequences 256"],
         ),
         ("trainer.batch_sequences=0", "trainer.batch_tokens", ["batch_sequences", "name one of them"]),
-        ("orchestrator.low_pressure=5", "orchestrator.low_pressure", ["below high_pressure"]),
+        ("orchestrator.scaling.up_factor=1", "orchestrator.scaling.up_factor", ["greater than 1"]),
         ("model.heads=3", "model.hidden_size", ["multiple of heads"]),
         ("inference.kind=external", "inference.url", ["must be given"]),
         ("environment.eval1.group_size=4", "environment.eval1.entry", ["is required"]),

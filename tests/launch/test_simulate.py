@@ -11,13 +11,12 @@ def test_a_table_has_a_line_for_each_law(capsys: pytest.CaptureFixture[str]) -> 
     simulate([20.0], 1, ["noise"], None, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:4] for line in lines[1:]] == [
-        ["noise", "20", "s", "rates"],
-        ["noise", "20", "s", "steps"],
+        ["noise", "20", "s", "rolloutmq"],
         ["noise", "20", "s", "ratio"],
         ["noise", "20", "s", "pid"],
     ]
     assert "breaks" not in lines[1]
-    assert "breaks" in lines[4]
+    assert "breaks" in lines[3]
 
 
 def test_a_recorded_demand_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,7 +25,7 @@ def test_a_recorded_demand_is_tried(tmp_path: Path, capsys: pytest.CaptureFixtur
     simulate([2.0, 20.0], 1, [], recorded, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [(one["scenario"], one["start_s"], one["law"]) for one in found] == [
-        ("mine.csv", start_s, law) for start_s in (2.0, 20.0) for law in ("rates", "steps", "ratio", "pid")
+        ("mine.csv", start_s, law) for start_s in (2.0, 20.0) for law in ("rolloutmq", "ratio", "pid")
     ]
     assert {one["ideal"] for one in found} == {15}
     assert found[0]["peak"]["worst"] <= 18

@@ -140,8 +140,8 @@ def _sample(plant: Plant, number: int) -> PressureSample:
         batch_sequences=plant.site.batch,
         eaten=int(plant.eaten),
         made=int(plant.made),
-        trainer_waited_s=plant.trainer_waited_s,
-        workers_waited_s=plant.workers_waited_s,
+        starved_s=plant.trainer_waited_s,
+        blocked_s=plant.workers_waited_s,
     )
 
 

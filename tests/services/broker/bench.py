@@ -98,6 +98,8 @@ def header(
     tokens: int = 0,
     frames: int = 1,
     crc: int | None = None,
+    started_at: float = 0.0,
+    finished_at: float = 0.0,
 ) -> GroupHeader:
     version = PolicyVersion(0, step)
     group_id = group_id or f"g{seq}"
@@ -113,8 +115,8 @@ def header(
         tokens=tokens or sequences * 10,
         oldest=version,
         newest=version,
-        started_at=0.0,
-        finished_at=0.0,
+        started_at=started_at,
+        finished_at=finished_at,
         rewards=RewardSummary(),
     )
 

@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutmq.services.orchestrator.controller import Gains, PressureController, State
-from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample
+from rolloutmq.schemas.config import ScalingConfig
+from rolloutmq.services.orchestrator.controller import PressureController, State
+from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample, Room
 
-GAINS = Gains(min_workers=1, max_workers=50)
+LAW = PressureController(1, 50, ScalingConfig())
 
 
 class Loop:
     """A controller that is asked once a second, of a trainer and workers that keep a pace."""
 
-    def __init__(self, gains: Gains = GAINS, workers: int = 10) -> None:
-        self.law = PressureController(gains)
+    def __init__(self, law: PressureController = LAW, workers: int = 10) -> None:
+        self.law = law
         self.state: State = self.law.initial(workers)
         self.now = 1000.0
         self.sample = PressureSample(crew=Crew(ready=workers), pressure=1.5, batch_sequences=60, slots=2)
@@ -109,12 +110,12 @@ def test_who_starves_gets_more_before_anything_is_known() -> None:
     waited = 0.0
     for _ in range(30):
         waited += 1.0
-        loop.tick(eats=0.0, pressure=0.0, trainer_waited_s=waited)
+        loop.tick(eats=0.0, pressure=0.0, starved_s=waited)
     assert loop.last.target == 2, "one more, and it is waited for"
     loop.sample = replace(loop.sample, crew=Crew(ready=1, starting=1))
     for _ in range(30):
         waited += 1.0
-        loop.tick(eats=0.0, pressure=0.0, trainer_waited_s=waited)
+        loop.tick(eats=0.0, pressure=0.0, starved_s=waited)
     assert loop.last.target == 2
 
 
@@ -142,10 +143,79 @@ def test_what_is_shared_and_full_is_said_and_gone_back_from() -> None:
         ready = loop.last.target
         loop.follow()
         shared = min(2.0, 40.0 / ready)
-        loop.tick(eats=40.0, per_worker=shared, pressure=0.0, trainer_waited_s=waited)
+        loop.tick(eats=40.0, per_worker=shared, pressure=0.0, starved_s=waited)
         reasons.append(loop.last.reason)
     assert 18 <= loop.last.target <= 28
     assert any("inference_bound" in reason for reason in reasons)
+
+
+def starve(loop: Loop, seconds: int, **changes: Any) -> Decision:
+    """Let the trainer wait for most of the time."""
+    for _ in range(seconds):
+        loop.tick(pressure=0.0, starved_s=loop.sample.starved_s + 0.6, **changes)
+    return loop.last
+
+
+def test_without_a_trainer_everybody_stays() -> None:
+    loop = Loop(workers=40)
+    loop.tick(60, eats=80.0)
+    decision = loop.tick(300, eats=0.0, trainers=0)
+    assert (decision.target, decision.reason) == (40, "hold: no trainer")
+    assert loop.tick(20, eats=80.0, trainers=1).target == 40
+
+
+def test_workers_that_wait_are_not_joined_by_more() -> None:
+    loop = Loop()
+    loop.tick(60)
+    four_fifths = 0.8 * 10 * 2  # of a second of ten workers with two slots
+    for second in range(60):
+        blocked_s = loop.sample.blocked_s + four_fifths
+        waiting: dict[str, Any] = {"blocked_s": blocked_s, "wait": "stale_guard", "per_worker": 0.4}
+        decision = loop.tick(**waiting) if second < 20 else starve(loop, 1, eats=80.0, **waiting)
+    assert decision.target == 10
+    assert "its workers wait themselves (stale_guard)" in decision.reason
+
+
+def test_it_goes_no_further_than_there_is_room() -> None:
+    loop = Loop()
+    loop.tick(60)
+    decision = loop.tick(60, eats=80.0, room=Room(14, "no_gpu"))
+    assert (decision.target, decision.bound) == (14, "no_gpu")
+    assert "no_gpu: there is room for 14" in decision.reason
+    assert decision.want is not None
+    assert decision.short == pytest.approx(decision.want - 14)
+    assert loop.tick(eats=80.0, room=Room(12, "budget")).target == 12, "a room that shrinks is left"
+    assert loop.tick(wanted=50, room=Room(13, "budget")).target == 13
+    assert loop.tick(60, eats=80.0, wanted=None, room=None).target >= 36
+
+
+def test_another_engine_is_another_knee() -> None:
+    loop = Loop()
+    loop.tick(60, engines=1)
+    for _ in range(300):
+        ready = loop.last.target
+        loop.follow()
+        starve(loop, 1, eats=20.0, per_worker=min(2.0, 30.0 / ready), engines=1)
+    assert loop.last.bound == "inference_bound"
+    assert loop.last.short > 0.0
+    for _ in range(120):
+        ready = loop.last.target
+        loop.follow()
+        starve(loop, 1, eats=20.0, per_worker=min(2.0, 120.0 / ready), engines=2)
+    assert not loop.last.bound
+    assert loop.last.target >= 20
+
+
+def test_a_queue_that_falls_is_taken_for_emptier_if_that_is_asked_for() -> None:
+    def want(derivative_s: float) -> float:
+        loop = Loop(PressureController(1, 50, ScalingConfig(derivative_s=derivative_s)))
+        loop.tick(60, pressure=6.0)
+        for step in range(50):
+            decision = loop.tick(pressure=6.0 - 0.1 * step)
+        assert decision.want is not None
+        return decision.want
+
+    assert want(30.0) > want(0.0) + 0.3
 
 
 counts = st.integers(0, 60)
@@ -160,9 +230,14 @@ samples = st.builds(
     batch_sequences=st.floats(1.0, 1e6),
     eaten=st.integers(0, 10**12),
     made=st.integers(0, 10**12),
-    trainer_waited_s=seconds,
-    workers_waited_s=seconds,
+    epoch=st.integers(0, 2),
+    trainers=st.integers(0, 2),
+    starved_s=seconds,
+    blocked_s=seconds,
     slots=st.integers(1, 64),
+    rollout_s=st.floats(0.0, 1e4),
+    engines=st.integers(0, 3),
+    room=st.none() | st.builds(Room, st.integers(0, 100), st.just("budget")),
 )
 
 
@@ -172,7 +247,7 @@ samples = st.builds(
 def test_whatever_is_seen_the_target_stays_within_its_bounds(
     least: int, more: int, ticks: list[tuple[float, PressureSample]]
 ) -> None:
-    law = PressureController(Gains(least, least + more))
+    law = PressureController(least, least + more, ScalingConfig())
     state, now = law.initial(1000), 1000.0
     for elapsed, sample in ticks:
         now += elapsed
@@ -186,4 +261,4 @@ def test_whatever_is_seen_the_target_stays_within_its_bounds(
 
 @pytest.mark.parametrize("workers", [0, 7, 1000])
 def test_it_begins_with_those_that_live(workers: int) -> None:
-    assert PressureController(GAINS).initial(workers).target == min(max(workers, 1), 50)
+    assert LAW.initial(workers).target == min(max(workers, 1), 50)

@@ -24,6 +24,8 @@ class Watch:
         workers_wait: float = 0.0,
         ready: int = 4,
         after: float = 1.0,
+        rollout_s: float = 0.0,
+        epoch: int = 0,
     ) -> None:
         self.at += after
         self.eaten += eats
@@ -34,9 +36,11 @@ class Watch:
             crew=Crew(ready=ready),
             eaten=self.eaten,
             made=self.made,
-            trainer_waited_s=self.trainer_s,
-            workers_waited_s=self.workers_s,
+            starved_s=self.trainer_s,
+            blocked_s=self.workers_s,
             slots=2,
+            rollout_s=rollout_s,
+            epoch=epoch,
         )
         self.rates = self.rates.looked(seen, self.at)
 
@@ -99,6 +103,26 @@ def test_more_workers_change_nothing_of_what_one_makes() -> None:
         watch.second(makes=3 * before, ready=ready)
         before = ready
     assert watch.rates.per_worker == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_worker_counts_from_its_first_rollout_on() -> None:
+    watch = Watch()
+    for second in range(900):
+        ready = 4 if second < 400 else 16
+        came = 4 if second < 461 else 16  # what the new ones began comes a minute later
+        watch.second(makes=3 * came, ready=ready, rollout_s=60.0)
+        if second > 200:
+            assert watch.rates.per_worker == pytest.approx(3.0, rel=0.05)
+    assert len(watch.rates.readies) == 1
+
+
+def test_a_broker_that_comes_back_counts_from_nothing() -> None:
+    watch = Watch()
+    fed(watch, 200, busy=4)
+    before = watch.rates.appetite
+    watch.eaten = 1_000_000
+    watch.second(epoch=1)
+    assert watch.rates.appetite == before
 
 
 def test_a_gap_a_restart_and_a_clock_that_goes_back_are_no_rates() -> None:

@@ -11,6 +11,7 @@ class Site:
     def __init__(self, shared: float) -> None:
         self.shared = shared
         self.pace = 2.0
+        self.engines = 1
         self.knee = Knee()
         self.rates = Rates()
         self.at = self.made = 0.0
@@ -19,9 +20,10 @@ class Site:
         for _ in range(seconds):
             self.at += 1.0
             self.made += min(self.pace * ready, self.shared)
-            seen = PressureSample(crew=Crew(ready=ready), made=int(self.made))
+            crew = Crew(ready=ready, starting=int(starting))
+            seen = PressureSample(crew=crew, made=int(self.made), engines=self.engines)
             self.rates = self.rates.looked(seen, self.at)
-            self.knee = self.knee.looked(self.rates, ready, starting=starting, now=self.at)
+            self.knee = self.knee.looked(self.rates, seen, self.at)
         return self.knee
 
 

@@ -36,6 +36,7 @@ from rolloutmq.schemas.records import Endpoints
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.orchestrator import server
+from rolloutmq.services.orchestrator.decisions import Made, read, replay
 from rolloutmq.services.orchestrator.identity import MARKER, alive
 from rolloutmq.services.orchestrator.server import Orchestrator
 from rolloutmq.services.runner import Stop
@@ -45,7 +46,7 @@ FAILS = "import sys; sys.exit('error: no such environment')"
 
 
 def config(**orchestrator: Any) -> RunConfig:
-    quick = {"tick_s": 0.02, "confirm_ticks": 2, "backoff_s": 0.01, "crash_limit": 3}
+    quick = {"tick_s": 0.02, "backoff_s": 0.01, "crash_limit": 3}
     return RunConfig.model_validate(
         {
             "environment": {"env": {"entry": "m:C", "min_workers": 1, "max_workers": 3}},
@@ -65,7 +66,6 @@ class FakeBroker:
 
     def __init__(self, layout: RunLayout) -> None:
         self.layout = layout
-        self.pressure = 1.0
         self.states: dict[str, WorkerState] = {}
         self.wanted: dict[str, int | None] = {}
         self.drained: list[str] = []
@@ -121,7 +121,7 @@ class FakeBroker:
             epoch=1,
             number=self._number,
             at=0.0,
-            rollout_pressure=self.pressure,
+            rollout_pressure=1.0,
             queued_sequences=0,
             batch_sequences=0,
             queued_groups=0,
@@ -193,21 +193,35 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_workers_come_and_go_with_the_pressure(run_dir: Path) -> None:
+async def test_workers_come_and_go_as_it_is_decided(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     async with broker(layout) as fake, orchestrator(layout, config()):
         await until(lambda: list(living(layout)) == ["env-0"])
-        fake.pressure = 0.1
+        fake.wanted = {"env": 9}
         await until(lambda: len(living(layout)) == 3)
-        fake.pressure = 9.0
+        fake.wanted = {"env": 1}
         await until(lambda: list(living(layout)) == ["env-0"])
-        assert fake.drained == ["env-2", "env-1"]
+        assert sorted(fake.drained) == ["env-1", "env-2"]
         await until(lambda: len(fake.decisions) > 0 and fake.decisions[-1].target == 1)
         targets = [target for target, _ in groupby(decision.target for decision in fake.decisions)]
-        assert targets[-4:] == [2, 3, 2, 1]
-        assert "above 3" in fake.decisions[-1].reason
-    assert fake.drained == ["env-2", "env-1", "env-0"]
+        assert targets[-2:] == [3, 1]
+        assert "1 asked for" in fake.decisions[-1].reason
+    assert sorted(fake.drained) == ["env-0", "env-1", "env-2"]
     assert read_json(layout.workers, list[ProcessIdentity]) == []
+
+
+async def test_decisions_are_written_down_and_come_out_the_same_again(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config()):
+        await until(lambda: len(living(layout)) == 1)
+        fake.wanted = {"env": 2}
+        await until(lambda: len(living(layout)) == 2)
+        await until(lambda: layout.decisions.read_bytes().count(b"\n") > 20)
+    again = replay(read(layout.decisions))
+    assert again.decisions >= 20
+    assert (again.differences, again.orphans) == (0, 0)
+    targets = {one.decision.target for one in read(layout.decisions) if isinstance(one, Made)}
+    assert targets == {1, 2}
 
 
 async def test_silence_keeps_the_workers_and_no_broker_is_needed(run_dir: Path) -> None:
@@ -254,15 +268,6 @@ async def test_what_a_worker_left_comes_home_though_its_name_never_does(
             await until(lambda: not spool.exists())
         real.stop()
     assert b'"left"' in layout.ack_log("env-7").read_bytes()
-
-
-async def test_an_operator_sets_the_number(run_dir: Path) -> None:
-    layout = RunLayout(run_dir)
-    async with broker(layout) as fake, orchestrator(layout, config()):
-        fake.wanted = {"env": 3}
-        await until(lambda: len(living(layout)) == 3)
-        fake.wanted = {"env": 1}
-        await until(lambda: len(living(layout)) == 1)
 
 
 async def test_a_crash_loop_of_all_workers_ends_the_run_with_the_reason(run_dir: Path) -> None:

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.services.orchestrator.controller import Gains, PressureController
+from rolloutmq.schemas.config import ScalingConfig
+from rolloutmq.services.orchestrator.controller import PressureController
 from rolloutmq.services.orchestrator.pressure import Decision, PressureSample
 from rolloutmq.services.orchestrator.simulation.rivals import PidRule, RatioRule
 from rolloutmq.services.orchestrator.simulation.scenarios import (
@@ -19,7 +20,7 @@ from rolloutmq.services.orchestrator.simulation.verdict import judged
 
 
 def ours(one: Scenario) -> PressureController:
-    return PressureController(Gains(one.min_workers, one.max_workers))
+    return PressureController(one.min_workers, one.max_workers, ScalingConfig())
 
 
 def scenario(name: str, start_s: float = 20.0) -> Scenario:
@@ -84,7 +85,7 @@ def test_demands() -> None:
 def test_the_law_keeps_its_bounds(name: str, start_s: float) -> None:
     """The time to settle is promised for starts of 20 s, and nobody can follow in the dark."""
     one = scenario(name, start_s)
-    verdict = judged(one, "rates", [try_out(one, ours, seed) for seed in range(3)])
+    verdict = judged(one, "rolloutmq", [try_out(one, ours, seed) for seed in range(3)])
     allowed = {"settle"} if name == "dark 60 s" or start_s != 20.0 else set()
     assert set(verdict.broken) <= allowed
 

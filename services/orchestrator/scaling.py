@@ -1,0 +1,158 @@
+"""Scaling: how many workers each environment should have, one law each, one budget for all.
+
+Takes what is seen and says what should be; starts and ends nobody. The rooms that a budget leaves are those of the last
+tick: a law sees what the others wanted one tick ago, and together they never exceed the budget.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from rolloutmq.schemas.config import EnvironmentConfig, OrchestratorConfig
+from rolloutmq.schemas.control import Pressure, ScaleDecision
+from rolloutmq.schemas.envelope import Split
+from rolloutmq.services.orchestrator.budget import Claim, allot
+from rolloutmq.services.orchestrator.controller import PressureController
+from rolloutmq.services.orchestrator.decisions import Beginning, DecisionLog, Made
+from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample, Room, sample_of
+
+logger = logging.getLogger(__name__)
+
+REPEAT_S: Final = 1.0
+"""How often the last decision is published again: events are lost."""
+
+
+class Scale:
+    """The law of one environment, its state, and what was last said of it."""
+
+    def __init__(self, name: str, env: EnvironmentConfig, limits: OrchestratorConfig, alive_now: int) -> None:
+        self.env = name
+        self.split = Split[env.split.upper()]
+        self.weight = env.weight
+        self.slots = env.concurrency
+        self.law = PressureController(env.min_workers, env.max_workers, limits.scaling)
+        self.state = self.law.initial(alive_now)
+        self.decision = Decision(self.state.target, "nothing decided yet")
+        self.room: Room | None = None
+        """What the budget leaves."""
+        self._said: int | None = None
+        self._said_at = -math.inf
+
+    def decide(self, sample: PressureSample, now: float) -> Decision:
+        """Ask the law."""
+        before = self.decision
+        self.state, self.decision = self.law.decide(self.state, sample, now)
+        if self.decision.target != before.target or self.decision.bound != before.bound:
+            logger.info(
+                "scale env=%s target=%d reason=%s", self.env, self.decision.target, self.decision.reason
+            )
+        return self.decision
+
+    def claim(self) -> Claim:
+        """Return what it would have of the budget."""
+        want = self.decision.target if self.decision.want is None else math.ceil(self.decision.want)
+        return Claim(self.law.min_workers, self.law.max_workers, self.weight, max(want, self.decision.target))
+
+    def beginning(self) -> Beginning:
+        """Return what decisions from now on follow from."""
+        scaling = self.law.scaling.model_dump()
+        return Beginning(self.env, self.law.min_workers, self.law.max_workers, scaling, self.state)
+
+    def news(self, sample: PressureSample, now: float) -> ScaleDecision | None:
+        """Return what to publish: a change at once, everything else now and then."""
+        if self.decision.target == self._said and now - self._said_at < REPEAT_S:
+            return None
+        self._said, self._said_at = self.decision.target, now
+        rates, crew = self.state.rates, sample.crew
+        return ScaleDecision(
+            env=self.env,
+            at=time.time(),
+            rollout_pressure=sample.pressure,
+            current=crew.current,
+            target=self.decision.target,
+            reason=self.decision.reason,
+            want=self.decision.want,
+            bound=self.decision.bound,
+            eats_per_s=rates.appetite,
+            makes_per_s=rates.per_worker,
+            starved=rates.starved,
+            idle=rates.idle,
+            ready=crew.ready,
+            starting=crew.starting,
+            draining=crew.draining,
+            failed=crew.failed,
+        )
+
+
+class Scaling:
+    """All environments of a run."""
+
+    def __init__(
+        self,
+        environments: Mapping[str, EnvironmentConfig],
+        limits: OrchestratorConfig,
+        alive_now: Mapping[str, int],
+        log: DecisionLog,
+    ) -> None:
+        self.scales = [Scale(name, env, limits, alive_now.get(name, 0)) for name, env in environments.items()]
+        self._budget = limits.max_processes
+        self._log = log
+        self._share()
+
+    def decide(
+        self,
+        crews: Mapping[str, Crew],
+        pressure: Pressure | None,
+        heard_at: float,
+        now: float,
+        rooms: Mapping[str, Room] | None = None,
+        engines: int = 0,
+    ) -> list[ScaleDecision]:
+        """Decide for all of them, and return what is to be published; targets are in `scales`.
+
+        Args:
+            crews: Workers, by environment.
+            pressure: The newest, or None if there never was one.
+            heard_at: When it came.
+            now: Seconds, monotonic.
+            rooms: What else bounds the workers of an environment.
+            engines: Inference servers that serve; 0 if that is not known.
+        """
+        if self._log.begins:
+            self._log.begin([scale.beginning() for scale in self.scales])
+        published = []
+        for scale in self.scales:
+            sample = sample_of(scale.env, scale.split, scale.slots, pressure, heard_at)
+            room = _narrowest(scale.room, (rooms or {}).get(scale.env))
+            sample = replace(sample, crew=crews[scale.env], room=room, engines=engines)
+            decision = scale.decide(sample, now)
+            self._log.add(Made(scale.env, time.time(), now, sample, decision))
+            published.append(scale.news(sample, now))
+        self._share()
+        return [one for one in published if one is not None]
+
+    def starts(self, crews: Mapping[str, Crew]) -> dict[str, int]:
+        """Return how many workers of each environment may be started now; one that drains still has its place."""
+        missing = {one.env: max(0, one.decision.target - crews[one.env].current) for one in self.scales}
+        if not self._budget:
+            return missing
+        free = self._budget - sum(crew.current + crew.draining for crew in crews.values())
+        for env, number in missing.items():
+            missing[env] = min(number, max(0, free))
+            free -= missing[env]
+        return missing
+
+    def _share(self) -> None:
+        if not self._budget:
+            return
+        rooms = allot([scale.claim() for scale in self.scales], self._budget)
+        for scale, room in zip(self.scales, rooms, strict=True):
+            scale.room = Room(room, "budget")
+
+
+def _narrowest(*rooms: Room | None) -> Room | None:
+    given = (room for room in rooms if room is not None)
+    return min(given, key=lambda room: room.workers, default=None)

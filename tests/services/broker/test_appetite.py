@@ -1,0 +1,122 @@
+"""What the broker tells of what trainers eat and workers make: counters that only grow."""
+
+import pytest
+from tests.services.broker.bench import Bench, config
+
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.control import LaneStatus, WorkerBeat, WorkerBeatReply, WorkerState
+from rolloutmq.schemas.delivery import Rejected
+from rolloutmq.schemas.envelope import Split
+
+
+def lane(bench: Bench) -> LaneStatus:
+    (found,) = bench.pressure().lanes
+    return found
+
+
+def test_sequences_that_came_and_that_trainers_are_done_with_are_counted() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    bench.consumer()
+    first = peer.send(2)
+    bench.train(0)
+    names = peer.send(2, step=1)
+    batch = bench.batch(1)
+    filtered, rejected = names
+    bench.settle(
+        batch, trained=(), filtered=(filtered,), rejected=(Rejected(group_id=rejected, reason="nan"),)
+    )
+    peer.send(1, step=1)
+    assert len(first) == 2
+    assert (lane(bench).accepted_sequences, lane(bench).settled_sequences) == (20, 16)
+
+
+def test_how_long_a_group_was_rolled_out_is_a_mean_that_forgets() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    assert lane(bench).rollout_s == 0.0
+    peer.send(1, started_at=100.0, finished_at=130.0)
+    assert lane(bench).rollout_s == 30.0
+    peer.send(60, started_at=100.0, finished_at=110.0)
+    assert lane(bench).rollout_s == pytest.approx(10.0, rel=0.01)
+    peer.send(1, started_at=100.0, finished_at=1e9)
+    assert lane(bench).rollout_s == pytest.approx(10.0, rel=0.01)
+
+
+def test_a_trainer_that_waits_for_groups_starves_and_one_that_waits_for_others_does_not() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    bench.consumer()
+    bench.wait(0)
+    bench.tick(3.0)
+    assert bench.pressure().starved_s == pytest.approx(3.0)
+    peer.send(2)
+    bench.tick(2.0)
+    bench.wait(1)
+    bench.tick(5.0)
+    assert bench.pressure().trainer_wait == "leased_elsewhere"
+    assert bench.pressure().starved_s == pytest.approx(3.0)
+
+
+def test_what_is_for_evaluation_starves_nobody() -> None:
+    bench = Bench()
+    bench.consumer()
+    bench.wait(0, split=Split.EVAL)
+    bench.tick(3.0)
+    assert bench.pressure().starved_s == 0.0
+
+
+def test_ranks_starve_each_for_its_part() -> None:
+    bench = Bench()
+    for rank in range(2):
+        bench.consumer(f"c{rank}", rank=rank, world_size=2)
+        bench.wait(0, consumer=f"c{rank}", rank=rank, world_size=2)
+    bench.tick(4.0)
+    assert bench.pressure().starved_s == pytest.approx(4.0)
+
+
+def test_a_trainer_that_polls_starves_between_two_polls_but_not_for_ever() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    bench.consumer()
+    bench.pull(0)
+    bench.now += 2.0
+    bench.pull(0)
+    bench.now += 1.0
+    peer.send(2)
+    bench.train(0)
+    bench.now += 3.0
+    bench.pull(1)
+    assert bench.pressure().starved_s == pytest.approx(3.0)
+    for _ in range(60):
+        bench.tick(1.0)
+        bench.send_beat()
+    bench.pull(1)
+    assert bench.pressure().starved_s == pytest.approx(3.0)
+
+
+def test_a_trainer_counts_while_it_lives() -> None:
+    bench = Bench(RunConfig.model_validate({"broker": {"silence_s": 5.0}}))
+    assert bench.pressure().trainers == 0
+    bench.consumer()
+    assert bench.pressure().trainers == 1
+    for _ in range(20):
+        bench.tick(1.0)
+    assert bench.pressure().trainers == 0
+
+
+def beat(bench: Bench, blocked_s: float, *, worker: str = "w", pid: int = 1) -> None:
+    message = WorkerBeat(worker=worker, env="e", state=WorkerState.READY, pid=pid, blocked_s=blocked_s)
+    bench.ask(message, WorkerBeatReply)
+
+
+def test_what_slots_waited_is_summed_over_workers_that_come_and_go() -> None:
+    bench = Bench(config(e={}))
+    beat(bench, 50.0)
+    assert bench.pressure().blocked_s == {}
+    beat(bench, 53.0)
+    beat(bench, 10.0, worker="v")
+    beat(bench, 12.0, worker="v")
+    beat(bench, 1.0, pid=2)
+    beat(bench, 2.5, pid=2)
+    assert bench.pressure().blocked_s == {"e": pytest.approx(6.5)}

@@ -1,0 +1,125 @@
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.control import LedgerCounts, Pressure
+from rolloutmq.services.orchestrator.decisions import DecisionLog
+from rolloutmq.services.orchestrator.pressure import Crew, Room
+from rolloutmq.services.orchestrator.scaling import Scaling
+
+
+class Site:
+    """Environments whose operators ask for numbers; what is started is ready at once, what goes drains for a while."""
+
+    def __init__(self, tmp_path: Path, budget: int, alive: Mapping[str, int] | None = None) -> None:
+        usual = {"entry": "a:B", "min_workers": 1, "max_workers": 20}
+        config = RunConfig.model_validate(
+            {
+                "environment": {"a": usual, "b": {**usual, "weight": 3.0}},
+                "orchestrator": {"max_processes": budget},
+            }
+        )
+        log = DecisionLog(tmp_path / "decisions.jsonl")
+        self.scaling = Scaling(config.environment, config.orchestrator, alive or {}, log)
+        self.crews = {env: Crew(ready=(alive or {}).get(env, 0)) for env in "ab"}
+        self.number = 0
+
+    def tick(self, rooms: Mapping[str, Room] | None = None, **wanted: int) -> dict[str, int]:
+        """Decide once and do what is decided; returns the targets."""
+        self.number += 1
+        pressure = Pressure(
+            epoch=1,
+            number=self.number,
+            at=0.0,
+            rollout_pressure=1.0,
+            queued_sequences=0,
+            batch_sequences=8,
+            queued_groups=0,
+            queued_bytes=0,
+            leased_bytes=0,
+            high_bytes=0,
+            step=0,
+            consumed_per_s=0.0,
+            produced_per_s=0.0,
+            staleness_max=0,
+            trainer_wait="",
+            ledger=LedgerCounts(),
+            lanes=(),
+            workers=(),
+            wanted=dict(wanted),
+        )
+        now = float(self.number)
+        self.said = self.scaling.decide(self.crews, pressure, now, now, rooms)
+        targets = {scale.env: scale.decision.target for scale in self.scaling.scales}
+        for env, target in targets.items():
+            crew = self.crews[env]
+            gone = max(0, crew.ready - target)
+            self.crews[env] = replace(crew, ready=crew.ready - gone, draining=crew.draining + gone)
+        for env, number in self.scaling.starts(self.crews).items():
+            crew = self.crews[env]
+            self.crews[env] = replace(crew, ready=crew.ready + number)
+        return targets
+
+    @property
+    def processes(self) -> int:
+        return sum(crew.current + crew.draining for crew in self.crews.values())
+
+
+def test_without_a_budget_everybody_gets_what_it_wants(tmp_path: Path) -> None:
+    site = Site(tmp_path, 0)
+    assert site.tick(a=20, b=20) == {"a": 20, "b": 20}
+    assert site.processes == 40
+
+
+def test_a_budget_is_kept_at_every_moment_and_places_are_free_when_processes_are_gone(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path, 8)
+    for _ in range(5):
+        site.tick(a=20, b=1)
+        assert site.processes <= 8
+    assert site.crews["a"].ready == 7
+    for _ in range(5):
+        targets = site.tick(a=20, b=20)
+        assert site.processes <= 8
+    assert targets == {"a": 2, "b": 6}
+    assert (site.crews["a"], site.crews["b"].ready) == (Crew(ready=2, draining=5), 1)
+    site.crews["a"] = Crew(ready=2)
+    site.tick(a=20, b=20)
+    assert (site.crews["a"].ready, site.crews["b"].ready) == (2, 6)
+    assert site.said[0].bound == "budget"
+
+
+def test_the_narrowest_room_counts(tmp_path: Path) -> None:
+    site = Site(tmp_path, 16)
+    for _ in range(3):
+        targets = site.tick({"a": Room(2, "no_gpu")}, a=20, b=1)
+    assert targets == {"a": 2, "b": 1}
+
+
+def test_it_begins_with_those_that_live(tmp_path: Path) -> None:
+    site = Site(tmp_path, 0, {"a": 5})
+    assert site.tick() == {"a": 5, "b": 1}
+
+
+def test_what_is_said_is_said_again_once_a_second(tmp_path: Path) -> None:
+    site = Site(tmp_path, 0)
+    site.tick(a=2)
+    assert [one.env for one in site.said] == ["a", "b"]
+    assert (site.said[0].target, site.said[0].ready) == (2, 0)
+    now = float(site.number)
+    assert site.scaling.decide(site.crews, None, now, now + 0.5) == []
+    assert len(site.scaling.decide(site.crews, None, now, now + 1.0)) == 2
+
+
+def test_a_budget_below_the_fewest_is_no_configuration() -> None:
+    with pytest.raises(ValueError, match=r"orchestrator\.max_processes: 1, but .* together 2"):
+        RunConfig.model_validate(
+            {
+                "environment": {name: {"entry": "a:B"} for name in "ab"},
+                "orchestrator": {"max_processes": 1},
+            }
+        )
