@@ -243,12 +243,19 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option(help="CSV of seconds and consumed sequences per second, instead.")
     ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the first seed, for example as a .png.")] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Run directory or decisions.jsonl: make its decisions again instead, and compare."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare rules that scale workers, on simulated runs."""
-    from rolloutmq.launch.simulate import simulate as run
+    """Compare rules that scale workers, on simulated runs; or make the decisions of a run again."""
+    from rolloutmq.launch import simulate as simulation
 
-    run(start or [20.0], seeds, scenario or [], trace, as_json=as_json)
+    if replay is not None:
+        raise typer.Exit(simulation.decide_again(replay, as_json=as_json))
+    simulation.simulate(start or [20.0], seeds, scenario or [], trace, picture=picture, as_json=as_json)
 
 
 @app.command(rich_help_panel=STEER)

@@ -13,9 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from rolloutmq.schemas.config import ScalingConfig
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.orchestration import ScalingConfig
 from rolloutmq.services.orchestrator.controller import PressureController
+from rolloutmq.services.orchestrator.decisions import Replay, read, replay
+from rolloutmq.services.orchestrator.simulation.picture import draw
 from rolloutmq.services.orchestrator.simulation.plant import Site
 from rolloutmq.services.orchestrator.simulation.rivals import PidRule, RatioRule
 from rolloutmq.services.orchestrator.simulation.scenarios import all_scenarios, trace
@@ -49,7 +52,13 @@ _WIDTHS: Final = (15, 6, 10, 22, 12, 8, 12, 12, 14, 0)
 
 
 def simulate(
-    starts_s: Sequence[float], seeds: int, only: Sequence[str], recorded: Path | None, *, as_json: bool
+    starts_s: Sequence[float],
+    seeds: int,
+    only: Sequence[str],
+    recorded: Path | None,
+    *,
+    picture: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Try every law on every scenario, and print what that came to: median and worst of the seeds.
 
@@ -58,9 +67,20 @@ def simulate(
         seeds: Trials of each.
         only: Names of scenarios; all if there are none.
         recorded: CSV of a demand: seconds, and sequences consumed per second.
+        picture: Where a picture of the first seed goes.
         as_json: Print one JSON list instead of a table.
+
+    Raises:
+        ConfigError: What is asked for is no scenario, no demand or no picture.
+        MissingError: A picture is asked for without matplotlib.
     """
-    verdicts = _verdicts(list(_chosen(starts_s, only, recorded)), seeds)
+    scenarios = list(_chosen(starts_s, only, recorded))
+    if picture is not None:
+        try:
+            draw(scenarios, LAWS, picture)
+        except (OSError, ValueError) as error:
+            raise ConfigError("picture", f"{picture}: {error}") from None
+    verdicts = _verdicts(scenarios, seeds)
     if as_json:
         json.dump([asdict(one) for one in verdicts], sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -69,6 +89,40 @@ def simulate(
     for one in verdicts:
         sys.stdout.write(_line(_cells(one)))
         sys.stdout.flush()
+
+
+def decide_again(recorded: Path, *, as_json: bool = False) -> int:
+    """Make the decisions of a run once more, and say whether they come out the same; 1 if they do not.
+
+    Args:
+        recorded: `decisions.jsonl` of a run, or its run directory.
+        as_json: Print one JSON object.
+
+    Raises:
+        ConfigError: It is no record of decisions.
+    """
+    path = RunLayout(recorded).decisions if recorded.is_dir() else recorded
+    try:
+        again = replay(read(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError("replay", str(error)) from None
+    if as_json:
+        json.dump(asdict(again), sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        sys.stdout.write("".join(_told(again)))
+    return int(again.differences > 0)
+
+
+def _told(again: Replay) -> Iterator[str]:
+    yield f"{again.decisions} decisions, {again.differences} of them otherwise than recorded\n"
+    if again.orphans:
+        yield f"{again.orphans} more without what they followed from\n"
+    if again.first is not None:
+        recorded, now = again.first.recorded, again.first.now
+        yield f"the first of {recorded.env} at {recorded.now:.1f} s:\n"
+        yield f"  recorded {recorded.decision.target}: {recorded.decision.reason}\n"
+        yield f"  now      {now.target}: {now.reason}\n"
 
 
 def _chosen(starts_s: Sequence[float], only: Sequence[str], recorded: Path | None) -> Iterator[Scenario]:

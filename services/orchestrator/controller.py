@@ -11,11 +11,12 @@ queue alone is either late or restless. What decides here is the quotient of two
     no news for `stale_s`         hold: silence is not zero pressure
     no trainer                    hold: one that comes back is hungry at once
     nothing measured yet          hold, or more while the trainer starves and all are ready
-    the trainer starves           up at once, and nobody goes for `window_s`
+    the trainer starves           up at once, and nobody goes for `down_window_s`
     want above target + band,
-      or the trainer waits        up, once `confirm_up` ticks agree, by a bounded step
+      or the trainer waits        up, once all news of `confirm_up_s` agree, by a bounded step
     the most that was wanted in
-      `window_s` below - band     down, once `confirm_down` ticks agree, by a bounded step
+      `down_window_s` below
+      target - band               down, once all news of `confirm_down_s` agree, by a bounded step
     otherwise                     hold
 
 A queue that is too full takes nobody away by itself: the marks and pacing bound it, and a worker that waits costs less
@@ -34,7 +35,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from rolloutmq.schemas.config import ScalingConfig
+from rolloutmq.schemas.orchestration import ScalingConfig
 from rolloutmq.services.orchestrator.estimates import Rates
 from rolloutmq.services.orchestrator.knee import Knee
 from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample
@@ -68,8 +69,9 @@ class State:
     at: float = -math.inf
     trim: float = 0.0
     """Workers."""
-    up_ticks: int = 0
-    down_ticks: int = 0
+    up_since: float = math.inf
+    down_since: float = math.inf
+    """Since when all news have agreed that more would do, or fewer."""
     wants: tuple[tuple[float, float], ...] = ()
     """When and how many were wanted, within the window; falling, so that the first is the most."""
     up_from: tuple[float, int] = (-math.inf, 0)
@@ -104,7 +106,7 @@ class PressureController:
         if sample.wanted is not None:
             return self._asked(state, sample)
         if now - sample.heard_at > self.scaling.stale_s:
-            return self._hold(state, _silence(now - sample.heard_at))
+            return state, Decision(state.target, f"hold: {_silence(now - sample.heard_at)}")
         if (sample.epoch, sample.number) == state.news:
             return state, Decision(state.target, "hold: no news")
         state = self._look(state, sample, now)
@@ -194,7 +196,7 @@ class PressureController:
             return self._up(state, sample, wanted, why, now, at_once=starving)
         most = state.wants[0][1]
         if target - most >= band and now >= state.calm_from:
-            return self._down(state, math.ceil(most - ROUND), why)
+            return self._down(state, math.ceil(most - ROUND), why, now)
         return self._hold(state, why)
 
     def _up(
@@ -207,8 +209,8 @@ class PressureController:
             return self._hold(state, f"{why}; its workers wait themselves ({sample.wait or 'no_credit'})")
         if target >= limit:
             return self._hold(state, f"{why}; {_bounded(limit, bound)}", bound)
-        state = replace(state, up_ticks=state.up_ticks + 1, down_ticks=0)
-        if state.up_ticks < scaling.confirm_up_ticks and not at_once:
+        state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
+        if now - state.up_since < scaling.confirm_up_s and not at_once:
             return state, Decision(target, f"{why}; not confirmed yet")
         since, base = state.up_from
         if now - since >= scaling.up_every_s:
@@ -219,12 +221,12 @@ class PressureController:
         state = replace(state, up_from=(since, base))
         return self._to(state, min(wanted, most, limit), why, bound if wanted > limit else "")
 
-    def _down(self, state: State, wanted: int, why: str) -> tuple[State, Decision]:
+    def _down(self, state: State, wanted: int, why: str, now: float) -> tuple[State, Decision]:
         scaling, target = self.scaling, state.target
         if target <= self.min_workers:
             return self._hold(state, f"{why}; {target} is the fewest allowed")
-        state = replace(state, down_ticks=state.down_ticks + 1, up_ticks=0)
-        if state.down_ticks < scaling.confirm_down_ticks:
+        state = replace(state, down_since=min(state.down_since, now), up_since=math.inf)
+        if now - state.down_since < scaling.confirm_down_s:
             return state, Decision(target, f"{why}; not confirmed yet")
         return self._to(state, max(wanted, math.ceil(target * scaling.down_part)), why)
 
@@ -268,15 +270,18 @@ class PressureController:
 
     def _to(self, state: State, target: int, why: str, bound: str = "") -> tuple[State, Decision]:
         target = self._within(target)
-        return replace(state, target=target, up_ticks=0, down_ticks=0), Decision(target, why, bound=bound)
+        return replace(_unsure(state), target=target), Decision(target, why, bound=bound)
 
     @staticmethod
     def _hold(state: State, why: str, bound: str = "") -> tuple[State, Decision]:
-        held = replace(state, up_ticks=0, down_ticks=0)
-        return held, Decision(state.target, f"hold: {why}", bound=bound)
+        return _unsure(state), Decision(state.target, f"hold: {why}", bound=bound)
 
     def _within(self, workers: int) -> int:
         return min(max(workers, self.min_workers), self.max_workers)
+
+
+def _unsure(state: State) -> State:
+    return replace(state, up_since=math.inf, down_since=math.inf)
 
 
 def _why(state: State, sample: PressureSample, want: float) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rolloutmq.schemas.config import ScalingConfig
+from rolloutmq.schemas.orchestration import ScalingConfig
 from rolloutmq.services.orchestrator.controller import PressureController, State
 from rolloutmq.services.orchestrator.pressure import Decision, PressureSample
 

@@ -29,7 +29,7 @@ STEPS: Final = 4.0
 LONGEST_S: Final = 900.0
 RECENT_S: Final = 6.0
 """What was eaten in about so long counts alone if it differs from what was before."""
-RECENT_STEPS: Final = 3.0
+RECENT_STEPS: Final = 1.0
 """The same in steps of the trainer, where that is more."""
 STEP_PART: Final = 0.3
 """Weight of the last step in the mean time between two."""
@@ -162,11 +162,13 @@ class Rates:
 
     def _made(self, seen: PressureSample, last: PressureSample, elapsed: float) -> "Rates":
         new = self._rostered(seen, self.last_at)
-        workers = min(seen.crew.ready, new.readies[0][1])
+        workers = new.readies[0][1]
+        if seen.rollout_s <= elapsed:
+            workers = min(seen.crew.ready, last.crew.ready)
         if not workers or elapsed > SAMPLES_S:
             return new
         blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
-        idle = _part(blocked_s, elapsed * seen.crew.ready)
+        idle = _part(blocked_s, elapsed * max(seen.crew.ready, last.crew.ready))
         kept = math.exp(-elapsed / self.making_memory_s)
         new = replace(
             new,
@@ -182,7 +184,7 @@ class Rates:
 
     def _rostered(self, seen: PressureSample, now: float) -> "Rates":
         """Note how many are ready. The first that is kept is how many there were when the rollouts began that arrive
-        now: before, those that came since have brought nothing."""
+        now: those that came since have brought nothing yet, and those that went finish what they had in hand."""
         readies = self.readies
         if not readies or readies[-1][1] != seen.crew.ready:
             readies = (*readies[-CHANGES:], (now, seen.crew.ready))

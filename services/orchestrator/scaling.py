@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from rolloutmq.schemas.config import EnvironmentConfig, OrchestratorConfig
+from rolloutmq.schemas.config import EnvironmentConfig
 from rolloutmq.schemas.control import Pressure, ScaleDecision
 from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.orchestration import OrchestratorConfig
 from rolloutmq.services.orchestrator.budget import Claim, allot
 from rolloutmq.services.orchestrator.controller import PressureController
 from rolloutmq.services.orchestrator.decisions import Beginning, DecisionLog, Made

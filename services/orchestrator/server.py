@@ -23,10 +23,11 @@ from typing import Final
 
 from rolloutmq.bus.resend import resend_spools
 from rolloutmq.bus.rundir import load_run, read_json
-from rolloutmq.schemas.config import OrchestratorConfig, RunConfig
+from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import WorkerState, WorkerStatus
 from rolloutmq.schemas.errors import RolloutMQError, RunDirInUseError, WorkersFailedError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.orchestration import OrchestratorConfig
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.services.orchestrator.decisions import DecisionLog
 from rolloutmq.services.orchestrator.ear import Ear

@@ -25,8 +25,8 @@ from rolloutmq.bus.lifecycle import FAILED
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.local import SERVICE_GRACE_S
 from rolloutmq.launch.rundir import give_back
-from rolloutmq.schemas.config import OrchestratorConfig
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.orchestration import OrchestratorConfig
 from rolloutmq.schemas.process import ProcessSpec, Role
 from rolloutmq.services.broker.journal.writer import START_PATIENCE_S
 

@@ -4,6 +4,7 @@ Nothing here knows of a controller. Time goes in steps of `DT_S`; all that is ra
 """
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -34,6 +35,7 @@ class Site:
         batch: Sequences of one batch.
         cap: Sequences that the queue holds; workers wait above it.
         failures: Part of the starts that fail, when they are nearly over, and are tried again.
+        rollout_s: Time from the beginning of a rollout to its arrival.
     """
 
     start_s: float = 20.0
@@ -43,6 +45,7 @@ class Site:
     batch: int = 64
     cap: int = 1000
     failures: float = 0.0
+    rollout_s: float = 0.0
 
 
 class Plant:
@@ -69,6 +72,10 @@ class Plant:
         self._busy_until = 0.0
         self._in_hand = 0
         """Sequences of the batch that is trained."""
+        self._under_way: deque[tuple[float, float]] = deque()
+        """When how many sequences arrive that were begun."""
+        self._begun = 0.0
+        """Their sum."""
 
     @property
     def crew(self) -> Crew:
@@ -90,13 +97,15 @@ class Plant:
                 self._starting.remove(max(self._starting))
             else:
                 self.ready -= 1
-                self._draining.append(self.now + self._random.expovariate(1.0 / DRAIN_S))
+                ends_s = self.site.rollout_s + self._random.expovariate(1.0 / DRAIN_S)
+                self._draining.append(self.now + ends_s)
 
     def advance(self) -> None:
         """Let one step of time pass."""
         self.now += DT_S
         self._begin_and_end()
         self._make()
+        self._arrive()
         self._eat()
 
     def _start_s(self) -> float:
@@ -113,16 +122,24 @@ class Plant:
         self._draining = [at for at in self._draining if at > self.now]
 
     def _make(self) -> None:
-        site, workers = self.site, self.ready + len(self._draining)
+        site = self.site
+        workers = self.ready + (0 if site.rollout_s else len(self._draining))
         if not workers:
             return
         rate = min(workers * site.per_worker, site.shared)
         spread = site.noise / (workers * DT_S) ** 0.5
         could = max(0.0, rate * DT_S * self._random.gauss(1.0, spread))
-        made = min(could, max(0.0, site.cap - self.level))
-        self.workers_waited_s += self.ready * DT_S * (1.0 - made / could if could else 0.0)
-        self.level += made
-        self.made += made
+        begun = min(could, max(0.0, site.cap - self.level - self._begun))
+        self.workers_waited_s += self.ready * DT_S * (1.0 - begun / could if could else 0.0)
+        self._under_way.append((self.now + site.rollout_s, begun))
+        self._begun += begun
+
+    def _arrive(self) -> None:
+        while self._under_way and self._under_way[0][0] <= self.now:
+            made = self._under_way.popleft()[1]
+            self._begun -= made
+            self.level += made
+            self.made += made
 
     def _eat(self) -> None:
         if self.now < self._busy_until:

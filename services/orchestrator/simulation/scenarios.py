@@ -67,6 +67,8 @@ def all_scenarios(start_s: float) -> list[Scenario]:
             replace(site, shared=40.0),
             (0.0, 400.0, 1400.0),
         ),
+        replace(step, name="long rollouts", site=replace(site, rollout_s=60.0, cap=6000)),
+        replace(step, name="long steps", site=replace(site, batch=1200, cap=6000)),
         Scenario(
             "few",
             steps((0.0, 2.0), (600.0, 8.0), (1200.0, 2.0)),

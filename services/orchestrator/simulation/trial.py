@@ -86,11 +86,23 @@ class Outcome:
     """Each action: time, target and why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """How it is at one tick; `ideal` is how many workers would do."""
+
+    at: float
+    ideal: int
+    ready: int
+    pressure: float
+
+
 Make = Callable[[Scenario], Any]
 
 
-def try_out(scenario: Scenario, make: Make, seed: int) -> Outcome:
-    """Run a scenario with a law that `make` makes."""
+def try_out(
+    scenario: Scenario, make: Make, seed: int, watch: Callable[[Moment], None] | None = None
+) -> Outcome:
+    """Run a scenario with a law that `make` makes; `watch` is told of every tick."""
     site = scenario.site
     plant = Plant(site, scenario.demand, seed, scenario.ready, scenario.queued * site.batch)
     chance = random.Random(seed + 1_000_003)
@@ -128,6 +140,8 @@ def try_out(scenario: Scenario, make: Make, seed: int) -> Outcome:
             out.reasons.append((now, decision.target, decision.reason))
         out.peak = max(out.peak, plant.workers)
         _note_settling(scenario, out, plant)
+        if watch is not None:
+            watch(Moment(plant.now, scenario.ideal(plant.now), plant.ready, plant.level / site.batch))
     out.moves = plant.moved
     out.starved_s, out.blocked_s = plant.trainer_waited_s, plant.workers_waited_s
     return out
@@ -142,6 +156,7 @@ def _sample(plant: Plant, number: int) -> PressureSample:
         made=int(plant.made),
         starved_s=plant.trainer_waited_s,
         blocked_s=plant.workers_waited_s,
+        rollout_s=plant.site.rollout_s,
     )
 
 

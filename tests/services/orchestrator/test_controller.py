@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutmq.schemas.config import ScalingConfig
+from rolloutmq.schemas.orchestration import ScalingConfig
 from rolloutmq.services.orchestrator.controller import PressureController, State
 from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample, Room
 
@@ -94,7 +94,7 @@ def test_the_same_news_twice_confirm_nothing() -> None:
     loop.tick(eats=200.0)
     state, decision = loop.law.decide(loop.state, loop.sample, loop.now + 0.5)
     assert "no news" in decision.reason
-    assert state.up_ticks == loop.state.up_ticks
+    assert state.up_since == loop.state.up_since
 
 
 def test_an_operator_is_obeyed_within_the_bounds() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rolloutmq.schemas.config import ScalingConfig
+from rolloutmq.schemas.orchestration import ScalingConfig
 from rolloutmq.services.orchestrator.controller import PressureController
 from rolloutmq.services.orchestrator.decisions import Beginning, DecisionLog, Made, former, read, replay
 from rolloutmq.services.orchestrator.pressure import Crew, PressureSample, Room

@@ -16,10 +16,11 @@ import pytest
 from rolloutmq.bus.client import BrokerClient
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.tasks import Task, TaskClient
-from rolloutmq.schemas.config import EnvironmentConfig, InferenceConfig, OrchestratorConfig, RunConfig
+from rolloutmq.schemas.config import EnvironmentConfig, InferenceConfig, RunConfig
 from rolloutmq.schemas.control import Drain, GetStatus, StatusReply, WorkerState, WorkerStatus
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, MissingError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.orchestration import OrchestratorConfig
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.records import AckedGroup, InferenceAddress
 from rolloutmq.schemas.tasks import TaskState

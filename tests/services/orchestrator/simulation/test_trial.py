@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.schemas.config import ScalingConfig
+from rolloutmq.schemas.orchestration import ScalingConfig
 from rolloutmq.services.orchestrator.controller import PressureController
 from rolloutmq.services.orchestrator.pressure import Decision, PressureSample
 from rolloutmq.services.orchestrator.simulation.rivals import PidRule, RatioRule
