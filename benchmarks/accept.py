@@ -3,8 +3,9 @@
     python -m benchmarks.accept            all of it
     python -m benchmarks.accept seeds      only the scenarios whose name contains a word
 
-Promises are of three kinds: figures of real runs (the scenarios below), tests by name (`promises.toml`), and the rows
-with a goal that `make bench` measured last (`results.json`).
+Promises are of four kinds: figures of real runs (the scenarios below, and `workers.followed`), of simulated ones
+(`workers.simulated`), tests by name (`promises.toml`), and the rows with a goal that `make bench` measured last
+(`results.json`).
 """
 
 import json
@@ -19,28 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import scenario
+from benchmarks import scenario, workers
+from benchmarks.figure import Figure, at_least, at_most, equal
 from benchmarks.results import RESULTS
 from benchmarks.scenario import LiveRun, ScenarioError
 
 ROOT: Final = Path(__file__).parent.parent
 PROMISES: Final = Path(__file__).parent / "promises.toml"
 SEEDS: Final = (0, 1, 2)
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One promised number."""
-
-    scenario: str
-    name: str
-    value: Any
-    bound: str
-    met: bool
-
-    def line(self) -> str:
-        verdict = "met  " if self.met else "UNMET"
-        return f"{verdict}  {self.scenario:<20} {self.name:<34} {self.value!s:>10}  {self.bound}"
 
 
 @dataclass(frozen=True)
@@ -52,18 +39,6 @@ class Scenario:
     assignments: Sequence[str] = ()
     fault: Callable[[LiveRun], None] | None = None
     code: int = 0
-
-
-def at_least(where: str, name: str, value: float, bound: float) -> Figure:
-    return Figure(where, name, round(value, 4), f">= {bound}", value >= bound)
-
-
-def at_most(where: str, name: str, value: float, bound: float) -> Figure:
-    return Figure(where, name, round(value, 4), f"<= {bound}", value <= bound)
-
-
-def equal(where: str, name: str, value: Any, bound: Any) -> Figure:
-    return Figure(where, name, value, f"== {bound}", value == bound)
 
 
 def nothing_lost(where: str, summary: dict[str, Any]) -> list[Figure]:
@@ -218,7 +193,13 @@ def main(words: Sequence[str]) -> int:
             for figure in play(one, Path(directory)):
                 figures.append(figure)
                 print(figure.line(), flush=True)
-    parts = {"commands": commands_answer, "bench": measured_rows, "tests": promised_tests}
+    parts = {
+        "commands": commands_answer,
+        "simulated": workers.simulated,
+        "elastic": workers.followed,
+        "bench": measured_rows,
+        "tests": promised_tests,
+    }
     for part, judge in parts.items():
         if not words or part in words:
             for figure in judge():

@@ -40,8 +40,8 @@ from rolloutmq.services.orchestrator.estimates import Rates
 from rolloutmq.services.orchestrator.knee import Knee
 from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample
 
-EMPTY: Final = 0.25
-"""Batches; below it a trainer that waits finds nothing."""
+EMPTY: Final = 1.0
+"""Batches; a trainer that waits while less is queued waits for workers."""
 STARVED_PART: Final = 0.5
 """Part of the last seconds that a trainer waits when it starves."""
 WAITING_PART: Final = 0.1

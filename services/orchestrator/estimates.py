@@ -27,10 +27,14 @@ MEMORY_S: Final = 15.0
 STEPS: Final = 4.0
 """The same in steps of the trainer, where that is more."""
 LONGEST_S: Final = 900.0
-RECENT_S: Final = 6.0
+RECENT_S: Final = 3.0
 """What was eaten in about so long counts alone if it differs from what was before."""
+RECENT_LOOKS: Final = 4.0
+"""The same in looks, where that is more: settlements are seen when it is looked, and not when they are."""
 RECENT_STEPS: Final = 1.0
 """The same in steps of the trainer, where that is more."""
+LOOK_PART: Final = 0.1
+"""Weight of the last look in the mean time between two."""
 STEP_PART: Final = 0.3
 """Weight of the last step in the mean time between two."""
 LATE: Final = 1.5
@@ -72,6 +76,8 @@ class Rates:
     open_s: float = 0.0
     """Time in which the trainer did not wait, since the last settlement."""
     settled_at: float = -math.inf
+    look_s: float = 1.0
+    """Mean time between two looks."""
     step_s: float = 0.0
     """Mean time between two settlements; 0 while there was none."""
     made: float = 0.0
@@ -124,6 +130,7 @@ class Rates:
             last=seen,
             last_at=now,
             settled_at=settled_at,
+            look_s=self.look_s + (elapsed - self.look_s) * LOOK_PART,
             open_s=self.open_s + (1.0 - waited) * elapsed,
             starved=self.starved + (waited - self.starved) * soon,
             waits=self.waits + (waited - self.waits) * (1.0 - math.exp(-elapsed / self.memory_s)),
@@ -143,7 +150,8 @@ class Rates:
         took_s = at - self.settled_at
         if math.isinf(took_s):
             return replace(self, open_s=0.0, settled_at=at)  # nobody saw it begin
-        soon = math.exp(-took_s / max(RECENT_S, RECENT_STEPS * self.step_s))
+        recent_s = max(RECENT_S, RECENT_LOOKS * self.look_s, RECENT_STEPS * self.step_s)
+        soon = math.exp(-took_s / recent_s)
         kept = math.exp(-took_s / self.memory_s)
         recent = self.recent[0] * soon + eaten, self.recent[1] * soon + self.open_s
         whole = self.eaten * kept + eaten, self.awake_s * kept + self.open_s
