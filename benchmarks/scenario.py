@@ -52,7 +52,7 @@ class LiveRun:
     def processes(self) -> dict[str, ProcessIdentity]:
         """The processes that live now, by name, as the run itself keeps them."""
         found: dict[str, ProcessIdentity] = {}
-        for file in (self.layout.processes, self.layout.workers):
+        for file in (self.layout.processes, self.layout.workers, self.layout.engines):
             if file.exists():
                 known = msgspec.json.decode(file.read_bytes(), type=list[ProcessIdentity])
                 found |= {identity.name: identity for identity in known}

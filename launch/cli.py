@@ -272,8 +272,8 @@ def drain(
 
 @app.command(rich_help_panel=STEER)
 def scale(
-    env: Annotated[str, typer.Argument(help="Environment.")],
-    count: Annotated[str, typer.Argument(help="Number of workers, or `auto`.")],
+    env: Annotated[str, typer.Argument(help="Environment, or `inference` for the engines.")],
+    count: Annotated[str, typer.Argument(help="Number of workers or engines, or `auto`.")],
     run_dir: RunOption = None,
 ) -> None:
     """Ask for a number of workers, or give the orchestrator its judgement back."""
@@ -331,11 +331,14 @@ def telemetry(run_dir: RunDirOption) -> None:
 
 
 @app.command(rich_help_panel=SERVICE)
-def inference(run_dir: RunDirOption) -> None:
-    """Run the inference server."""
+def inference(
+    run_dir: RunDirOption,
+    engine: Annotated[str, typer.Option(help="Name: inference, inference-1, ...")] = "inference",
+) -> None:
+    """Run one inference server."""
     from rolloutmq.services.inference.tiny import main as run
 
-    raise typer.Exit(run(run_dir))
+    raise typer.Exit(run(run_dir, engine))
 
 
 @app.command(rich_help_panel=SERVICE)

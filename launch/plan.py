@@ -1,6 +1,6 @@
 """From a configuration to the processes of a run. Pure: nothing is started, nothing is looked up.
 
-The workers are not here: the orchestrator starts them, as many as the pressure asks for.
+The workers are not here, and no engine but the first: the orchestrator starts them, as many as are wanted.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
         roles.append(Role.TRAINER)
     if config.inference.kind == "tiny":
         roles.append(Role.INFERENCE)
-    if config.orchestrator.enabled and config.environment:
+    if config.orchestrator.enabled and (config.environment or config.inference.max_engines > 1):
         roles.append(Role.ORCHESTRATOR)
     return [_service(role, layout, python) for role in roles]
 

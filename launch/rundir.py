@@ -88,7 +88,7 @@ def clear(config: RunConfig, layout: RunLayout) -> None:
 def recorded(layout: RunLayout) -> list[ProcessIdentity]:
     """Return the identities of all processes of a run, whether they live or not."""
     known: list[ProcessIdentity] = []
-    for file in (layout.processes, layout.workers):
+    for file in (layout.processes, layout.workers, layout.engines):
         known += read_json(file, list[ProcessIdentity]) or []
     return known
 

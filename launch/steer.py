@@ -12,6 +12,7 @@ from typing import Final
 
 from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.endpoint import resolve_blocking
+from rolloutmq.bus.engines import FIRST
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.launch.results import retell
 from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, owner, recorded
@@ -99,13 +100,29 @@ def drain(run_dir: Path, worker: str) -> int:
 
 
 def scale(run_dir: Path, env: str, count: int | None) -> int:
-    """Ask for a number of workers of an environment; None gives the orchestrator its judgement back."""
+    """Ask for a number of workers of an environment; None gives the orchestrator its judgement back.
+
+    `inference` is no environment, but the engines.
+
+    Raises:
+        ConfigError: There is no such environment, or the engines of this run are not to be scaled.
+    """
     config, _ = load_run(run_dir)
-    if env not in config.environment:
+    if env == FIRST:
+        _check_engines(config)
+    elif env not in config.environment:
         raise ConfigError(env, f"is no environment of this run; there are: {', '.join(config.environment)}")
     _ask(run_dir, SetWorkers(env=env, count=count))
-    _say(f"{env}: {'as the pressure asks' if count is None else f'{count} workers asked for'}")
+    what, itself = ("engines", "as the workers need") if env == FIRST else ("workers", "as the pressure asks")
+    _say(f"{env}: {itself if count is None else f'{count} {what} asked for'}")
     return 0
+
+
+def _check_engines(config: RunConfig) -> None:
+    if config.inference.kind == "external":
+        raise ConfigError("inference.kind", "is `external`: nobody here can start or end that server")
+    if config.inference.max_engines == 1:
+        raise ConfigError("inference.max_engines", "is 1: configure more, and start the run again")
 
 
 def set_values(run_dir: Path, assignments: Sequence[str]) -> int:

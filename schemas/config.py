@@ -164,16 +164,31 @@ class InferenceConfig(Section):
     host: str = "127.0.0.1"
     """Address to bind."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to bind; 0 lets the system choose."""
+    """Port to bind; 0 lets the system choose. That of the first engine: the others take any."""
     max_batch: PositiveInt = 512
     """Sequences generated together at most."""
     max_waiting: PositiveInt = 4096
     """Requests that may wait; beyond it the server answers 503."""
+    min_engines: PositiveInt = 1
+    """Fewest servers, all of one copy of the weights. The launcher keeps the first, the orchestrator the others."""
+    max_engines: PositiveInt = 1
+    """Most servers. Each takes a core, which only somebody who knows the machine can give: so no more by itself."""
+    engine_confirm_s: PositiveFloat = 120.0
+    """Another is started once more workers have brought no more for that long. The knee is judged 45 s after the last
+    change, and once more as long after the way back to it: so what the last engine changed is seen by then."""
+    engine_idle_s: PositiveFloat = 600.0
+    """One ends when the others could have done its work for that long: to start it again costs less than a pause."""
 
     @model_validator(mode="after")
     def _external(self) -> Self:
         if (self.kind == "external") != bool(self.url):
             raise ValueError("url must be given if and only if kind is `external`")
+        if self.min_engines > self.max_engines:
+            raise ValueError("min_engines must not exceed max_engines")
+        if self.kind == "external" and self.max_engines > 1:
+            raise ValueError(
+                "max_engines must be 1 where kind is `external`: nobody here can start such a server"
+            )
         return self
 
 
@@ -298,6 +313,12 @@ class RunConfig(Section):
         if 0 < most < least:
             raise ValueError(
                 f"orchestrator.max_processes: {most}, but environment.*.min_workers: together {least}"
+            )
+        if "inference" in self.environment:
+            raise ValueError("environment.inference: means the engines in `rolloutmq scale inference N`")
+        if self.inference.max_engines > 1 and not self.orchestrator.enabled:
+            raise ValueError(
+                "inference.max_engines: more than one needs the orchestrator, which keeps the others"
             )
         batch, tokens = self.batch_sequences, self.trainer.batch_tokens
         if self.broker.high_bytes < max(batch * SEQUENCE_BYTES, tokens * TOKEN_BYTES):

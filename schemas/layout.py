@@ -3,8 +3,10 @@
 config.json          the resolved configuration                         written by the launcher
 run.json             who owns the run directory (ProcessIdentity)       launcher
 processes.json       the processes that live (list of ProcessIdentity)  launcher; workers.json: orchestrator
+engines.json         the engines of them that it keeps                  orchestrator
 endpoints.json       where the broker's sockets are                     broker, once they are bound
 inference.json       where the policy is served                         inference server, once it is ready
+inference-1.json ... the same of further engines                        each engine, while it serves
 weights.json         where the shared weights lie                       trainer
 model/               configuration and tokenizer of the policy          trainer
 checkpoints/         step-000050/ ...                                   trainer
@@ -33,6 +35,7 @@ class RunLayout:
         self.owner = root / "run.json"
         self.processes = root / "processes.json"
         self.workers = root / "workers.json"
+        self.engines = root / "engines.json"
         self.endpoints = root / "endpoints.json"
         self.inference = root / "inference.json"
         self.weights = root / "weights.json"
@@ -55,6 +58,10 @@ class RunLayout:
     def ack_log(self, producer: str) -> Path:
         """File of the groups of `producer` that the broker acked."""
         return self.acks / f"{producer}.jsonl"
+
+    def engine(self, name: str) -> Path:
+        """File in which an engine says where it is; that of the first is `inference`."""
+        return self.root / f"{name}.json"
 
     def log(self, process: str) -> Path:
         """File that the process writes its output to."""

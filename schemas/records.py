@@ -17,11 +17,25 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """`inference.json`: where the policy is served."""
+    """`inference.json`, `inference-1.json`, ...: where an engine serves the policy, and how it does.
+
+    Written anew about once a second; an address whose `number` stands still is that of an engine that died or hangs.
+    """
 
     url: str
     """Base address, without `/v1`."""
     pid: int
+    name: str = "inference"
+    number: Count = 0
+    """Grows by one with each writing."""
+    at: float = 0.0
+    """Wall clock of the writing."""
+    in_hand: Count = 0
+    """Requests that it has and has not answered."""
+    busy: float = 0.0
+    """Part of the last seconds, 0 to 1, in which it generated."""
+    draining: bool = False
+    """It answers what it has in hand and takes nothing new."""
 
 
 class WeightsAddress(msgspec.Struct, frozen=True, kw_only=True):

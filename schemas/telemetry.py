@@ -56,6 +56,30 @@ class ProcessSample(Message, tag="process_sample", frozen=True, kw_only=True):
     rss_bytes: Count
 
 
-TelemetryEvent = HostSample | GpuSample | GpuAbsence | ProcessSample
-Event = Pressure | StepDone | ScaleDecision | TelemetryEvent
+class EngineSample(Message, tag="engine_sample", frozen=True, kw_only=True):
+    """One engine, as it said of itself; see `InferenceAddress`."""
+
+    name: str
+    number: Count
+    at: Seconds
+    url: str
+    pid: Count
+    in_hand: Count
+    busy: float
+    draining: bool
+
+
+class EngineDecision(Message, tag="engine_decision", frozen=True, kw_only=True):
+    """How many engines there should be, with what was seen; published on `telemetry.scale.inference`."""
+
+    at: Seconds
+    busy: float
+    """Of all that are ready together: 1.5 is one and a half engines' work."""
+    current: Count
+    target: Count
+    reason: str
+
+
+TelemetryEvent = HostSample | GpuSample | GpuAbsence | ProcessSample | EngineSample
+Event = Pressure | StepDone | ScaleDecision | EngineDecision | TelemetryEvent
 """All that may arrive on `events`, but for `Ack` and `Drain`, which are for one receiver."""

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import scenario
 from benchmarks.scenario import LiveRun
+from rolloutmq.bus.engines import engines_of
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.orchestrator.identity import alive, find_marked
 
@@ -169,3 +170,46 @@ def test_a_detached_run_is_looked_at_steered_and_ended(tmp_path: Path) -> None:
     summary = json.loads(RunLayout(run_dir).summary.read_bytes())
     assert summary["groups_lost"] == summary["groups_trained_twice"] == 0
     assert summary["workers_max"] >= 3
+
+
+def test_a_second_engine_comes_and_goes_by_scale(tmp_path: Path) -> None:
+    def rolloutmq(*arguments: str) -> str:
+        command = [sys.executable, "-m", "rolloutmq.launch.cli", *arguments]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert told.returncode == 0, told.stdout + told.stderr
+        return told.stdout
+
+    def at_work() -> list[str]:
+        """Names of the engines that were busy within the last seconds."""
+        return [one.name for one in engines_of(layout) if one.busy > 0.0 and not one.draining]
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + ENDED_WITHIN_S
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(scenario.POLL_S)
+
+    layout = RunLayout(tmp_path / "run")
+    flags = ["--set", "inference.max_engines=2", "--set", "trainer.steps=100000"]
+    rolloutmq("up", str(scenario.QUICKSTART), "--detach", "--run-dir", str(layout.root), *flags)
+    try:
+        until(lambda: at_work() == ["inference"])
+        rolloutmq("scale", "inference", "2", "--run-dir", str(layout.root))
+        until(lambda: at_work() == ["inference", "inference-1"])
+        told = json.loads(rolloutmq("status", str(layout.root), "--json"))
+        assert [one["name"] for one in told["engines"]] == ["inference", "inference-1"]
+        rolloutmq("scale", "inference", "1", "--run-dir", str(layout.root))
+        until(lambda: not layout.engine("inference-1").exists())
+        produced = told["pressure"]["ledger"]["accepted"]
+        told = json.loads(rolloutmq("status", str(layout.root), "--json"))
+        assert told["pressure"]["ledger"]["accepted"] > produced
+        assert sum(worker["abandoned"] for worker in told["pressure"]["workers"]) == 0
+    finally:
+        rolloutmq("down", str(layout.root))
+    summary = json.loads(layout.summary.read_bytes())
+    assert summary["groups_lost"] == summary["groups_trained_twice"] == 0
+    events = [json.loads(line) for line in layout.metrics.read_text().splitlines()]
+    targets = [one["target"] for one in events if one["topic"] == "telemetry.scale.inference"]
+    assert {1, 2} <= set(targets)
+    assert targets[-1] == 1
+    assert {one["topic"] for one in events} >= {"telemetry.engine.inference", "telemetry.engine.inference-1"}

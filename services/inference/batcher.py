@@ -7,6 +7,7 @@ batch fails with the reason and its callers try again: nothing is kept that may 
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,14 @@ class Batcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
         self._closed = False
         self._complaint = ""
+        self._worked_s = 0.0
+        self._working_since: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which it generated so far, the batch under way included."""
+        since = self._working_since
+        return self._worked_s + (time.monotonic() - since if since is not None else 0.0)
 
     async def __aenter__(self) -> Self:
         return self
@@ -111,6 +120,7 @@ class Batcher:
         def on_done(jobs: list[Job]) -> None:
             loop.call_soon_threadsafe(self._deliver, jobs)
 
+        self._working_since = time.monotonic()
         try:
             await loop.run_in_executor(self._thread, self._generate, batch, on_done)
         except RetryableError as error:
@@ -121,6 +131,8 @@ class Batcher:
             self._fail(batch, ApiError(500, "generating failed; the log of the server tells why", "failed"))
         else:
             self._complain("")
+        finally:
+            self._worked_s, self._working_since = self.busy_s, None
 
     def _complain(self, why: str) -> None:
         """Say why batches fail, or that they do no more, once and not for every one that is tried again."""

@@ -1,4 +1,4 @@
-"""The tiny inference server: the policy of a run, behind the OpenAI dialect, on one core.
+"""The tiny inference server, one engine of a run: its policy, behind the OpenAI dialect, on one core.
 
     trainer --(shared memory)--> ServedPolicy <--(thread)-- Batcher <-- HTTP handlers <-- workers
 
@@ -6,6 +6,9 @@ It starts in any order with the trainer: it waits for `weights.json` and `model/
 first request finds everything warm, and only then says in `inference.json` where it is. It goes back to the port that
 it had before, so that those who know it need not look again. While the weights are half-written by a trainer that died,
 every request and `/health` are answered 503, to be tried again.
+
+SIGUSR1 drains: its address says so, what is in hand is answered, what comes is refused with 503, for another engine to
+answer, and it ends with 0. An engine beyond the first takes its address file along.
 """
 
 import asyncio
@@ -13,19 +16,20 @@ import errno
 import itertools
 import json
 import logging
-import os
+import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import torch
 from aiohttp import web
 
-from rolloutmq.bus.rundir import FILE_POLL_S, load_run, read_json, write_json
+from rolloutmq.bus.engines import FIRST, engine_number
+from rolloutmq.bus.rundir import FILE_POLL_S, load_run, read_json
 from rolloutmq.schemas.config import InferenceConfig
 from rolloutmq.schemas.errors import AddressInUseError, ClosedError, ConfigError, RetryableError
 from rolloutmq.schemas.layout import RunLayout
@@ -33,6 +37,7 @@ from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.services.inference import answers, protocol
 from rolloutmq.services.inference.batcher import Batcher
 from rolloutmq.services.inference.generate import Job
+from rolloutmq.services.inference.presence import Presence
 from rolloutmq.services.inference.protocol import ApiError, ChatRequest, TextRequest
 from rolloutmq.services.inference.sampling import Sampling
 from rolloutmq.services.inference.served import MODEL, ServedPolicy
@@ -59,6 +64,11 @@ class TinyServer:
             max_waiting=config.max_waiting,
         )
         self.ready = False
+        self.draining = False
+        self.in_hand = 0
+        """Requests that are not answered yet."""
+        self._empty = asyncio.Event()
+        self._empty.set()
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/completions": ("POST", self._text),
             "/v1/chat/completions": ("POST", self._chat),
@@ -73,6 +83,11 @@ class TinyServer:
         app = web.Application(client_max_size=protocol.BODY_LIMIT_BYTES)
         app.router.add_route("*", "/{path:.*}", self._dispatch)
         return app
+
+    async def drained(self) -> None:
+        """Take nothing new, and wait until all that is in hand is answered."""
+        self.draining = True
+        await self._empty.wait()
 
     async def warm_up(self) -> None:
         """Generate a few tokens, as soon as there are weights to do it with."""
@@ -130,7 +145,16 @@ class TinyServer:
     async def _answer(self, asked: TextRequest | ChatRequest, prompts: list[list[int]]) -> web.Response:
         served = self.served
         job = protocol.job_of(asked, prompts, served.limits)
-        await self.batcher.sample(job)
+        if self.draining:
+            raise ApiError(503, "this engine ends; others go on", "draining")
+        self.in_hand += 1
+        self._empty.clear()
+        try:
+            await self.batcher.sample(job)
+        finally:
+            self.in_hand -= 1
+            if not self.in_hand:
+                self._empty.set()
         number, now = next(self._numbers), int(time.time())
         return _json(answers.answer(asked, job, served.text, model=MODEL, number=number, created=now))
 
@@ -139,7 +163,7 @@ class TinyServer:
 
     async def _health(self, _request: web.Request) -> web.Response:
         torn = self.served.is_torn()
-        status = "torn" if torn else "ok" if self.ready else "starting"
+        status = "torn" if torn else "draining" if self.draining else "ok" if self.ready else "starting"
         return _json(answers.health(status, self.served.version), 200 if status == "ok" else 503)
 
 
@@ -183,9 +207,9 @@ async def listening(app: web.Application, host: str, port: int, before: int | No
         await runner.cleanup()
 
 
-def _port_before(layout: RunLayout) -> int | None:
+def _port_before(address: Path) -> int | None:
     with suppress(ValueError, json.JSONDecodeError):
-        known = read_json(layout.inference, InferenceAddress)
+        known = read_json(address, InferenceAddress)
         return urlsplit(known.url).port if known else None
     return None
 
@@ -195,18 +219,28 @@ def _url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-async def serve(run_dir: Path, stop: Stop) -> None:
-    """Serve the policy of a run until asked to stop.
+async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.Event | None = None) -> None:
+    """Serve the policy of a run until asked to stop, or to drain.
+
+    Args:
+        run_dir: The run.
+        stop: Ends it at once; requests in hand are refused.
+        name: Of the engine.
+        draining: Set from outside to let it drain.
 
     Raises:
-        ConfigError: This run uses an external server.
+        ConfigError: This run uses an external server, or the name is none of an engine.
         AddressInUseError: Somebody else has the configured port.
         WeightsMismatchError: The trainer's weights are not of the model in `model/`.
     """
     run, layout = load_run(run_dir)
     if run.inference.kind != "tiny":
         raise ConfigError("inference.kind", "this run uses an external server")
-    served = await _attached(layout, run.inference, run.run.seed, stop)
+    if engine_number(name) < 0:
+        raise ConfigError("engine", f"{name!r} is no engine; they are called {FIRST}, {FIRST}-1, ...")
+    leaving = Leaving(stop, draining or asyncio.Event())
+    seed = _seed(run.run.seed, name)
+    served = await _attached(layout, run.inference, seed, leaving)
     if served is None:
         return
     server = TinyServer(served, run.inference)
@@ -214,44 +248,87 @@ async def serve(run_dir: Path, stop: Stop) -> None:
         async with server.batcher, asyncio.TaskGroup() as tasks:
             work = [
                 tasks.create_task(server.batcher.run()),
-                tasks.create_task(server.follow(layout, run.run.seed)),
+                tasks.create_task(server.follow(layout, seed)),
             ]
-            await _serve_http(server, layout, run.inference, stop)
+            await _serve_http(server, layout.engine(name), name, run.inference, leaving)
             for task in work:
                 task.cancel()
     finally:
         server.served.close()
 
 
-async def _attached(layout: RunLayout, config: InferenceConfig, seed: int, stop: Stop) -> ServedPolicy | None:
+class Leaving:
+    """The two ways in which an engine is asked to go."""
+
+    def __init__(self, stop: Stop, draining: asyncio.Event) -> None:
+        self.stop = stop
+        self._draining = draining
+
+    def is_asked(self) -> bool:
+        """Whether it is to go, one way or the other."""
+        return self.stop.event.is_set() or self._draining.is_set()
+
+    async def asked(self) -> None:
+        """Wait until it is."""
+        await _first(self.stop.event.wait(), self._draining.wait())
+
+
+def _seed(seed: int, name: str) -> int:
+    """Return the seed of an engine's noise: two that drew the same would sample every answer twice."""
+    return seed if name == FIRST else random.Random(f"{seed}/{name}").getrandbits(31)
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait for the first of them; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _attached(
+    layout: RunLayout, config: InferenceConfig, seed: int, leaving: Leaving
+) -> ServedPolicy | None:
     logger.info("waiting for=%s", layout.weights)
-    while not stop.event.is_set():
+    while not leaving.is_asked():
         served = ServedPolicy.attach(layout, max_rows=config.max_batch, seed=seed)
         if served is not None:
             return served
         with suppress(TimeoutError):
-            await asyncio.wait_for(stop.event.wait(), FILE_POLL_S)
+            await asyncio.wait_for(leaving.asked(), FILE_POLL_S)
     return None
 
 
-async def _serve_http(server: TinyServer, layout: RunLayout, config: InferenceConfig, stop: Stop) -> None:
-    async with listening(server.app(), config.host, config.port, _port_before(layout)) as port:
-        warming = asyncio.create_task(server.warm_up(), name="warm-up")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
+async def _serve_http(
+    server: TinyServer, address: Path, name: str, config: InferenceConfig, leaving: Leaving
+) -> None:
+    wanted = config.port if name == FIRST else 0
+    async with listening(server.app(), config.host, wanted, _port_before(address)) as port:
+        await _first(server.warm_up(), leaving.asked())
+        if not server.ready:
+            return
+        url = _url(config.host, port)
+        presence = Presence(address, name, url, lambda: server.batcher.busy_s, lambda: server.in_hand)
+        telling = asyncio.create_task(presence.run(), name="presence")
+        logger.info("serving name=%s url=%s", name, url)
         try:
-            await asyncio.wait({warming, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if warming.done():
-                warming.result()
-                url = _url(config.host, port)
-                write_json(layout.inference, InferenceAddress(url=url, pid=os.getpid()))
-                logger.info("serving url=%s", url)
-                await stopping
+            await leaving.asked()
+            presence.draining = True
+            presence.tell()
+            logger.info("draining in_hand=%d", server.in_hand)
+            await _first(server.drained(), leaving.stop.event.wait())
         finally:
-            warming.cancel()
-            stopping.cancel()
+            telling.cancel()
+            if name != FIRST:  # the first goes back to its port
+                address.unlink(missing_ok=True)
 
 
-def main(run_dir: Path) -> int:
-    """Run the server as a process; return its exit code."""
+def main(run_dir: Path, name: str = FIRST) -> int:
+    """Run the engine of that name as a process; return its exit code."""
     torch.set_num_threads(1)  # a second one would spin for the core that the trainer needs
-    return run_service("inference", lambda stop: serve(run_dir, stop))
+    draining = asyncio.Event()
+    return run_service(name, lambda stop: serve(run_dir, stop, name, draining), on_drain=draining.set)

@@ -4,10 +4,13 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
+from rolloutmq.bus.engines import SILENT_S, engine_number
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import Pressure, ScaleDecision, StepDone, WorkerState, WorkerStatus
 from rolloutmq.schemas.envelope import Split
 from rolloutmq.schemas.telemetry import (
+    EngineDecision,
+    EngineSample,
     Event,
     GpuAbsence,
     GpuSample,
@@ -48,6 +51,8 @@ class Board:
         self.gpus: dict[str, GpuSample] = {}
         self.processes: dict[str, ProcessSample] = {}
         self.decisions: dict[str, ScaleDecision] = {}
+        self.engine_decision: EngineDecision | None = None
+        self._engines: dict[str, tuple[EngineSample, float]] = {}
         self.started_at: float | None = None
         self._pressure_at = 0.0
         self._rewards: deque[tuple[int, float]] = deque(maxlen=REWARDS_KEPT)
@@ -87,6 +92,10 @@ class Board:
                 self.gpus.clear()
             case ScaleDecision():
                 self.decisions[event.env] = event
+            case EngineSample():
+                self._engines[event.name] = event, now
+            case EngineDecision():
+                self.engine_decision = event
 
     def _take_step(self, step: StepDone, now: float) -> None:
         while self._rewards and self._rewards[-1][0] >= step.step:
@@ -144,6 +153,11 @@ class Board:
         if self.pressure is None:
             return ()
         return tuple(one for one in self.pressure.workers if one.state is not WorkerState.GONE)
+
+    def engines(self, now: float) -> list[EngineSample]:
+        """Return the engines that were heard of lately, by number."""
+        heard = [one for one, at in self._engines.values() if now - at <= SILENT_S]
+        return sorted(heard, key=lambda one: engine_number(one.name))
 
     def silent_s(self, now: float) -> float:
         """Return for how long the broker has been silent, if that is longer than it should be; else 0."""

@@ -1,15 +1,19 @@
 """`rolloutmq status`: what the broker knows of itself, for a person or as JSON for a program."""
 
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from rolloutmq.bus.client import BlockingClient
+from rolloutmq.bus.engines import SILENT_S, engines_of
 from rolloutmq.schemas.control import GetStatus, JournalStatus, LaneStatus, StatusReply, WorkerState
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.services.monitor import figures, waits
 from rolloutmq.services.monitor.exits import FAILED, USAGE, complain, reader_may_leave
 from rolloutmq.services.telemetry.feed import endpoints_of
@@ -32,21 +36,28 @@ def status(where: Path, as_json: bool) -> int:
         return complain(str(error), FAILED)
     if not isinstance(reply, StatusReply):
         return complain("the broker gave no status", FAILED)
-    text = msgspec.json.format(msgspec.json.encode(status_json(reply)), indent=2).decode()
+    engines = engines_of(RunLayout(where))
+    text = msgspec.json.format(msgspec.json.encode(status_json(reply, engines)), indent=2).decode()
     with reader_may_leave():
-        sys.stdout.write((text if as_json else status_text(reply)) + "\n")
+        sys.stdout.write((text if as_json else status_text(reply, engines, time.time())) + "\n")
     return 0
 
 
-def status_json(reply: StatusReply) -> dict[str, Any]:
-    """Return the reply as plain data, with `why`: one line on who waits for what."""
+def status_json(reply: StatusReply, engines: Sequence[InferenceAddress] = ()) -> dict[str, Any]:
+    """Return the reply as plain data, with `why`: one line on who waits for what; and what the engines say."""
     fields: dict[str, Any] = msgspec.to_builtins(reply)
     del fields["kind"], fields["pressure"]["kind"]
-    return {"why": waits.explain(reply.pressure), **fields}
+    return {"why": waits.explain(reply.pressure), "engines": msgspec.to_builtins(engines), **fields}
 
 
-def status_text(reply: StatusReply) -> str:
-    """Return the reply for a person: a few lines, the reason of waiting among them."""
+def status_text(reply: StatusReply, engines: Sequence[InferenceAddress] = (), wall: float = 0.0) -> str:
+    """Return the reply for a person: a few lines, the reason of waiting among them.
+
+    Args:
+        reply: What the broker says.
+        engines: What the engines say of themselves.
+        wall: The wall clock.
+    """
     pressure = reply.pressure
     total = f" of {reply.total_steps}" if reply.total_steps else ""
     held = pressure.queued_bytes + pressure.leased_bytes
@@ -68,6 +79,7 @@ def status_text(reply: StatusReply) -> str:
         *(("lane", _lane(lane)) for lane in pressure.lanes),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
         ("workers", _workers(reply)),
+        *(("engine", _engine(one, wall)) for one in engines),
     ]
     tasks = msgspec.structs.asdict(pressure.tasks)
     if any(tasks.values()):
@@ -99,6 +111,16 @@ def _lane(lane: LaneStatus) -> str:
             else ""
         )
     )
+
+
+def _engine(engine: InferenceAddress, wall: float) -> str:
+    told = f"{engine.name}: pid {engine.pid}, {engine.url}"
+    if not engine.number:
+        return told
+    if (silent_s := wall - engine.at) > SILENT_S:
+        return f"{told}, silent for {figures.clock(silent_s)}"
+    told += f", {engine.in_hand} requests in hand, {engine.busy:.0%} busy"
+    return f"{told}, draining" if engine.draining else told
 
 
 def _journal(journal: JournalStatus) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolloutmq.schemas.control import LedgerCounts, Pressure, WorkerState, WorkerStatus
-from rolloutmq.schemas.telemetry import GpuSample
+from rolloutmq.schemas.telemetry import EngineSample, GpuSample
 from rolloutmq.services.monitor import figures, waits
 from rolloutmq.services.monitor.board import Board
 
@@ -30,6 +30,7 @@ INTEREST: Final = ("trainer", "inference", "broker", "orchestrator", "telemetry"
 ACCENT: Final = "bold cyan"
 QUIET: Final = "dim"
 GPUS_APART: Final = 2
+ENGINES_APART: Final = 4
 SILENT_S: Final = 3.0
 """Workers speak once a second; from here on their silence is shown as trouble."""
 
@@ -48,6 +49,7 @@ def frame(board: Board, now: float, width: int, height: int) -> Group:
             *wait_lines(board, pressure, now),
         ]
         below += ledger_lines(pressure.ledger)
+    below += engine_lines(board, now)
     below += machine_lines(board)
     room = height - len(above) - len(below) - 2
     table = worker_table(board, room - 1, width)
@@ -221,6 +223,26 @@ def ledger_lines(ledger: LedgerCounts) -> list[Text]:
         told = (f"{what} {count}" for what, count in extra.items() if count)
         rows.append(_row("", Text(" · ".join(told), style="yellow")))
     return rows
+
+
+def engine_lines(board: Board, now: float) -> list[Text]:
+    """A line for each engine, or one for all where they are many; and what was decided, if their number may change."""
+    engines = board.engines(now)
+    if len(engines) > ENGINES_APART:
+        in_hand, busy = sum(one.in_hand for one in engines), sum(one.busy for one in engines) / len(engines)
+        rows = [_row("engines", f"{len(engines)} · {in_hand} in hand · {busy:.0%} busy")]
+    else:
+        rows = [_engine_line(one) for one in engines]
+    if (decision := board.engine_decision) is not None:
+        count = f"{decision.current} of {decision.target} · "
+        rows.append(_row("engines", count, Text(decision.reason, style=QUIET)))
+    return rows
+
+
+def _engine_line(one: EngineSample) -> Text:
+    draining = Text(" · draining", style=STYLE_OF[WorkerState.DRAINING]) if one.draining else ""
+    load = f"{one.in_hand} in hand · {one.busy:.0%} busy"
+    return _row("engine", f"{one.name} · {load}", draining, f" · pid {one.pid} · {one.url}")
 
 
 def machine_lines(board: Board) -> list[Text]:

@@ -40,6 +40,8 @@ from rolloutmq.services.orchestrator.estimates import Rates
 from rolloutmq.services.orchestrator.knee import Knee
 from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample
 
+INFERENCE_BOUND: Final = "inference_bound"
+"""What is said where workers share a server that is full."""
 EMPTY: Final = 1.0
 """Batches; a trainer that waits while less is queued waits for workers."""
 STARVED_PART: Final = 0.5
@@ -176,7 +178,7 @@ class PressureController:
         """Return the most that is allowed and of use, and what bounds it."""
         most, why = self.max_workers, "max_workers"
         if state.knee.most and state.knee.most < most:
-            most, why = state.knee.most, "inference_bound"
+            most, why = state.knee.most, INFERENCE_BOUND
         if sample.room is not None and sample.room.workers < most:
             most, why = sample.room.workers, sample.room.why
         return max(self.min_workers, most), why
@@ -295,7 +297,7 @@ def _why(state: State, sample: PressureSample, want: float) -> str:
 def _bounded(limit: int, bound: str) -> str:
     match bound:
         case "inference_bound":
-            return f"inference_bound: more than {limit} bring no more"
+            return f"{bound}: more than {limit} bring no more"
         case "max_workers":
             return f"max_workers: {limit} is the most allowed"
         case _:

@@ -13,6 +13,7 @@ from typing import Final
 
 from rolloutmq.bus import codec, topics
 from rolloutmq.bus.client import BrokerClient
+from rolloutmq.bus.engines import FIRST
 from rolloutmq.bus.events import Publisher, Subscriber
 from rolloutmq.bus.rundir import read_json, wait_json
 from rolloutmq.bus.sockets import make_context
@@ -20,6 +21,7 @@ from rolloutmq.schemas.control import Drain, Pressure, ScaleDecision
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.telemetry import EngineDecision
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +59,11 @@ class Ear:
         """Ask the broker to drain a worker. Returns at once; nobody waits for the answer."""
         self._drains.put_nowait(Drain(worker=worker, reason=reason[:200]))
 
-    def publish(self, decision: ScaleDecision) -> None:
+    def publish(self, decision: ScaleDecision | EngineDecision) -> None:
         """Publish a decision, if there is a broker."""
         if self._publisher is not None:
-            self._publisher.publish(topics.telemetry("scale", decision.env), decision)
+            what = decision.env if isinstance(decision, ScaleDecision) else FIRST
+            self._publisher.publish(topics.telemetry("scale", what), decision)
 
     async def _attend(self, endpoints: Endpoints) -> None:
         """Use the sockets of one broker until it has others."""

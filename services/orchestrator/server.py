@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.engines import FIRST
 from rolloutmq.bus.resend import resend_spools
 from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config import RunConfig
@@ -29,10 +30,13 @@ from rolloutmq.schemas.errors import RolloutMQError, RunDirInUseError, WorkersFa
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.orchestration import OrchestratorConfig
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.services.orchestrator.controller import INFERENCE_BOUND
 from rolloutmq.services.orchestrator.decisions import DecisionLog
 from rolloutmq.services.orchestrator.ear import Ear
+from rolloutmq.services.orchestrator.engines import Bound
 from rolloutmq.services.orchestrator.identity import inherited_token
 from rolloutmq.services.orchestrator.keeper import Supervisor
+from rolloutmq.services.orchestrator.pool import EnginePool
 from rolloutmq.services.orchestrator.processes import end_strays
 from rolloutmq.services.orchestrator.roster import Roster, env_of
 from rolloutmq.services.orchestrator.scaling import Scale, Scaling
@@ -64,7 +68,12 @@ class Orchestrator:
     """The workers of one run. `run` is its life; belongs to one event loop."""
 
     def __init__(
-        self, config: RunConfig, layout: RunLayout, token: str, command: Command | None = None
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        token: str,
+        command: Command | None = None,
+        engine_command: Command | None = None,
     ) -> None:
         limits = config.orchestrator
         self._layout = layout
@@ -76,6 +85,7 @@ class Orchestrator:
         self._workers = Supervisor(
             token, _backoff(limits), identities=layout.workers, drain=self._ear.drain, seed=config.run.seed
         )
+        self._engines = EnginePool(config, layout, token, self._ear.publish, engine_command)
         self._drain_ladder = drain_ladder(
             CONFIRM_S, limits.drain_deadline_s + OVERTIME_S, limits.term_grace_s
         )
@@ -84,8 +94,9 @@ class Orchestrator:
         self._scaling: Scaling
 
     def kill(self) -> None:
-        """Kill all workers now: for a second signal."""
+        """Kill all workers and engines now: for a second signal."""
         self._workers.kill()
+        self._engines.kill()
 
     async def run(self, stop: Stop) -> None:
         """Keep the workers until `stop`; then drain them all and return.
@@ -96,7 +107,7 @@ class Orchestrator:
         """
         with _only_one(self._layout.root / "orchestrator.lock"):
             previous = read_json(self._layout.workers, list[ProcessIdentity]) or []
-            async with self._workers:
+            async with self._engines, self._workers:  # workers end first: they ask the engines to the last
                 await self._take_over(previous)
                 async with asyncio.TaskGroup() as tasks:
                     ear = tasks.create_task(self._ear.listen(), name="ear")
@@ -149,6 +160,7 @@ class Orchestrator:
             self._decide(heard)
             for roster in self._rosters.values():
                 self._raise_if_failed(roster)
+            self._look_at_engines(time.monotonic())
             try:
                 async with asyncio.timeout(self._limits.tick_s):
                     await stop.wait()
@@ -187,7 +199,8 @@ class Orchestrator:
     def _decide(self, heard: Heard) -> None:
         views = self._workers.views()
         crews = {env: roster.crew(views, heard) for env, roster in self._rosters.items()}
-        news = self._scaling.decide(crews, self._ear.pressure, self._ear.heard_at, time.monotonic())
+        now, engines = time.monotonic(), self._engines.ready
+        news = self._scaling.decide(crews, self._ear.pressure, self._ear.heard_at, now, engines=engines)
         for scale in self._scaling.scales:
             self._send_away(scale, crews[scale.env].current - scale.decision.target, heard)
         for env, number in self._scaling.starts(crews).items():
@@ -203,6 +216,14 @@ class Orchestrator:
                 self._workers.forget(name)
             else:
                 self._workers.retire(name, self._drain_ladder, scale.decision.reason)
+
+    def _look_at_engines(self, now: float) -> None:
+        """Hand on what the rules say of the engines; of an old pressure they say nothing."""
+        is_news = now - self._ear.heard_at <= self._limits.scaling.stale_s
+        said = {scale.env: scale.decision for scale in self._scaling.scales} if is_news else {}
+        bounds = {env: Bound(one.bound == INFERENCE_BOUND, one.short) for env, one in said.items()}
+        wanted = None if self._ear.pressure is None else self._ear.pressure.wanted.get(FIRST)
+        self._engines.look(bounds, now, wanted)
 
     def _spec(self, name: str) -> ProcessSpec:
         log = str(self._layout.log(name))

@@ -14,12 +14,20 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus import topics
+from rolloutmq.bus.engines import Watch, engines_of
 from rolloutmq.bus.events import Publisher
 from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
-from rolloutmq.schemas.telemetry import GpuAbsence, GpuSample, HostSample, ProcessSample, TelemetryEvent
+from rolloutmq.schemas.telemetry import (
+    EngineSample,
+    GpuAbsence,
+    GpuSample,
+    HostSample,
+    ProcessSample,
+    TelemetryEvent,
+)
 from rolloutmq.services.runner import Stop, run_service
 from rolloutmq.services.telemetry.feed import Feed, endpoints_of
 from rolloutmq.services.telemetry.probes import (
@@ -50,12 +58,14 @@ def topic_of(event: TelemetryEvent) -> bytes:
             return topics.telemetry("gpu", event.host)
         case ProcessSample():
             return topics.telemetry("process", event.name)
+        case EngineSample():
+            return topics.telemetry("engine", event.name)
 
 
 def processes_of(layout: RunLayout) -> list[ProcessIdentity]:
     """Return the processes that the launcher and the orchestrator say they started."""
     found: list[ProcessIdentity] = []
-    for path in (layout.processes, layout.workers):
+    for path in (layout.processes, layout.workers, layout.engines):
         try:
             found += read_json(path, list[ProcessIdentity]) or []
         except msgspec.DecodeError as error:
@@ -71,6 +81,7 @@ class Sampler:
         self._host = HostProbe(layout.root)
         self._processes = ProcessProbe()
         self._gpus = BoundedGpuProbe(gpus)
+        self._engines = Watch()
         self._number = 0
 
     async def round(self, now: float) -> list[TelemetryEvent]:
@@ -79,8 +90,29 @@ class Sampler:
         number = self._number
         samples: list[TelemetryEvent] = [self._host.sample(number, now)]
         samples += self._processes.sample(processes_of(self._layout), number, now)
+        samples += self._engine_samples()
         gpus = await self._gpus.sample(number, now)
         return samples + ([gpus] if isinstance(gpus, GpuAbsence) else list(gpus))
+
+    def _engine_samples(self) -> list[EngineSample]:
+        """Pass on what the engines say of themselves, once for each time that they say it."""
+        samples: list[EngineSample] = []
+        for seen in self._engines.look(engines_of(self._layout), time.monotonic()):
+            one = seen.address
+            if one.number and not seen.silent_s:
+                samples.append(
+                    EngineSample(
+                        name=one.name,
+                        number=one.number,
+                        at=one.at,
+                        url=one.url,
+                        pid=one.pid,
+                        in_hand=one.in_hand,
+                        busy=one.busy,
+                        draining=one.draining,
+                    )
+                )
+        return samples
 
 
 class Telemetry:

@@ -1,10 +1,10 @@
-"""The policy behind an OpenAI-compatible HTTP server.
+"""The policy behind one OpenAI-compatible HTTP server, or several that serve the same.
 
 A server that is away costs a pause and not a rollout: connection errors and the statuses of an overloaded or
-restarting server are tried again, with growing and jittered pauses, until the patience of the call is over; at each
-failed connection its address is looked up again, since a restarted server may have another port. Any other status is
-the fault of the request, and final. An attempt has no deadline of its own: how long an honest answer may take, nobody
-here knows, and asking twice would double the load of a server that is merely slow.
+restarting server are tried again, at once where there is another server, else with growing and jittered pauses, until
+the patience of the call is over; each attempt chooses among the servers that there are by then, see `engines`. Any
+other status is the fault of the request, and final. An attempt has no deadline of its own: how long an honest answer
+may take, nobody here knows, and asking twice would double the load of a server that is merely slow.
 
 One client has one session: connections are kept alive and used again, so that a call costs one round trip.
 """
@@ -22,6 +22,7 @@ import aiohttp
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
 from rolloutmq.services.worker import dialect
+from rolloutmq.services.worker.engines import Engine, Engines
 from rolloutmq.services.worker.policy import MAX_TOKENS, ChatMessage, Completion
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _HEADERS: Final = {"Content-Type": "application/json", "Accept-Encoding": "ident
 
 
 class OpenAIPolicy:
-    """Asks a server, wherever `locate` says that it is.
+    """Asks the servers that `engines` chooses.
 
     Made by `opened`. Any number of calls may be under way at once, in one event loop.
     """
@@ -51,16 +52,15 @@ class OpenAIPolicy:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        locate: Callable[[], str | None],
+        engines: Engines,
         known: Callable[[], PolicyVersion],
         patience_s: float,
     ) -> None:
         self._session = session
-        self._locate = locate
+        self._engines = engines
         self._known = known
         self._patience_s = patience_s
         self._address = ""
-        self._model = ""
         self._said_at = -LOG_EVERY_S
         self.retries = 0
         """Attempts that failed and were made again."""
@@ -69,7 +69,7 @@ class OpenAIPolicy:
     @asynccontextmanager
     async def opened(
         cls,
-        locate: Callable[[], str | None],
+        engines: Engines,
         *,
         known: Callable[[], PolicyVersion] = PolicyVersion,
         patience_s: float = 300.0,
@@ -77,8 +77,7 @@ class OpenAIPolicy:
         """Open a client for as long as the block lasts.
 
         Args:
-            locate: Returns the base address of the server, with or without `/v1`, or None if it is not known yet.
-                Called again when a connection fails; must not block for long.
+            engines: Chooses whom to ask.
             known: The newest policy version heard of, for a server that stamps none.
             patience_s: How long one call tries again before it gives up, in seconds.
         """
@@ -87,7 +86,7 @@ class OpenAIPolicy:
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, headers=_HEADERS, cookie_jar=aiohttp.DummyCookieJar()
         ) as session:
-            yield cls(session, locate, known, patience_s)
+            yield cls(session, engines, known, patience_s)
 
     async def complete(
         self,
@@ -126,53 +125,59 @@ class OpenAIPolicy:
         until = time.monotonic() + self._patience_s
         longest_s = BACKOFF_S
         while True:
-            last = await self._attempt(path, request, until - time.monotonic())
+            engine = self._engines.take(time.monotonic())
+            last = await self._attempt(engine, path, request, until - time.monotonic())
             if isinstance(last, bytes):
                 return last
-            pause_s = longest_s * random.uniform(0.5, 1.0)
-            if time.monotonic() + pause_s >= until:
+            now = time.monotonic()
+            another = engine is not None and self._engines.pass_over(engine, now)
+            pause_s = 0.0 if another else longest_s * random.uniform(0.5, 1.0)
+            if now + pause_s >= until:
                 raise PolicyUnavailableError(self._address, self._patience_s, last)
             self._complain(last)
             await asyncio.sleep(pause_s)
-            longest_s = min(2 * longest_s, BACKOFF_MAX_S)
+            longest_s = longest_s if another else min(2 * longest_s, BACKOFF_MAX_S)
 
-    async def _attempt(self, path: str, request: Callable[[str], bytes], limit_s: float) -> bytes | str:
+    async def _attempt(
+        self, engine: Engine | None, path: str, request: Callable[[str], bytes], limit_s: float
+    ) -> bytes | str:
         """Ask once; return the answer, or why it is to be tried again."""
+        if engine is None:
+            return "it has not said yet where it is"
+        self._address = engine.url
+        engine.in_hand += 1
         try:
             async with asyncio.timeout(limit_s):
-                if not self._model and (why := await self._find()):
+                if not engine.model and (why := await self._find(engine)):
                     return why
-                status, body = await self._post(path, request(self._model))
+                status, body = await self._post(engine.url + path, request(engine.model))
         except TimeoutError:
-            self._model = ""
             return "it does not answer"
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            self._model = ""  # the next attempt looks its address up again
+            engine.model = ""  # what comes back at this address may serve another
             return f"{type(error).__name__} {error}"
+        finally:
+            engine.in_hand -= 1
         if status == 200:
             return body
         if status not in RETRIED:
             raise PolicyRefusedError(status, dialect.error_text(body))
         return f"status {status}, {dialect.error_text(body)}"
 
-    async def _find(self) -> str:
-        """Look up the address, and the model that is served there; return why not, or nothing."""
-        address = self._locate()
-        if not address:
-            return "it has not said yet where it is"
-        self._address = address.rstrip("/").removesuffix("/v1")
-        async with self._session.get(self._address + dialect.MODELS) as response:
+    async def _find(self, engine: Engine) -> str:
+        """Look up the model that is served there; return why not, or nothing."""
+        async with self._session.get(engine.url + dialect.MODELS) as response:
             body = await response.read()
         if response.status == 200:
-            self._model = dialect.first_model(body)
+            engine.model = dialect.first_model(body)
             return ""
         text = dialect.error_text(body)
         if response.status not in RETRIED:
             raise PolicyRefusedError(response.status, f"{dialect.MODELS}: {text}")
         return f"status {response.status}, {text}"
 
-    async def _post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        async with self._session.post(self._address + path, data=body) as response:
+    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+        async with self._session.post(url, data=body) as response:
             return response.status, await response.read()
 
     def _complain(self, why: str) -> None:

@@ -15,14 +15,16 @@ at once, and delivery gets a third of `orchestrator.term_grace_s`, since SIGKILL
 import asyncio
 import logging
 import os
+import random
 import signal
 import socket
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from rolloutmq.bus.engines import engines_of
 from rolloutmq.bus.producer import Producer
-from rolloutmq.bus.rundir import load_run, read_json, wait_json
+from rolloutmq.bus.rundir import FILE_POLL_S, load_run
 from rolloutmq.bus.taking import TaskTaker
 from rolloutmq.schemas.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.envelope import PolicyVersion, Split
@@ -30,6 +32,7 @@ from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, Sessio
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.services.runner import Stop, run_service
+from rolloutmq.services.worker.engines import Engines
 from rolloutmq.services.worker.entry import check_abilities, load_environment
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.line import Line
@@ -209,22 +212,23 @@ class Worker:
 
     async def _policy(self, stack: AsyncExitStack) -> OpenAIPolicy:
         """Open the client of the policy, once it has an address."""
-        inference = self.config.inference
-        if inference.kind == "tiny":
-            await wait_json(self.layout.inference, InferenceAddress)
+        # The file is another process's: there is no event to wait for.
+        while not self._addresses():  # noqa: ASYNC110
+            await asyncio.sleep(FILE_POLL_S)
+        rng = random.Random(f"{self.config.run.seed}/{self.name}/engines")
         return await stack.enter_async_context(
             OpenAIPolicy.opened(
-                self._address,
+                Engines(self._addresses, rng),
                 known=lambda: self._producer.policy if self._producer else PolicyVersion(),
                 patience_s=PATIENCE * self.section.rollout_timeout_s,
             )
         )
 
-    def _address(self) -> str | None:
-        if self.config.inference.kind == "external":
-            return self.config.inference.url
-        found = read_json(self.layout.inference, InferenceAddress)
-        return found.url if found else None
+    def _addresses(self) -> list[InferenceAddress]:
+        inference = self.config.inference
+        if inference.kind == "external":
+            return [InferenceAddress(url=inference.url, pid=0)]
+        return engines_of(self.layout)
 
     async def _opened(self, stack: AsyncExitStack) -> Producer:
         section = self.section

@@ -30,6 +30,7 @@ def test_parts_that_run_elsewhere_are_left_out() -> None:
     assert Role.ORCHESTRATOR not in roles(orchestrator={"enabled": False})
     assert Role.ORCHESTRATOR not in roles(environment={})
     assert Role.INFERENCE not in roles(inference={"kind": "external", "url": "http://x/v1"})
+    assert Role.ORCHESTRATOR in roles(environment={}, inference={"max_engines": 2})  # it keeps the second
 
 
 def test_every_role_ends_once_and_the_broker_after_the_workers() -> None:

@@ -1,10 +1,11 @@
 """One definition of a configuration, three places to say it, one line when it is wrong."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rolloutmq.launch.settings import load
+from rolloutmq.launch.settings import load, validate
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 
@@ -128,3 +129,33 @@ def test_the_quickstart_is_valid() -> None:
     config = load(Path("examples/quickstart.toml"), environ={})
     assert config.environment["sort3"].max_staleness <= 4
     assert config.trainer.batch_sequences == 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("tree", "complaint"),
+    [
+        ({"inference": {"min_engines": 2}}, "inference.min_engines: must not exceed max_engines"),
+        ({"inference": {"min_engines": 0}}, "inference.min_engines: "),
+        (
+            {"inference": {"kind": "external", "url": "http://x/v1", "max_engines": 2}},
+            "inference.max_engines: must be 1 where kind is `external`: nobody here can start such a server",
+        ),
+        (
+            {"inference": {"max_engines": 2}, "orchestrator": {"enabled": False}},
+            "inference.max_engines: more than one needs the orchestrator, which keeps the others",
+        ),
+        (
+            {"environment": {"inference": {"entry": "m:C"}}},
+            "environment.inference: means the engines in `rolloutmq scale inference N`",
+        ),
+    ],
+)
+def test_engines_that_nobody_can_keep_are_refused(tree: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(tree)
+    assert str(caught.value).startswith(complaint)
+
+
+def test_one_engine_is_what_there_is_unless_told_otherwise() -> None:
+    assert (validate({}).inference.min_engines, validate({}).inference.max_engines) == (1, 1)
+    assert validate({"inference": {"min_engines": 2, "max_engines": 4}}).inference.max_engines == 4

@@ -65,3 +65,21 @@ def test_down_puts_away_what_a_killed_run_left(run_dir: Path) -> None:
     assert steer.down(run_dir) == 0
     assert [path.name for path in layout.sockets.iterdir()] == ["lock"]
     assert not layout.endpoints.exists()
+
+
+def test_engines_are_asked_for_like_workers_where_there_may_be_more(
+    broker: Broker, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"inference\.max_engines: is 1: configure more"):
+        steer.scale(run_dir, "inference", 2)
+    assert wanted(broker) == {}
+    layout = RunLayout(run_dir)
+    write_json(layout.config, validate({"inference": {"max_engines": 3}}))
+    assert steer.scale(run_dir, "inference", 2) == 0
+    assert wanted(broker) == {"inference": 2}
+    assert steer.scale(run_dir, "inference", None) == 0
+    assert wanted(broker) == {"inference": None}
+    assert capsys.readouterr().out == "inference: 2 engines asked for\ninference: as the workers need\n"
+    write_json(layout.config, validate({"inference": {"kind": "external", "url": "http://x/v1"}}))
+    with pytest.raises(ConfigError, match=r"inference\.kind: is `external`: nobody here can start"):
+        steer.scale(run_dir, "inference", 2)

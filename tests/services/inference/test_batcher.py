@@ -158,3 +158,22 @@ async def test_work_between_batches_shares_the_thread() -> None:
         puppet.ends.put(None)
         assert await called == 5
         await asyncio.gather(*asked)
+
+
+async def test_the_time_that_it_generates_is_counted_and_no_other() -> None:
+    puppet = Puppet()
+    async with running(puppet) as batcher:
+        await asyncio.sleep(0)
+        assert batcher.busy_s == 0.0
+        for end in (None, WeightsTornError(PolicyVersion(0, 3))):
+            before = batcher.busy_s
+            (asked,) = ask(batcher, job())
+            await puppet.begun()
+            under_way = batcher.busy_s
+            assert under_way >= before
+            puppet.ends.put(end)
+            await asyncio.wait([asked])
+            asked.exception()
+            while batcher._working_since is not None:  # noqa: ASYNC110 - the thread sets no event
+                await asyncio.sleep(0)
+            assert batcher.busy_s == batcher.busy_s >= under_way > 0.0

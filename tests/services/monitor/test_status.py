@@ -2,8 +2,10 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,10 +13,11 @@ import zmq
 from msgspec.structs import replace
 
 from rolloutmq.bus import codec
+from rolloutmq.bus.engines import engine_name
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.records import Endpoints, InferenceAddress
 from rolloutmq.schemas.tasks import TaskCounts
 from rolloutmq.services.monitor import status as command
 from rolloutmq.services.monitor.status import status, status_json, status_text
@@ -131,3 +134,34 @@ def test_tasks_and_late_members_are_said_where_there_are_any(reply: StatusReply)
     rows = status_text(replace(reply, pressure=counted)).splitlines()
     assert "tasks    3 queued, 12 done, 1 late" in rows
     assert "late     4 members of sort3" in rows
+
+
+def test_engines_say_where_they_are_and_how_busy(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    told: list[dict[str, Any]] = [
+        {"number": 7, "at": now, "in_hand": 12, "busy": 0.93},
+        {"number": 9, "at": now, "draining": True},
+        {"number": 3, "at": now - 75.0},
+        {"number": 0},
+    ]
+    for number, fields in enumerate(told):
+        name = engine_name(number)
+        address = {"url": f"http://h:{number}", "pid": number, "name": name, **fields}
+        write_json(answering.engine(name), address)
+    assert status(answering.root, as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("engine ")] == [
+        "engine   inference: pid 0, http://h:0, 12 requests in hand, 93% busy",
+        "engine   inference-1: pid 1, http://h:1, 0 requests in hand, 0% busy, draining",
+        "engine   inference-2: pid 2, http://h:2, silent for 1:15",
+        "engine   inference-3: pid 3, http://h:3",
+    ]
+
+
+def test_json_has_the_engines(answering: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(answering.inference, InferenceAddress(url="http://h:1", pid=4, number=2, busy=0.5))
+    assert status(answering.root, as_json=True) == 0
+    (engine,) = json.loads(capsys.readouterr().out)["engines"]
+    assert (engine["name"], engine["pid"], engine["busy"]) == ("inference", 4, 0.5)

@@ -9,7 +9,14 @@ from rich.console import Console
 
 from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
 from rolloutmq.schemas.control import LaneStatus, LedgerCounts, Pressure, StepDone, WorkerState, WorkerStatus
-from rolloutmq.schemas.telemetry import GpuAbsence, GpuSample, HostSample, ProcessSample
+from rolloutmq.schemas.telemetry import (
+    EngineDecision,
+    EngineSample,
+    GpuAbsence,
+    GpuSample,
+    HostSample,
+    ProcessSample,
+)
 from rolloutmq.services.monitor import view
 from rolloutmq.services.monitor.board import Board
 
@@ -167,3 +174,28 @@ def test_numbers_in_names_sort_by_value(make_worker: MakeWorker) -> None:
     workers = [make_worker(name) for name in ("w-10", "w-2", "a-3", "w", "7")]
 
     assert [one.worker for one in view.ordered(workers)] == ["7", "a-3", "w", "w-2", "w-10"]
+
+
+def sample(name: str, **fields: Any) -> EngineSample:
+    usual = {"number": 1, "at": 0.0, "url": "http://h:1", "pid": 7, "in_hand": 12, "busy": 0.93}
+    return EngineSample(name=name, **{**usual, "draining": False, **fields})
+
+
+def test_engines_are_shown_with_what_they_have_in_hand(busy: Board) -> None:
+    assert not any(line.startswith(" engine") for line in drawn(busy))
+    for one in (sample("inference-10"), sample("inference"), sample("inference-2", draining=True, busy=0.0)):
+        busy.feed(one, 11.0)
+    busy.feed(EngineDecision(at=0.0, busy=1.2, current=2, target=3, reason="hold: 3 of 3 busy"), 11.0)
+    assert [line.rstrip() for line in drawn(busy, 100, 40) if line.startswith(" engine")] == [
+        " engine  inference · 12 in hand · 93% busy · pid 7 · http://h:1",
+        " engine  inference-2 · 12 in hand · 0% busy · draining · pid 7 · http://h:1",
+        " engine  inference-10 · 12 in hand · 93% busy · pid 7 · http://h:1",
+        " engines 2 of 3 · hold: 3 of 3 busy",
+    ]
+
+
+def test_many_engines_share_a_line_and_silent_ones_have_none(busy: Board) -> None:
+    for number in range(6):
+        busy.feed(sample(f"inference-{number + 1}"), 11.0)
+    assert " engines 6 · 72 in hand · 93% busy" in [line.rstrip() for line in drawn(busy, 100, 40)]
+    assert not any(line.startswith(" engine") for line in drawn(busy, 100, 40, now=30.0))

@@ -17,12 +17,12 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import RunConfig, TelemetryConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.records import Endpoints
-from rolloutmq.schemas.telemetry import GpuAbsence, GpuSample
+from rolloutmq.schemas.records import Endpoints, InferenceAddress
+from rolloutmq.schemas.telemetry import EngineSample, GpuAbsence, GpuSample
 from rolloutmq.services.orchestrator.identity import identify
 from rolloutmq.services.runner import Stop
 from rolloutmq.services.telemetry.probes import GpuAnswer
-from rolloutmq.services.telemetry.server import Telemetry, processes_of, topic_of
+from rolloutmq.services.telemetry.server import Sampler, Telemetry, processes_of, topic_of
 
 DEADLINE_S = 20.0
 
@@ -127,6 +127,24 @@ def test_processes_of_launcher_and_orchestrator_are_joined(
 
     assert processes_of(layout) == [myself]
     assert "process list unreadable" in caplog.text
+
+
+async def test_what_engines_say_is_passed_on_once(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    sampler = Sampler(layout, OneGpu())
+
+    async def engines() -> list[EngineSample]:
+        return [one for one in await sampler.round(0.0) if isinstance(one, EngineSample)]
+
+    for name, number in (("inference", 1), ("inference-1", 0)):  # the second counts no beats
+        address = InferenceAddress(url="http://x", pid=3, name=name, number=number, in_hand=5, busy=0.5)
+        write_json(layout.engine(name), address)
+    (one,) = await engines()
+    assert (one.name, one.pid, one.in_hand, one.busy) == ("inference", 3, 5, 0.5)
+    assert topic_of(one) == b"telemetry.engine.inference"
+    assert await engines() == []
+    write_json(layout.inference, InferenceAddress(url="http://x", pid=3, number=2))
+    assert [one.number for one in await engines()] == [2]
 
 
 def test_absence_of_gpus_is_told_under_the_name_of_the_host() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -10,6 +11,9 @@ import pytest
 
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
+from rolloutmq.schemas.records import InferenceAddress
+from rolloutmq.services.worker import openai
+from rolloutmq.services.worker.engines import Engines
 from rolloutmq.services.worker.openai import OpenAIPolicy
 from rolloutmq.services.worker.policy import Policy
 
@@ -17,9 +21,14 @@ if TYPE_CHECKING:
     from tests.services.worker.conftest import FakeServer
 
 
+def at(place: Callable[[], str | None]) -> Engines:
+    """The one engine that is at this place, once it is known."""
+    return Engines(lambda: [InferenceAddress(url=url, pid=0)] if (url := place()) else [], random.Random(0))
+
+
 async def test_an_answer_has_everything(server: "FakeServer") -> None:
     server.step = 17
-    async with OpenAIPolicy.opened(lambda: server.url) as policy:
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
         typed: Policy = policy
         completions = await typed.complete("473=", n=3, max_tokens=4, stop=("a", "b"))
     assert len(completions) == 3
@@ -31,7 +40,7 @@ async def test_an_answer_has_everything(server: "FakeServer") -> None:
 
 
 async def test_a_conversation_is_asked_the_same_way(server: "FakeServer") -> None:
-    async with OpenAIPolicy.opened(lambda: server.url + "/v1/") as policy:
+    async with OpenAIPolicy.opened(at(lambda: server.url + "/v1/")) as policy:
         (answer,) = await policy.chat([{"role": "user", "content": "hi"}])
     assert answer.text == "answer"
     assert answer.logprobs == [-0.25, -0.25]
@@ -41,7 +50,7 @@ async def test_a_conversation_is_asked_the_same_way(server: "FakeServer") -> Non
 async def test_a_server_without_stamps_gets_the_known_versions(server: "FakeServer") -> None:
     server.step = None
     known = [PolicyVersion(0, 3)]
-    async with OpenAIPolicy.opened(lambda: server.url, known=lambda: known[0]) as policy:
+    async with OpenAIPolicy.opened(at(lambda: server.url), known=lambda: known[0]) as policy:
         server.gate.clear()
         asking = asyncio.create_task(policy.complete("q"))
         await until(lambda: server.waiting == 1)
@@ -54,7 +63,7 @@ async def test_a_server_without_stamps_gets_the_known_versions(server: "FakeServ
 @pytest.mark.parametrize("failure", [503, 502, 429, None])
 async def test_a_failure_that_passes_is_tried_again(server: "FakeServer", failure: int | None) -> None:
     server.failures = [failure, failure]
-    async with OpenAIPolicy.opened(lambda: server.url) as policy:
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
         (answer,) = await policy.complete("q")
         assert policy.retries >= 2 if failure else policy.retries >= 1
     assert answer.text == "answer"
@@ -64,7 +73,7 @@ async def test_a_failure_that_passes_is_tried_again(server: "FakeServer", failur
 @pytest.mark.parametrize("status", [400, 404, 413, 500])
 async def test_a_refusal_is_final(server: "FakeServer", status: int) -> None:
     server.failures = [status]
-    async with OpenAIPolicy.opened(lambda: server.url) as policy:
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
         with pytest.raises(PolicyRefusedError, match=f"says {status}") as caught:
             await policy.complete("q")
     assert caught.value.status == status
@@ -73,7 +82,7 @@ async def test_a_refusal_is_final(server: "FakeServer", status: int) -> None:
 
 async def test_a_wrong_number_of_choices_is_refused(server: "FakeServer") -> None:
     server.missing = 1
-    async with OpenAIPolicy.opened(lambda: server.url) as policy:
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
         with pytest.raises(PolicyRefusedError, match="has 1 choices, 2 were asked for"):
             await policy.complete("q", n=2)
 
@@ -83,7 +92,7 @@ async def test_a_restart_on_another_port_is_only_a_pause(
 ) -> None:
     caplog.set_level(logging.WARNING)
     place = [server.url]
-    async with OpenAIPolicy.opened(lambda: place[0]) as policy:
+    async with OpenAIPolicy.opened(at(lambda: place[0])) as policy:
         await policy.complete("q")
         server.gate.clear()
         asking = [asyncio.create_task(policy.complete("q")) for _ in range(8)]
@@ -101,7 +110,7 @@ async def test_a_restart_on_another_port_is_only_a_pause(
 
 async def test_the_address_is_waited_for(server: "FakeServer") -> None:
     place: list[str | None] = [None]
-    async with OpenAIPolicy.opened(lambda: place[0]) as policy:
+    async with OpenAIPolicy.opened(at(lambda: place[0])) as policy:
         asking = asyncio.create_task(policy.complete("q"))
         await until(lambda: policy.retries >= 2)
         place[0] = server.url
@@ -110,7 +119,7 @@ async def test_the_address_is_waited_for(server: "FakeServer") -> None:
 
 async def test_patience_ends(server: "FakeServer") -> None:
     await server.stop()
-    async with OpenAIPolicy.opened(lambda: server.url, patience_s=0.2) as policy:
+    async with OpenAIPolicy.opened(at(lambda: server.url), patience_s=0.2) as policy:
         with pytest.raises(PolicyUnavailableError) as caught:
             await policy.complete("q")
     assert caught.value.address == server.url
@@ -120,13 +129,13 @@ async def test_patience_ends(server: "FakeServer") -> None:
 async def test_a_server_that_accepts_and_never_answers_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        async with OpenAIPolicy.opened(lambda: url, patience_s=0.2) as policy:
+        async with OpenAIPolicy.opened(at(lambda: url), patience_s=0.2) as policy:
             with pytest.raises(PolicyUnavailableError, match="it does not answer"):
                 await policy.complete("q")
 
 
 async def test_one_connection_serves_call_after_call(server: "FakeServer") -> None:
-    async with OpenAIPolicy.opened(lambda: server.url) as policy:
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
         for _ in range(5):
             await policy.complete("q")
     assert server.models_asked == 1
@@ -134,7 +143,7 @@ async def test_one_connection_serves_call_after_call(server: "FakeServer") -> No
 
 
 async def test_a_cancelled_call_leaves_the_client_usable(server: "FakeServer") -> None:
-    async with OpenAIPolicy.opened(lambda: server.url) as policy:
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
         server.gate.clear()
         asking = asyncio.create_task(policy.complete("q"))
         await until(lambda: server.waiting == 1)
@@ -149,3 +158,63 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - what is waited for lies in other objects
             await asyncio.sleep(0.005)
+
+
+def among(*servers: "FakeServer") -> Engines:
+    """Several engines, which count no beats."""
+    addresses = [InferenceAddress(url=server.url, pid=1, name=server.url) for server in servers]
+    return Engines(lambda: addresses, random.Random(0))
+
+
+async def test_calls_are_spread_over_the_engines(server: "FakeServer", other_server: "FakeServer") -> None:
+    async with OpenAIPolicy.opened(among(server, other_server)) as policy:
+        for one in (server, other_server):
+            one.gate.clear()
+        asking = [asyncio.create_task(policy.complete("q")) for _ in range(10)]
+        await until(lambda: server.waiting == other_server.waiting == 5)
+        other_server.gate.set()
+        await until(lambda: other_server.waiting == 0)
+        asking += [asyncio.create_task(policy.complete("q")) for _ in range(3)]
+        await until(lambda: len(other_server.asked) == 8)
+        server.gate.set()
+        assert len(await asyncio.gather(*asking)) == 13
+    assert (len(server.asked), len(other_server.asked), policy.retries) == (5, 8, 0)
+
+
+async def test_an_engine_that_dies_costs_its_calls_no_pause(
+    server: "FakeServer", other_server: "FakeServer", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai, "BACKOFF_S", 60.0)
+    async with OpenAIPolicy.opened(among(server, other_server)) as policy:
+        for one in (server, other_server):
+            one.gate.clear()
+        asking = [asyncio.create_task(policy.complete("q")) for _ in range(10)]
+        await until(lambda: server.waiting == other_server.waiting == 5)
+        await server.stop()
+        await until(lambda: other_server.waiting == 10)
+        other_server.gate.set()
+        answers = await asyncio.gather(*asking)
+    assert all(answer.text == "answer" for (answer,) in answers)
+
+
+async def test_an_engine_that_drains_hands_its_calls_to_the_others(
+    server: "FakeServer", other_server: "FakeServer", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai, "BACKOFF_S", 60.0)
+    server.failures = [503] * 50
+    async with OpenAIPolicy.opened(among(server, other_server)) as policy:
+        for _ in range(20):
+            assert len(await policy.complete("q")) == 1
+    assert len(other_server.asked) == 20
+    assert len(server.asked) < 5  # it is passed over, not asked each time
+
+
+async def test_where_all_engines_fail_it_is_waited_and_not_hurried(
+    server: "FakeServer", other_server: "FakeServer"
+) -> None:
+    await server.stop()
+    await other_server.stop()
+    async with OpenAIPolicy.opened(among(server, other_server), patience_s=0.5) as policy:
+        with pytest.raises(PolicyUnavailableError):
+            await policy.complete("q")
+        assert 2 <= policy.retries < 12
