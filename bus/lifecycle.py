@@ -24,6 +24,7 @@ from rolloutmq.schemas.errors import (
     JournalFailedError,
     NothingToLearnError,
     RolloutMQError,
+    RunDirInUseError,
     WorkersFailedError,
 )
 from rolloutmq.schemas.process import PERMANENT_FAILURE
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 FAILED: Final = 1
 """Exit code after an error that another start may be spared."""
+IN_USE: Final = 4
+"""Exit code where another process has what this one is for: the run directory."""
 FORCED: Final = 130
 """Exit code after a second signal."""
 _HOPELESS: Final = (
@@ -117,7 +120,9 @@ def log_failure(name: str, error: BaseException) -> int:
     reason = "; ".join(dict.fromkeys(map(_one_line, leaves)))
     sys.stderr.write(f"error: {reason}\n")
     sys.stderr.flush()
-    return PERMANENT_FAILURE if any(isinstance(leaf, _HOPELESS) for leaf in leaves) else FAILED
+    if any(isinstance(leaf, _HOPELESS) for leaf in leaves):
+        return PERMANENT_FAILURE
+    return IN_USE if any(isinstance(leaf, RunDirInUseError) for leaf in leaves) else FAILED
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -1,6 +1,7 @@
 """The command line. Every command imports what it needs when it runs, so that `--help` answers at once.
 
-Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 4 somebody else has the run directory,
+130 interrupted.
 """
 
 import os
@@ -10,10 +11,13 @@ from typing import Annotated, Final
 
 import typer
 
-from rolloutmq.schemas.errors import ConfigError, RolloutMQError
+from rolloutmq.launch.services import Assignments
+from rolloutmq.launch.services import app as services
+from rolloutmq.schemas.errors import ConfigError, RolloutMQError, RunDirInUseError
 
 EXIT_FAILED: Final = 1
 EXIT_CONFIG: Final = 2
+EXIT_IN_USE: Final = 4
 
 app = typer.Typer(
     name="rolloutmq",
@@ -27,20 +31,15 @@ app = typer.Typer(
 RUN = "Run"
 LOOK = "Look"
 STEER = "Steer"
-SERVICE = "One process of a run"
 
 ConfigFile = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)]
 RunDir = Annotated[
     Path | None,
     typer.Argument(help="Run directory; the one living run below runs/ if left out."),
 ]
-RunDirOption = Annotated[Path, typer.Option("--run-dir", help="Run directory.")]
 RunOption = Annotated[
     Path | None,
     typer.Option("--run-dir", help="Run directory; the one living run below runs/ if left out."),
-]
-Assignments = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 GroupId = Annotated[str, typer.Argument(help="Id of the group.", show_default=False)]
@@ -128,6 +127,15 @@ def status(run_dir: RunDir = None, as_json: Json = False) -> None:
     """Show the state of a run, and who waits for what."""
     from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.status import status as show
+
+    raise typer.Exit(show(find_run(run_dir), as_json))
+
+
+@app.command(rich_help_panel=LOOK)
+def workers(run_dir: RunDir = None, as_json: Json = False) -> None:
+    """Show every worker, why one is not up, and how many there should be."""
+    from rolloutmq.launch.rundir import find_run
+    from rolloutmq.services.monitor.workers import workers as show
 
     raise typer.Exit(show(find_run(run_dir), as_json))
 
@@ -300,64 +308,7 @@ def set_values(
     raise typer.Exit(steer.set_values(find_run(run_dir), values))
 
 
-@app.command(rich_help_panel=SERVICE)
-def broker(
-    run_dir: RunDirOption,
-    config: Annotated[Path | None, typer.Option(help="TOML file, if the run has none yet.")] = None,
-    assignments: Assignments = None,
-) -> None:
-    """Run the broker."""
-    from rolloutmq.launch.settings import prepare_service
-    from rolloutmq.services.broker.server import main as run
-
-    prepare_service(run_dir, config, assignments or [])
-    raise typer.Exit(run(run_dir))
-
-
-@app.command(rich_help_panel=SERVICE)
-def orchestrator(run_dir: RunDirOption) -> None:
-    """Run the orchestrator."""
-    from rolloutmq.services.orchestrator.server import main as run
-
-    raise typer.Exit(run(run_dir))
-
-
-@app.command(rich_help_panel=SERVICE)
-def telemetry(run_dir: RunDirOption) -> None:
-    """Run the sampler of the machine and the recorder of events."""
-    from rolloutmq.services.telemetry.server import main as run
-
-    raise typer.Exit(run(run_dir))
-
-
-@app.command(rich_help_panel=SERVICE)
-def inference(
-    run_dir: RunDirOption,
-    engine: Annotated[str, typer.Option(help="Name: inference, inference-1, ...")] = "inference",
-) -> None:
-    """Run one inference server."""
-    from rolloutmq.services.inference.tiny import main as run
-
-    raise typer.Exit(run(run_dir, engine))
-
-
-@app.command(rich_help_panel=SERVICE)
-def worker(
-    run_dir: RunDirOption,
-    name: Annotated[str, typer.Option("--worker", help="Name: environment, dash, number.")],
-) -> None:
-    """Run one environment worker."""
-    from rolloutmq.services.worker.runtime import main as run
-
-    raise typer.Exit(run(run_dir, name))
-
-
-@app.command(rich_help_panel=SERVICE)
-def trainer(run_dir: RunDirOption) -> None:
-    """Run the trainer."""
-    from rolloutmq.trainer.loop import main as run
-
-    raise typer.Exit(run(run_dir))
+app.add_typer(services)
 
 
 @app.callback(invoke_without_command=True)
@@ -381,6 +332,8 @@ def main() -> None:
         app()
     except ConfigError as error:
         _fail(error, EXIT_CONFIG)
+    except RunDirInUseError as error:
+        _fail(error, EXIT_IN_USE)
     except RolloutMQError as error:
         _fail(error, EXIT_FAILED)
 

@@ -31,9 +31,11 @@ from rolloutmq.launch.rundir import claimed, clear, give_back
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import Role
+from rolloutmq.services.logbook import LogLimits, Rotation
 from rolloutmq.services.monitor.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.orchestrator.keeper import Supervisor
 from rolloutmq.services.orchestrator.processes import end_marked
+from rolloutmq.services.orchestrator.roster import env_of
 from rolloutmq.services.orchestrator.supervisor import KILL_LADDER, OVER, Backoff, Phase, View, term_ladder
 from rolloutmq.services.runner import Stop
 
@@ -120,14 +122,22 @@ class Launcher:
         with self._view:
             async with self._supervisor, asyncio.TaskGroup() as tasks:
                 tasks.create_task(watch(self._layout, self._view, shown), name="view")
+                rotation = tasks.create_task(self._rotation().run(), name="logs")
                 for spec in plan(self._config, self._layout, sys.executable):
                     self._roles[spec.name] = spec.role
                     self._supervisor.start(spec)
                 ending = await self._ended(stop)
                 await self._stop(ending.reason)
+                rotation.cancel()
                 shown.set()
         end_marked(f"{self._token}/")
         return Ending(EXIT_INTERRUPTED, "killed by a second signal") if self._killed else ending
+
+    def _rotation(self) -> Rotation:
+        """Return who keeps the logs short that are no worker's: those are the orchestrator's."""
+        run, logs = self._config.run, self._layout.logs
+        limits = LogLimits(run.log_bytes, run.log_files)
+        return Rotation(limits, lambda: [log for log in logs.glob("*.log") if not env_of(log.stem)])
 
     async def _ended(self, stop: Stop) -> Ending:
         """Wait for the first reason to end the run."""

@@ -99,6 +99,12 @@ def owner(layout: RunLayout) -> ProcessIdentity | None:
     return found if found is not None and alive(found) else None
 
 
+def in_use(root: Path, launcher: ProcessIdentity) -> RunDirInUseError:
+    """Return the error that says who has a run directory, and since when."""
+    since = RunLayout(root).owner.stat().st_mtime
+    return RunDirInUseError(str(root), "rolloutmq up", launcher.pid, since)
+
+
 def find_run(given: Path | None, *, living: bool = True) -> Path:
     """Return the run directory that a command means.
 
@@ -122,7 +128,13 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
         return alive_ones[0].root
     if layouts and not living:
         return max(layouts, key=lambda layout: layout.config.stat().st_mtime).root
-    raise MissingError(f"a living run below {RUNS}/", "start one with `rolloutmq up CONFIG`")
+    dead = [layout for layout in layouts if layout.owner.exists()]
+    hint = "start one with `rolloutmq up CONFIG`"
+    if dead:
+        hint = (
+            f"{dead[0].root} is dead, its launcher was killed: `rolloutmq down {dead[0].root}` puts it away"
+        )
+    raise MissingError(f"a living run below {RUNS}/", hint)
 
 
 def _lock(root: Path) -> int:
@@ -132,8 +144,9 @@ def _lock(root: Path) -> int:
     except BlockingIOError:
         os.close(lock)
         found = owner(RunLayout(root))
-        who = f"process {found.pid} (rolloutmq up)" if found else "another process"
-        raise RunDirInUseError(str(root), who) from None
+        if found is None:
+            raise RunDirInUseError(str(root), "another process") from None
+        raise in_use(root, found) from None
     return lock
 
 

@@ -14,16 +14,18 @@ from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.endpoint import resolve_blocking
 from rolloutmq.bus.engines import FIRST
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.launch.results import retell
-from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, owner, recorded
+from rolloutmq.launch.results import conclude, retell
+from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, give_back, in_use, owner, recorded
 from rolloutmq.launch.settings import assigned
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import Drain, Setting, SetValues, SetWorkers, ValueRefused, ValuesSet
 from rolloutmq.schemas.delivery import Reply, Request
-from rolloutmq.schemas.errors import ConfigError, RunDirInUseError
+from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.logbook import last_line
 from rolloutmq.services.monitor.exits import reader_may_leave
-from rolloutmq.services.orchestrator.processes import end_strays, last_line
+from rolloutmq.services.monitor.life import Life, fate_of
+from rolloutmq.services.orchestrator.processes import end_strays
 
 ANSWER_S: Final = 5.0
 """Longest wait for the broker's answer to a command."""
@@ -37,12 +39,7 @@ def down(run_dir: Path) -> int:
     layout = RunLayout(run_dir.resolve())
     launcher = owner(layout)
     if launcher is None:
-        config, _ = load_run(layout.root)
-        ended = end_strays(recorded(layout), STRAY_GRACE_S)
-        clear(config, layout)
-        layout.owner.unlink(missing_ok=True)
-        _say(f"no launcher lives; {ended} processes ended")
-        return 0
+        return _put_away(layout)
     pidfd = os.pidfd_open(launcher.pid)
     try:
         # The identity is looked at again once the descriptor is held: only now can it not change.
@@ -52,6 +49,25 @@ def down(run_dir: Path) -> int:
     finally:
         os.close(pidfd)
     _say(f"ended {layout.root}")
+    return 0
+
+
+def _put_away(layout: RunLayout) -> int:
+    """End and clear what is left of a run without a launcher, and say how it came to that."""
+    config, _ = load_run(layout.root)
+    fate = fate_of(layout)
+    ended = end_strays(recorded(layout), STRAY_GRACE_S)
+    clear(config, layout)
+    layout.owner.unlink(missing_ok=True)
+    what = f"{ended} processes that it left were ended"
+    if fate.life is Life.DEAD:
+        give_back(layout)
+        _say(f"the run in {layout.root} was dead: its launcher, process {fate.launcher}, was killed; {what}")
+        conclude(config, layout, "its launcher was killed", None)
+    elif fate.life is Life.ENDED and not ended:
+        _say(f"the run in {layout.root} had ended already: {fate.reason}")
+    else:
+        _say(f"no launcher lives in {layout.root}; {what}")
     return 0
 
 
@@ -67,7 +83,7 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
     """
     root = config.run.dir
     if (living := owner(RunLayout(root))) is not None:
-        raise RunDirInUseError(str(root), f"process {living.pid} (rolloutmq up)")
+        raise in_use(root, living)
     root.parent.mkdir(parents=True, exist_ok=True)
     output = root.with_name(f"{root.name}.out")
     rest = [argument for argument in arguments if argument != "--detach"]

@@ -41,6 +41,12 @@ class RunSection(Section):
     """Project name for a tracker such as Weights & Biases; only passed on."""
     tracking_group: str = ""
     """Group name for a tracker; only passed on."""
+    log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 16 * MIB
+    """Size at which the log of a process is cut; what it held moves to `NAME.log.1`. Hours of an ordinary worker."""
+    log_files: Annotated[int, Field(ge=1, le=1000)] = 3
+    """Such parts that are kept of each process beside its log: with 16 MiB, 64 MiB of each at most."""
+    log_workers: PositiveInt = 200
+    """Logs that are kept of an environment's workers that are gone. Where many come and go, the oldest are removed."""
 
 
 class BrokerConfig(Section):

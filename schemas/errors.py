@@ -37,6 +37,7 @@
 Exceptions carry fields and build their own text. Over the wire an error is an `ErrorCode` and that text.
 """
 
+import time
 from enum import StrEnum
 
 
@@ -287,14 +288,25 @@ class ResourceError(RolloutMQError):
 
 
 class RunDirInUseError(ResourceError):
-    """Another run lives in this run directory."""
+    """Somebody else lives in this run directory.
 
-    def __init__(self, path: str, owner: str) -> None:
+    Attributes:
+        path: The directory.
+        owner: What it is.
+        pid: Its process; 0 if nobody knows.
+        since: When it came, wall clock; 0.0 if nobody knows.
+    """
+
+    def __init__(self, path: str, owner: str, pid: int = 0, since: float = 0.0) -> None:
         self.path = path
         self.owner = owner
+        self.pid = pid
+        self.since = since
 
     def __str__(self) -> str:
-        return f"run directory {self.path} is in use by {self.owner}"
+        when = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(self.since)) if self.since else ""
+        who = f"process {self.pid} ({self.owner})" if self.pid else self.owner
+        return f"run directory {self.path} is in use by {who}{when}"
 
 
 class AddressInUseError(ResourceError):

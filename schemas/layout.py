@@ -4,6 +4,7 @@ config.json          the resolved configuration                         written 
 run.json             who owns the run directory (ProcessIdentity)       launcher
 processes.json       the processes that live (list of ProcessIdentity)  launcher; workers.json: orchestrator
 engines.json         the engines of them that it keeps                  orchestrator
+supervision.json     each worker as the orchestrator sees it            orchestrator
 endpoints.json       where the broker's sockets are                     broker, once they are bound
 inference.json       where the policy is served                         inference server, once it is ready
 inference-1.json ... the same of further engines                        each engine, while it serves
@@ -18,7 +19,7 @@ journal/             groups-00000001.rmq ..., facts-00000001.rmq ..., quarantine
 dead/                one file for each dead group                       broker
 metrics.jsonl        every event that was published                     telemetry
 decisions.jsonl      every decision on the number of workers, with its inputs   orchestrator
-logs/<name>.log      what each process printed
+logs/<name>.log      what each process printed; .log.1, .log.2, ... what it printed before, newest first
 sockets/             ipc endpoints, mode 0700
 summary.json, report.png                                                launcher, at the end
 """
@@ -36,6 +37,7 @@ class RunLayout:
         self.processes = root / "processes.json"
         self.workers = root / "workers.json"
         self.engines = root / "engines.json"
+        self.supervision = root / "supervision.json"
         self.endpoints = root / "endpoints.json"
         self.inference = root / "inference.json"
         self.weights = root / "weights.json"

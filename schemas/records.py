@@ -3,6 +3,7 @@
 import msgspec
 
 from rolloutmq.schemas.envelope import Count, PolicyVersion, Split
+from rolloutmq.schemas.process import ProcessIdentity
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,3 +96,53 @@ class DroppedGroup(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """`expired`, `dead` or `discarded`."""
     reason: str
+
+
+class RunHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """A lock file: who holds the lock, for the one that is refused."""
+
+    name: str
+    pid: int
+    since: float
+    """Wall clock."""
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as the orchestrator sees it. Times are of CLOCK_MONOTONIC: one clock for all processes of a boot."""
+
+    worker: str
+    env: str
+    phase: str
+    """`waiting` for its next start, `running`, `stopping`, or `fatal`: given up for good."""
+    since: float
+    """When the phase began."""
+    pid: int = 0
+    """0 if no process lives."""
+    started: float | None = None
+    """When the process was started, by whoever did."""
+    due: float | None = None
+    """When it is started again, if it waits for that."""
+    crashes: int = 0
+    """In a row, each soon after its start."""
+    restarts: int = 0
+    reason: str = ""
+    """Why it is in this phase; how its last life ended."""
+    last_lines: tuple[str, ...] = ()
+    """End of its log, if it crashed and does not run."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """How many workers an environment shall have, and why."""
+
+    env: str
+    target: int
+    current: int
+    reason: str
+
+
+class Supervision(msgspec.Struct, frozen=True, kw_only=True):
+    """`supervision.json`: the workers of a run as its orchestrator sees them, but for those that ended in order."""
+
+    orchestrator: ProcessIdentity
+    targets: tuple[Target, ...] = ()
+    workers: tuple[WorkerRecord, ...] = ()

@@ -8,6 +8,7 @@ from rolloutmq.bus.engines import SILENT_S, engine_number
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import Pressure, ScaleDecision, StepDone, WorkerState, WorkerStatus
 from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.records import Supervision, Target
 from rolloutmq.schemas.telemetry import (
     EngineDecision,
     EngineSample,
@@ -18,6 +19,7 @@ from rolloutmq.schemas.telemetry import (
     ProcessSample,
 )
 from rolloutmq.services.monitor.bounds import configured_bounds
+from rolloutmq.services.monitor.crew import WorkerRow, joined
 
 RATE_WINDOW_S: Final = 10.0
 """Steps a second are measured over this long: short enough to show a stall, long enough not to jump."""
@@ -53,6 +55,10 @@ class Board:
         self.decisions: dict[str, ScaleDecision] = {}
         self.engine_decision: EngineDecision | None = None
         self._engines: dict[str, tuple[EngineSample, float]] = {}
+        self.supervision: Supervision | None = None
+        """What the orchestrator says of its workers: no event, whoever feeds the board looks for it."""
+        self.notice = ""
+        """What a person should know first."""
         self.started_at: float | None = None
         self._pressure_at = 0.0
         self._rewards: deque[tuple[int, float]] = deque(maxlen=REWARDS_KEPT)
@@ -158,6 +164,17 @@ class Board:
         """Return the engines that were heard of lately, by number."""
         heard = [one for one, at in self._engines.values() if now - at <= SILENT_S]
         return sorted(heard, key=lambda one: engine_number(one.name))
+
+    def crew(self, now: float) -> list[WorkerRow]:
+        """Return the workers as orchestrator and broker see them together; `now` is CLOCK_MONOTONIC."""
+        return joined(self.supervision, self.workers(), now)
+
+    def targets(self) -> list[Target]:
+        """Return how many workers each environment shall have: as last published, else as last written."""
+        known = {one.env: one for one in self.supervision.targets} if self.supervision is not None else {}
+        for one in self.decisions.values():
+            known[one.env] = Target(env=one.env, target=one.target, current=one.current, reason=one.reason)
+        return [known[env] for env in sorted(known)]
 
     def silent_s(self, now: float) -> float:
         """Return for how long the broker has been silent, if that is longer than it should be; else 0."""

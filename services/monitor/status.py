@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,46 +16,66 @@ from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.services.monitor import figures, waits
+from rolloutmq.services.monitor.crew import WorkerRow, fields, joined, supervision_of, trouble_text
 from rolloutmq.services.monitor.exits import FAILED, USAGE, complain, reader_may_leave
+from rolloutmq.services.monitor.life import Fate, Life, fate_of
 from rolloutmq.services.telemetry.feed import endpoints_of
 
 PATIENCE_S: Final = 3.0
 """A broker that lives answers in milliseconds."""
+_LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
 
 
 def status(where: Path, as_json: bool) -> int:
     """Print the status of a run directory's broker; returns the exit code. Blocks for three seconds at most."""
     if not where.is_dir():
         return complain(f"{where} is no run directory", USAGE)
-    endpoints = endpoints_of(RunLayout(where))
-    if endpoints is None:
-        return complain(f"no broker runs in {where}", FAILED)
+    layout = RunLayout(where)
+    endpoints = endpoints_of(layout)
+    fate = fate_of(layout)
+    if endpoints is None or (fate.life is Life.DEAD and not fate.broker):
+        return complain(fate.say(layout), FAILED)
     try:
         with BlockingClient(endpoints.serve) as client:
             reply = client.request(GetStatus(), timeout_s=PATIENCE_S)
     except RolloutMQError as error:
-        return complain(str(error), FAILED)
+        return complain(fate.say(layout) if fate.life is Life.DEAD else str(error), FAILED)
     if not isinstance(reply, StatusReply):
         return complain("the broker gave no status", FAILED)
-    engines = engines_of(RunLayout(where))
-    text = msgspec.json.format(msgspec.json.encode(status_json(reply, engines)), indent=2).decode()
+    known, engines = supervision_of(layout), engines_of(layout)
+    rows = joined(known, reply.pressure.workers, time.monotonic())
+    if as_json:
+        plain = status_json(reply, engines, supervision=fields(known, rows), life=fate.life)
+        text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
+    else:
+        text = "\n".join([status_text(reply, rows, engines, time.time()), *_dead(fate, layout)])
     with reader_may_leave():
-        sys.stdout.write((text if as_json else status_text(reply, engines, time.time())) + "\n")
+        sys.stdout.write(text + "\n")
     return 0
 
 
-def status_json(reply: StatusReply, engines: Sequence[InferenceAddress] = ()) -> dict[str, Any]:
-    """Return the reply as plain data, with `why`: one line on who waits for what; and what the engines say."""
-    fields: dict[str, Any] = msgspec.to_builtins(reply)
-    del fields["kind"], fields["pressure"]["kind"]
-    return {"why": waits.explain(reply.pressure), "engines": msgspec.to_builtins(engines), **fields}
+def _dead(fate: Fate, layout: RunLayout) -> list[str]:
+    return [f"{'DEAD':<9}{fate.say(layout)}"] if fate.life is Life.DEAD and not fate.elsewhere else []
 
 
-def status_text(reply: StatusReply, engines: Sequence[InferenceAddress] = (), wall: float = 0.0) -> str:
-    """Return the reply for a person: a few lines, the reason of waiting among them.
+def status_json(reply: StatusReply, engines: Sequence[InferenceAddress] = (), **more: Any) -> dict[str, Any]:
+    """Return the reply as plain data, with `why`: one line on who waits for what; and with what else is known."""
+    plain: dict[str, Any] = msgspec.to_builtins(reply)
+    del plain["kind"], plain["pressure"]["kind"]
+    return {"why": waits.explain(reply.pressure), "engines": msgspec.to_builtins(engines), **plain, **more}
+
+
+def status_text(
+    reply: StatusReply,
+    crew: Sequence[WorkerRow] = (),
+    engines: Sequence[InferenceAddress] = (),
+    wall: float = 0.0,
+) -> str:
+    """Return the reply for a person: a few lines, the reason of waiting among them, and which workers are not well.
 
     Args:
         reply: What the broker says.
+        crew: The workers, as broker and orchestrator see them together.
         engines: What the engines say of themselves.
         wall: The wall clock.
     """
@@ -78,7 +99,8 @@ def status_text(reply: StatusReply, engines: Sequence[InferenceAddress] = (), wa
         ("groups", figures.accounts(pressure.ledger)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
-        ("workers", _workers(reply)),
+        ("workers", _workers(reply, crew)),
+        *(line for row in crew if row.is_unwell for line in _unwell(row)),
         *(("engine", _engine(one, wall)) for one in engines),
     ]
     tasks = msgspec.structs.asdict(pressure.tasks)
@@ -133,6 +155,14 @@ def _journal(journal: JournalStatus) -> str:
     return ", ".join(parts)
 
 
-def _workers(reply: StatusReply) -> str:
-    states = [worker.state for worker in reply.pressure.workers]
-    return ", ".join(f"{states.count(state)} {state}" for state in WorkerState if state in states) or "none"
+def _workers(reply: StatusReply, crew: Sequence[WorkerRow]) -> str:
+    states = Counter(row.state for row in crew) or Counter(str(one.state) for one in reply.pressure.workers)
+    return ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=_by_life)) or "none"
+
+
+def _by_life(counted: tuple[str, int]) -> int:
+    return _LIFE.index(counted[0])
+
+
+def _unwell(row: WorkerRow) -> list[tuple[str, str]]:
+    return [("", f"{row.worker}: {trouble_text(row)}"), *(("", f"  | {line}") for line in row.last_lines)]

@@ -25,12 +25,19 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.telemetry import Event
 from rolloutmq.services.monitor import view
 from rolloutmq.services.monitor.board import Board
+from rolloutmq.services.monitor.crew import supervision_of
+from rolloutmq.services.monitor.exits import FAILED, USAGE, complain, reader_may_leave
+from rolloutmq.services.monitor.life import Fate, Life, fate_of
 from rolloutmq.services.monitor.progress import Progress
 from rolloutmq.services.telemetry.feed import Feed
 
 logger = logging.getLogger(__name__)
 
 REFRESH_S: Final = 0.25
+LOOK_S: Final = 1.0
+"""How often files of the run are looked at."""
+GONE_S: Final = 10.0
+"""How long a run without a launcher may be without a broker: one that is started by hand may be about to come."""
 SHOWN: Final = (topics.PRESSURE, topics.STEP, topics.TELEMETRY)
 """Topics that a view needs."""
 
@@ -56,7 +63,7 @@ class LiveView:
         screen: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._board = board
+        self.board = board
         self._console = console or Console(highlight=False)
         self._now = now
         self._live = Live(
@@ -79,13 +86,13 @@ class LiveView:
     def feed(self, topic: bytes, event: Event) -> None:
         """Take one event of the run."""
         if topic.startswith(SHOWN):
-            self._board.feed(event, self._now())
+            self.board.feed(event, self._now())
 
     def render(self) -> RenderableType:
         """Return the picture of this moment, fit for the terminal as it is now."""
         size = self._console.size
         # One line less than there are: writing in the last one would scroll.
-        return view.frame(self._board, self._now(), size.width, size.height - 1)
+        return view.frame(self.board, self._now(), size.width, size.height - 1)
 
     def refresh(self) -> None:
         """Draw it."""
@@ -98,10 +105,11 @@ class PlainView:
     def __init__(
         self, board: Board, write: Callable[[str], object], now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._board = board
+        self.board = board
         self._progress = Progress(board)
         self._write = write
         self._now = now
+        self._noticed = ""
 
     def __enter__(self) -> Self:
         return self
@@ -114,10 +122,14 @@ class PlainView:
     def feed(self, topic: bytes, event: Event) -> None:
         """Take one event of the run."""
         if topic.startswith(SHOWN):
-            self._board.feed(event, self._now())
+            self.board.feed(event, self._now())
 
     def refresh(self) -> None:
-        """Print a line if one is due."""
+        """Print a line if one is due, and once what a person should know."""
+        if self.board.notice != self._noticed:
+            self._noticed = self.board.notice
+            if self._noticed:
+                self._write(self._noticed + "\n")
         if (line := self._progress.line(self._now())) is not None:
             self._write(line + "\n")
 
@@ -159,9 +171,12 @@ async def watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.Ev
 
 
 async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.Event) -> None:
-    refresh_at = time.monotonic()
+    refresh_at = look_at = time.monotonic()
     async with Feed(layout, SHOWN) as feed:
         while not until.is_set():
+            if time.monotonic() >= look_at:
+                live.board.supervision = supervision_of(layout)
+                look_at = time.monotonic() + LOOK_S
             event = await feed.next(max(0.0, refresh_at - time.monotonic()))
             if event is not None:
                 # What cannot be decoded is another version's: not shown, and not our end.
@@ -174,16 +189,43 @@ async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.E
 
 
 def top(where: Path) -> int:
-    """Show a run until Ctrl-C; returns the exit code. Blocks."""
+    """Show a run until Ctrl-C, or until it has ended; returns the exit code. Blocks."""
     try:
         config, layout = load_run(where)
     except RolloutMQError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+        return complain(str(error), USAGE)
+    ended: Fate | None = None
     with contextlib.suppress(KeyboardInterrupt), make_view(config, screen=True) as live:
-        asyncio.run(_forever(layout, live))
-    return 0
+        ended = asyncio.run(_until_over(layout, live))
+    if ended is None:
+        return 0
+    with reader_may_leave():
+        sys.stdout.write(ended.say(layout) + "\n")
+    return 0 if ended.life is Life.ENDED else FAILED
 
 
-async def _forever(layout: RunLayout, live: LiveView | PlainView) -> None:
-    await watch(layout, live, asyncio.Event())
+async def _until_over(layout: RunLayout, live: LiveView | PlainView) -> Fate:
+    """Show a run until it is over, and return how it ended."""
+    over = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch(layout, live, over), name="view")
+        fate = await _over(layout, live.board)
+        over.set()
+    return fate
+
+
+async def _over(layout: RunLayout, board: Board) -> Fate:
+    """Wait until nothing of a run can be watched any more. What is heard counts more than what the directory says."""
+    absent_at = time.monotonic()
+    while True:
+        fate = fate_of(layout)
+        board.notice = fate.say(layout) if fate.life is Life.DEAD and not fate.elsewhere else ""
+        now = time.monotonic()
+        if fate.life is not Life.ABSENT:
+            absent_at = now
+        is_quiet = board.pressure is None or board.silent_s(now) > 0.0
+        is_left = fate.life is Life.ABSENT and now - absent_at > GONE_S
+        is_dead = fate.life is Life.DEAD and not fate.broker
+        if fate.life is Life.ENDED or ((is_left or is_dead) and is_quiet):
+            return fate
+        await asyncio.sleep(LOOK_S)

@@ -4,40 +4,43 @@ Each line stands alone, is cut rather than wrapped, and leads with what matters 
 less of it and nothing jumps. Workers take the height that is left; those in trouble come first where not all fit.
 """
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rolloutmq.schemas.control import LedgerCounts, Pressure, WorkerState, WorkerStatus
+from rolloutmq.schemas.control import LedgerCounts, Pressure, WorkerState
 from rolloutmq.schemas.telemetry import EngineSample, GpuSample
 from rolloutmq.services.monitor import figures, waits
 from rolloutmq.services.monitor.board import Board
+from rolloutmq.services.monitor.crew import SILENT_S, WorkerRow, target_text, trouble_text
 
 LABEL_WIDTH: Final = 9
 GAUGE_WIDTH: Final = 16
-STYLE_OF: Final = {
+STYLE_OF: Final[dict[str, str]] = {
+    "waiting": "bold red",
     WorkerState.STARTING: "cyan",
     WorkerState.READY: "green",
     WorkerState.DRAINING: "yellow",
     WorkerState.GONE: "dim",
     WorkerState.FAILED: "bold red",
+    "stopping": "yellow",
+    "fatal": "bold red",
 }
 INTEREST: Final = ("trainer", "inference", "broker", "orchestrator", "telemetry")
 ACCENT: Final = "bold cyan"
 QUIET: Final = "dim"
 GPUS_APART: Final = 2
 ENGINES_APART: Final = 4
-SILENT_S: Final = 3.0
-"""Workers speak once a second; from here on their silence is shown as trouble."""
+TARGETS_SHOWN: Final = 3
+UNWELL_SHOWN: Final = 3
 
 
 def frame(board: Board, now: float, width: int, height: int) -> Group:
     """Return the whole picture, at most `height` lines of `width` cells."""
-    above = [header(board, now, width), reward_line(board, width)]
+    above = [header(board, now, width), *notice_lines(board), reward_line(board, width)]
     below: list[Text] = []
     pressure = board.pressure
     if pressure is None:
@@ -50,9 +53,12 @@ def frame(board: Board, now: float, width: int, height: int) -> Group:
         ]
         below += ledger_lines(pressure.ledger)
     below += engine_lines(board, now)
+    above += target_lines(board)
+    crew = board.crew(now)
+    below[:0] = trouble_lines(crew)
     below += machine_lines(board)
     room = height - len(above) - len(below) - 2
-    table = worker_table(board, room - 1, width)
+    table = worker_table(board, crew, room - 1, width)
     lines: list[RenderableType] = [*above, Text(), *below]
     if table is not None:
         lines[len(above) + 1 : len(above) + 1] = [table, Text()]
@@ -161,58 +167,72 @@ def _trainer_line(board: Board, pressure: Pressure) -> Text:
     return _row("trainer", Text("has its batches", style="green"))
 
 
-def worker_table(board: Board, rows: int, width: int) -> Table | None:
+def notice_lines(board: Board) -> list[Text]:
+    """What a person should know first, if anything."""
+    return [_row("run", Text(board.notice, style="bold red"))] if board.notice else []
+
+
+def target_lines(board: Board) -> list[Text]:
+    """How many workers each environment shall have, and why; of many environments the first few."""
+    targets = board.targets()
+    rows = [_row("scale" if one is targets[0] else "", f"{one.env}: ", target_text(one)) for one in targets]
+    more = len(rows) - TARGETS_SHOWN
+    return rows if more <= 0 else [*rows[:TARGETS_SHOWN], _row("", Text(f"… {more} more", style=QUIET))]
+
+
+def trouble_lines(crew: Sequence[WorkerRow]) -> list[Text]:
+    """What is wrong with workers that are not well; of many the first few."""
+    unwell = [row for row in crew if row.is_unwell]
+    rows = [
+        _row("unwell" if row is unwell[0] else "", f"{row.worker}: ", Text(trouble_text(row), style="red"))
+        for row in unwell[:UNWELL_SHOWN]
+    ]
+    more = len(unwell) - UNWELL_SHOWN
+    return rows if more <= 0 else [*rows, _row("", Text(f"… {more} more", style=QUIET))]
+
+
+def worker_table(board: Board, crew: Sequence[WorkerRow], rows: int, width: int) -> Table | None:
     """One row for each worker, as many as fit; None if there is no room or no worker."""
-    workers = ordered(board.workers())
-    if not workers or rows < 1:
+    if not crew or rows < 1:
         return None
-    shown = workers if len(workers) <= rows else _most_telling(workers, rows - 1)
+    shown = crew if len(crew) <= rows else _most_telling(crew, rows - 1)
     table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET)
     table.add_column(" worker", no_wrap=True, min_width=LABEL_WIDTH)
     table.add_column("state", no_wrap=True)
-    for title in ("in hand", "produced", "abandoned", "silent", "cpu"):
+    for title in ("pid", "age", "in hand", "produced", "abandoned", "silent", "cpu"):
         table.add_column(title, justify="right", no_wrap=True)
-    if width >= 100:
-        table.add_column("last error", no_wrap=True, overflow="ellipsis", max_width=width - 80)
-    for worker in shown:
-        cells = _worker_cells(board, worker)
+    if width >= 110:
+        table.add_column("last error", no_wrap=True, overflow="ellipsis", max_width=width - 90)
+    for row in shown:
+        cells = _worker_cells(board, row)
         table.add_row(*cells[: len(table.columns)])
-    if len(shown) < len(workers):
-        table.add_row(f" … {len(workers) - len(shown)} more")
+    if len(shown) < len(crew):
+        table.add_row(f" … {len(crew) - len(shown)} more")
     return table
 
 
-def _worker_cells(board: Board, worker: WorkerStatus) -> list[Text]:
-    process = board.processes.get(worker.worker)
-    troubled = "bold red" if worker.silent_s > SILENT_S else ""
-    state = "draining" if worker.draining and worker.state is WorkerState.READY else worker.state.value
+def _worker_cells(board: Board, row: WorkerRow) -> list[Text]:
+    process = board.processes.get(row.worker) if row.pid else None
+    troubled = "bold red" if (row.silent_s or 0.0) > SILENT_S else ""
     return [
-        Text(f" {worker.worker}"),
-        Text(state, style=STYLE_OF[WorkerState(state)]),
-        Text(str(worker.in_hand)),
-        Text(str(worker.produced)),
-        Text(str(worker.abandoned), style="yellow" if worker.abandoned else ""),
-        Text(f"{worker.silent_s:.1f} s", style=troubled),
+        Text(f" {row.worker}"),
+        Text(row.state, style=STYLE_OF[row.state]),
+        Text(str(row.pid or "-")),
+        Text("-" if row.age_s is None else figures.clock(row.age_s)),
+        *(Text("-" if count is None else str(count)) for count in (row.in_hand, row.produced)),
+        Text("-" if row.abandoned is None else str(row.abandoned), style="yellow" if row.abandoned else ""),
+        Text("-" if row.silent_s is None else f"{row.silent_s:.1f} s", style=troubled),
         Text(f"{process.cpu_percent:.0f} %" if process else "?"),
-        Text(worker.error, style="red"),
+        Text(row.reason, style="red"),
     ]
 
 
-def ordered(workers: Iterable[WorkerStatus]) -> list[WorkerStatus]:
-    """Sort by name, numbers by their value: `w-2` before `w-10`."""
-    return sorted(
-        workers,
-        key=lambda one: [
-            (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", one.worker)
-        ],
-    )
+def _most_telling(crew: Sequence[WorkerRow], count: int) -> list[WorkerRow]:
+    def is_fine(row: WorkerRow) -> bool:
+        return row.state == WorkerState.READY and not row.is_unwell
 
-
-def _most_telling(workers: Sequence[WorkerStatus], count: int) -> list[WorkerStatus]:
-    def is_fine(worker: WorkerStatus) -> bool:
-        return worker.state is WorkerState.READY and worker.silent_s <= SILENT_S
-
-    return ordered(sorted(workers, key=is_fine)[: max(0, count)])
+    chosen = {row.worker for row in sorted(crew, key=is_fine)[: max(0, count)]}
+    return [row for row in crew if row.worker in chosen]
 
 
 def ledger_lines(ledger: LedgerCounts) -> list[Text]:

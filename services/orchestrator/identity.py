@@ -109,6 +109,17 @@ def find_marked(marker: str) -> list[int]:
     return [pid for pid in _pids() if pid not in spared and is_marked(pid, marker)]
 
 
+def find_names(token: str) -> set[str]:
+    """Return the names of all processes of a run that live or left something behind, from /proc alone."""
+    beginning = f"{MARKER}={token}/".encode()
+    names = set()
+    for pid in find_marked(f"{token}/"):
+        with suppress(OSError):
+            variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+            names |= {one.removeprefix(beginning).decode() for one in variables if one.startswith(beginning)}
+    return names
+
+
 def _pids() -> Iterator[int]:
     for entry in os.scandir(_PROC):
         if entry.name.isdigit():

@@ -21,7 +21,8 @@ from typing import Self
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
-from rolloutmq.services.orchestrator.processes import Process, adopt, end_marked, last_line, spawn
+from rolloutmq.services.logbook import last_line
+from rolloutmq.services.orchestrator.processes import Process, adopt, end_marked, spawn
 from rolloutmq.services.orchestrator.supervisor import (
     KILL_LADDER,
     OVER,

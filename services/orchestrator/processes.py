@@ -39,7 +39,6 @@ DEFAULTS: Final = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 """Variables that a process gets unless they are set: one thread each, and no output lost at a kill."""
 KILL_WAIT_S: Final = 5.0
 """Time that the kernel gets to end what was killed; a process in uninterruptible sleep takes longer."""
-_TAIL_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,17 +196,6 @@ def end_strays(identities: Iterable[ProcessIdentity], grace_s: float) -> int:
     for identity in identities:
         end_marked(identity.marker)
     return count
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of a log that says anything, or an empty text."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _outlive(living: list[Process], within_s: float) -> list[Process]:

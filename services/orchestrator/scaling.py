@@ -39,8 +39,10 @@ class Scale:
         self.decision = Decision(self.state.target, "nothing decided yet")
         self.room: Room | None = None
         """What the budget leaves."""
-        self._said: int | None = None
-        self._said_at = -math.inf
+        self.said = self._say(PressureSample())
+        """The decision with what it was made of, for whoever listens."""
+        self._told: int | None = None
+        self._told_at = -math.inf
 
     def decide(self, sample: PressureSample, now: float) -> Decision:
         """Ask the law."""
@@ -50,7 +52,13 @@ class Scale:
             logger.info(
                 "scale env=%s target=%d reason=%s", self.env, self.decision.target, self.decision.reason
             )
+        self.said = self._say(sample)
         return self.decision
+
+    def missing(self, crew: Crew) -> int:
+        """Return how many workers are missing that there are places for."""
+        places = self.law.max_workers - crew.current - crew.draining
+        return min(self.decision.target - crew.current, places)
 
     def claim(self) -> Claim:
         """Return what it would have of the budget."""
@@ -62,11 +70,14 @@ class Scale:
         scaling = self.law.scaling.model_dump()
         return Beginning(self.env, self.law.min_workers, self.law.max_workers, scaling, self.state)
 
-    def news(self, sample: PressureSample, now: float) -> ScaleDecision | None:
-        """Return what to publish: a change at once, everything else now and then."""
-        if self.decision.target == self._said and now - self._said_at < REPEAT_S:
-            return None
-        self._said, self._said_at = self.decision.target, now
+    def is_news(self, now: float) -> bool:
+        """Say whether to publish what is said: a change at once, everything else now and then."""
+        if self.said.target == self._told and now - self._told_at < REPEAT_S:
+            return False
+        self._told, self._told_at = self.said.target, now
+        return True
+
+    def _say(self, sample: PressureSample) -> ScaleDecision:
         rates, crew = self.state.rates, sample.crew
         return ScaleDecision(
             env=self.env,
@@ -111,8 +122,8 @@ class Scaling:
         now: float,
         rooms: Mapping[str, Room] | None = None,
         engines: int = 0,
-    ) -> list[ScaleDecision]:
-        """Decide for all of them, and return what is to be published; targets are in `scales`.
+    ) -> None:
+        """Decide for all of them; decisions are in `scales`.
 
         Args:
             crews: Workers, by environment.
@@ -124,20 +135,20 @@ class Scaling:
         """
         if self._log.begins:
             self._log.begin([scale.beginning() for scale in self.scales])
-        published = []
         for scale in self.scales:
             sample = sample_of(scale.env, scale.split, scale.slots, pressure, heard_at)
             room = _narrowest(scale.room, (rooms or {}).get(scale.env))
             sample = replace(sample, crew=crews[scale.env], room=room, engines=engines)
             decision = scale.decide(sample, now)
             self._log.add(Made(scale.env, time.time(), now, sample, decision))
-            published.append(scale.news(sample, now))
         self._share()
-        return [one for one in published if one is not None]
 
     def starts(self, crews: Mapping[str, Crew]) -> dict[str, int]:
-        """Return how many workers of each environment may be started now; one that drains still has its place."""
-        missing = {one.env: max(0, one.decision.target - crews[one.env].current) for one in self.scales}
+        """Return how many workers of each environment may be started now.
+
+        One that drains has its place, its memory and its GPU until its process is gone.
+        """
+        missing = {one.env: max(0, one.missing(crews[one.env])) for one in self.scales}
         if not self._budget:
             return missing
         free = self._budget - sum(crew.current + crew.draining for crew in crews.values())

@@ -10,14 +10,12 @@ The workers that an earlier life of this orchestrator left are adopted, those of
 """
 
 import asyncio
-import fcntl
 import logging
 import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +24,7 @@ from rolloutmq.bus.resend import resend_spools
 from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import WorkerState, WorkerStatus
-from rolloutmq.schemas.errors import RolloutMQError, RunDirInUseError, WorkersFailedError
+from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.orchestration import OrchestratorConfig
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
@@ -34,13 +32,16 @@ from rolloutmq.services.orchestrator.controller import INFERENCE_BOUND
 from rolloutmq.services.orchestrator.decisions import DecisionLog
 from rolloutmq.services.orchestrator.ear import Ear
 from rolloutmq.services.orchestrator.engines import Bound
-from rolloutmq.services.orchestrator.identity import inherited_token
+from rolloutmq.services.orchestrator.identity import find_names, inherited_token, marker_of
 from rolloutmq.services.orchestrator.keeper import Supervisor
+from rolloutmq.services.orchestrator.lock import only_one
 from rolloutmq.services.orchestrator.pool import EnginePool
-from rolloutmq.services.orchestrator.processes import end_strays
+from rolloutmq.services.orchestrator.processes import end_marked, end_strays
+from rolloutmq.services.orchestrator.record import Record
 from rolloutmq.services.orchestrator.roster import Roster, env_of
 from rolloutmq.services.orchestrator.scaling import Scale, Scaling
-from rolloutmq.services.orchestrator.supervisor import Backoff, Phase, drain_ladder, term_ladder
+from rolloutmq.services.orchestrator.shelf import Shelf
+from rolloutmq.services.orchestrator.supervisor import OVER, Backoff, Phase, drain_ladder, term_ladder
 from rolloutmq.services.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ OVERTIME_S: Final = 2.0
 """Time after the drain deadline before SIGTERM: the worker keeps the same deadline, and then saves its spool."""
 ORPHANS_S: Final = 5.0
 """How often it is looked for groups that workers left behind."""
+
+ENDED_S: Final = 60.0
+"""How long a worker that left is remembered: the broker may still speak of it."""
 
 Command = Callable[[str], tuple[str, ...]]
 """Program and arguments of the worker of a name."""
@@ -82,13 +86,20 @@ class Orchestrator:
         self._limits = limits
         self._environments = config.environment
         self._ear = Ear(layout)
+        self._record = Record(layout, token)
         self._workers = Supervisor(
-            token, _backoff(limits), identities=layout.workers, drain=self._ear.drain, seed=config.run.seed
+            token,
+            _backoff(limits),
+            identities=layout.workers,
+            drain=self._ear.drain,
+            on_change=lambda _: self._record.soon(self._workers),
+            seed=config.run.seed,
         )
         self._engines = EnginePool(config, layout, token, self._ear.publish, engine_command)
         self._drain_ladder = drain_ladder(
             CONFIRM_S, limits.drain_deadline_s + OVERTIME_S, limits.term_grace_s
         )
+        self._shelf = Shelf(layout, config.run, self._workers.views)
         self._pids: dict[str, int] = {}
         self._rosters: dict[str, Roster] = {}
         self._scaling: Scaling
@@ -105,19 +116,24 @@ class Orchestrator:
             WorkersFailedError: All workers of an environment were given up; the others were drained.
             RunDirInUseError: Another orchestrator has this run.
         """
-        with _only_one(self._layout.root / "orchestrator.lock"):
+        with only_one(self._layout.root / "orchestrator.lock", "orchestrator"):
             previous = read_json(self._layout.workers, list[ProcessIdentity]) or []
             async with self._engines, self._workers:  # workers end first: they ask the engines to the last
                 await self._take_over(previous)
                 async with asyncio.TaskGroup() as tasks:
                     ear = tasks.create_task(self._ear.listen(), name="ear")
-                    orphans = tasks.create_task(self._bring_home(), name="left spools")
+                    beside = [
+                        tasks.create_task(self._bring_home(), name="left spools"),
+                        tasks.create_task(self._shelf.run(), name="logs"),
+                    ]
                     try:
                         await self._govern(stop)
                     finally:
-                        orphans.cancel()
+                        for task in beside:
+                            task.cancel()
                         reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
                         await self._workers.stop(self._workers.views(), self._drain_ladder, reason)
+                        self._record.write(self._workers)
                         ear.cancel()
 
     async def _take_over(self, previous: list[ProcessIdentity]) -> None:
@@ -132,12 +148,19 @@ class Orchestrator:
         others = [identity for identity in previous if identity.name not in adopted]
         if others:
             await asyncio.to_thread(end_strays, others, self._limits.term_grace_s)
+        await asyncio.to_thread(self._end_unknown, set(adopted))
         # Only a life that left workers has a broker that may still tell old names to drain.
         taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
         self._rosters = {name: Roster(name, taken) for name in self._environments}
         alive_now = Counter(map(env_of, adopted))
         log = DecisionLog(self._layout.decisions)
         self._scaling = Scaling(self._environments, self._limits, alive_now, log)
+
+    def _end_unknown(self, known: set[str]) -> None:
+        """End workers of this run that no file names: who started them was killed before it wrote them down."""
+        for name in find_names(self._token) - known:
+            if env_of(name) in self._environments:
+                end_marked(marker_of(self._token, name))
 
     async def _bring_home(self) -> None:
         """Send what workers left behind that will not start again under their names."""
@@ -148,7 +171,7 @@ class Orchestrator:
                     self._layout.root,
                     self._layout.spools,
                     ack_logs=self._layout.acks,
-                    living=self._workers.views(),
+                    living={name for name, view in self._workers.views().items() if view.phase not in OVER},
                 )
             except RolloutMQError as error:
                 logger.warning("what workers left was not sent error=%s", error)
@@ -161,6 +184,8 @@ class Orchestrator:
             for roster in self._rosters.values():
                 self._raise_if_failed(roster)
             self._look_at_engines(time.monotonic())
+            self._forget_ended()
+            self._record.write(self._workers)
             try:
                 async with asyncio.timeout(self._limits.tick_s):
                     await stop.wait()
@@ -187,8 +212,17 @@ class Orchestrator:
             if status.state is WorkerState.FAILED and views[name].phase is not Phase.FATAL:
                 ladder = term_ladder(self._limits.term_grace_s)
                 self._workers.fail(name, ladder, status.error or "the worker says that it failed")
-            elif status.state is WorkerState.DRAINING and views[name].phase is Phase.RUNNING:
+            elif status.draining and views[name].phase is Phase.RUNNING:
+                # Told is enough: one that hangs never says that it drains, and is ended at the deadline all the same.
                 self._workers.retire(name, self._drain_ladder, "drained by somebody else")
+
+    def _forget_ended(self) -> None:
+        """Forget who left in order some time ago: workers come and go for as long as a run lives."""
+        now = time.monotonic()
+        for name, view in self._workers.views().items():
+            if view.phase is Phase.ENDED and now - view.since > ENDED_S:
+                self._workers.forget(name)
+                self._pids.pop(name, None)
 
     def _raise_if_failed(self, roster: Roster) -> None:
         crew = roster.mine(self._workers.views())
@@ -200,14 +234,16 @@ class Orchestrator:
         views = self._workers.views()
         crews = {env: roster.crew(views, heard) for env, roster in self._rosters.items()}
         now, engines = time.monotonic(), self._engines.ready
-        news = self._scaling.decide(crews, self._ear.pressure, self._ear.heard_at, now, engines=engines)
+        self._scaling.decide(crews, self._ear.pressure, self._ear.heard_at, now, engines=engines)
         for scale in self._scaling.scales:
             self._send_away(scale, crews[scale.env].current - scale.decision.target, heard)
         for env, number in self._scaling.starts(crews).items():
             for _ in range(number):
                 self._workers.start(self._spec(self._rosters[env].take()))
-        for decision in news:
-            self._ear.publish(decision)
+        for scale in self._scaling.scales:
+            self._record.decided(scale.said, now)
+            if scale.is_news(now):
+                self._ear.publish(scale.said)
 
     def _send_away(self, scale: Scale, number: int, heard: Heard) -> None:
         views = self._workers.views()
@@ -232,17 +268,6 @@ class Orchestrator:
 
 def _backoff(limits: OrchestratorConfig) -> Backoff:
     return Backoff(limits.backoff_s, limits.backoff_max_s, limits.crash_limit, limits.stable_s)
-
-
-@contextmanager
-def _only_one(lock: Path) -> Iterator[None]:
-    """Hold the lock of the run's workers; the kernel gives it back however this process ends."""
-    with lock.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunDirInUseError(str(lock.parent), "another orchestrator") from None
-        yield
 
 
 def main(run_dir: Path) -> int:

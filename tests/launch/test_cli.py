@@ -1,10 +1,17 @@
 """Exit codes and one-line errors of the command line, as a user meets them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.launch.rundir import claimed
+from rolloutmq.schemas.process import Role
+from rolloutmq.services.orchestrator.identity import identify
 
 
 def rolloutmq(*arguments: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
@@ -15,7 +22,19 @@ def rolloutmq(*arguments: str, cwd: Path | None = None) -> "subprocess.Completed
 def test_help_names_every_command() -> None:
     told = rolloutmq("--help")
     assert told.returncode == 0
-    for command in ("up", "down", "status", "top", "logs", "doctor", "init", "drain", "scale", "broker"):
+    for command in (
+        "up",
+        "down",
+        "status",
+        "workers",
+        "top",
+        "logs",
+        "doctor",
+        "init",
+        "drain",
+        "scale",
+        "broker",
+    ):
         assert f" {command} " in told.stdout
 
 
@@ -54,3 +73,26 @@ def test_bad_input_is_one_line_and_a_code(
     assert words in told.stderr
     assert "Traceback" not in told.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_directory_that_somebody_has_is_a_code_of_its_own(tmp_path: Path) -> None:
+    """A script can tell it from a failure: whoever is there goes on."""
+    (tmp_path / "run.toml").write_text('[environment.e]\nentry = "e.py:E"\n')
+    (tmp_path / "e.py").write_text("class E:\n    async def rollout(self, policy, size, rng): ...\n")
+    with claimed(tmp_path / "here", "token", resume=False):
+        told = rolloutmq("up", "run.toml", "--run-dir", "here", cwd=tmp_path)
+    assert told.returncode == 4, told.stderr
+    assert f"is in use by process {os.getpid()} (rolloutmq up) since 20" in told.stderr
+
+
+def test_a_run_that_was_killed_is_named_where_a_living_one_is_looked_for(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text("{}")
+    launcher = identify("up", Role.LAUNCHER, os.getpid(), "token")
+    write_json(run / "run.json", msgspec.structs.replace(launcher, start_ticks=1))
+    told = rolloutmq("status", cwd=tmp_path)
+    assert told.returncode == 1
+    assert (
+        "runs/mine is dead, its launcher was killed: `rolloutmq down runs/mine` puts it away" in told.stderr
+    )

@@ -15,6 +15,7 @@ from rolloutmq.launch.settings import load
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.services import logbook
 
 PRELUDE = """
 import os, signal, sys, time
@@ -49,8 +50,8 @@ class Run:
     def conclude(self, _config: RunConfig, _layout: RunLayout, reason: str, _wall_s: float | None) -> None:
         self.concluded.append(reason)
 
-    def up(self) -> int:
-        config = load(None, environ={}, assignments=[f'run.dir="{self.layout.root}"'])
+    def up(self, *assignments: str) -> int:
+        config = load(None, environ={}, assignments=[f'run.dir="{self.layout.root}"', *assignments])
         return local.up(config, local.UpOptions(plain=True))
 
 
@@ -143,3 +144,19 @@ def test_under_nohup_a_hangup_is_nothing(run: Run) -> None:
     run.add(Role.TRAINER, "os.kill(launcher, signal.SIGHUP)\n")
     assert run.up() == 0
     assert run.concluded == ["the trainer is done"]
+
+
+def test_logs_of_services_are_kept_short(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a worker is left to the orchestrator."""
+    monkeypatch.setattr(logbook, "LOOK_S", 0.01)
+    run.layout.logs.mkdir()
+    run.layout.log("env-0").write_bytes(bytes(1 << 17))
+    run.add(
+        Role.TRAINER,
+        "print('x' * (1 << 16), flush=True)\n"
+        "while not (run_dir / 'logs' / 'trainer.log.1').exists(): time.sleep(0.01)\n"
+        "print('after the cut', flush=True)\n",
+    )
+    assert run.up("run.log_bytes=65536") == 0
+    assert run.layout.log("trainer").read_text().endswith("after the cut\n")
+    assert run.layout.log("env-0").stat().st_size == 1 << 17

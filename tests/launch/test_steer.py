@@ -1,8 +1,10 @@
 """Commands that steer a living run reach its broker, or say in one line what is wrong."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rolloutmq.bus.client import BlockingClient
@@ -12,7 +14,9 @@ from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.control import GetStatus, StatusReply
 from rolloutmq.schemas.errors import ConfigError, RefusedError, RunDirInUseError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import Role
 from rolloutmq.services.broker.server import Broker, running_broker
+from rolloutmq.services.orchestrator.identity import identify
 
 
 @pytest.fixture
@@ -83,3 +87,24 @@ def test_engines_are_asked_for_like_workers_where_there_may_be_more(
     write_json(layout.config, validate({"inference": {"kind": "external", "url": "http://x/v1"}}))
     with pytest.raises(ConfigError, match=r"inference\.kind: is `external`: nobody here can start"):
         steer.scale(run_dir, "inference", 2)
+
+
+def test_down_says_that_a_run_was_dead_and_what_became_of_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(run_dir)
+    write_json(layout.config, validate({}))
+    me = identify("up", Role.LAUNCHER, os.getpid(), "t")
+    write_json(layout.owner, msgspec.structs.replace(me, start_ticks=1))
+    assert steer.down(run_dir) == 0
+    told = capsys.readouterr().out
+    assert (
+        f"was dead: its launcher, process {os.getpid()}, was killed; 0 processes that it left were ended"
+        in told
+    )
+    assert "ended      its launcher was killed" in told
+    assert not layout.owner.exists()
+    assert layout.summary.exists()
+
+    assert steer.down(run_dir) == 0
+    assert "had ended already: its launcher was killed" in capsys.readouterr().out

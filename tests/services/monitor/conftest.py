@@ -1,6 +1,7 @@
 """Events of a made-up run."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ from rolloutmq.schemas.control import (
     WorkerStatus,
 )
 from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.layout import RunLayout
+
+
+@pytest.fixture
+def layout(run_dir: Path) -> RunLayout:
+    """An empty run directory."""
+    return RunLayout(run_dir)
 
 
 @pytest.fixture

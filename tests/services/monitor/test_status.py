@@ -1,6 +1,7 @@
 """Status answers a person and a program, and says what is wrong where there is no broker."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,12 @@ from rolloutmq.bus.engines import engine_name
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import Endpoints, InferenceAddress
+from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.records import Endpoints, InferenceAddress, Supervision, WorkerRecord
 from rolloutmq.schemas.tasks import TaskCounts
 from rolloutmq.services.monitor import status as command
 from rolloutmq.services.monitor.status import status, status_json, status_text
+from rolloutmq.services.orchestrator.identity import identify
 
 
 @pytest.fixture
@@ -165,3 +168,69 @@ def test_json_has_the_engines(answering: RunLayout, capsys: pytest.CaptureFixtur
     assert status(answering.root, as_json=True) == 0
     (engine,) = json.loads(capsys.readouterr().out)["engines"]
     assert (engine["name"], engine["pid"], engine["busy"]) == ("inference", 4, 0.5)
+
+
+def given_up() -> WorkerRecord:
+    return WorkerRecord(
+        worker="bad-0",
+        env="bad",
+        phase="fatal",
+        since=0.0,
+        crashes=5,
+        reason="crashed 5 times in a row; the last: exit code 1",
+        last_lines=("Traceback (most recent call last):", "error: no such dataset"),
+    )
+
+
+def supervised(layout: RunLayout, *workers: WorkerRecord) -> None:
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+    write_json(layout.supervision, Supervision(orchestrator=me, workers=workers))
+
+
+def test_workers_that_the_broker_does_not_know_are_told_with_their_reason(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervised(answering, given_up())
+    assert status(answering.root, as_json=False) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert "workers  2 ready, 1 fatal" in lines
+    assert "         bad-0: fatal; crashed 5 times in a row; the last: exit code 1" in lines
+    assert "           | error: no such dataset" in lines
+
+
+def test_json_has_what_the_orchestrator_knows(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervised(answering, given_up())
+    assert status(answering.root, as_json=True) == 0
+
+    told = json.loads(capsys.readouterr().out)["supervision"]
+    (row,) = [row for row in told["workers"] if row["worker"] == "bad-0"]
+    assert (row["state"], row["crashes"], row["last_lines"][-1]) == ("fatal", 5, "error: no such dataset")
+    assert told["orchestrator"] == {"pid": os.getpid(), "alive": True}
+
+
+def test_a_dead_run_is_said_to_be_dead(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = replace(identify("up", Role.LAUNCHER, os.getpid(), "t"), start_ticks=1)
+    write_json(layout.owner, killed)
+    assert status(layout.root, as_json=False) == 1
+    assert f"is dead: its launcher, process {os.getpid()}, was killed" in capsys.readouterr().err
+
+
+def test_what_still_runs_of_a_dead_run_says_so_too(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker = identify("broker", Role.BROKER, os.getpid(), "t")
+    write_json(answering.owner, replace(broker, name="up", role=Role.LAUNCHER, start_ticks=1))
+    write_json(answering.processes, [broker])
+    assert status(answering.root, as_json=False) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("DEAD     the run in ")
+    assert "1 of its processes still live" in last
+
+
+def test_a_run_that_has_ended_says_how(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    layout.summary.write_text('{"ended": "the trainer is done"}')
+    assert status(layout.root, as_json=False) == 1
+    assert "has ended: the trainer is done" in capsys.readouterr().err

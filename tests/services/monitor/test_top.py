@@ -2,19 +2,27 @@
 
 import asyncio
 import io
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from rolloutmq.bus import codec
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
 from rolloutmq.schemas.control import Pressure, StepDone
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.records import Supervision, Target, WorkerRecord
 from rolloutmq.services.monitor import top
 from rolloutmq.services.monitor.board import Board
+from rolloutmq.services.monitor.life import Life
 from rolloutmq.services.monitor.top import LiveView, PlainView, make_view, watch
+from rolloutmq.services.orchestrator.identity import identify
 
 CONFIG = RunConfig(environment={"e": EnvironmentConfig(entry="a:B")})
 
@@ -148,3 +156,83 @@ async def test_what_the_broker_publishes_is_shown(
 def test_directory_without_a_run_is_a_usage_error(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert top.top(run_dir) == 2
     assert "config.json is missing" in capsys.readouterr().err
+
+
+def killed_launcher(layout: RunLayout) -> None:
+    me = identify("up", Role.LAUNCHER, os.getpid(), "t")
+    write_json(layout.owner, msgspec.structs.replace(me, start_ticks=1))
+
+
+@pytest.fixture
+def plain(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> RunLayout:
+    """A configured run whose view is lines."""
+    monkeypatch.setattr(top, "LOOK_S", 0.01)
+    write_json(layout.config, CONFIG)
+    return layout
+
+
+def test_a_run_that_has_ended_is_not_watched(plain: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    plain.summary.write_text('{"ended": "the trainer is done"}')
+    assert top.top(plain.root) == 0
+    assert capsys.readouterr().out.endswith(f"the run in {plain.root} has ended: the trainer is done\n")
+
+
+def test_a_dead_run_is_not_watched(plain: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    killed_launcher(plain)
+    assert top.top(plain.root) == 1
+    assert "is dead: its launcher" in capsys.readouterr().out
+
+
+def test_a_run_of_which_nothing_comes_is_given_up(
+    plain: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(top, "GONE_S", 0.05)
+    assert top.top(plain.root) == 1
+    assert capsys.readouterr().out.endswith(f"no broker runs in {plain.root}\n")
+
+
+async def test_watching_ends_with_the_run(plain: RunLayout) -> None:
+    write_json(plain.owner, identify("up", Role.LAUNCHER, os.getpid(), "t"))
+    watching = asyncio.create_task(top._until_over(plain, PlainView(Board.of(CONFIG), lambda _: None)))
+    await asyncio.sleep(0.1)
+    assert not watching.done()
+    plain.summary.write_text('{"ended": "interrupted by SIGINT"}')
+    plain.owner.unlink()
+    fate = await asyncio.wait_for(watching, 10)
+    assert (fate.life, fate.reason) == (Life.ENDED, "interrupted by SIGINT")
+
+
+async def test_a_dead_run_that_still_speaks_is_shown_with_a_notice(
+    plain: RunLayout, make_pressure: Callable[..., Pressure]
+) -> None:
+    """Its launcher was killed, its broker lives, or the events come from another machine: who is heard is not over."""
+    killed_launcher(plain)
+    said: list[str] = []
+    board = Board.of(CONFIG)
+    board.feed(make_pressure(), time.monotonic())
+    watching = asyncio.create_task(top._until_over(plain, PlainView(board, said.append)))
+    async with asyncio.timeout(10):
+        while not any("is dead" in line for line in said):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert not watching.done()
+    assert sum("is dead" in line for line in said) == 1
+    watching.cancel()
+    await asyncio.wait({watching})
+
+
+async def test_what_the_orchestrator_knows_is_shown(plain: RunLayout) -> None:
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+    lost = WorkerRecord(worker="e-0", env="e", phase="fatal", since=0.0, reason="no such dataset")
+    target = Target(env="e", target=2, current=2, reason="hold: no pressure heard yet")
+    write_json(plain.supervision, Supervision(orchestrator=me, workers=(lost,), targets=(target,)))
+    console, out = terminal(100, 30)
+    until = asyncio.Event()
+    with LiveView(Board.of(CONFIG), console) as live:
+        watching = asyncio.create_task(watch(plain, live, until))
+        async with asyncio.timeout(10):
+            while "no such dataset" not in out.getvalue():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        until.set()
+        await watching
+    assert "e: 2 wanted, 2 there; hold: no pressure heard yet" in out.getvalue()
+    assert "e-0: fatal; no such dataset" in out.getvalue()

@@ -1,6 +1,7 @@
 """The picture fits its terminal, and says what matters."""
 
 import io
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,17 @@ import pytest
 from rich.console import Console
 
 from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
-from rolloutmq.schemas.control import LaneStatus, LedgerCounts, Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.control import (
+    LaneStatus,
+    LedgerCounts,
+    Pressure,
+    ScaleDecision,
+    StepDone,
+    WorkerState,
+    WorkerStatus,
+)
+from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.records import Supervision, WorkerRecord
 from rolloutmq.schemas.telemetry import (
     EngineDecision,
     EngineSample,
@@ -19,6 +30,7 @@ from rolloutmq.schemas.telemetry import (
 )
 from rolloutmq.services.monitor import view
 from rolloutmq.services.monitor.board import Board
+from rolloutmq.services.orchestrator.identity import identify
 
 MakePressure = Callable[..., Pressure]
 MakeWorker = Callable[..., WorkerStatus]
@@ -115,8 +127,8 @@ def test_worker_in_trouble_is_shown_where_not_all_fit(busy: Board) -> None:
 
 
 def test_last_error_is_shown_where_there_is_room(busy: Board) -> None:
-    assert "ValueError: bad" in "\n".join(drawn(busy, 120, 50))
-    assert "ValueError: bad" not in "\n".join(drawn(busy, 80, 50))
+    row = next(line for line in drawn(busy, 120, 50) if line.startswith(" sort3-20"))
+    assert row.endswith("ValueError: bad")
 
 
 def test_empty_board_says_that_it_waits(board: Board) -> None:
@@ -170,10 +182,34 @@ def test_gauge_is_filled_by_pressure_and_never_beyond(board: Board) -> None:
     assert filled == [0, 4, 8, 16, 16]
 
 
-def test_numbers_in_names_sort_by_value(make_worker: MakeWorker) -> None:
-    workers = [make_worker(name) for name in ("w-10", "w-2", "a-3", "w", "7")]
+def test_what_is_wanted_and_who_is_not_well_is_said_in_lines_of_their_own(busy: Board) -> None:
+    busy.supervision = Supervision(
+        orchestrator=identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator"),
+        workers=(
+            WorkerRecord(worker="sort3-1", env="sort3", phase="running", since=0.0, pid=1, started=-50.0),
+            WorkerRecord(worker="sort3-30", env="sort3", phase="fatal", since=0.0, reason="crashed 5 times"),
+            *(
+                WorkerRecord(
+                    worker=f"sort3-{n}", env="sort3", phase="waiting", since=0.0, due=15.0, crashes=2
+                )
+                for n in range(31, 40)
+            ),
+        ),
+    )
+    busy.feed(
+        ScaleDecision(env="sort3", at=0.0, rollout_pressure=1.0, current=4, target=5, reason="pressure"), 1.0
+    )
+    lines = [line.strip() for line in drawn(busy, 80, 70)]
 
-    assert [one.worker for one in view.ordered(workers)] == ["7", "a-3", "w", "w-2", "w-10"]
+    assert "scale   sort3: 5 wanted, 4 there; pressure" in lines
+    assert "unwell  sort3-20: failed; ValueError: bad" in lines
+    assert "sort3-30: fatal; crashed 5 times" in lines
+    assert "sort3-31: waiting; again in 3 s" in lines
+    assert "… 8 more" in lines
+    row = next(line.split() for line in lines if line.startswith("sort3-1 "))
+    assert row[:4] == ["sort3-1", "ready", "1", "1:02"]
+    row = next(line.split() for line in lines if line.startswith("sort3-30 "))
+    assert row[:6] == ["sort3-30", "fatal", "-", "-", "-", "-"]
 
 
 def sample(name: str, **fields: Any) -> EngineSample:
@@ -199,3 +235,19 @@ def test_many_engines_share_a_line_and_silent_ones_have_none(busy: Board) -> Non
         busy.feed(sample(f"inference-{number + 1}"), 11.0)
     assert " engines 6 · 72 in hand · 93% busy" in [line.rstrip() for line in drawn(busy, 100, 40)]
     assert not any(line.startswith(" engine") for line in drawn(busy, 100, 40, now=30.0))
+
+
+def test_many_environments_share_three_lines(board: Board) -> None:
+    for number in range(5):
+        board.feed(
+            ScaleDecision(env=f"e{number}", at=0.0, rollout_pressure=1.0, current=1, target=1, reason="r"),
+            1.0,
+        )
+    lines = [line.strip() for line in drawn(board) if "wanted" in line or "more" in line]
+    assert [line.removeprefix("scale").split()[0] for line in lines[:3]] == ["e0:", "e1:", "e2:"]
+    assert lines[-1] == "… 2 more"
+
+
+def test_a_notice_comes_first(board: Board) -> None:
+    board.notice = "the run in runs/x is dead"
+    assert "the run in runs/x is dead" in drawn(board)[1]

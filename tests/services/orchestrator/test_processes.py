@@ -36,7 +36,6 @@ from rolloutmq.services.orchestrator.processes import (
     adopt,
     end_marked,
     end_strays,
-    last_line,
     spawn,
 )
 
@@ -240,10 +239,3 @@ def test_nobody_has_no_identity() -> None:
     with pytest.raises(ProcessLookupError):
         identify("w", Role.WORKER, 1 << 30, "x/w")
     assert not is_marked(1 << 30, "x/w")
-
-
-def test_the_last_line_of_a_log_is_found(tmp_path: Path) -> None:
-    log = tmp_path / "w.log"
-    assert last_line(log) == ""
-    log.write_text("x" * 10_000 + "\nthe reason\n\n  \n")
-    assert last_line(log) == "the reason"

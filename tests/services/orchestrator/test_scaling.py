@@ -52,7 +52,7 @@ class Site:
             wanted=dict(wanted),
         )
         now = float(self.number)
-        self.said = self.scaling.decide(self.crews, pressure, now, now, rooms)
+        self.scaling.decide(self.crews, pressure, now, now, rooms)
         targets = {scale.env: scale.decision.target for scale in self.scaling.scales}
         for env, target in targets.items():
             crew = self.crews[env]
@@ -90,7 +90,7 @@ def test_a_budget_is_kept_at_every_moment_and_places_are_free_when_processes_are
     site.crews["a"] = Crew(ready=2)
     site.tick(a=20, b=20)
     assert (site.crews["a"].ready, site.crews["b"].ready) == (2, 6)
-    assert site.said[0].bound == "budget"
+    assert site.scaling.scales[0].said.bound == "budget"
 
 
 def test_the_narrowest_room_counts(tmp_path: Path) -> None:
@@ -105,14 +105,17 @@ def test_it_begins_with_those_that_live(tmp_path: Path) -> None:
     assert site.tick() == {"a": 5, "b": 1}
 
 
-def test_what_is_said_is_said_again_once_a_second(tmp_path: Path) -> None:
+def test_what_is_said_is_told_again_once_a_second(tmp_path: Path) -> None:
     site = Site(tmp_path, 0)
     site.tick(a=2)
-    assert [one.env for one in site.said] == ["a", "b"]
-    assert (site.said[0].target, site.said[0].ready) == (2, 0)
-    now = float(site.number)
-    assert site.scaling.decide(site.crews, None, now, now + 0.5) == []
-    assert len(site.scaling.decide(site.crews, None, now, now + 1.0)) == 2
+    scale, other = site.scaling.scales
+    assert (scale.said.env, scale.said.target, scale.said.ready) == ("a", 2, 0)
+    assert [one.is_news(1.0) for one in (scale, other)] == [True, True]
+    assert not scale.is_news(1.5)
+    site.tick(a=3)
+    assert scale.is_news(1.5), "another target at once"
+    assert not other.is_news(1.5)
+    assert other.is_news(2.0)
 
 
 def test_a_budget_below_the_fewest_is_no_configuration() -> None:

@@ -41,6 +41,15 @@ from rolloutmq.services.orchestrator.identity import MARKER, alive
 from rolloutmq.services.orchestrator.server import Orchestrator
 from rolloutmq.services.runner import Stop
 
+SLOW_TO_GO = """
+import signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: print('drained', flush=True))
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+print('up', flush=True)
+while True: signal.pause()
+"""
+"""Takes note of SIGUSR1 and ends at SIGUSR2."""
 TOKEN = f"server-{os.getpid()}"
 FAILS = "import sys; sys.exit('error: no such environment')"
 
@@ -68,6 +77,7 @@ class FakeBroker:
         self.layout = layout
         self.states: dict[str, WorkerState] = {}
         self.wanted: dict[str, int | None] = {}
+        self.told: set[str] = set()
         self.drained: list[str] = []
         self.decisions: list[ScaleDecision] = []
         self._number = 0
@@ -151,7 +161,7 @@ class FakeBroker:
             abandoned=0,
             blocked_s=0.0,
             silent_s=0.0,
-            draining=False,
+            draining=name in self.told or self.states.get(name) is WorkerState.DRAINING,
             error="it always raises",
         )
 
@@ -268,6 +278,91 @@ async def test_what_a_worker_left_comes_home_though_its_name_never_does(
             await until(lambda: not spool.exists())
         real.stop()
     assert b'"left"' in layout.ack_log("env-7").read_bytes()
+
+
+async def test_what_a_drained_worker_left_comes_home_in_the_same_life(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "ORPHANS_S", 0.05)
+    layout = RunLayout(run_dir)
+    settings = config()
+    late_acks = settings.model_copy(
+        update={"broker": settings.broker.model_copy(update={"commit_ms": 60_000.0})}
+    )
+    spool = layout.spools / "env-0"
+    group = Group.build("left", tokens=[[1, 2]], mask=[[0, 1]], scores=[1.0])
+    with running_broker(late_acks, layout) as real:
+        async with orchestrator(layout, settings):
+            await asyncio.to_thread(wait_up, layout.log("env-0"))
+            async with Producer.open(
+                run_dir, env="env", producer="env-0", save_to=spool, drain_s=0.0
+            ) as left:
+                await left.send(group)
+            assert spool.exists()
+            await asyncio.sleep(0.2)
+            assert spool.exists(), "a worker that lives sends its own"
+            os.kill(living(layout)["env-0"], signal.SIGUSR1)
+            await until(lambda: not spool.exists())
+        real.stop()
+
+
+async def test_who_left_in_order_is_forgotten(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ENDED_S", 0.05)
+    layout = RunLayout(run_dir)
+    settings = config()
+    stop = Stop()
+    service = Orchestrator(settings, layout, TOKEN, lambda name: (*argv(DRAINABLE), name))
+    task = asyncio.create_task(service.run(stop))
+    try:
+        for name in ("env-0", "env-1", "env-2"):
+            await asyncio.to_thread(wait_up, layout.log(name))
+            os.kill(living(layout)[name], signal.SIGUSR1)
+        await until(lambda: list(service._workers.views()) == ["env-3"])
+        assert list(service._pids) == ["env-3"]
+    finally:
+        stop.request("the test ends")
+        await asyncio.wait({task})
+
+
+async def test_a_place_is_free_only_when_its_process_is_gone(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    settings = config(drain_deadline_s=60.0)
+    one = settings.environment["env"].model_copy(update={"max_workers": 1})
+    settings = settings.model_copy(update={"environment": {"env": one}})
+    async with broker(layout) as fake, orchestrator(layout, settings, SLOW_TO_GO):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        first = living(layout)["env-0"]
+        fake.states["env-0"] = WorkerState.DRAINING
+        await until(lambda: "drained" in layout.log("env-0").read_text())
+        await asyncio.sleep(0.2)  # ten decisions
+        assert list(living(layout)) == ["env-0"]
+        os.kill(first, signal.SIGUSR2)
+        await until(lambda: list(living(layout)) == ["env-1"])
+        os.kill(living(layout)["env-1"], signal.SIGKILL)
+
+
+async def test_one_that_was_told_to_drain_and_does_not_say_so_is_ended(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CONFIRM_S", 0.02)
+    monkeypatch.setattr(server, "OVERTIME_S", 0.0)
+    layout = RunLayout(run_dir)
+    async with (
+        broker(layout) as fake,
+        orchestrator(layout, config(drain_deadline_s=0.05, term_grace_s=0.05), STUBBORN),
+    ):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        fake.told.add("env-0")
+        await until(lambda: list(living(layout)) == ["env-1"])
+
+
+async def test_an_operator_sets_the_number(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config()):
+        fake.wanted = {"env": 3}
+        await until(lambda: len(living(layout)) == 3)
+        fake.wanted = {"env": 1}
+        await until(lambda: len(living(layout)) == 1)
 
 
 async def test_a_crash_loop_of_all_workers_ends_the_run_with_the_reason(run_dir: Path) -> None:

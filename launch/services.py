@@ -1,0 +1,74 @@
+"""The commands that run one process of a run; the launcher and the orchestrator start them."""
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+SERVICE: Final = "One process of a run"
+app = typer.Typer()
+
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value.")
+]
+RunDirOption = Annotated[Path, typer.Option("--run-dir", help="Run directory.")]
+
+
+@app.command(rich_help_panel=SERVICE)
+def broker(
+    run_dir: RunDirOption,
+    config: Annotated[Path | None, typer.Option(help="TOML file, if the run has none yet.")] = None,
+    assignments: Assignments = None,
+) -> None:
+    """Run the broker."""
+    from rolloutmq.launch.settings import prepare_service
+    from rolloutmq.services.broker.server import main as run
+
+    prepare_service(run_dir, config, assignments or [])
+    raise typer.Exit(run(run_dir))
+
+
+@app.command(rich_help_panel=SERVICE)
+def orchestrator(run_dir: RunDirOption) -> None:
+    """Run the orchestrator."""
+    from rolloutmq.services.orchestrator.server import main as run
+
+    raise typer.Exit(run(run_dir))
+
+
+@app.command(rich_help_panel=SERVICE)
+def telemetry(run_dir: RunDirOption) -> None:
+    """Run the sampler of the machine and the recorder of events."""
+    from rolloutmq.services.telemetry.server import main as run
+
+    raise typer.Exit(run(run_dir))
+
+
+@app.command(rich_help_panel=SERVICE)
+def inference(
+    run_dir: RunDirOption,
+    engine: Annotated[str, typer.Option(help="Name: inference, inference-1, ...")] = "inference",
+) -> None:
+    """Run one inference server."""
+    from rolloutmq.services.inference.tiny import main as run
+
+    raise typer.Exit(run(run_dir, engine))
+
+
+@app.command(rich_help_panel=SERVICE)
+def worker(
+    run_dir: RunDirOption,
+    name: Annotated[str, typer.Option("--worker", help="Name: environment, dash, number.")],
+) -> None:
+    """Run one environment worker."""
+    from rolloutmq.services.worker.runtime import main as run
+
+    raise typer.Exit(run(run_dir, name))
+
+
+@app.command(rich_help_panel=SERVICE)
+def trainer(run_dir: RunDirOption) -> None:
+    """Run the trainer."""
+    from rolloutmq.trainer.loop import main as run
+
+    raise typer.Exit(run(run_dir))
