@@ -11,6 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
+from rolloutmq.launch import gpucommands
 from rolloutmq.launch.services import Assignments
 from rolloutmq.launch.services import app as services
 from rolloutmq.schemas.errors import ConfigError, RolloutMQError, RunDirInUseError
@@ -48,6 +49,7 @@ ledger = typer.Typer(help="Check where every accepted group is.", no_args_is_hel
 dead = typer.Typer(
     help="Look at the groups that could not be trained, or queue them again.", no_args_is_help=True
 )
+app.add_typer(gpucommands.app)
 app.add_typer(ledger, name="ledger", rich_help_panel=LOOK)
 app.add_typer(dead, name="dead", rich_help_panel=STEER)
 

@@ -18,10 +18,9 @@ from pydantic import (
 )
 
 from rolloutmq.schemas.delivery import Durability
-from rolloutmq.schemas.orchestration import OrchestratorConfig
+from rolloutmq.schemas.orchestration import MIB, HardwareConfig, OrchestratorConfig
 from rolloutmq.schemas.section import Fraction, NameText, Section
 
-MIB: Final = 1 << 20
 SEQUENCE_BYTES: Final = 13
 """The shortest sequence there is: one token, its mask and its score. No batch is smaller than that."""
 TOKEN_BYTES: Final = 5
@@ -128,6 +127,11 @@ class EnvironmentConfig(Section):
     """Fewest worker processes."""
     max_workers: PositiveInt = 4
     """Most worker processes."""
+    gpus: NonNegativeInt = 0
+    """GPUs of each worker process; it sees no others. 0: none are given, and none are hidden."""
+    vram_bytes: NonNegativeInt = 0
+    """Memory that one worker process takes on each of its GPUs; nobody is started where it is not free. 0: it shares
+    its GPUs with no other worker."""
     concurrency: PositiveInt = 8
     """Rollouts that one worker has under way at once, credit permitting."""
     max_staleness: NonNegativeInt = 4
@@ -155,6 +159,8 @@ class EnvironmentConfig(Section):
             raise ValueError("min_workers must not exceed max_workers")
         if self.min_group_size > self.group_size:
             raise ValueError("min_group_size must not exceed group_size")
+        if self.vram_bytes and not self.gpus:
+            raise ValueError("vram_bytes is the memory of a GPU: say with gpus how many a worker gets")
         if self.entry.count(":") != 1:
             raise ValueError("entry must be `package.module:Class` or `file.py:Class`")
         return self
@@ -304,6 +310,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    hardware: HardwareConfig = HardwareConfig()
     base_dir: Path = Path()
     """Directory of the configuration file, to which `file.py:Class` entries are relative. Filled in by the loader."""
 
@@ -326,6 +333,10 @@ class RunConfig(Section):
             raise ValueError(
                 "inference.max_engines: more than one needs the orchestrator, which keeps the others"
             )
+        if any(env.gpus for env in self.environment.values()):
+            least_s = 2 * self.telemetry.interval_s
+            if self.hardware.stale_s < least_s:
+                raise ValueError(f"hardware.stale_s: less than two telemetry.interval_s, {least_s:g} s")
         batch, tokens = self.batch_sequences, self.trainer.batch_tokens
         if self.broker.high_bytes < max(batch * SEQUENCE_BYTES, tokens * TOKEN_BYTES):
             what = f"{tokens} tokens" if tokens else f"{batch} sequences"

@@ -6,6 +6,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from rolloutmq.schemas.envelope import Count, GroupHeader, GroupId, Name, Seconds, Split
+from rolloutmq.schemas.hardware import CordonGpu, GpuOrder, GpuOrdered, UncordonGpu
 from rolloutmq.schemas.message import Message
 from rolloutmq.schemas.tasks import TaskCounts
 
@@ -245,6 +246,8 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     workers: tuple[WorkerStatus, ...]
     wanted: dict[str, int | None] = {}
     """Worker counts that an operator asked for by `SetWorkers`."""
+    gpu_orders: dict[str, GpuOrder] = {}
+    """What an operator last asked for with each GPU, by UUID."""
     tasks: TaskCounts = TaskCounts()
     """Tasks that trainers submitted."""
     late_members: dict[str, int] = {}
@@ -374,6 +377,8 @@ ControlRequest = (
     WorkerBeat
     | Drain
     | SetWorkers
+    | CordonGpu
+    | UncordonGpu
     | SetValues
     | GetStatus
     | LatestExample
@@ -382,4 +387,6 @@ ControlRequest = (
     | Reset
     | Shutdown
 )
-ControlReply = WorkerBeatReply | StatusReply | LatestExampleReply | ValuesSet | ValueRefused | Requeued
+ControlReply = (
+    WorkerBeatReply | StatusReply | LatestExampleReply | ValuesSet | ValueRefused | Requeued | GpuOrdered
+)

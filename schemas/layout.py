@@ -5,6 +5,7 @@ run.json             who owns the run directory (ProcessIdentity)       launcher
 processes.json       the processes that live (list of ProcessIdentity)  launcher; workers.json: orchestrator
 engines.json         the engines of them that it keeps                  orchestrator
 supervision.json     each worker as the orchestrator sees it            orchestrator
+gpus.json            each GPU: cordons and why, who has it, last sample  orchestrator
 endpoints.json       where the broker's sockets are                     broker, once they are bound
 inference.json       where the policy is served                         inference server, once it is ready
 inference-1.json ... the same of further engines                        each engine, while it serves
@@ -38,6 +39,7 @@ class RunLayout:
         self.workers = root / "workers.json"
         self.engines = root / "engines.json"
         self.supervision = root / "supervision.json"
+        self.gpus = root / "gpus.json"
         self.endpoints = root / "endpoints.json"
         self.inference = root / "inference.json"
         self.weights = root / "weights.json"

@@ -1,10 +1,12 @@
-"""The configuration of the orchestrator: how many workers live, and how they die."""
+"""The configuration of the orchestrator: how many workers live, on which GPUs, and how they die."""
 
-from typing import Annotated
+from typing import Annotated, Final, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rolloutmq.schemas.section import Fraction, Section
+
+MIB: Final = 1 << 20
 
 
 class ScalingConfig(Section):
@@ -68,3 +70,55 @@ class OrchestratorConfig(Section):
     """Time that a worker gets to finish the rollouts in hand."""
     term_grace_s: PositiveFloat = 5.0
     """Time between SIGTERM and SIGKILL."""
+
+
+class HardwareConfig(Section):
+    """`[hardware]`: which GPUs workers are put on, and when one is cordoned, that is, takes no new workers.
+
+    No temperatures: what is hot for a GPU, the GPU itself knows and tells.
+    """
+
+    use: tuple[str, ...] = ()
+    """UUIDs, or how they begin, of the GPUs that workers may be put on; empty is all that this process may see."""
+    stale_s: PositiveFloat = 5.0
+    """Age from which a sample says nothing: nobody is put on its GPU, and nothing that lasts goes on lasting."""
+    hot_window: PositiveInt = 5
+    """Samples that are looked at together: a GPU that touches its limit for a moment is not ill."""
+    hot_samples: PositiveInt = 3
+    """So many of them in which the GPU slows down for its temperature make it hot."""
+    hot_margin_s: NonNegativeFloat = 10.0
+    """A GPU without margin to its slow-down temperature for so long is hot, too."""
+    cool_margin_c: NonNegativeFloat = 5.0
+    """Degrees of margin that a GPU needs to be called cool; less, and it would be hot again with the next worker."""
+    clean_s: PositiveFloat = 60.0
+    """A GPU is used again after so long without a sign of what it was cordoned for."""
+    relapse_s: PositiveFloat = 600.0
+    """A GPU that is cordoned again within it must be clean for twice as long; each such time without halves that."""
+    hold_off_max_s: PositiveFloat = 3600.0
+    """The longest that a GPU must be clean."""
+    drain_hot_s: PositiveFloat = 300.0
+    """The workers of a GPU that is hot for so long are drained: new ones kept off has not cooled it."""
+    breaker: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Most of the GPUs, and at least one, that may be cordoned for heat: if more are hot, it is the room."""
+    full_percent: Annotated[float, Field(gt=0.0, le=100.0)] = 95.0
+    """A GPU with so much of its memory in use takes no more workers."""
+    busy_percent: Annotated[float, Field(gt=0.0)] = 98.0
+    """A GPU that was so busy over `hot_window` samples takes no more workers; above 100 it does."""
+    settle_bytes: PositiveInt = 256 * MIB
+    """Memory in use has settled when two samples differ by no more than this or `settle_part`."""
+    settle_part: Fraction = 0.02
+    """The same as a part of all memory of the GPU."""
+    settle_s: PositiveFloat = 2.0
+    """Longest wait for it after a process has ended: drivers take tens to hundreds of milliseconds."""
+    loading_s: PositiveFloat = 120.0
+    """Memory is kept for a worker that is ready until it shows, and no longer than this: it may need less."""
+    ghost_s: PositiveFloat = 30.0
+    """Memory that stays in use so long after the last worker of a GPU has ended is reported."""
+
+    @model_validator(mode="after")
+    def _spans(self) -> Self:
+        if self.hot_samples > self.hot_window:
+            raise ValueError("hot_samples must not exceed hot_window")
+        if self.clean_s > self.hold_off_max_s:
+            raise ValueError("clean_s must not exceed hold_off_max_s")
+        return self

@@ -3,7 +3,9 @@
 import msgspec
 
 from rolloutmq.schemas.envelope import Count, PolicyVersion, Split
+from rolloutmq.schemas.hardware import Cause, GpuStanding
 from rolloutmq.schemas.process import ProcessIdentity
+from rolloutmq.schemas.telemetry import GpuSample
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,3 +148,43 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     orchestrator: ProcessIdentity
     targets: tuple[Target, ...] = ()
     workers: tuple[WorkerRecord, ...] = ()
+
+
+class Dismissed(msgspec.Struct, frozen=True):
+    """An event that an operator knows of and does not want the GPU cordoned for."""
+
+    cause: Cause
+    mark: str
+
+
+class GpuRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU in `gpus.json`.
+
+    Attributes:
+        standing: As it was last published.
+        automatic: Causes for which it is cordoned without having been asked, with their marks and reasons.
+        manual: Reason of the operator's cordon, or None.
+        dismissed: See `Dismissed`.
+        level: How often its hold-off has doubled.
+        relapsing: It was uncordoned before, so that another cordon is a relapse.
+        sample: The last one.
+    """
+
+    standing: GpuStanding
+    automatic: dict[Cause, tuple[str, str]] = {}
+    manual: str | None = None
+    dismissed: tuple[Dismissed, ...] = ()
+    level: Count = 0
+    relapsing: bool = False
+    sample: GpuSample | None = None
+
+
+class GpuBook(msgspec.Struct, frozen=True, kw_only=True):
+    """`gpus.json`: for a restart of the orchestrator, and for whoever asks how the GPUs are.
+
+    Attributes:
+        limits: Environment to the reason why it has fewer workers than it should; none if they all fit.
+    """
+
+    gpus: tuple[GpuRecord, ...] = ()
+    limits: dict[str, str] = {}

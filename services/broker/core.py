@@ -48,6 +48,7 @@ from rolloutmq.schemas.delivery import (
     Sync,
 )
 from rolloutmq.schemas.envelope import Envelope
+from rolloutmq.schemas.hardware import CordonGpu, UncordonGpu
 from rolloutmq.schemas.records import Endpoints
 from rolloutmq.schemas.tasks import AwaitTasks, CancelTasks, HandBack, SubmitTasks, TakeTasks
 from rolloutmq.services.broker.actions import Action, Publish, Route
@@ -132,6 +133,8 @@ class BrokerCore:
             WorkerBeat: lambda r, now, _: operating.beat(r, now),
             Drain: lambda r, *_: operating.drain(r),
             SetWorkers: lambda r, *_: operating.set_workers(r),
+            CordonGpu: lambda r, _, wall: operating.order_gpu(r, wall),
+            UncordonGpu: lambda r, _, wall: operating.order_gpu(r, wall),
             SetValues: operating.set_values,
             GetStatus: lambda _, now, wall: self._status.report(now, wall),
             Disconnect: lambda r, *_: operating.disconnect(r),

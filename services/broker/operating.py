@@ -20,6 +20,7 @@ from rolloutmq.schemas.control import (
 )
 from rolloutmq.schemas.delivery import ErrorReply, InfoReply, Ok
 from rolloutmq.schemas.errors import ErrorCode
+from rolloutmq.schemas.hardware import CordonGpu, GpuOrdered, UncordonGpu
 from rolloutmq.services.broker.consuming import Consuming
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.body import Body
@@ -99,6 +100,15 @@ class Operating:
         wanted[request.env] = request.count
         self._state.log.add(Wanted(request.env, request.count))
         return Ok()
+
+    def order_gpu(self, request: CordonGpu | UncordonGpu, wall: float) -> GpuOrdered | ErrorReply:
+        """Remember what an operator wants with a GPU; the orchestrator reads it from `pressure`."""
+        taken = self._state.gpu_orders.take(request, wall)
+        if isinstance(taken, ErrorReply):
+            return taken
+        reply, fact = taken
+        self._state.log.add(fact)
+        return reply
 
     def set_values(self, request: SetValues, now: float, wall: float) -> ValuesSet | ValueRefused:
         """Change settings; whoever waits and need not any more gets on at once."""

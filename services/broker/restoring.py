@@ -101,6 +101,7 @@ class Restoring(Unpacking):
             f.Disconnected: lambda fact: self._operating.leave(fact.env),
             f.WasReset: lambda fact: self._operating.forget(self._wall, fact.lost),
             f.Wanted: lambda fact: state.wanted.update({fact.env: fact.count}),
+            f.GpuAsked: state.gpu_orders.apply,
             f.Told: self._told,
             f.Tuned: lambda fact: self._operating.tuning.restore(fact.values, self._now),
             f.Began: lambda _: None,

@@ -65,6 +65,7 @@ def snapshot(state: State) -> Iterator[SnapshotItem]:
     if state.tuned:
         yield Tuned(dict(state.tuned))
     yield from (Wanted(env, count) for env, count in state.wanted.items())
+    yield from state.gpu_orders.facts()
     yield from state.tasks.items()
     for drain in state.workers.told():
         yield Told(drain.worker, drain.reason, state.workers.pid(drain.worker))

@@ -17,6 +17,7 @@ from rolloutmq.services.broker.arenas import Arenas, OpenArena, Slot
 from rolloutmq.services.broker.consumers import Consumers
 from rolloutmq.services.broker.dropping import Dropping
 from rolloutmq.services.broker.forming import Former
+from rolloutmq.services.broker.gpuorders import GpuOrders
 from rolloutmq.services.broker.groups import Groups, StoredGroup
 from rolloutmq.services.broker.journal.body import Frames, Ram
 from rolloutmq.services.broker.lanes import Lane, Lanes
@@ -95,6 +96,7 @@ class State:
         self.tuned: dict[str, Setting] = {}
         """Settings that were changed while the run went on, by dotted key."""
         self.wanted: dict[str, int | None] = {}
+        self.gpu_orders = GpuOrders()
         self.journal = JournalStatus()
         """How the journal does, as the shell last said."""
         self.requeued: set[int] = set()

@@ -68,6 +68,7 @@ class Status:
             lanes=tuple(self._lane(lane, now) for lane in lanes),
             workers=state.workers.statuses(now),
             wanted=dict(state.wanted),
+            gpu_orders=state.gpu_orders.told(),
             granted_bytes=state.admission.granted_bytes,
             high_groups=state.config.broker.high_groups,
             silent_env_s=state.config.broker.silent_env_s,

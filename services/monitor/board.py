@@ -8,6 +8,7 @@ from rolloutmq.bus.engines import SILENT_S, engine_number
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import Pressure, ScaleDecision, StepDone, WorkerState, WorkerStatus
 from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.hardware import GpuStanding
 from rolloutmq.schemas.records import Supervision, Target
 from rolloutmq.schemas.telemetry import (
     EngineDecision,
@@ -51,6 +52,7 @@ class Board:
         self.host: HostSample | None = None
         self.gpu_absence: GpuAbsence | None = None
         self.gpus: dict[str, GpuSample] = {}
+        self.standings: dict[str, GpuStanding] = {}
         self.processes: dict[str, ProcessSample] = {}
         self.decisions: dict[str, ScaleDecision] = {}
         self.engine_decision: EngineDecision | None = None
@@ -93,6 +95,8 @@ class Board:
             case GpuSample():
                 self.gpus[event.uuid] = event
                 self.gpu_absence = None
+            case GpuStanding():
+                self.standings[event.uuid] = event
             case GpuAbsence():
                 self.gpu_absence = event
                 self.gpus.clear()

@@ -4,6 +4,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,16 +15,26 @@ from rolloutmq.bus.engines import SILENT_S, engines_of
 from rolloutmq.schemas.control import GetStatus, JournalStatus, LaneStatus, StatusReply, WorkerState
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import InferenceAddress
-from rolloutmq.services.monitor import figures, waits
+from rolloutmq.schemas.records import GpuBook, GpuRecord, InferenceAddress
+from rolloutmq.services.monitor import figures, gpus, waits
 from rolloutmq.services.monitor.crew import WorkerRow, fields, joined, supervision_of, trouble_text
 from rolloutmq.services.monitor.exits import FAILED, USAGE, complain, reader_may_leave
+from rolloutmq.services.monitor.gpus import read_gpus
 from rolloutmq.services.monitor.life import Fate, Life, fate_of
 from rolloutmq.services.telemetry.feed import endpoints_of
 
 PATIENCE_S: Final = 3.0
 """A broker that lives answers in milliseconds."""
 _LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
+
+
+@dataclass(frozen=True)
+class Also:
+    """What is known beside the broker's answer: workers as it and the orchestrator see them, engines, GPUs."""
+
+    crew: Sequence[WorkerRow] = ()
+    engines: Sequence[InferenceAddress] = ()
+    book: GpuBook = field(default_factory=GpuBook)
 
 
 def status(where: Path, as_json: bool) -> int:
@@ -42,13 +53,13 @@ def status(where: Path, as_json: bool) -> int:
         return complain(fate.say(layout) if fate.life is Life.DEAD else str(error), FAILED)
     if not isinstance(reply, StatusReply):
         return complain("the broker gave no status", FAILED)
-    known, engines = supervision_of(layout), engines_of(layout)
-    rows = joined(known, reply.pressure.workers, time.monotonic())
+    known, book = supervision_of(layout), read_gpus(layout)
+    also = Also(joined(known, reply.pressure.workers, time.monotonic()), engines_of(layout), book)
     if as_json:
-        plain = status_json(reply, engines, supervision=fields(known, rows), life=fate.life)
+        plain = status_json(reply, also, supervision=fields(known, also.crew), life=fate.life)
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
     else:
-        text = "\n".join([status_text(reply, rows, engines, time.time()), *_dead(fate, layout)])
+        text = "\n".join([status_text(reply, also, time.time()), *_dead(fate, layout)])
     with reader_may_leave():
         sys.stdout.write(text + "\n")
     return 0
@@ -58,27 +69,33 @@ def _dead(fate: Fate, layout: RunLayout) -> list[str]:
     return [f"{'DEAD':<9}{fate.say(layout)}"] if fate.life is Life.DEAD and not fate.elsewhere else []
 
 
-def status_json(reply: StatusReply, engines: Sequence[InferenceAddress] = (), **more: Any) -> dict[str, Any]:
-    """Return the reply as plain data, with `why`: one line on who waits for what; and with what else is known."""
+def status_json(reply: StatusReply, also: Also = Also(), **more: Any) -> dict[str, Any]:
+    """Return the reply as plain data, with `why`: one line on who waits for what; and with what else is known.
+
+    `gpus` are there with their standings, and `limits`: why an environment has fewer workers than it should.
+    """
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
-    return {"why": waits.explain(reply.pressure), "engines": msgspec.to_builtins(engines), **plain, **more}
+    return {
+        "why": waits.explain(reply.pressure),
+        "engines": msgspec.to_builtins(also.engines),
+        "gpus": [_gpu(record) for record in also.book.gpus],
+        "limits": also.book.limits,
+        **plain,
+        **more,
+    }
 
 
-def status_text(
-    reply: StatusReply,
-    crew: Sequence[WorkerRow] = (),
-    engines: Sequence[InferenceAddress] = (),
-    wall: float = 0.0,
-) -> str:
-    """Return the reply for a person: a few lines, the reason of waiting among them, and which workers are not well.
+def _gpu(record: GpuRecord) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(record.standing)
+    sample = None if record.sample is None else msgspec.to_builtins(record.sample)
+    for one in (plain, sample or {}):
+        one.pop("kind", None)
+    return {**plain, "cordoned": record.standing.cordoned, "sample": sample}
 
-    Args:
-        reply: What the broker says.
-        crew: The workers, as broker and orchestrator see them together.
-        engines: What the engines say of themselves.
-        wall: The wall clock.
-    """
+
+def status_text(reply: StatusReply, also: Also = Also(), wall: float = 0.0) -> str:
+    """Return the reply for a person: a few lines, the reason of waiting among them, and which workers are not well."""
     pressure = reply.pressure
     total = f" of {reply.total_steps}" if reply.total_steps else ""
     held = pressure.queued_bytes + pressure.leased_bytes
@@ -99,9 +116,11 @@ def status_text(
         ("groups", figures.accounts(pressure.ledger)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
-        ("workers", _workers(reply, crew)),
-        *(line for row in crew if row.is_unwell for line in _unwell(row)),
-        *(("engine", _engine(one, wall)) for one in engines),
+        ("workers", _workers(reply, also.crew)),
+        *(line for row in also.crew if row.is_unwell for line in _unwell(row)),
+        *(("engine", _engine(one, wall)) for one in also.engines),
+        *(("gpu", gpus.line(record.sample, record.standing)) for record in also.book.gpus),
+        *(("limit", f"{env}: {reason}") for env, reason in also.book.limits.items()),
     ]
     tasks = msgspec.structs.asdict(pressure.tasks)
     if any(tasks.values()):

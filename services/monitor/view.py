@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rolloutmq.schemas.control import LedgerCounts, Pressure, WorkerState
 from rolloutmq.schemas.telemetry import EngineSample, GpuSample
-from rolloutmq.services.monitor import figures, waits
+from rolloutmq.services.monitor import figures, gpus, waits
 from rolloutmq.services.monitor.board import Board
 from rolloutmq.services.monitor.crew import SILENT_S, WorkerRow, target_text, trouble_text
 
@@ -32,7 +32,9 @@ STYLE_OF: Final[dict[str, str]] = {
 INTEREST: Final = ("trainer", "inference", "broker", "orchestrator", "telemetry")
 ACCENT: Final = "bold cyan"
 QUIET: Final = "dim"
-GPUS_APART: Final = 2
+GPUS_APART: Final = 4
+GPUS_SHOWN: Final = 6
+"""Lines for GPUs at most, so that the workers keep their place."""
 ENGINES_APART: Final = 4
 TARGETS_SHOWN: Final = 3
 UNWELL_SHOWN: Final = 3
@@ -274,7 +276,7 @@ def machine_lines(board: Board) -> list[Text]:
         if board.gpu_absence is not None:
             parts.append("no GPU")
         rows.append(_row("host", " · ".join(parts)))
-    rows += gpu_lines(list(board.gpus.values()))
+    rows += gpu_lines(board)
     names = {worker.worker for worker in board.workers()}
     others = sorted(board.processes.keys() - names, key=_interest)
     if others:
@@ -283,19 +285,26 @@ def machine_lines(board: Board) -> list[Text]:
     return rows
 
 
-def gpu_lines(gpus: Sequence[GpuSample]) -> list[Text]:
-    """A line for each GPU, or one for all where they are many: mean use, all memory, the hottest."""
-    if len(gpus) <= GPUS_APART:
-        return [_gpu_line(gpu.name, [gpu]) for gpu in gpus]
-    return [_gpu_line(f"{len(gpus)} x {gpus[0].name}", gpus)]
+def gpu_lines(board: Board) -> list[Text]:
+    """A line for each GPU; where they are many, for those alone with which something is wrong, and one for the rest."""
+    known = sorted(board.gpus.values(), key=lambda gpu: (gpu.host, gpu.index))
+    if len(known) <= GPUS_APART:
+        return [_gpu_line(board, gpu) for gpu in known]
+    troubled = [gpu for gpu in known if not gpus.is_fine(gpu, board.standings.get(gpu.uuid))]
+    shown = troubled if len(troubled) <= GPUS_SHOWN else troubled[: GPUS_SHOWN - 1]
+    rest = [gpu for gpu in known if gpu not in shown]
+    rows = [_gpu_line(board, gpu) for gpu in shown]
+    if rest:
+        wrong = len(troubled) - len(shown)
+        tail = f" · {wrong} more with something wrong" if wrong else ""
+        rows.append(_row("gpu", f"{len(rest)} x {rest[0].name} · {gpus.figures_of(rest)}{tail}"))
+    return rows
 
 
-def _gpu_line(name: str, gpus: Sequence[GpuSample]) -> Text:
-    use = sum(gpu.utilisation_percent for gpu in gpus) / len(gpus)
-    used = sum(gpu.memory_used_bytes for gpu in gpus)
-    memory = figures.portion(used, sum(gpu.memory_total_bytes for gpu in gpus))
-    hottest = max(gpu.temperature_c for gpu in gpus)
-    return _row("gpu", f"{name} · {use:.0f} % · {memory} · {hottest:.0f} °C")
+def _gpu_line(board: Board, gpu: GpuSample) -> Text:
+    standing = board.standings.get(gpu.uuid)
+    fine = gpus.is_fine(gpu, standing)
+    return _row("gpu", Text(gpus.line(gpu, standing), style="" if fine else "bold red"))
 
 
 def _interest(name: str) -> tuple[int, str]:

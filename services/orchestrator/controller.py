@@ -102,6 +102,14 @@ class PressureController:
 
     def decide(self, state: State, sample: PressureSample, now: float) -> tuple[State, Decision]:
         """Decide once a tick; `now` in seconds, monotonic."""
+        state, decision = self._decide(state, sample, now)
+        room = sample.room
+        if room is not None and room.workers < decision.target and not decision.bound:
+            reason = f"{decision.reason}; {_bounded(sample, room.workers, room.why)}"
+            decision = replace(decision, reason=reason, bound=room.why)
+        return state, decision
+
+    def _decide(self, state: State, sample: PressureSample, now: float) -> tuple[State, Decision]:
         if math.isinf(state.calm_from):
             state = replace(state, calm_from=now + self.scaling.down_window_s)
         state = self._watch_starts(state, sample.crew, now)
@@ -190,7 +198,7 @@ class PressureController:
         if starving:
             state = replace(state, calm_from=max(state.calm_from, now + self.scaling.down_window_s))
         if target > limit:
-            return self._to(state, limit, f"{why}; {_bounded(limit, bound)}", bound)
+            return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
         waits = state.rates.waits > WAITING_PART and sample.pressure < self.scaling.setpoint_batches
         wanted, band = math.ceil(want - ROUND), self._band(target)
         if wanted > target and (want - target >= band or waits or starving):
@@ -210,7 +218,7 @@ class PressureController:
         if state.rates.idle > IDLE_PART:
             return self._hold(state, f"{why}; its workers wait themselves ({sample.wait or 'no_credit'})")
         if target >= limit:
-            return self._hold(state, f"{why}; {_bounded(limit, bound)}", bound)
+            return self._hold(state, f"{why}; {_bounded(sample, limit, bound)}", bound)
         state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
         if now - state.up_since < scaling.confirm_up_s and not at_once:
             return state, Decision(target, f"{why}; not confirmed yet")
@@ -266,7 +274,7 @@ class PressureController:
         target, bound = within, ""
         if sample.room is not None and max(sample.room.workers, self.min_workers) < within:
             target, bound = max(sample.room.workers, self.min_workers), sample.room.why
-            why = f"{why}; {_bounded(target, bound)}"
+            why = f"{why}; {_bounded(sample, target, bound)}"
         state, decision = self._to(state, target, why, bound)
         return state, replace(decision, want=float(within))
 
@@ -294,7 +302,9 @@ def _why(state: State, sample: PressureSample, want: float) -> str:
     )
 
 
-def _bounded(limit: int, bound: str) -> str:
+def _bounded(sample: PressureSample, limit: int, bound: str) -> str:
+    if sample.room is not None and sample.room.why == bound and sample.room.details:
+        return sample.room.details
     match bound:
         case "inference_bound":
             return f"{bound}: more than {limit} bring no more"

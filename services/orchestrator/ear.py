@@ -8,6 +8,7 @@ same. Decisions are published for the record; the last one is repeated by whoeve
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
 
@@ -19,14 +20,17 @@ from rolloutmq.bus.rundir import read_json, wait_json
 from rolloutmq.bus.sockets import make_context
 from rolloutmq.schemas.control import Drain, Pressure, ScaleDecision
 from rolloutmq.schemas.errors import RolloutMQError, WireError
+from rolloutmq.schemas.hardware import GpuStanding
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
-from rolloutmq.schemas.telemetry import EngineDecision
+from rolloutmq.schemas.telemetry import EngineDecision, GpuAbsence, GpuSample
 
 logger = logging.getLogger(__name__)
 
 QUIET_S: Final = 3.0
 """Silence after which the addresses are read again: another broker may have bound others."""
+HEARD: Final = (topics.PRESSURE, topics.telemetry("gpu", ""))
+"""Topics that the orchestrator follows."""
 DRAIN_S: Final = 5.0
 """How long a drain is asked for over the bus."""
 
@@ -34,15 +38,20 @@ DRAIN_S: Final = 5.0
 class Ear:
     """The broker as the orchestrator knows it. Belongs to one event loop; `listen` is its life.
 
+    Args:
+        layout: Says where the broker is.
+        on_gpu: Told of each sample of a GPU, in the loop; must not block and not raise.
+
     Attributes:
         pressure: The newest, or None if there never was one.
         heard_at: When it came, monotonic.
     """
 
-    def __init__(self, layout: RunLayout) -> None:
+    def __init__(self, layout: RunLayout, on_gpu: Callable[[GpuSample | GpuAbsence], None]) -> None:
         self.pressure: Pressure | None = None
         self.heard_at = float("-inf")
         self._layout = layout
+        self._on_gpu = on_gpu
         self._publisher: Publisher | None = None
         self._drains: asyncio.Queue[Drain] = asyncio.Queue()
 
@@ -59,11 +68,17 @@ class Ear:
         """Ask the broker to drain a worker. Returns at once; nobody waits for the answer."""
         self._drains.put_nowait(Drain(worker=worker, reason=reason[:200]))
 
-    def publish(self, decision: ScaleDecision | EngineDecision) -> None:
-        """Publish a decision, if there is a broker."""
+    def publish(self, news: ScaleDecision | EngineDecision | GpuStanding) -> None:
+        """Publish a decision, or how a GPU is treated, if there is a broker."""
+        match news:
+            case ScaleDecision():
+                what, name = "scale", news.env
+            case EngineDecision():
+                what, name = "scale", FIRST
+            case GpuStanding():
+                what, name = "fleet", news.uuid
         if self._publisher is not None:
-            what = decision.env if isinstance(decision, ScaleDecision) else FIRST
-            self._publisher.publish(topics.telemetry("scale", what), decision)
+            self._publisher.publish(topics.telemetry(what, name), news)
 
     async def _attend(self, endpoints: Endpoints) -> None:
         """Use the sockets of one broker until it has others."""
@@ -73,7 +88,7 @@ class Ear:
             self._publisher = stack.enter_context(Publisher(endpoints.publish, context))
             async with (
                 BrokerClient(endpoints.serve, context) as client,
-                Subscriber(endpoints.events, [topics.PRESSURE], context) as events,
+                Subscriber(endpoints.events, HEARD, context) as events,
                 asyncio.TaskGroup() as tasks,
             ):
                 drains = tasks.create_task(self._carry_drains(client), name="drains")
@@ -98,11 +113,13 @@ class Ear:
         try:
             event = codec.decode_event(payload)
         except WireError as error:
-            logger.warning("not a pressure error=%s", error)
+            logger.warning("event not understood error=%s", error)
             return
-        old = self.pressure
+        if isinstance(event, GpuSample | GpuAbsence):
+            self._on_gpu(event)
         if not isinstance(event, Pressure):
             return
+        old = self.pressure
         if old is None or event.epoch != old.epoch or event.number > old.number:
             self.pressure = event
             self.heard_at = time.monotonic()

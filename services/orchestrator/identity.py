@@ -100,6 +100,17 @@ def is_marked(pid: int, marker: str) -> bool:
     )
 
 
+def variable_of(pid: int, name: str) -> str | None:
+    """Return a variable with which a process was started, or None if it has none or may not be looked at."""
+    try:
+        environ = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return None
+    start = f"{name}=".encode()
+    found = (entry for entry in environ.split(b"\0") if entry.startswith(start))
+    return next((os.fsdecode(entry.removeprefix(start)) for entry in found), None)
+
+
 def find_marked(marker: str) -> list[int]:
     """Return the pids of all living processes with the marker, but for the caller and its ancestors.
 

@@ -129,6 +129,11 @@ class Supervisor:
         self._core.retire(name, ladder, reason, time.monotonic())
         self._advance()
 
+    def hold(self, name: str, held: bool) -> None:
+        """Keep a process that waits to be started again from it, or let it be."""
+        self._core.hold(name, held)
+        self._advance()
+
     def forget(self, name: str) -> None:
         """Forget a process that is over, so that it is in no view any more."""
         self._core.forget(name)

@@ -32,10 +32,11 @@ class Crew:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many workers there is room for, and what bounds that, in a word such as `budget`."""
+    """How many workers there is room for, and what bounds that, in a word such as `budget`, and in more words."""
 
     workers: int
     why: str
+    details: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class Scale:
         self.decision = Decision(self.state.target, "nothing decided yet")
         self.room: Room | None = None
         """What the budget leaves."""
+        self.bound: Room | None = None
+        """The narrowest room of the last tick."""
         self.said = self._say(PressureSample())
         """The decision with what it was made of, for whoever listens."""
         self._told: int | None = None
@@ -58,6 +60,8 @@ class Scale:
     def missing(self, crew: Crew) -> int:
         """Return how many workers are missing that there are places for."""
         places = self.law.max_workers - crew.current - crew.draining
+        if self.bound is not None:
+            places = min(places, self.bound.workers - crew.current)
         return min(self.decision.target - crew.current, places)
 
     def claim(self) -> Claim:
@@ -137,8 +141,8 @@ class Scaling:
             self._log.begin([scale.beginning() for scale in self.scales])
         for scale in self.scales:
             sample = sample_of(scale.env, scale.split, scale.slots, pressure, heard_at)
-            room = _narrowest(scale.room, (rooms or {}).get(scale.env))
-            sample = replace(sample, crew=crews[scale.env], room=room, engines=engines)
+            scale.bound = _narrowest(scale.room, (rooms or {}).get(scale.env))
+            sample = replace(sample, crew=crews[scale.env], room=scale.bound, engines=engines)
             decision = scale.decide(sample, now)
             self._log.add(Made(scale.env, time.time(), now, sample, decision))
         self._share()

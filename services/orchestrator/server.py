@@ -32,16 +32,18 @@ from rolloutmq.services.orchestrator.controller import INFERENCE_BOUND
 from rolloutmq.services.orchestrator.decisions import DecisionLog
 from rolloutmq.services.orchestrator.ear import Ear
 from rolloutmq.services.orchestrator.engines import Bound
+from rolloutmq.services.orchestrator.gpus.steward import Steward
 from rolloutmq.services.orchestrator.identity import find_names, inherited_token, marker_of
 from rolloutmq.services.orchestrator.keeper import Supervisor
 from rolloutmq.services.orchestrator.lock import only_one
 from rolloutmq.services.orchestrator.pool import EnginePool
+from rolloutmq.services.orchestrator.pressure import Crew, Room
 from rolloutmq.services.orchestrator.processes import end_marked, end_strays
 from rolloutmq.services.orchestrator.record import Record
 from rolloutmq.services.orchestrator.roster import Roster, env_of
 from rolloutmq.services.orchestrator.scaling import Scale, Scaling
 from rolloutmq.services.orchestrator.shelf import Shelf
-from rolloutmq.services.orchestrator.supervisor import OVER, Backoff, Phase, drain_ladder, term_ladder
+from rolloutmq.services.orchestrator.supervisor import OVER, Backoff, Phase, View, drain_ladder, term_ladder
 from rolloutmq.services.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ ORPHANS_S: Final = 5.0
 
 ENDED_S: Final = 60.0
 """How long a worker that left is remembered: the broker may still speak of it."""
+
+NO_GPU: Final = "no_gpu"
+"""What bounds workers that no GPU has room for."""
 
 Command = Callable[[str], tuple[str, ...]]
 """Program and arguments of the worker of a name."""
@@ -85,14 +90,15 @@ class Orchestrator:
         self._command = command or worker_command(layout.root)
         self._limits = limits
         self._environments = config.environment
-        self._ear = Ear(layout)
+        self._steward = Steward(config, layout)
+        self._ear = Ear(layout, self._steward.hear)
         self._record = Record(layout, token)
         self._workers = Supervisor(
             token,
             _backoff(limits),
             identities=layout.workers,
             drain=self._ear.drain,
-            on_change=lambda _: self._record.soon(self._workers),
+            on_change=self._changed,
             seed=config.run.seed,
         )
         self._engines = EnginePool(config, layout, token, self._ear.publish, engine_command)
@@ -140,11 +146,14 @@ class Orchestrator:
         """Adopt the living workers of an earlier life, end those of another run, know the names."""
         mine = f"{self._token}/"
         ours = [
-            (identity, self._spec(identity.name))
+            (identity, self._steward.adopted(identity, self._spec(identity.name)))
             for identity in previous
             if identity.marker.startswith(mine) and env_of(identity.name) in self._environments
         ]
         adopted = self._workers.adopt(ours)
+        for identity, spec in ours:
+            if spec.name in adopted:
+                self._steward.keep(identity, spec)
         others = [identity for identity in previous if identity.name not in adopted]
         if others:
             await asyncio.to_thread(end_strays, others, self._limits.term_grace_s)
@@ -180,6 +189,10 @@ class Orchestrator:
         while stop.reason is None:
             heard = self._heard()
             self._believe(heard)
+            for standing in self._steward.attend(
+                self._workers, heard, self._ear.pressure, self._drain_ladder
+            ):
+                self._ear.publish(standing)
             self._decide(heard)
             for roster in self._rosters.values():
                 self._raise_if_failed(roster)
@@ -233,17 +246,30 @@ class Orchestrator:
     def _decide(self, heard: Heard) -> None:
         views = self._workers.views()
         crews = {env: roster.crew(views, heard) for env, roster in self._rosters.items()}
-        now, engines = time.monotonic(), self._engines.ready
-        self._scaling.decide(crews, self._ear.pressure, self._ear.heard_at, now, engines=engines)
+        now, engines, pressure = time.monotonic(), self._engines.ready, self._ear.pressure
+        rooms = self._rooms(crews)
+        self._scaling.decide(crews, pressure, self._ear.heard_at, now, rooms, engines)
         for scale in self._scaling.scales:
             self._send_away(scale, crews[scale.env].current - scale.decision.target, heard)
         for env, number in self._scaling.starts(crews).items():
             for _ in range(number):
-                self._workers.start(self._spec(self._rosters[env].take()))
+                spec = self._steward.equipped(self._spec(self._rosters[env].take()))
+                if spec is not None:
+                    self._workers.start(spec)
         for scale in self._scaling.scales:
+            self._steward.limited(scale.env, scale.decision.bound == NO_GPU)
             self._record.decided(scale.said, now)
             if scale.is_news(now):
                 self._ear.publish(scale.said)
+
+    def _rooms(self, crews: Mapping[str, Crew]) -> dict[str, Room]:
+        """Return how many workers the GPUs have room for, where they bound them at all."""
+        rooms = {}
+        for env, crew in crews.items():
+            limit = self._steward.limit(env, crew.current, self._environments[env].max_workers)
+            if limit is not None:
+                rooms[env] = Room(limit.count, NO_GPU, limit.reason)
+        return rooms
 
     def _send_away(self, scale: Scale, number: int, heard: Heard) -> None:
         views = self._workers.views()
@@ -260,6 +286,13 @@ class Orchestrator:
         bounds = {env: Bound(one.bound == INFERENCE_BOUND, one.short) for env, one in said.items()}
         wanted = None if self._ear.pressure is None else self._ear.pressure.wanted.get(FIRST)
         self._engines.look(bounds, now, wanted)
+
+    def _changed(self, view: View) -> None:
+        """Write down what changed; and hold a worker with GPUs that would be started again, until they are free."""
+        self._record.soon(self._workers)
+        if view.phase is Phase.WAITING and self._steward.has(view.name):
+            self._workers.hold(view.name, True)
+            asyncio.get_running_loop().call_soon(self._steward.hold_back, self._workers)
 
     def _spec(self, name: str) -> ProcessSpec:
         log = str(self._layout.log(name))

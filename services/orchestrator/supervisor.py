@@ -157,6 +157,8 @@ class _Slot:
     rungs: list[tuple[float, Step]] = field(default_factory=list)
     """What is still to be done, with absolute times, soonest first."""
     killed_at: float | None = None
+    held: bool = False
+    """It waits for somebody's word, too."""
 
     def view(self) -> View:
         return View(
@@ -211,6 +213,11 @@ class SupervisorCore:
         else:
             slot.rungs = _sooner(slot.rungs, ladder, now)
 
+    def hold(self, name: str, held: bool) -> None:
+        """Keep a process that waits from being started, however long it was due, or let it be; others do not mind."""
+        slot = self._slots[name]
+        slot.held = held and slot.phase is Phase.WAITING
+
     def fail(self, name: str, ladder: Ladder, reason: str, now: float) -> None:
         """End a process that can never work: FATAL, with the reason, once it has ended."""
         slot = self._slots[name]
@@ -255,7 +262,7 @@ class SupervisorCore:
         """Return what is due. To be called after every event and at `due()`."""
         actions: list[Action] = []
         for name, slot in self._slots.items():
-            if slot.phase is Phase.WAITING and slot.due <= now:
+            if slot.phase is Phase.WAITING and slot.due <= now and not slot.held:
                 actions.append(Start(slot.spec))
             while slot.phase is Phase.STOPPING and slot.rungs and slot.rungs[0][0] <= now:
                 step = slot.rungs.pop(0)[1]
@@ -278,6 +285,7 @@ class SupervisorCore:
             assert not slot.rungs or slot.phase is Phase.STOPPING, (name, slot.phase)
             assert slot.rungs == sorted(slot.rungs, key=lambda rung: rung[0]), name
             assert (slot.phase is Phase.FATAL) <= bool(slot.reason), name
+            assert not slot.held or slot.phase is Phase.WAITING, (name, slot.phase)
             assert slot.crashes <= self._backoff.crash_limit, name
 
     def _open(self, spec: ProcessSpec, phase: Phase, now: float) -> _Slot:
@@ -313,11 +321,12 @@ class SupervisorCore:
     @staticmethod
     def _enter(slot: _Slot, phase: Phase, reason: str, now: float) -> None:
         slot.phase, slot.reason, slot.since = phase, reason, now
+        slot.held = False
 
 
 def _times(slot: _Slot) -> list[float]:
     if slot.phase is Phase.WAITING:
-        return [slot.due]
+        return [] if slot.held else [slot.due]
     times = [at for at, _ in slot.rungs[:1]]
     return times if slot.killed_at is None else [*times, slot.killed_at + UNKILLABLE_S]
 

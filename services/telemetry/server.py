@@ -1,6 +1,6 @@
 """The telemetry service: samples the machine, publishes the samples, and records every event of the run.
 
-Two tasks that know nothing of each other: what is published travels through the broker and comes back to the recorder
+Tasks that know nothing of each other: what is published travels through the broker and comes back to the recorder
 like every other event. Samples may be lost; each source numbers its own, so that a gap shows.
 """
 
@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -29,14 +30,11 @@ from rolloutmq.schemas.telemetry import (
     TelemetryEvent,
 )
 from rolloutmq.services.runner import Stop, run_service
+from rolloutmq.services.telemetry.calls import CALL_TIMEOUT_S, Calls
 from rolloutmq.services.telemetry.feed import Feed, endpoints_of
-from rolloutmq.services.telemetry.probes import (
-    BoundedGpuProbe,
-    GpuProbe,
-    HostProbe,
-    NvmlProbe,
-    ProcessProbe,
-)
+from rolloutmq.services.telemetry.gpus import GpuBackend, GpuProbe
+from rolloutmq.services.telemetry.nvml import Nvml
+from rolloutmq.services.telemetry.probes import Disks, HostProbe, ProcessProbe, host_name
 from rolloutmq.services.telemetry.recorder import RECORDED, Recorder
 
 logger = logging.getLogger(__name__)
@@ -74,25 +72,32 @@ def processes_of(layout: RunLayout) -> list[ProcessIdentity]:
 
 
 class Sampler:
-    """Takes one round of samples at a time."""
+    """Takes one round of samples at a time; the host and the GPUs know nothing of each other."""
 
-    def __init__(self, layout: RunLayout, gpus: GpuProbe) -> None:
+    def __init__(self, layout: RunLayout, gpus: GpuBackend, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._layout = layout
         self._host = HostProbe(layout.root)
         self._processes = ProcessProbe()
-        self._gpus = BoundedGpuProbe(gpus)
+        self._gpus = GpuProbe(gpus, host_name(), timeout_s)
+        self._calls = Calls(timeout_s)
         self._engines = Watch()
-        self._number = 0
+        self._rounds = self._gpu_rounds = 0
 
-    async def round(self, now: float) -> list[TelemetryEvent]:
-        """Sample everything; takes as long as the GPU driver does, up to its deadline."""
-        self._number += 1
-        number = self._number
-        samples: list[TelemetryEvent] = [self._host.sample(number, now)]
+    async def machine(self, now: float) -> list[TelemetryEvent]:
+        """Sample host, processes and engines; of a disk that hangs nothing is told."""
+        self._rounds += 1
+        number = self._rounds
+        disks = (await self._calls.make({"disks": self._host.disks}, now)).get("disks")
+        free = disks if isinstance(disks, Disks) else Disks()
+        samples: list[TelemetryEvent] = [self._host.sample(number, now, free)]
         samples += self._processes.sample(processes_of(self._layout), number, now)
-        samples += self._engine_samples()
-        gpus = await self._gpus.sample(number, now)
-        return samples + ([gpus] if isinstance(gpus, GpuAbsence) else list(gpus))
+        return samples + self._engine_samples()
+
+    async def gpus(self, now: float) -> list[TelemetryEvent]:
+        """Sample the GPUs; takes as long as their driver does, up to its deadline."""
+        self._gpu_rounds += 1
+        gpus = await self._gpus.sample(self._gpu_rounds, now)
+        return [gpus] if isinstance(gpus, GpuAbsence) else list(gpus)
 
     def _engine_samples(self) -> list[EngineSample]:
         """Pass on what the engines say of themselves, once for each time that they say it."""
@@ -115,27 +120,33 @@ class Sampler:
         return samples
 
 
+Round = Callable[[float], Awaitable[list[TelemetryEvent]]]
+"""Samples of one moment, by the wall clock."""
+
+
 class Telemetry:
     """The service of one run.
 
     Args:
         config: Gives the interval.
         layout: Gives the processes, the broker's address and the place of the record.
-        gpus: Where GPU samples come from.
+        gpus: Who is asked for GPUs; NVML if nobody else.
     """
 
-    def __init__(self, config: RunConfig, layout: RunLayout, gpus: GpuProbe | None = None) -> None:
+    def __init__(self, config: RunConfig, layout: RunLayout, gpus: GpuBackend | None = None) -> None:
         self._interval_s = config.telemetry.interval_s
         self._layout = layout
-        self._sampler = Sampler(layout, gpus or NvmlProbe())
+        self._sampler = Sampler(layout, gpus or Nvml(host_name()))
 
     async def run(self, stop: Stop) -> None:
         """Sample and record until the end is asked for; what has arrived by then is written."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._sample(stop), name="sample")
+            tasks.create_task(self._sample(stop, self._sampler.machine), name="sample")
+            # A driver that hangs costs a round of GPUs, and nobody else anything.
+            tasks.create_task(self._sample(stop, self._sampler.gpus), name="sample gpus")
             tasks.create_task(self._record(stop), name="record")
 
-    async def _sample(self, stop: Stop) -> None:
+    async def _sample(self, stop: Stop, sample: Round) -> None:
         publisher: Publisher | None = None
         address = ""
         try:
@@ -146,7 +157,7 @@ class Telemetry:
                         publisher.close()
                     address, publisher = endpoints.publish, Publisher(endpoints.publish)
                 if publisher is not None:
-                    for event in await self._sampler.round(time.time()):
+                    for event in await sample(time.time()):
                         publisher.publish(topic_of(event), event)
                 await _pause(stop, self._interval_s)
         finally:

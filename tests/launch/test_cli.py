@@ -33,6 +33,7 @@ def test_help_names_every_command() -> None:
         "init",
         "drain",
         "scale",
+        "cordon",
         "broker",
     ):
         assert f" {command} " in told.stdout
@@ -54,6 +55,9 @@ def test_version() -> None:
         (["status", "nowhere"], 1, "a run in nowhere is missing"),
         (["down"], 1, "a living run below runs/ is missing"),
         (["scale", "e", "many"], 2, "must be a number"),
+        (["cordon"], 2, "gpu"),
+        (["cordon", "GPU-1"], 1, "a living run below runs/ is missing"),
+        (["uncordon", "GPU-1", "--run-dir", "nowhere"], 1, "a run in nowhere is missing"),
         (["ledger", "verify", "nowhere"], 2, "a run in nowhere is missing"),
         (["explain", "g1", "--run-dir", "nowhere"], 1, "a run in nowhere is missing"),
         (["explain"], 2, "group_id"),

@@ -209,6 +209,15 @@ class Wanted(Fact, frozen=True, tag=18):
     count: int | None
 
 
+class GpuAsked(Fact, frozen=True, tag=26):
+    """An operator cordoned or uncordoned a GPU."""
+
+    gpu: str
+    number: int
+    cordoned: bool
+    reason: str
+
+
 class Told(Fact, frozen=True, tag=19):
     """A worker was told to drain, or the drain ended with its process; `pid` is 0 if that is not known."""
 

@@ -14,6 +14,7 @@ from rolloutmq.services.broker.journal.facts import (
     Dropped,
     EndedItem,
     Forgot,
+    GpuAsked,
     GroupItem,
     GroupMeta,
     Joined,
@@ -51,7 +52,7 @@ from rolloutmq.services.broker.journal.taskfacts import (
 
 AnyFact = (
     Accepted | Skipped | Opened | Declared | Produced | Joined | Leased | Pulled | Settles | Lost | Dropped
-    | Committed | Forgot | Rewound | Requeued | Disconnected | WasReset | Wanted | Told | Began | Tuned
+    | Committed | Forgot | Rewound | Requeued | Disconnected | WasReset | Wanted | Told | Began | Tuned | GpuAsked
     | Numbers | Table | LaneItem | SessionItem | GroupItem | LeaseItem | EndedItem | KeptItem | ReturningItem
     | LedgerItem | ConsumerItem | RunItem
     | TaskSubmitted | TaskTaken | TaskReturned | TaskEnded | TasksItem | TaskItem

@@ -17,12 +17,21 @@ from rolloutmq.bus import codec
 from rolloutmq.bus.engines import engine_name
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
+from rolloutmq.schemas.hardware import Cause, GpuStanding
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.records import Endpoints, InferenceAddress, Supervision, WorkerRecord
+from rolloutmq.schemas.records import (
+    Endpoints,
+    GpuBook,
+    GpuRecord,
+    InferenceAddress,
+    Supervision,
+    WorkerRecord,
+)
 from rolloutmq.schemas.tasks import TaskCounts
+from rolloutmq.schemas.telemetry import GpuSample
 from rolloutmq.services.monitor import status as command
-from rolloutmq.services.monitor.status import status, status_json, status_text
+from rolloutmq.services.monitor.status import Also, status, status_json, status_text
 from rolloutmq.services.orchestrator.identity import identify
 
 
@@ -234,3 +243,51 @@ def test_a_run_that_has_ended_says_how(layout: RunLayout, capsys: pytest.Capture
     layout.summary.write_text('{"ended": "the trainer is done"}')
     assert status(layout.root, as_json=False) == 1
     assert "has ended: the trainer is done" in capsys.readouterr().err
+
+
+def test_gpus_are_told_with_why_they_are_not_used(
+    answering: RunLayout, reply: StatusReply, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = GpuStanding(uuid="GPU-1", host="h", name="H100", at=0.0, holders=("a", "b", "c"))
+    cordoned = GpuStanding(
+        uuid="GPU-2", host="h", name="H100", at=0.0, causes=(Cause.LOST,), reason="GPU is lost", draining=True
+    )
+    sample = GpuSample(
+        uuid="GPU-1",
+        number=1,
+        at=0.0,
+        name="H100",
+        utilisation_percent=37.0,
+        memory_used_bytes=20 << 30,
+        memory_total_bytes=80 << 30,
+        temperature_c=61.0,
+    )
+    records = (GpuRecord(standing=used, sample=sample), GpuRecord(standing=cordoned))
+    book = GpuBook(gpus=records, limits={"math": "1 can be placed: no_gpu: 0 of 1 wanted; 1 cordoned"})
+    write_json(answering.gpus, book)
+
+    assert status(answering.root, as_json=True) == 0
+
+    fields = json.loads(capsys.readouterr().out)
+    told = {gpu["uuid"]: gpu for gpu in fields["gpus"]}
+    assert fields["limits"] == book.limits
+    assert told["GPU-1"]["sample"]["utilisation_percent"] == 37.0
+    assert told["GPU-1"]["sample"]["margin_c"] is None
+    assert (told["GPU-1"]["cordoned"], told["GPU-1"]["holders"]) == (False, ["a", "b", "c"])
+    assert (told["GPU-2"]["cordoned"], told["GPU-2"]["causes"]) == (True, ["lost"])
+    assert told["GPU-2"]["reason"] == "GPU is lost"
+    lines = [
+        line
+        for line in status_text(reply, Also(book=book)).splitlines()
+        if line.startswith(("gpu ", "limit "))
+    ]
+    assert lines == [
+        "gpu      GPU-1 H100 · 37 % · 20.0/80.0 GiB · 61 °C · a, b and 1 more",
+        "gpu      GPU-2 H100 · cordoned and drained (lost); GPU is lost",
+        "limit    math: 1 can be placed: no_gpu: 0 of 1 wanted; 1 cordoned",
+    ]
+
+
+def test_a_run_without_gpus_says_nothing_of_them(reply: StatusReply) -> None:
+    assert status_json(reply)["gpus"] == []
+    assert "gpu" not in status_text(reply)

@@ -18,6 +18,7 @@ from rolloutmq.schemas.control import (
     WorkerState,
     WorkerStatus,
 )
+from rolloutmq.schemas.hardware import Cause, GpuStanding
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.records import Supervision, WorkerRecord
 from rolloutmq.schemas.telemetry import (
@@ -25,6 +26,7 @@ from rolloutmq.schemas.telemetry import (
     EngineSample,
     GpuAbsence,
     GpuSample,
+    GpuState,
     HostSample,
     ProcessSample,
 )
@@ -174,6 +176,61 @@ def test_many_gpus_share_a_line(board: Board) -> None:
 
     lines = [line.strip() for line in drawn(board) if "H200" in line]
     assert lines == ["gpu     8 x H200 · 35 % · 8.0/32.0 GiB · 37 °C"]
+
+
+def gpu(uuid: str, index: int, **facts: Any) -> GpuSample:
+    told = {"utilisation_percent": 10.0, "memory_used_bytes": 1 << 30, "memory_total_bytes": 4 << 30}
+    return GpuSample(uuid=uuid, index=index, number=1, at=0.0, name="H200", **(told | facts))
+
+
+def test_a_few_gpus_have_a_line_each_with_who_has_them_and_why_they_are_not_used(board: Board) -> None:
+    board.feed(gpu("GPU-b", 1, state=GpuState.LOST, why="GPU is lost"), 1.0)
+    board.feed(gpu("GPU-a", 0, temperature_c=61.0), 1.0)
+    board.feed(GpuStanding(uuid="GPU-a", host="", name="", at=0.0, holders=("sort3-0",)), 1.0)
+    causes = (Cause.MANUAL, Cause.LOST)
+    board.feed(GpuStanding(uuid="GPU-b", host="", name="", at=0.0, causes=causes, reason="by hand: fan"), 1.0)
+
+    lines = [line.strip() for line in drawn(board, 120) if "H200" in line]
+
+    assert lines == [
+        "gpu     GPU-a H200 · 10 % · 1.0/4.0 GiB · 61 °C · sort3-0",
+        "gpu     GPU-b H200 · cordoned (manual, lost); by hand: fan",
+    ]
+
+
+def test_of_many_gpus_those_that_are_not_well_are_shown_first(board: Board) -> None:
+    for index in range(30):
+        board.feed(gpu(f"GPU-{index}", index, temperature_c=50.0), 1.0)
+    for index in (3, *range(10, 20)):
+        causes = (Cause.HEAT,)
+        board.feed(
+            GpuStanding(uuid=f"GPU-{index}", host="", name="", at=0.0, causes=causes, reason="hot"), 1.0
+        )
+
+    lines = [line.strip() for line in drawn(board, 120) if "H200" in line]
+
+    assert len(lines) == view.GPUS_SHOWN
+    assert lines[0] == "gpu     GPU-3 H200 · 10 % · 1.0/4.0 GiB · 50 °C · cordoned (heat); hot"
+    assert lines[-1] == "gpu     25 x H200 · 10 % · 25.0/100 GiB · 50 °C · 6 more with something wrong"
+
+
+def test_why_there_are_fewer_workers_than_there_should_be_is_shown(board: Board) -> None:
+    reason = "3 asked for; 2 can be placed: no_gpu: 0 of 1 wanted; 2 cordoned"
+    board.feed(
+        ScaleDecision(env="sort3", at=0.0, rollout_pressure=0.0, current=2, target=2, reason=reason), 1.0
+    )
+    assert [line.strip() for line in drawn(board, 120) if "no_gpu" in line] == [
+        f"scale   sort3: 2 wanted, 2 there; {reason}"
+    ]
+
+
+def test_what_a_gpu_does_not_tell_is_said(board: Board) -> None:
+    board.feed(
+        gpu("GPU-a", 0, utilisation_percent=None, memory_total_bytes=None, memory_used_bytes=None),
+        1.0,
+    )
+    (line,) = [line.strip() for line in drawn(board, 120) if "H200" in line]
+    assert line == "gpu     GPU-a H200 · use not told · memory not told · temperature not told"
 
 
 def test_gauge_is_filled_by_pressure_and_never_beyond(board: Board) -> None:

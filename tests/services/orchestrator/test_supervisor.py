@@ -209,6 +209,24 @@ def test_a_failure_that_is_heard_during_the_pause_ends_it(core: SupervisorCore) 
     assert core.tick(1000.0) == []
 
 
+def test_a_process_that_is_held_back_is_started_when_it_is_let_and_not_before_it_is_due(
+    core: SupervisorCore,
+) -> None:
+    running(core)
+    core.exited("w", 1, "exit code 1", 0.0)
+    due = core.views()["w"].due
+    core.hold("w", True)
+    assert core.due() is None
+    assert core.tick(due + 100.0) == []
+    core.hold("w", False)
+    assert core.tick(due - 1e-6) == []
+    assert core.tick(due + 100.0) == [Start(spec())]
+    core.started("w", due + 100.0)
+    core.hold("w", True)
+    core.exited("w", 1, "exit code 1", due + 200.0)
+    assert core.due() is not None
+
+
 def test_a_name_is_free_again_when_its_process_is_over(core: SupervisorCore) -> None:
     running(core)
     with pytest.raises(ValueError, match="process w is running"):

@@ -18,31 +18,27 @@ from rolloutmq.schemas.config import RunConfig, TelemetryConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.records import Endpoints, InferenceAddress
-from rolloutmq.schemas.telemetry import EngineSample, GpuAbsence, GpuSample
+from rolloutmq.schemas.telemetry import EngineSample, GpuAbsence, GpuSample, HostSample, ProcessSample
 from rolloutmq.services.orchestrator.identity import identify
 from rolloutmq.services.runner import Stop
-from rolloutmq.services.telemetry.probes import GpuAnswer
 from rolloutmq.services.telemetry.server import Sampler, Telemetry, processes_of, topic_of
 
 DEADLINE_S = 20.0
 
 
 class OneGpu:
-    """A GPU at work."""
+    """A GPU at work, whose driver answers while it is `free`."""
 
-    def sample(self, number: int, now: float) -> GpuAnswer:
-        sample = GpuSample(
-            uuid="GPU-7",
-            number=number,
-            at=now,
-            name="Fake",
-            utilisation_percent=50.0,
-            memory_used_bytes=1,
-            memory_total_bytes=2,
-            temperature_c=40.0,
-            clock_event_reasons=0,
-        )
-        return (sample,)
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+
+    def uuids(self) -> tuple[str, ...]:
+        return ("GPU-7",)
+
+    def read(self, uuid: str, number: int, now: float) -> GpuSample:
+        self.free.wait()
+        return GpuSample(uuid=uuid, number=number, at=now, name="Fake", utilisation_percent=50.0)
 
 
 @contextlib.contextmanager
@@ -104,6 +100,46 @@ async def test_samples_are_published_and_recorded(run_dir: Path) -> None:
     assert numbers == sorted(set(numbers))
 
 
+async def test_a_driver_that_hangs_stops_no_other_sample(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    gpu = OneGpu()
+    gpu.free.clear()
+    stop = Stop()
+    config = RunConfig(telemetry=TelemetryConfig(interval_s=0.02))
+    service = asyncio.create_task(Telemetry(config, layout, gpu).run(stop))
+    try:
+        with forwarding(layout):
+            async with asyncio.timeout(DEADLINE_S):
+                # It hangs for the whole of it, and longer than all these samples take.
+                while len(recorded(layout)["host_sample"]) < 10:
+                    assert not service.done()
+                    await asyncio.sleep(0.05)
+            assert all(line["state"] == "silent" for line in recorded(layout)["gpu_sample"])
+            stop.request("test")
+            await asyncio.wait_for(service, DEADLINE_S)
+    finally:
+        gpu.free.set()
+
+
+async def test_a_disk_that_hangs_stops_no_other_sample(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr("psutil.disk_usage", lambda _: released.wait())
+    write_json(RunLayout(run_dir).processes, [identify("me", Role.WORKER, os.getpid(), "token/me")])
+    sampler = Sampler(RunLayout(run_dir), OneGpu(), timeout_s=0.2)
+    try:
+        for _ in range(2):
+            found = await sampler.machine(1.0)
+            host, process = found
+            assert isinstance(host, HostSample)
+            assert isinstance(process, ProcessSample)
+            assert (host.disk_free_bytes, host.memory_total_bytes > 0) == (0, True)
+            assert len(await sampler.gpus(1.0)) == 1
+    finally:
+        released.set()
+
+
 async def test_service_without_a_broker_waits_and_ends_when_told(run_dir: Path) -> None:
     stop = Stop()
     service = asyncio.create_task(Telemetry(RunConfig(), RunLayout(run_dir), OneGpu()).run(stop))
@@ -134,7 +170,7 @@ async def test_what_engines_say_is_passed_on_once(run_dir: Path) -> None:
     sampler = Sampler(layout, OneGpu())
 
     async def engines() -> list[EngineSample]:
-        return [one for one in await sampler.round(0.0) if isinstance(one, EngineSample)]
+        return [one for one in await sampler.machine(0.0) if isinstance(one, EngineSample)]
 
     for name, number in (("inference", 1), ("inference-1", 0)):  # the second counts no beats
         address = InferenceAddress(url="http://x", pid=3, name=name, number=number, in_hand=5, busy=0.5)
