@@ -201,11 +201,14 @@ class PressureController:
             return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
         waits = state.rates.waits > WAITING_PART and sample.pressure < self.scaling.setpoint_batches
         wanted, band = math.ceil(want - ROUND), self._band(target)
+        if starving and not target:
+            wanted = max(wanted, 1)  # without anybody nothing can be measured
         if wanted > target and (want - target >= band or waits or starving):
             why = f"{why}; starving" if starving else why
             return self._up(state, sample, wanted, why, now, at_once=starving)
         most = state.wants[0][1]
-        if target - most >= band and now >= state.calm_from:
+        last = target == 1 and most <= ROUND and sample.pressure >= self.scaling.setpoint_batches
+        if (target - most >= band or last) and now >= state.calm_from:
             return self._down(state, math.ceil(most - ROUND), why, now)
         return self._hold(state, why)
 
@@ -238,7 +241,8 @@ class PressureController:
         state = replace(state, down_since=min(state.down_since, now), up_since=math.inf)
         if now - state.down_since < scaling.confirm_down_s:
             return state, Decision(target, f"{why}; not confirmed yet")
-        return self._to(state, max(wanted, math.ceil(target * scaling.down_part)), why)
+        left = math.ceil(target * scaling.down_part) if target > 1 else 0
+        return self._to(state, max(wanted, left), why)
 
     def _remember(self, state: State, want: float, now: float) -> State:
         """Keep the wants of the window, but those that a later one exceeds."""
@@ -248,7 +252,7 @@ class PressureController:
 
     def _grope(self, state: State, sample: PressureSample, now: float) -> tuple[State, Decision]:
         """Decide while the rates are not known."""
-        known = state.rates.per_worker is not None
+        known = state.rates.per_worker is not None or not state.target
         if known and self._starving(state, sample) and sample.crew.ready >= state.target:
             more = max(1, 2 * state.target)
             return self._up(state, sample, more, "starving, nothing eaten yet", now, at_once=False)

@@ -119,6 +119,20 @@ def test_who_starves_gets_more_before_anything_is_known() -> None:
     assert loop.last.target == 2
 
 
+def test_from_nobody_there_is_a_way_up() -> None:
+    nobody = PressureController(0, 50, ScalingConfig())
+    loop = Loop(nobody, workers=0)
+    assert loop.tick(30, eats=0.0, pressure=0.0).target == 0, "nobody asks"
+    assert starve(loop, 10, eats=0.0, per_worker=0.0).target == 1
+    went = Loop(nobody)
+    went.tick(60)
+    for _ in range(1000):
+        went.tick(eats=0.0, pressure=3.0)
+        went.follow()
+    assert went.last.target == 0
+    assert starve(went, 10, eats=0.0).target == 1
+
+
 def test_workers_that_start_count_as_started() -> None:
     loop = Loop()
     loop.tick(60)
