@@ -17,7 +17,7 @@ from rolloutmq.services.monitor.gpus import read_gpus
 ANSWER_S: Final = 5.0
 """Longest wait for the broker's answer."""
 CONFIRM_S: Final = 10.0
-"""Longest wait for the orchestrator to have done it: it hears four times a second, and decides twice."""
+"""Longest wait for the orchestrator to have done it: it hears four times a second, and decides once."""
 LOOK_S: Final = 0.05
 PREFIX: Final = "GPU-"
 REASON_LIMIT: Final = 200

@@ -53,8 +53,8 @@ class OrchestratorConfig(Section):
 
     enabled: bool = True
     """Start workers with the run; off where workers are started by hand."""
-    tick_s: PositiveFloat = 1.0
-    """Time between two decisions."""
+    tick_s: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    """Time between two decisions. Rates are measured from one to the next, so it may not be long."""
     scaling: ScalingConfig = ScalingConfig()
     """How many workers there are."""
     max_processes: NonNegativeInt = 0

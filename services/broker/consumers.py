@@ -26,6 +26,8 @@ class Consumer(msgspec.Struct, eq=False):
     generation: int
     heard_at: float
     progress: int = 0
+    trains: bool = False
+    """It has pulled what is for training."""
 
 
 class Waiting(msgspec.Struct, eq=False):
@@ -61,8 +63,9 @@ class Consumers:
     def __iter__(self) -> Iterator[Consumer]:
         return iter(self._consumers.values())
 
-    def __len__(self) -> int:
-        return len(self._consumers)
+    def trainers(self, moment: float) -> int:
+        """Return how many that train gave a sign of life since `moment`."""
+        return sum(one.trains and one.heard_at > moment for one in self._consumers.values())
 
     def full(self, name: str) -> bool:
         """Whether there is no place for one more."""

@@ -127,6 +127,7 @@ class Consuming:
         consumer = state.consumers.heard(pull.consumer, now)
         if consumer is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {pull.consumer} is not registered")
+        consumer.trains = consumer.trains or pull.split is Split.TRAIN
         if not state.run.serves(pull.run):
             return refuse(ErrorCode.INVALID, f"this broker serves run {state.run.name}")
         registered = consumer.group, consumer.rank, consumer.world_size

@@ -74,7 +74,7 @@ class Status:
             silent_env_s=state.config.broker.silent_env_s,
             tasks=state.tasks.counts(),
             late_members=dict(state.workers.late_members),
-            trainers=len(state.consumers),
+            trainers=state.consumers.trainers(now - state.config.broker.silence_s),
             starved_s=state.starved_s,
             blocked_s=dict(state.workers.blocked_s),
         )

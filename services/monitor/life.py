@@ -102,7 +102,9 @@ def _runs(pid: int) -> bool:
 
 def _recorded(layout: RunLayout) -> list[ProcessIdentity]:
     return [
-        one for file in (layout.processes, layout.workers) for one in _read(file, list[ProcessIdentity]) or []
+        one
+        for file in (layout.processes, layout.workers, layout.engines)
+        for one in _read(file, list[ProcessIdentity]) or []
     ]
 
 

@@ -42,6 +42,11 @@ from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSam
 
 INFERENCE_BOUND: Final = "inference_bound"
 """What is said where workers share a server that is full."""
+YOUNG_S: Final = 30.0
+UNSURE: Final = 2.0
+"""For so long the dead band upwards is so many times as wide: the first rates are of a few batches."""
+LONGEST_START_S: Final = 300.0
+"""A worker that takes longer waits for something: a GPU, or its next try."""
 EMPTY: Final = 1.0
 """Batches; a trainer that waits while less is queued waits for workers."""
 STARVED_PART: Final = 0.5
@@ -113,11 +118,17 @@ class PressureController:
         if math.isinf(state.calm_from):
             state = replace(state, calm_from=now + self.scaling.down_window_s)
         state = self._watch_starts(state, sample.crew, now)
+        is_news = (
+            now - sample.heard_at <= self.scaling.stale_s and (sample.epoch, sample.number) != state.news
+        )
+        if is_news and math.isinf(state.rates.last_at):
+            # Of those that lived at the beginning some were told to go.
+            state = replace(state, target=self._within(state.target - sample.crew.draining))
         if sample.wanted is not None:
-            return self._asked(state, sample)
+            return self._asked(self._look(state, sample, now) if is_news else state, sample)
         if now - sample.heard_at > self.scaling.stale_s:
             return state, Decision(state.target, f"hold: {_silence(now - sample.heard_at)}")
-        if (sample.epoch, sample.number) == state.news:
+        if not is_news:
             return state, Decision(state.target, "hold: no news")
         state = self._look(state, sample, now)
         if not sample.trainers:
@@ -201,9 +212,11 @@ class PressureController:
             return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
         waits = state.rates.waits > WAITING_PART and sample.pressure < self.scaling.setpoint_batches
         wanted, band = math.ceil(want - ROUND), self._band(target)
+        is_young = now - state.rates.first_at < YOUNG_S
+        up_band = UNSURE * band if is_young else band
         if starving and not target:
             wanted = max(wanted, 1)  # without anybody nothing can be measured
-        if wanted > target and (want - target >= band or waits or starving):
+        if wanted > target and (want - target >= up_band or waits or starving):
             why = f"{why}; starving" if starving else why
             return self._up(state, sample, wanted, why, now, at_once=starving)
         most = state.wants[0][1]
@@ -218,7 +231,9 @@ class PressureController:
         scaling, target, (limit, bound) = self.scaling, state.target, self._limit(state, sample)
         if state.knee.slow:
             return self._hold(state, f"{why}; each makes less than among fewer: no more before that is clear")
-        if state.rates.idle > IDLE_PART:
+        if state.rates.silent:
+            return self._hold(state, f"{why}; nothing comes from its workers: more of them would not help")
+        if state.rates.idle > IDLE_PART and target:
             return self._hold(state, f"{why}; its workers wait themselves ({sample.wait or 'no_credit'})")
         if target >= limit:
             return self._hold(state, f"{why}; {_bounded(sample, limit, bound)}", bound)
@@ -265,7 +280,7 @@ class PressureController:
     def _watch_starts(self, state: State, crew: Crew, now: float) -> State:
         if not crew.starting:
             if state.starting_since < now:
-                took = now - state.starting_since
+                took = min(now - state.starting_since, LONGEST_START_S)
                 state = replace(state, start_s=max(took, 0.7 * state.start_s + 0.3 * took))
             return replace(state, starting_since=math.inf)
         return replace(state, starting_since=min(state.starting_since, now))

@@ -59,7 +59,7 @@ class DecisionLog:
 
     @property
     def begins(self) -> bool:
-        """Whether beginnings are due: nothing was written in this life, or the file is full."""
+        """Whether beginnings are due: nothing was written in this life, a write failed, or the file is full."""
         return self._nbytes is None or self._nbytes >= self._limit_bytes
 
     def begin(self, beginnings: list[Beginning]) -> None:
@@ -71,20 +71,25 @@ class DecisionLog:
         except OSError as error:
             logger.error("decisions not logged path=%s error=%s", self._path, error)
             return
-        self._append([{"begin": asdict(one)} for one in beginnings])
+        # What was before may have been torn: it ends here, and a reader goes on with the beginnings.
+        self._append([{"begin": asdict(one)} for one in beginnings], b"\n" if self._nbytes else b"")
 
     def add(self, made: Made) -> None:
         """Append a decision."""
-        self._append([{"made": asdict(made)}])
+        if self._nbytes is not None:
+            self._append([{"made": asdict(made)}])
 
-    def _append(self, lines: list[dict[str, Any]]) -> None:
-        data = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+    def _append(self, lines: list[dict[str, Any]], before: bytes = b"") -> None:
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        data = before + text.encode()
         try:
             with self._path.open("ab", buffering=0) as file:
-                file.write(data)
+                written = file.write(data)
         except OSError as error:
             logger.error("decisions not logged path=%s error=%s", self._path, error)
-        self._nbytes = (self._nbytes or 0) + len(data)
+            written = 0
+        whole = self._nbytes is not None and written == len(data)
+        self._nbytes = (self._nbytes or 0) + len(data) if whole else None
 
 
 def former(path: Path) -> Path:
@@ -93,19 +98,29 @@ def former(path: Path) -> Path:
 
 
 def read(path: Path) -> Iterator[Entry]:
-    """Yield the entries of a file; a last line without an end is left out.
+    """Yield the entries of a file; torn lines, at its end or before a beginning, are left out.
 
     Raises:
         ValueError: With the number of the line that is no entry.
     """
+    broken: ValueError | None = None
     with path.open() as file:
         for number, line in enumerate(file, 1):
             if not line.endswith("\n"):
                 return
+            if not line.strip():
+                continue
             try:
-                yield _entry(json.loads(line))
+                entry = _entry(json.loads(line))
             except (ValueError, TypeError, msgspec.ValidationError) as error:
-                raise ValueError(f"{path}:{number}: {error}") from None
+                broken = broken or ValueError(f"{path}:{number}: {error}")
+                continue
+            if broken is not None and not isinstance(entry, Beginning):
+                break
+            broken = None
+            yield entry
+    if broken is not None:
+        raise broken
 
 
 def _entry(line: Any) -> Entry:

@@ -53,6 +53,12 @@ ASLEEP_PART: Final = 0.9
 """A trainer that waited for that part of the time has nothing under way."""
 STARVED_S: Final = 2.0
 """Memory of whether the trainer waits just now."""
+MISSED: Final = 10.0
+"""Groups that should have come and did not tell that nothing comes at all: who makes nothing is no slow worker."""
+SILENT_S: Final = 2.0
+SILENT_ROLLOUTS: Final = 1.5
+UNTOLD_S: Final = 30.0
+"""For so long nothing must come for that: for longer than a rollout, or this where nobody has told how long one is."""
 IDLE_S: Final = 5.0
 """Memory of whether workers wait: they tell once a second."""
 CHANGES: Final = 256
@@ -88,6 +94,10 @@ class Rates:
     """Sequences a second that one worker makes while it does not wait; None while nobody knows."""
     idle: float = 0.0
     """Part of the last seconds in which workers waited."""
+    silent: bool = False
+    """Nothing comes from workers that should be at work: what they all need is away."""
+    made_at: float = -math.inf
+    """When something came last."""
     readies: tuple[tuple[float, int], ...] = ()
     """When there were how many workers, back to before the rollouts that arrive now."""
     rollout_s: float = 0.0
@@ -144,7 +154,8 @@ class Rates:
         readies = ((now, seen.crew.ready),)
         first_at = min(self.first_at, now)
         new = replace(self, last=seen, last_at=now, first_at=first_at, readies=readies)
-        return replace(new, open_s=0.0, settled_at=-math.inf)
+        new = replace(new, open_s=0.0, settled_at=-math.inf, made_at=now, silent=False)
+        return replace(new, starved=0.0, waits=0.0, idle=0.0)
 
     def _settled(self, eaten: int, at: float) -> "Rates":
         took_s = at - self.settled_at
@@ -173,22 +184,48 @@ class Rates:
         workers = new.readies[0][1]
         if seen.rollout_s <= elapsed:
             workers = min(seen.crew.ready, last.crew.ready)
+        fades = math.exp(-elapsed / IDLE_S)
         if not workers or elapsed > SAMPLES_S:
-            return new
+            return replace(new, idle=new.idle * fades, made_at=new.last_at)
+        made = max(0, seen.made - last.made)
         blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
         idle = _part(blocked_s, elapsed * max(seen.crew.ready, last.crew.ready))
+        new = replace(
+            new, idle=idle + (new.idle - idle) * fades, made_at=new.last_at if made else new.made_at
+        )
+        silent = new._is_silent(seen, workers)
+        if silent and not self.silent:
+            new = new._without(workers * (new.last_at - new.made_at))
+        new = replace(new, silent=silent)
+        if silent:
+            return new
         kept = math.exp(-elapsed / self.making_memory_s)
         new = replace(
             new,
-            made=self.made * kept + max(0, seen.made - last.made),
+            made=self.made * kept + made,
             present_s=self.present_s * kept + elapsed * workers,
             blocked_s=self.blocked_s * kept + blocked_s,
-            idle=self.idle + (idle - self.idle) * (1.0 - math.exp(-elapsed / IDLE_S)),
         )
-        busy_s = new.present_s - new.blocked_s
-        if busy_s < max(SEEN_S, BUSY_PART * new.present_s) or not new.made:
-            return new
-        return replace(new, per_worker=new.made / busy_s)
+        return new._paced()
+
+    def _paced(self) -> "Rates":
+        busy_s = self.present_s - self.blocked_s
+        if busy_s < max(SEEN_S, BUSY_PART * self.present_s) or not self.made:
+            return self
+        return replace(self, per_worker=self.made / busy_s)
+
+    def _without(self, worker_s: float) -> "Rates":
+        """Take out the time of workers in which nothing came, as it turned out since nothing could."""
+        return replace(self, present_s=max(0.0, self.present_s - worker_s))._paced()
+
+    def _is_silent(self, seen: PressureSample, workers: int) -> bool:
+        """Say whether so much should have come since something came last that its absence is no chance."""
+        since = self.last_at - self.made_at
+        least_s = SILENT_ROLLOUTS * seen.rollout_s if seen.rollout_s else UNTOLD_S
+        if self.per_worker is None or since < max(SILENT_S, least_s):
+            return False
+        missed = self.per_worker * workers * (1.0 - self.idle) * since / max(1, seen.group_sequences)
+        return missed >= MISSED
 
     def _rostered(self, seen: PressureSample, now: float) -> "Rates":
         """Note how many are ready. The first that is kept is how many there were when the rollouts began that arrive

@@ -19,7 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rolloutmq.bus.rundir import write_json
+import msgspec
+
+from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
 from rolloutmq.services.logbook import last_line
 from rolloutmq.services.orchestrator.processes import Process, adopt, end_marked, spawn
@@ -43,6 +45,17 @@ Drain = Callable[[str, str], None]
 """Told the name and the reason when a process is to be drained over the bus; must not block."""
 Change = Callable[[View], None]
 """Told of each process whose phase or reason changed; must not block and not raise."""
+
+
+def identities_of(path: Path) -> list[ProcessIdentity]:
+    """Return what an earlier life wrote down; a damaged file is put aside, and markers tell of its processes."""
+    try:
+        return read_json(path, list[ProcessIdentity]) or []
+    except msgspec.MsgspecError as error:
+        aside = path.with_suffix(".damaged")
+        path.replace(aside)
+        logger.error("identities unreadable path=%s error=%s kept=%s", path, error, aside)
+        return []
 
 
 class Supervisor:

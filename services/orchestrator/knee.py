@@ -90,6 +90,9 @@ class Knee:
             if pace * self.ready < KEPT * self.made:  # fewer brought less: it was no knee
                 return replace(self, most=0, slow=False, made=0.0, best=pace)
             return replace(self, made=0.0)
+        if self.slow and pace * self.ready < KEPT * self.best * self.among:
+            # Who shares makes together what fewer made: here all of them have become slower, and that is the pace now.
+            return replace(self, slow=False, best=pace, among=self.ready)
         if self.slow:
             knee = max(1, math.ceil(ROOM * pace * self.ready / self.best))
             if knee < self.ready:

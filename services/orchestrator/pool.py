@@ -20,13 +20,12 @@ from types import TracebackType
 from typing import Final, Self
 
 from rolloutmq.bus.engines import FIRST, Seen, Watch, engine_name, engine_number, engines_of
-from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.schemas.process import ProcessSpec, Role
 from rolloutmq.schemas.telemetry import EngineDecision
 from rolloutmq.services.orchestrator.engines import Bound, PoolRule, PoolSample
-from rolloutmq.services.orchestrator.keeper import Supervisor
+from rolloutmq.services.orchestrator.keeper import Supervisor, identities_of
 from rolloutmq.services.orchestrator.pressure import Crew
 from rolloutmq.services.orchestrator.processes import end_strays
 from rolloutmq.services.orchestrator.supervisor import (
@@ -91,17 +90,26 @@ class EnginePool:
         self._may_grow = config.inference.max_engines > 1
         self._rule = PoolRule.of(config.inference)
         self._state = self._rule.initial()
-        self._ready = 1
+        self._ready = self._serving = 1
         self._said: int | None = None
         self._said_at = float("-inf")
 
     @property
     def ready(self) -> int:
-        """Engines that are ready, for the law of the workers: where it changes, the knee is another."""
+        """Engines that are ready."""
         return self._ready
 
+    @property
+    def serving(self) -> int:
+        """Engines for the law of the workers: where this changes, the knee is another.
+
+        One that is silent or comes back for a moment changes nothing: there are more when one is ready that was not
+        there before, and fewer when there are to be fewer.
+        """
+        return self._serving
+
     async def __aenter__(self) -> Self:
-        previous = read_json(self._layout.engines, list[ProcessIdentity]) or []
+        previous = identities_of(self._layout.engines)
         addresses = engines_of(self._layout)
         await self._supervisor.__aenter__()
         mine = f"{self._token}/"
@@ -153,6 +161,7 @@ class EnginePool:
         before = self._state.target
         sample = PoolSample(crew, bounds, busy, wanted, failure)
         self._state, decision = self._rule.decide(self._state, sample, now)
+        self._serving = min(max(self._serving, crew.ready), decision.target)
         if decision.target != before or self._said is None:
             logger.info("scale engines target=%d reason=%s", decision.target, decision.reason)
             logger.info("scale engines sample=%s", sample)
@@ -200,6 +209,7 @@ class EnginePool:
     def _let_go(self, number: int, seen: Mapping[str, Seen], reason: str) -> None:
         """End so many: the given up first, then those not ready yet, then the youngest."""
         views = dict(self._supervisor.views())
+        number -= sum(view.failing and view.phase is Phase.STOPPING for view in views.values())
         candidates = [view for view in views.values() if view.phase not in {Phase.STOPPING, Phase.ENDED}]
         candidates.sort(
             key=lambda view: (

@@ -56,6 +56,7 @@ class PressureSample:
         blocked_s: Time waited for credit, by each slot of each worker.
         wait: Why its producers wait, or empty.
         slots: Rollouts that one worker has under way at once.
+        group_sequences: Sequences of one group.
         rollout_s: Mean time in which a group is rolled out; 0 while nobody has told.
         engines: Inference servers that serve; 0 if that is not known.
         room: What else bounds the workers, if anything does.
@@ -75,6 +76,7 @@ class PressureSample:
     blocked_s: float = 0.0
     wait: str = ""
     slots: int = 1
+    group_sequences: int = 1
     rollout_s: float = 0.0
     engines: int = 0
     room: Room | None = None
@@ -119,11 +121,14 @@ class Rule(Protocol[_S]):
 
 
 def sample_of(
-    env: str, split: Split, slots: int, pressure: Pressure | None, heard_at: float
+    env: str, split: Split, slots: int, group_sequences: int, pressure: Pressure | None, heard_at: float
 ) -> PressureSample:
-    """Take what concerns one environment from a `Pressure`, but for its crew; None if none was ever heard."""
+    """Take what concerns one environment from a `Pressure`, but for its crew; None if none was ever heard.
+
+    Only those who train are counted when they starve: of what is for evaluation as much is wanted as is eaten.
+    """
     if pressure is None:
-        return PressureSample(slots=slots)
+        return PressureSample(slots=slots, group_sequences=group_sequences)
     sample = PressureSample(
         heard_at=heard_at,
         epoch=pressure.epoch,
@@ -131,9 +136,10 @@ def sample_of(
         pressure=pressure.rollout_pressure,
         batch_sequences=max(1.0, pressure.batch_sequences),
         trainers=pressure.trainers,
-        starved_s=pressure.starved_s,
+        starved_s=pressure.starved_s if split is Split.TRAIN else 0.0,
         blocked_s=pressure.blocked_s.get(env, 0.0),
         slots=slots,
+        group_sequences=group_sequences,
         wanted=pressure.wanted.get(env),
     )
     lane = next((lane for lane in pressure.lanes if lane.env == env and lane.split is split), None)

@@ -65,7 +65,11 @@ class Roster:
 
     def surplus(self, views: Mapping[str, View], heard: Mapping[str, WorkerStatus], number: int) -> list[str]:
         """Choose who goes: the given up first, then those not ready yet, then the youngest."""
-        candidates = [view for view in self.mine(views) if view.phase is not Phase.STOPPING]
+        mine = self.mine(views)
+        number -= sum(
+            view.failing and view.phase is Phase.STOPPING for view in mine
+        )  # they count, and go already
+        candidates = [view for view in mine if view.phase is not Phase.STOPPING]
         candidates.sort(key=lambda view: _worth(view, heard.get(view.name)))
         return [view.name for view in candidates[: max(0, number)]]
 

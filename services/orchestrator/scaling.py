@@ -16,12 +16,14 @@ from rolloutmq.schemas.control import Pressure, ScaleDecision
 from rolloutmq.schemas.envelope import Split
 from rolloutmq.schemas.orchestration import OrchestratorConfig
 from rolloutmq.services.orchestrator.budget import Claim, allot
-from rolloutmq.services.orchestrator.controller import PressureController
+from rolloutmq.services.orchestrator.controller import ROUND, PressureController
 from rolloutmq.services.orchestrator.decisions import Beginning, DecisionLog, Made
 from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSample, Room, sample_of
 
 logger = logging.getLogger(__name__)
 
+BUDGET: Final = "budget"
+"""What is said where the budget bounds workers."""
 REPEAT_S: Final = 1.0
 """How often the last decision is published again: events are lost."""
 
@@ -34,11 +36,14 @@ class Scale:
         self.split = Split[env.split.upper()]
         self.weight = env.weight
         self.slots = env.concurrency
+        self.group_size = env.group_size
         self.law = PressureController(env.min_workers, env.max_workers, limits.scaling)
         self.state = self.law.initial(alive_now)
         self.decision = Decision(self.state.target, "nothing decided yet")
         self.room: Room | None = None
         """What the budget leaves."""
+        self.outer: Room | None = None
+        """What else bounded it in the last tick."""
         self.bound: Room | None = None
         """The narrowest room of the last tick."""
         self.said = self._say(PressureSample())
@@ -65,9 +70,17 @@ class Scale:
         return min(self.decision.target - crew.current, places)
 
     def claim(self) -> Claim:
-        """Return what it would have of the budget."""
-        want = self.decision.target if self.decision.want is None else math.ceil(self.decision.want)
-        return Claim(self.law.min_workers, self.law.max_workers, self.weight, max(want, self.decision.target))
+        """Return what it would have of the budget: more than it has only if nothing else keeps it from that."""
+        decision, law = self.decision, self.law
+        want = decision.target
+        if decision.bound == BUDGET and decision.want is not None:
+            want = max(want, math.ceil(decision.want - ROUND))
+        usable = law.max_workers
+        if self.state.knee.most:
+            usable = min(usable, self.state.knee.most)
+        if self.outer is not None:
+            usable = min(usable, self.outer.workers)
+        return Claim(law.min_workers, max(law.min_workers, usable, decision.target), self.weight, want)
 
     def beginning(self) -> Beginning:
         """Return what decisions from now on follow from."""
@@ -139,9 +152,12 @@ class Scaling:
         """
         if self._log.begins:
             self._log.begin([scale.beginning() for scale in self.scales])
+        weights = {lane.env: lane.weight for lane in pressure.lanes} if pressure is not None else {}
         for scale in self.scales:
-            sample = sample_of(scale.env, scale.split, scale.slots, pressure, heard_at)
-            scale.bound = _narrowest(scale.room, (rooms or {}).get(scale.env))
+            scale.weight = weights.get(scale.env, scale.weight)
+            sample = sample_of(scale.env, scale.split, scale.slots, scale.group_size, pressure, heard_at)
+            scale.outer = (rooms or {}).get(scale.env)
+            scale.bound = _narrowest(scale.room, scale.outer)
             sample = replace(sample, crew=crews[scale.env], room=scale.bound, engines=engines)
             decision = scale.decide(sample, now)
             self._log.add(Made(scale.env, time.time(), now, sample, decision))
@@ -166,7 +182,7 @@ class Scaling:
             return
         rooms = allot([scale.claim() for scale in self.scales], self._budget)
         for scale, room in zip(self.scales, rooms, strict=True):
-            scale.room = Room(room, "budget")
+            scale.room = Room(room, BUDGET)
 
 
 def _narrowest(*rooms: Room | None) -> Room | None:

@@ -21,7 +21,7 @@ from typing import Final
 
 from rolloutmq.bus.engines import FIRST
 from rolloutmq.bus.resend import resend_spools
-from rolloutmq.bus.rundir import load_run, read_json
+from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import WorkerState, WorkerStatus
 from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
@@ -34,7 +34,7 @@ from rolloutmq.services.orchestrator.ear import Ear
 from rolloutmq.services.orchestrator.engines import Bound
 from rolloutmq.services.orchestrator.gpus.steward import Steward
 from rolloutmq.services.orchestrator.identity import find_names, inherited_token, marker_of
-from rolloutmq.services.orchestrator.keeper import Supervisor
+from rolloutmq.services.orchestrator.keeper import Supervisor, identities_of
 from rolloutmq.services.orchestrator.lock import only_one
 from rolloutmq.services.orchestrator.pool import EnginePool
 from rolloutmq.services.orchestrator.pressure import Crew, Room
@@ -123,7 +123,7 @@ class Orchestrator:
             RunDirInUseError: Another orchestrator has this run.
         """
         with only_one(self._layout.root / "orchestrator.lock", "orchestrator"):
-            previous = read_json(self._layout.workers, list[ProcessIdentity]) or []
+            previous = identities_of(self._layout.workers)
             async with self._engines, self._workers:  # workers end first: they ask the engines to the last
                 await self._take_over(previous)
                 async with asyncio.TaskGroup() as tasks:
@@ -235,7 +235,7 @@ class Orchestrator:
         for name, view in self._workers.views().items():
             if view.phase is Phase.ENDED and now - view.since > ENDED_S:
                 self._workers.forget(name)
-                self._pids.pop(name, None)
+        self._pids = {name: pid for name, pid in self._pids.items() if name in self._workers.views()}
 
     def _raise_if_failed(self, roster: Roster) -> None:
         crew = roster.mine(self._workers.views())
@@ -246,7 +246,7 @@ class Orchestrator:
     def _decide(self, heard: Heard) -> None:
         views = self._workers.views()
         crews = {env: roster.crew(views, heard) for env, roster in self._rosters.items()}
-        now, engines, pressure = time.monotonic(), self._engines.ready, self._ear.pressure
+        now, engines, pressure = time.monotonic(), self._engines.serving, self._ear.pressure
         rooms = self._rooms(crews)
         self._scaling.decide(crews, pressure, self._ear.heard_at, now, rooms, engines)
         for scale in self._scaling.scales:

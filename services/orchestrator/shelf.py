@@ -1,8 +1,10 @@
 """The logs of the workers: each is kept short while anybody may write it, and of those that are gone the last few stay.
 
-A name is never given twice because the logs say which were given: the highest number of an environment always stays.
+A name is not given twice while workers of an earlier life are there, since the logs say which were given: the highest
+number of an environment always stays.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,6 +13,8 @@ from rolloutmq.schemas.config import RunSection
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.logbook import LogLimits, Rotation, remove
 from rolloutmq.services.orchestrator.roster import env_of, number_of
+
+logger = logging.getLogger(__name__)
 
 
 class Shelf:
@@ -42,6 +46,9 @@ class Shelf:
                 gone[env_of(log.stem)].append(log)
         for logs in gone.values():
             for log in sorted(logs, key=lambda log: number_of(log.stem))[: -self._keep]:
-                remove(log)
                 found.remove(log)
+                try:
+                    remove(log)
+                except OSError as error:
+                    logger.warning("log not removed path=%s error=%s", log, error)
         return found

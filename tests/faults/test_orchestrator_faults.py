@@ -108,13 +108,12 @@ def test_an_orchestrator_that_is_killed_in_a_run_adopts_every_worker(tmp_path: P
     code, summary = scenario.run(
         tmp_path / "run",
         [
-            *("trainer.steps=1000000", "environment.sort3.min_workers=3", "environment.sort3.max_workers=4"),
+            *("trainer.steps=1000000", "environment.sort3.min_workers=3", "environment.sort3.max_workers=3"),
             *(
                 "orchestrator.crash_limit=1000",
                 "orchestrator.backoff_s=0.05",
                 "orchestrator.backoff_max_s=0.1",
             ),
-            *("orchestrator.high_pressure=1000000.0", "orchestrator.low_pressure=0.0"),
         ],
         fault=kill_again_and_again,
         deadline_s=60.0 + 10.0 * KILLS,

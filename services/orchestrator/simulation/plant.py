@@ -36,6 +36,7 @@ class Site:
         cap: Sequences that the queue holds; workers wait above it.
         failures: Part of the starts that fail, when they are nearly over, and are tried again.
         rollout_s: Time from the beginning of a rollout to its arrival.
+        outage: From when to when nothing is made, since what all workers need is away.
     """
 
     start_s: float = 20.0
@@ -46,6 +47,7 @@ class Site:
     cap: int = 1000
     failures: float = 0.0
     rollout_s: float = 0.0
+    outage: tuple[float, float] = (float("inf"), float("inf"))
 
 
 class Plant:
@@ -126,7 +128,8 @@ class Plant:
         workers = self.ready + (0 if site.rollout_s else len(self._draining))
         if not workers:
             return
-        rate = min(workers * site.per_worker, site.shared)
+        away = site.outage[0] <= self.now < site.outage[1]
+        rate = 0.0 if away else min(workers * site.per_worker, site.shared)
         spread = site.noise / (workers * DT_S) ** 0.5
         could = max(0.0, rate * DT_S * self._random.gauss(1.0, spread))
         begun = min(could, max(0.0, site.cap - self.level - self._begun))

@@ -67,6 +67,7 @@ def all_scenarios(start_s: float) -> list[Scenario]:
             replace(site, shared=40.0),
             (0.0, 400.0, 1400.0),
         ),
+        Scenario("outage", lambda _: STEADY, replace(site, outage=(300.0, 360.0)), ready=20, queued=1.5),
         replace(step, name="long rollouts", site=replace(site, rollout_s=60.0, cap=6000)),
         replace(step, name="long steps", site=replace(site, batch=1200, cap=6000)),
         Scenario(

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rolloutmq.services.orchestrator.pressure import PressureSample
-from rolloutmq.services.orchestrator.simulation.plant import Demand, Plant, Site
+from rolloutmq.services.orchestrator.simulation.plant import DT_S, Demand, Plant, Site
 
 TICK_S: Final = 1.0
+GROUP: Final = 8
 LAST_NEWS_S: Final = 4.0
 """So long a law may act on what it heard before it got dark."""
 BAND: Final = 0.1
@@ -156,7 +157,8 @@ def _sample(plant: Plant, number: int) -> PressureSample:
         made=int(plant.made),
         starved_s=plant.trainer_waited_s,
         blocked_s=plant.workers_waited_s,
-        rollout_s=plant.site.rollout_s,
+        group_sequences=GROUP,
+        rollout_s=max(plant.site.rollout_s, DT_S),
     )
 
 

@@ -1,5 +1,6 @@
 """What trials of one law on one scenario came to, over the seeds, and whether that is good enough. Pure."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -78,7 +79,7 @@ def judged(scenario: Scenario, law: str, outcomes: Sequence[Outcome]) -> Verdict
         checks["moves"] = moves.worst <= MOVES * least
         limit = STARTS * scenario.site.start_s + REST_S
         checks["settle"] = all(figure.worst <= limit for figure in settle_s[1:])
-    if not least:
+    if not least and math.isinf(scenario.site.outage[0]):
         checks["no action"] = actions.worst == 0
     return Verdict(
         scenario.name,

@@ -99,6 +99,9 @@ def test_a_trainer_counts_while_it_lives() -> None:
     bench = Bench(RunConfig.model_validate({"broker": {"silence_s": 5.0}}))
     assert bench.pressure().trainers == 0
     bench.consumer()
+    bench.pull(0, split=Split.EVAL)
+    assert bench.pressure().trainers == 0
+    bench.pull(0)
     assert bench.pressure().trainers == 1
     for _ in range(20):
         bench.tick(1.0)

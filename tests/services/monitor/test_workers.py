@@ -19,7 +19,7 @@ from rolloutmq.services.orchestrator.identity import identify
 ME = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
 KNOWN = Supervision(
     orchestrator=ME,
-    targets=(Target(env="e", target=2, current=2, reason="hold: pressure within the band"),),
+    targets=(Target(env="e", target=2, current=2, reason="hold: no news"),),
     workers=(
         WorkerRecord(worker="e-0", env="e", phase="running", since=0.0, pid=7, started=0.0),
         WorkerRecord(
@@ -46,7 +46,7 @@ def test_a_person_sees_each_worker_and_why_one_is_not_up(
     assert workers(heard.root, as_json=False) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "e: 2 wanted, 2 there; hold: pressure within the band"
+    assert lines[0] == "e: 2 wanted, 2 there; hold: no news"
     assert lines[1].split()[:4] == ["worker", "state", "pid", "age"]
     assert lines[2].split()[:3] == ["e-0", "ready", "7"]
     assert lines[3].split() == ["e-1", "fatal", *["-"] * 7, "5"]

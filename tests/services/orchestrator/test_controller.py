@@ -127,10 +127,55 @@ def test_from_nobody_there_is_a_way_up() -> None:
     went = Loop(nobody)
     went.tick(60)
     for _ in range(1000):
-        went.tick(eats=0.0, pressure=3.0)
+        blocked_s = went.sample.blocked_s + 2.0 * went.sample.crew.ready
+        went.tick(eats=0.0, per_worker=0.0, pressure=3.0, blocked_s=blocked_s)
         went.follow()
     assert went.last.target == 0
     assert starve(went, 10, eats=0.0).target == 1
+
+
+def test_what_is_away_for_all_of_them_brings_nobody_and_is_no_knee() -> None:
+    loop = Loop()
+    loop.tick(60, group_sequences=4, rollout_s=1.0)
+    for _ in range(60):
+        decision = starve(loop, 1, eats=0.0, per_worker=0.0)
+        loop.follow()
+        assert decision.target <= 13, "some may be started before it is clear"
+    assert "nothing comes from its workers" in decision.reason
+    for _ in range(600):
+        decision = loop.tick()
+        loop.follow()
+        assert 10 <= decision.target <= 13
+        assert not decision.bound
+
+
+def test_workers_that_all_become_slower_are_more() -> None:
+    loop = Loop()
+    loop.tick(120)
+    for _ in range(300):
+        starve(loop, 1, eats=10.0, per_worker=1.0)
+        loop.follow()
+    assert not loop.state.knee.most
+    assert loop.last.target >= 20
+
+
+def test_of_those_that_lived_at_the_beginning_some_may_be_on_their_way_out() -> None:
+    law = PressureController(1, 50, ScalingConfig())
+    state = law.initial(8)
+    silent = PressureSample(crew=Crew(starting=8))
+    state, decision = law.decide(state, silent, 0.0)
+    assert decision.target == 8
+    sample = PressureSample(crew=Crew(ready=4, draining=4), heard_at=1.0, number=1)
+    state, decision = law.decide(state, sample, 1.0)
+    assert decision.target == 4
+    sample = replace(sample, heard_at=2.0, number=2)
+    assert law.decide(state, sample, 2.0)[1].target == 4
+
+
+def test_what_is_measured_goes_on_under_an_operators_number() -> None:
+    loop = Loop()
+    loop.tick(60, wanted=10)
+    assert loop.state.rates.appetite == pytest.approx(20.0, rel=0.1)
 
 
 def test_workers_that_start_count_as_started() -> None:

@@ -87,6 +87,29 @@ def test_a_law_that_is_another_shows(tmp_path: Path) -> None:
     assert again.first.now != again.first.recorded.decision
 
 
+def test_a_line_that_was_torn_by_a_kill_costs_itself_alone(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    Life(path).live(30)
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size - 40)
+    Life(path).live(30)
+    again = replay(read(path))
+    assert (again.decisions, again.differences) == (59, 0)
+
+
+def test_after_a_write_that_failed_it_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log" / "decisions.jsonl"
+    path.parent.mkdir()
+    life = Life(path)
+    life.live(20)
+    path.parent.rename(tmp_path / "away")
+    life.live(20)
+    (tmp_path / "away").rename(path.parent)
+    life.live(20)
+    again = replay(read(path))
+    assert (again.decisions, again.differences, again.orphans) == (40, 0, 0)
+
+
 def test_a_torn_last_line_is_left_out_and_what_has_no_beginning_is_counted(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     Life(path).live(20)

@@ -19,7 +19,7 @@ from tests.services.orchestrator.children import (
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.process import ProcessIdentity, Restart
 from rolloutmq.services.orchestrator.identity import alive
-from rolloutmq.services.orchestrator.keeper import Supervisor
+from rolloutmq.services.orchestrator.keeper import Supervisor, identities_of
 from rolloutmq.services.orchestrator.processes import adopt
 from rolloutmq.services.orchestrator.supervisor import (
     KILL_LADDER,
@@ -184,3 +184,12 @@ async def test_kill_waits_for_nothing_and_reaches_everybody(tmp_path: Path) -> N
         async with asyncio.timeout(5):
             await supervisor.until(dead)
         assert {view.reason for view in supervisor.views().values()} == {"killed by SIGKILL"}
+
+
+def test_what_cannot_be_read_of_an_earlier_life_is_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "workers.json"
+    assert identities_of(path) == []
+    path.write_text("{nonsense")
+    assert identities_of(path) == []
+    assert not path.exists()
+    assert (tmp_path / "workers.damaged").read_text() == "{nonsense"

@@ -164,8 +164,10 @@ async def test_a_killed_engine_comes_back_under_its_name(run_dir: Path) -> None:
         first = living(table.layout)["inference-1"]
         os.kill(first, signal.SIGKILL)
         await table.until(lambda: table.pool.ready == 1, wanted=2)  # what the dead left does not count
+        assert table.pool.serving == 2, "to the law of the workers it is the same pool"
         await table.until(lambda: table.pool.ready == 2, wanted=2)
         assert living(table.layout)["inference-1"] != first
+        await table.until(lambda: table.pool.serving == 1, wanted=1)
 
 
 async def test_an_engine_that_was_drained_by_hand_is_replaced(run_dir: Path) -> None:

@@ -54,7 +54,7 @@ def pressure(*lanes: LaneStatus, batch: int = 256) -> Pressure:
 
 def test_a_sample_has_what_concerns_its_environment() -> None:
     both = pressure(lane("a", 256, 3.0), lane("b", 512, 1.0))
-    assert sample_of("a", Split.TRAIN, 8, both, 42.0) == PressureSample(
+    assert sample_of("a", Split.TRAIN, 8, 4, both, 42.0) == PressureSample(
         heard_at=42.0,
         epoch=1,
         number=7,
@@ -67,23 +67,27 @@ def test_a_sample_has_what_concerns_its_environment() -> None:
         blocked_s=7.5,
         wait="no_credit",
         slots=8,
+        group_sequences=4,
         rollout_s=12.0,
         wanted=3,
     )
-    assert sample_of("b", Split.TRAIN, 8, both, 42.0).blocked_s == 0.0
+    assert sample_of("b", Split.TRAIN, 8, 4, both, 42.0).blocked_s == 0.0
 
 
 def test_a_minimum_share_is_a_share_and_who_has_none_is_alone() -> None:
     both = pressure(lane("a", 128, 0.0, min_share=0.5), lane("b", 0))
-    assert sample_of("a", Split.TRAIN, 1, both, 0.0).pressure == 1.0
-    assert sample_of("a", Split.TRAIN, 1, pressure(lane("a", 128, 0.0)), 0.0).pressure == 0.5
+    assert sample_of("a", Split.TRAIN, 1, 4, both, 0.0).pressure == 1.0
+    assert sample_of("a", Split.TRAIN, 1, 4, pressure(lane("a", 128, 0.0)), 0.0).pressure == 0.5
 
 
 def test_without_a_lane_or_a_batch_the_pressure_of_all_counts() -> None:
-    assert sample_of("c", Split.TRAIN, 1, pressure(lane("a", 512)), 0.0).pressure == 2.0
-    assert sample_of("a", Split.EVAL, 1, pressure(lane("a", 512)), 0.0).eaten == 0
-    assert sample_of("a", Split.TRAIN, 1, pressure(lane("a", 0), batch=0), 0.0).pressure == 0.0
-    assert math.isinf(sample_of("a", Split.TRAIN, 1, None, -math.inf).heard_at)
+    assert sample_of("c", Split.TRAIN, 1, 4, pressure(lane("a", 512)), 0.0).pressure == 2.0
+    assert sample_of("a", Split.EVAL, 1, 4, pressure(lane("a", 512)), 0.0).eaten == 0
+    assert sample_of("a", Split.EVAL, 1, 4, pressure(lane("a", 512)), 0.0).starved_s == 0.0, (
+        "it starves nobody"
+    )
+    assert sample_of("a", Split.TRAIN, 1, 4, pressure(lane("a", 0), batch=0), 0.0).pressure == 0.0
+    assert math.isinf(sample_of("a", Split.TRAIN, 1, 4, None, -math.inf).heard_at)
 
 
 def test_what_is_short_is_what_a_bound_keeps_back() -> None:

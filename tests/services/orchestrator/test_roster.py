@@ -86,3 +86,13 @@ def test_the_useless_go_first_then_the_youngest() -> None:
     assert roster.surplus(seen, ready, 5) == ["a-10", "a-3", "a-1", "a-2", "a-0"]
     assert roster.surplus(seen, ready, 1) == ["a-10"]
     assert roster.surplus(seen, ready, -1) == []
+
+
+def test_who_fails_and_goes_already_is_not_replaced_by_a_good_one() -> None:
+    roster = Roster("a")
+    going = View("a-0", Role.WORKER, Phase.STOPPING, 0.0, 0.0, 0, 0, "it fails", True)
+    seen = {"a-0": going, **views(a_1=Phase.RUNNING, a_2=Phase.RUNNING)}
+    ready = heard(WorkerState.READY, "a-1", "a-2")
+    assert roster.crew(seen, ready).current == 3
+    assert roster.surplus(seen, ready, 1) == []
+    assert roster.surplus(seen, ready, 2) == ["a-2"]

@@ -93,6 +93,13 @@ def test_a_budget_is_kept_at_every_moment_and_places_are_free_when_processes_are
     assert site.scaling.scales[0].said.bound == "budget"
 
 
+def test_who_cannot_use_a_place_does_not_claim_it(tmp_path: Path) -> None:
+    site = Site(tmp_path, 8)
+    for _ in range(5):
+        site.tick({"b": Room(2, "no_gpu")}, a=6, b=20)
+    assert {env: crew.ready for env, crew in site.crews.items()} == {"a": 6, "b": 2}
+
+
 def test_the_narrowest_room_counts(tmp_path: Path) -> None:
     site = Site(tmp_path, 16)
     for _ in range(3):
