@@ -11,6 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
+from rolloutmq.bus.lifecycle import IN_USE
 from rolloutmq.launch import gpucommands
 from rolloutmq.launch.services import Assignments
 from rolloutmq.launch.services import app as services
@@ -18,7 +19,6 @@ from rolloutmq.schemas.errors import ConfigError, RolloutMQError, RunDirInUseErr
 
 EXIT_FAILED: Final = 1
 EXIT_CONFIG: Final = 2
-EXIT_IN_USE: Final = 4
 
 app = typer.Typer(
     name="rolloutmq",
@@ -335,7 +335,7 @@ def main() -> None:
     except ConfigError as error:
         _fail(error, EXIT_CONFIG)
     except RunDirInUseError as error:
-        _fail(error, EXIT_IN_USE)
+        _fail(error, IN_USE)
     except RolloutMQError as error:
         _fail(error, EXIT_FAILED)
 

@@ -319,14 +319,6 @@ class RunConfig(Section):
         shares = sum(env.min_share for env in self.environment.values())
         if shares > 1.0:
             raise ValueError(f"environment.*.min_share: together {shares:g}, at most 1 allowed")
-        least, most = (
-            sum(env.min_workers for env in self.environment.values()),
-            self.orchestrator.max_processes,
-        )
-        if 0 < most < least:
-            raise ValueError(
-                f"orchestrator.max_processes: {most}, but environment.*.min_workers: together {least}"
-            )
         if "inference" in self.environment:
             raise ValueError("environment.inference: means the engines in `rolloutmq scale inference N`")
         if self.inference.max_engines > 1 and not self.orchestrator.enabled:
@@ -337,6 +329,18 @@ class RunConfig(Section):
             least_s = 2 * self.telemetry.interval_s
             if self.hardware.stale_s < least_s:
                 raise ValueError(f"hardware.stale_s: less than two telemetry.interval_s, {least_s:g} s")
+        return self
+
+    @model_validator(mode="after")
+    def _keep_workers(self) -> Self:
+        least = sum(env.min_workers for env in self.environment.values())
+        if 0 < self.orchestrator.max_processes < least:
+            most = f"orchestrator.max_processes: {self.orchestrator.max_processes}"
+            raise ValueError(f"{most}, but environment.*.min_workers: together {least}")
+        return self
+
+    @model_validator(mode="after")
+    def _hold_batches(self) -> Self:
         batch, tokens = self.batch_sequences, self.trainer.batch_tokens
         if self.broker.high_bytes < max(batch * SEQUENCE_BYTES, tokens * TOKEN_BYTES):
             what = f"{tokens} tokens" if tokens else f"{batch} sequences"

@@ -35,7 +35,7 @@ class Board:
     Args:
         name: Name of the run.
         total_steps: Steps that it shall have; 0 if nobody said.
-        low, high: Band of the rollout pressure in which the number of workers is left alone.
+        low, high: Where the rollout pressure should be: half to twice the setpoint.
         bounds: `max_staleness` of each environment that is trained on, until the broker says which is in force.
     """
 

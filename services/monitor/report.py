@@ -44,7 +44,7 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
 
     Args:
         layout: Where `metrics.jsonl` and `trained.jsonl` are, and where the picture goes.
-        config: Gives the band and the bound.
+        config: Gives the setpoint and the bound.
         summary: Key figures of the title, as `summarise` returns them.
 
     Raises:
@@ -153,7 +153,7 @@ def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float) -> 
     panel.axhspan(low, high, color=BAND, alpha=0.16, linewidth=0)
     panel.plot(times, values, color=PRESSURE, linewidth=1.1)
     panel.set_ylim(0, max([high * 1.15, *values]) * 1.03)
-    _label(panel, "rollout pressure", f"batches queued; band {low:g} to {high:g}", PRESSURE)
+    _label(panel, "rollout pressure", "batches queued; shaded: half to twice the setpoint", PRESSURE)
 
 
 def _staleness(panel: Any, log: TrainerLog, bounds: Sequence[tuple[float, int]], start: float) -> None:

@@ -106,7 +106,7 @@ def reward_line(board: Board, width: int) -> Text:
 
 
 def queue_line(board: Board, pressure: Pressure) -> Text:
-    """Pressure against its band, then groups and bytes against the mark."""
+    """Pressure against where it should be, then groups and bytes against the mark."""
     value = pressure.rollout_pressure
     held = pressure.queued_bytes + pressure.leased_bytes
     style = _band_style(board, value)
@@ -129,7 +129,7 @@ def _band_style(board: Board, value: float) -> str:
 
 
 def gauge(board: Board, value: float, style: str) -> Text:
-    """Draw the pressure as a bar over a scale on which the band is shaded."""
+    """Draw the pressure as a bar over a scale on which is shaded where it should be."""
     scale = board.high * 4 / 3
     filled = figures.bar(value / scale if scale > 0 else 0.0, GAUGE_WIDTH)
     line = Text("▕")
