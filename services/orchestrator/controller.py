@@ -237,6 +237,9 @@ class PressureController:
             return self._hold(state, f"{why}; its workers wait themselves ({sample.wait or 'no_credit'})")
         if target >= limit:
             return self._hold(state, f"{why}; {_bounded(sample, limit, bound)}", bound)
+        reach = state.knee.reach or wanted
+        if target >= reach:
+            return self._hold(state, f"{why}; no more than {reach} before it is seen what those bring")
         state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
         if now - state.up_since < scaling.confirm_up_s and not at_once:
             return state, Decision(target, f"{why}; not confirmed yet")
@@ -247,7 +250,7 @@ class PressureController:
         if most <= target:
             return state, Decision(target, f"{why}; {most} are enough for {scaling.up_every_s:g} s")
         state = replace(state, up_from=(since, base))
-        return self._to(state, min(wanted, most, limit), why, bound if wanted > limit else "")
+        return self._to(state, min(wanted, most, limit, reach), why, bound if wanted > limit else "")
 
     def _down(self, state: State, wanted: int, why: str, now: float) -> tuple[State, Decision]:
         scaling, target = self.scaling, state.target

@@ -1,9 +1,10 @@
 """The knee: where more workers bring no more, since they share something that is full. Pure.
 
+At most twice as many workers as were seen to help are tried, or a few more, until those have been at work for a while.
 While a worker makes clearly less than it made among fewer, nobody is started any more. Once those that were started
 have been at work for a while, it is looked at how many would make the same at the pace of before; that is the knee, and
-the environment goes back to it and stays. If fewer then bring less, it was none. After a while, which grows, a few more
-are tried: the server may have got faster, or there may be another engine.
+the environment goes back to it and stays. If fewer then bring less, it was none. After a while, which grows, one more
+is tried, and where it helps two more, four more: the server may have got faster.
 """
 
 import math
@@ -17,13 +18,16 @@ SLOWER: Final = 0.85
 """Below that part of the pace of before a worker is clearly slower."""
 MEMORIES: Final = 3.0
 """So many memories of the means must pass before they show the workers that there are now."""
+SURE: Final = 2.0
+"""So many times as long one more worker must not have been slower before it is said to help."""
 FIRST_HOLD_S: Final = 300.0
 """How long it is believed at first; then twice as long each time."""
 LONGEST_HOLD_S: Final = 3600.0
 ROOM: Final = 1.05
 """Workers above the knee, so that what they share stays full while one of them pauses."""
-PROBE: Final = 1.25
-"""So many times the knee are tried after a while."""
+FURTHER: Final = 2
+FEW: Final = 4
+"""So many times those that were seen to help are tried at once, or so many more."""
 KEPT: Final = 0.9
 """At the knee at least that part of what more workers made must come."""
 SAME: Final = 0.95
@@ -38,6 +42,10 @@ class Knee:
 
     most: int = 0
     """More than so many bring no more; 0: nothing is known of that."""
+    known: int = 0
+    """What it was before that was tried."""
+    step: int = 1
+    """How many more are tried: twice as many each time they help."""
     tried: bool = False
     """`most` is above the knee, to see whether it still is one."""
     slow: bool = False
@@ -58,6 +66,11 @@ class Knee:
     engines: int = 0
     """Servers that they share: with another number of them nothing is known any more."""
 
+    @property
+    def reach(self) -> int:
+        """Most workers that are tried before it is seen what those bring that there are; 0 if nothing was seen yet."""
+        return max(FURTHER * self.among, self.among + FEW) if self.among else 0
+
     def looked(self, rates: Rates, sample: PressureSample, now: float) -> "Knee":
         """Return what is known after one more look."""
         ready, engines = sample.crew.ready, sample.engines
@@ -69,9 +82,10 @@ class Knee:
             return new
         if new.among:
             new = replace(new, slow=pace < SLOWER * new.best and ready > new.among)
-        if now - new.since < MEMORIES * rates.making_memory_s + rates.rollout_s:
+        shows_s = MEMORIES * rates.making_memory_s + rates.rollout_s
+        if now - new.since < shows_s:
             return new
-        return new._remember(pace, self.at)._judge(pace, now)
+        return new._remember(pace, self.at)._judge(pace, now, sure=now - new.since >= SURE * shows_s)
 
     def _remember(self, pace: float, before: float) -> "Knee":
         """Follow the pace of the most workers that were not slower than fewer."""
@@ -83,7 +97,7 @@ class Knee:
         best = self.best + (pace - self.best) * follows
         return replace(self, best=best, among=max(self.among, self.ready))
 
-    def _judge(self, pace: float, now: float) -> "Knee":
+    def _judge(self, pace: float, now: float, *, sure: bool) -> "Knee":
         if self.most and self.ready > self.most:
             return self  # they are yet to go
         if self.made and self.ready <= self.most:
@@ -93,22 +107,26 @@ class Knee:
         if self.slow and pace * self.ready < KEPT * self.best * self.among:
             # Who shares makes together what fewer made: here all of them have become slower, and that is the pace now.
             return replace(self, slow=False, best=pace, among=self.ready)
-        if self.slow:
+        tried = self.most if self.tried else self.reach if not self.most else math.inf
+        crowded = self.ready >= tried and pace < SAME * self.best
+        if self.slow or crowded:
             knee = max(1, math.ceil(ROOM * pace * self.ready / self.best))
-            if knee < self.ready:
+            knee = min(knee, self.known) if self.tried else knee
+            if knee < self.ready or (crowded and knee == self.ready):
                 held = min(self.hold_s, LONGEST_HOLD_S)
                 return replace(
                     self,
                     most=knee,
                     tried=False,
+                    step=1,
                     slow=False,
                     until=now + held,
                     hold_s=2.0 * held,
                     made=pace * self.ready,
                 )
-        elif self.tried and self.ready >= self.most and pace >= SAME * self.best:
-            return replace(self, most=0, tried=False, hold_s=FIRST_HOLD_S)
+        elif self.tried and sure and self.ready >= self.most and pace >= SAME * self.best:
+            return replace(self, tried=False, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
         elif self.most and now >= self.until:
-            more = max(self.most + 1, math.ceil(PROBE * self.most))
-            return replace(self, most=more, tried=True, until=now + self.hold_s)
+            more = self.most + self.step
+            return replace(self, most=more, known=self.most, tried=True, until=now + self.hold_s)
         return self

@@ -54,7 +54,11 @@ def test_as_many_as_are_needed_stay() -> None:
 def test_more_appetite_brings_more_workers_at_once_and_by_bounded_steps() -> None:
     loop = Loop()
     loop.tick(60)
-    targets = [loop.tick(eats=80.0).target for _ in range(60)]
+    targets = []
+    for _ in range(150):
+        targets.append(loop.tick(eats=80.0).target)
+        loop.follow()
+    assert targets[10] == 20, "twice as many as were seen to help, until those have shown what they bring"
     assert 36 <= targets[-1] <= 42
     assert targets == sorted(targets)
     assert all(
@@ -246,7 +250,7 @@ def test_it_goes_no_further_than_there_is_room() -> None:
     assert decision.short == pytest.approx(decision.want - 14)
     assert loop.tick(eats=80.0, room=Room(12, "budget")).target == 12, "a room that shrinks is left"
     assert loop.tick(wanted=50, room=Room(13, "budget")).target == 13
-    assert loop.tick(60, eats=80.0, wanted=None, room=None).target >= 36
+    assert loop.tick(60, eats=80.0, wanted=None, room=None).target > 14
 
 
 def test_another_engine_is_another_knee() -> None:

@@ -1,5 +1,5 @@
 from rolloutmq.services.orchestrator.estimates import MEMORY_S, Rates
-from rolloutmq.services.orchestrator.knee import FIRST_HOLD_S, MEMORIES, PROBE, Knee
+from rolloutmq.services.orchestrator.knee import FIRST_HOLD_S, MEMORIES, Knee
 from rolloutmq.services.orchestrator.pressure import Crew, PressureSample
 
 SETTLED_S = int(MEMORIES * MEMORY_S) + 60
@@ -58,7 +58,7 @@ def test_a_few_more_are_tried_after_a_while_and_then_more_seldom() -> None:
     site.run(10, SETTLED_S)
     found = site.run(40, SETTLED_S).most
     tried = site.run(found, int(FIRST_HOLD_S) + 1).most
-    assert found < tried <= PROBE * found + 1
+    assert tried == found + 1
     again = site.run(tried, SETTLED_S)
     assert again.most <= found
     assert site.run(found, int(FIRST_HOLD_S) + 1).most == again.most, (
@@ -86,3 +86,28 @@ def test_if_fewer_bring_less_it_was_no_knee() -> None:
     knee = site.run(found, SETTLED_S)
     assert not knee.most
     assert not site.run(40, SETTLED_S).most
+
+
+def test_no_more_than_twice_those_that_were_seen_to_help_are_tried() -> None:
+    site = Site(shared=1000.0)
+    assert not site.knee.reach, "nothing is known"
+    assert site.run(3, SETTLED_S).reach == 7, "a few more may always be tried"
+    assert site.run(12, 20).reach == 7
+    assert site.run(12, SETTLED_S).reach == 24
+
+
+def test_workers_at_the_limit_that_bring_less_are_the_knee() -> None:
+    site = Site(shared=40.0)
+    site.run(11, SETTLED_S)
+    knee = site.run(22, SETTLED_S)
+    assert not knee.slow, "each makes nine tenths of what it made"
+    assert 20 <= knee.most <= 22
+
+
+def test_when_all_have_become_slower_it_is_no_knee() -> None:
+    site = Site(shared=1000.0)
+    site.run(10, SETTLED_S)
+    site.pace = 0.8
+    knee = site.run(14, SETTLED_S)
+    assert not knee.most
+    assert knee.best < 1.0
