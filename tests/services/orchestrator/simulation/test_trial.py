@@ -93,7 +93,7 @@ def test_the_law_keeps_its_bounds(name: str, start_s: float) -> None:
 def test_a_shared_server_is_not_run_against() -> None:
     one = scenario("shared")
     out = try_out(one, ours, 1)
-    assert out.peak <= 50, "twenty are of use, two hundred allowed"
+    assert out.peak <= 24, "twenty are of use, two hundred allowed"
 
 
 @pytest.mark.parametrize("law", [RatioRule, PidRule])
