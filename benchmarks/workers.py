@@ -55,7 +55,7 @@ def followed() -> Iterator[Figure]:
         wanted = appetite / elastic.MADE
         near = abs(there - wanted) <= max(1.0, 0.1 * wanted)
         yield Figure(where, f"workers at the end of phase {phase}", there, f"{wanted:.1f} would do", near)
-    yield at_most(where, "longest starving, s", out.starved_s(), out.start_s + SLACK_S)
+    yield at_most(where, "longest starving, s", out.starved_s(), round(out.start_s + SLACK_S, 1))
     yield equal(where, "groups lost", out.lost, 0)
     yield equal(where, "groups trained twice", out.twice, 0)
     yield equal(where, "processes left", out.orphans, 0)
