@@ -61,7 +61,6 @@ class Plant:
         self.ready = ready
         self.made = 0.0
         self.eaten = 0.0
-        self.steps = 0
         self.trainer_waited_s = 0.0
         self.workers_waited_s = 0.0
         self.moved = 0
@@ -148,7 +147,6 @@ class Plant:
         if self.now < self._busy_until:
             return
         self.eaten += self._in_hand
-        self.steps += self._in_hand > 0
         self._in_hand = 0
         rate = self._demand(self.now)
         if rate <= 0.0:

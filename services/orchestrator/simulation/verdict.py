@@ -79,6 +79,7 @@ def judged(scenario: Scenario, law: str, outcomes: Sequence[Outcome]) -> Verdict
         checks["moves"] = moves.worst <= MOVES * least
         limit = STARTS * scenario.site.start_s + REST_S
         checks["settle"] = all(figure.worst <= limit for figure in settle_s[1:])
+    # An outage empties the queue: to fill it again is no restlessness. That nobody overdoes it is the peak.
     if not least and math.isinf(scenario.site.outage[0]):
         checks["no action"] = actions.worst == 0
     return Verdict(

@@ -259,15 +259,19 @@ async def test_a_drained_worker_is_replaced_under_another_name(run_dir: Path) ->
         await until(lambda: list(living(layout)) == ["env-1"])
 
 
+def acking_late(settings: RunConfig) -> RunConfig:
+    """Return a configuration whose broker acks nothing for a minute, so that a producer leaves its spool."""
+    broker = settings.broker.model_copy(update={"commit_ms": 60_000.0})
+    return settings.model_copy(update={"broker": broker})
+
+
 async def test_what_a_worker_left_comes_home_though_its_name_never_does(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "ORPHANS_S", 0.05)
     layout = RunLayout(run_dir)
     settings = config()
-    late_acks = settings.model_copy(
-        update={"broker": settings.broker.model_copy(update={"commit_ms": 60_000.0})}
-    )
+    late_acks = acking_late(settings)
     spool = layout.spools / "env-7"
     group = Group.build("left", tokens=[[1, 2]], mask=[[0, 1]], scores=[1.0])
     with running_broker(late_acks, layout) as real:
@@ -286,9 +290,7 @@ async def test_what_a_drained_worker_left_comes_home_in_the_same_life(
     monkeypatch.setattr(server, "ORPHANS_S", 0.05)
     layout = RunLayout(run_dir)
     settings = config()
-    late_acks = settings.model_copy(
-        update={"broker": settings.broker.model_copy(update={"commit_ms": 60_000.0})}
-    )
+    late_acks = acking_late(settings)
     spool = layout.spools / "env-0"
     group = Group.build("left", tokens=[[1, 2]], mask=[[0, 1]], scores=[1.0])
     with running_broker(late_acks, layout) as real:
