@@ -30,6 +30,7 @@ from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
 from rolloutmq.schemas.records import AckedGroup
+from rolloutmq.services.drawing import GREEN, ORANGE, QUIET, RED, blank, dress
 from rolloutmq.services.orchestrator.identity import alive, find_marked
 
 EXAMPLE: Final = Path(__file__).parent.parent / "examples" / "elastic.toml"
@@ -250,29 +251,20 @@ def _waiting(verified: dict[str, Any]) -> int:
 
 def draw(out: Elastic, path: Path) -> None:
     """Draw workers, appetite and waits over time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 3.6), dpi=120, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = blank(8.0, 3.6, 120)
     top, bottom = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (3, 1), "hspace": 0.2})
     times = range(1, len(out.seconds) + 1)
     wanted = [second.appetite / MADE for second in out.seconds]
-    top.plot(times, wanted, color="#c05621", linewidth=1.2, drawstyle="steps-post")
-    top.plot(times, [s.workers for s in out.seconds], color="#2f855a", linewidth=1.8, drawstyle="steps-post")
+    top.plot(times, wanted, color=ORANGE, linewidth=1.2, drawstyle="steps-post")
+    top.plot(times, [s.workers for s in out.seconds], color=GREEN, linewidth=1.8, drawstyle="steps-post")
     top.set_ylim(0, max(max(wanted), *(s.workers for s in out.seconds)) * 1.2)
     top.set_title("worker processes (green), appetite over what one makes (orange)", loc="left", fontsize=8)
-    bottom.bar(times, [min(1.0, s.waited_s) for s in out.seconds], width=1.0, color="#c53030", alpha=0.7)
+    bottom.bar(times, [min(1.0, s.waited_s) for s in out.seconds], width=1.0, color=RED, alpha=0.7)
     bottom.set_ylim(0, 1)
     bottom.set_title("part of each second that the trainer waited", loc="left", fontsize=8)
-    bottom.set_xlabel("seconds", fontsize=7, color="#7b8794")
+    bottom.set_xlabel("seconds", fontsize=7, color=QUIET)
     for panel in (top, bottom):
-        panel.grid(axis="y", color="#e4e7eb", linewidth=0.7)
-        panel.set_axisbelow(True)
-        panel.margins(x=0.01)
-        panel.tick_params(labelsize=7, colors="#7b8794", length=0)
-        for side in ("top", "right", "left"):
-            panel.spines[side].set_visible(False)
+        dress(panel)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 

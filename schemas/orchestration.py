@@ -33,7 +33,7 @@ class ScalingConfig(Section):
     """So long all news must agree before workers are started: one alone may be a batch that came late."""
     confirm_down_s: NonNegativeFloat = 14.0
     """The same before workers go: it is cheaper to keep one than to start it again."""
-    down_window_s: NonNegativeFloat = 30.0
+    down_window_s: NonNegativeFloat = 24.0
     """Workers go only for what was not wanted for so long. More for workers that are slow to start, and for trainers
     that pause for long."""
     up_factor: Annotated[float, Field(gt=1.0)] = 2.0

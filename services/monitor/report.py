@@ -12,24 +12,26 @@ from pathlib import Path
 from typing import Any, Final
 
 from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.services.drawing import (
+    AMBER,
+    BLUE,
+    BROWN,
+    GREEN,
+    INK,
+    ORANGE,
+    QUIET,
+    RED,
+    VIOLET,
+    blank,
+    dress,
+)
 from rolloutmq.services.monitor.bounds import bounds_in_force
 from rolloutmq.services.monitor.lines import read_lines
 from rolloutmq.services.monitor.metrics import MarkKind, Metrics, read_metrics
 from rolloutmq.services.monitor.summary import TrainerLog, read_trainer_log
 
-INK: Final = "#1f2933"
-QUIET: Final = "#7b8794"
-GRID: Final = "#e4e7eb"
-REWARD: Final = "#2563a8"
-PRESSURE: Final = "#c05621"
-STALENESS: Final = "#6b46a3"
-WORKERS: Final = "#2f855a"
-BAND: Final = "#f6ad55"
-DRAIN: Final = "#b7791f"
-KILL: Final = "#c53030"
 _Series = tuple[list[float], list[float]]
 
 WIDTH_PX: Final = 1200
@@ -51,15 +53,9 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
         MissingError: matplotlib is not installed.
         DamagedFileError: A log is damaged.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingError("matplotlib", "pip install 'rolloutmq[report]'") from None
+    figure = blank(WIDTH_PX / DPI, HEIGHT_PX / DPI, DPI)
     metrics = read_metrics(layout.metrics)
     log = read_trainer_log(read_lines(layout.trained, SettledBatch))
-    figure = Figure(figsize=(WIDTH_PX / DPI, HEIGHT_PX / DPI), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(
         4, 1, sharex=True, gridspec_kw={"height_ratios": (3.2, 2.0, 1.4, 1.4), "hspace": 0.16}
     )
@@ -72,7 +68,8 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
     _workers(panels[3], metrics, start)
     _marks(panels, metrics, log, start)
     for panel in panels:
-        _dress(panel)
+        dress(panel)
+        panel.yaxis.get_major_locator().set_params(nbins=4, integer=False)
     panels[-1].set_xlabel("seconds since the first event", color=QUIET, fontsize=7)
     figure.savefig(layout.report, dpi=DPI)
     return layout.report
@@ -137,12 +134,12 @@ def _reward(panel: Any, log: TrainerLog, start: float) -> None:
     void = [batch for batch in log.voided if batch.rewards]
     lost = [sum(batch.rewards) / len(batch.rewards) for batch in void]
     panel.plot([batch.at - start for batch in void], lost, ".", color=QUIET, alpha=0.6, markersize=2)
-    panel.plot(*_broken(times, rewards, breaks), color=REWARD, alpha=0.25, linewidth=0.8)
-    panel.plot(*_broken(times, smoothed(rewards, SMOOTHED_STEPS), breaks), color=REWARD, linewidth=1.8)
+    panel.plot(*_broken(times, rewards, breaks), color=BLUE, alpha=0.25, linewidth=0.8)
+    panel.plot(*_broken(times, smoothed(rewards, SMOOTHED_STEPS), breaks), color=BLUE, linewidth=1.8)
     if rewards:
         panel.set_ylim(min(0.0, *rewards, *lost) - 0.03, max(1.0, *rewards, *lost) + 0.05)
     retaken = "; grey: steps taken again" if void else ""
-    _label(panel, "reward", f"mean raw score of a step; bold: mean of {SMOOTHED_STEPS}{retaken}", REWARD)
+    _label(panel, "reward", f"mean raw score of a step; bold: mean of {SMOOTHED_STEPS}{retaken}", BLUE)
 
 
 def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float) -> None:
@@ -150,10 +147,10 @@ def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float) -> 
     low, high = setpoint / 2.0, setpoint * 2.0
     times = [point.t - start for point in metrics.pressures]
     values = [point.pressure for point in metrics.pressures]
-    panel.axhspan(low, high, color=BAND, alpha=0.16, linewidth=0)
-    panel.plot(times, values, color=PRESSURE, linewidth=1.1)
+    panel.axhspan(low, high, color=AMBER, alpha=0.16, linewidth=0)
+    panel.plot(times, values, color=ORANGE, linewidth=1.1)
     panel.set_ylim(0, max([high * 1.15, *values]) * 1.03)
-    _label(panel, "rollout pressure", "batches queued; shaded: half to twice the setpoint", PRESSURE)
+    _label(panel, "rollout pressure", "batches queued; shaded: half to twice the setpoint", ORANGE)
 
 
 def _staleness(panel: Any, log: TrainerLog, bounds: Sequence[tuple[float, int]], start: float) -> None:
@@ -165,26 +162,24 @@ def _staleness(panel: Any, log: TrainerLog, bounds: Sequence[tuple[float, int]],
     since = [min(end, max(0.0, t - start)) for t, _ in bounds]
     limits = [bound for _, bound in bounds]
     if bounds:
-        style: dict[str, Any] = {"color": KILL, "linewidth": 0.9, "linestyle": (0, (4, 3))}
+        style: dict[str, Any] = {"color": RED, "linewidth": 0.9, "linestyle": (0, (4, 3))}
         panel.plot([*since, max(end, 1.0)], [*limits, limits[-1]], drawstyle="steps-post", **style)
-    panel.plot(times, worst, ".", color=STALENESS, alpha=0.45, markersize=2.2)
+    panel.plot(times, worst, ".", color=VIOLET, alpha=0.45, markersize=2.2)
     breaks = [at - start for at in log.resumed_at]
-    panel.plot(*_broken(times, smoothed(mean, SMOOTHED_STEPS), breaks), color=STALENESS, linewidth=1.4)
+    panel.plot(*_broken(times, smoothed(mean, SMOOTHED_STEPS), breaks), color=VIOLET, linewidth=1.4)
     panel.set_ylim(-0.3, max([1, *limits, *worst]) + 0.8)
-    _label(
-        panel, "staleness", "policy versions; dots: largest of a step, line: mean, dashed: bound", STALENESS
-    )
+    _label(panel, "staleness", "policy versions; dots: largest of a step, line: mean, dashed: bound", VIOLET)
 
 
 def _workers(panel: Any, metrics: Metrics, start: float) -> None:
     times = [point.t - start for point in metrics.pressures]
     ready = [point.ready for point in metrics.pressures]
     total = [point.ready + point.draining for point in metrics.pressures]
-    panel.fill_between(times, ready, step="post", color=WORKERS, alpha=0.18, linewidth=0)
-    panel.plot(times, total, drawstyle="steps-post", color=DRAIN, linewidth=1.0, alpha=0.9)
-    panel.plot(times, ready, drawstyle="steps-post", color=WORKERS, linewidth=1.6)
+    panel.fill_between(times, ready, step="post", color=GREEN, alpha=0.18, linewidth=0)
+    panel.plot(times, total, drawstyle="steps-post", color=BROWN, linewidth=1.0, alpha=0.9)
+    panel.plot(times, ready, drawstyle="steps-post", color=GREEN, linewidth=1.6)
     panel.set_ylim(0, max([2, *total]) * 1.5)
-    _label(panel, "workers", "green: ready, amber: with those that drain", WORKERS)
+    _label(panel, "workers", "green: ready, amber: with those that drain", GREEN)
 
 
 def _marks(panels: Sequence[Any], metrics: Metrics, log: TrainerLog, start: float) -> None:
@@ -192,7 +187,7 @@ def _marks(panels: Sequence[Any], metrics: Metrics, log: TrainerLog, start: floa
     end = log.batches[-1].at if log.batches else metrics.last_t
     top = panels[-1].get_ylim()[1]
     for index, mark in enumerate(mark for mark in metrics.marks if mark.t <= end):
-        colour = DRAIN if mark.kind is MarkKind.DRAINED else KILL
+        colour = BROWN if mark.kind is MarkKind.DRAINED else RED
         for panel in panels:
             panel.axvline(mark.t - start, color=colour, linewidth=0.8, alpha=0.55, zorder=1)
         # Two heights by turns, so that the words of two marks in a row do not cover each other.
@@ -208,14 +203,3 @@ def _marks(panels: Sequence[Any], metrics: Metrics, log: TrainerLog, start: floa
 def _label(panel: Any, name: str, meaning: str, colour: str) -> None:
     panel.set_title(name, loc="left", fontsize=8, fontweight="bold", color=colour, pad=3)
     panel.set_title(meaning, loc="right", fontsize=6.5, color=QUIET, pad=3)
-
-
-def _dress(panel: Any) -> None:
-    panel.grid(axis="y", color=GRID, linewidth=0.7)
-    panel.set_axisbelow(True)
-    panel.margins(x=0.01)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color(GRID)
-    panel.tick_params(colors=QUIET, labelsize=7, length=0)
-    panel.yaxis.get_major_locator().set_params(nbins=4, integer=False)

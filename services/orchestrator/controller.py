@@ -45,6 +45,9 @@ INFERENCE_BOUND: Final = "inference_bound"
 YOUNG_S: Final = 30.0
 UNSURE: Final = 2.0
 """For so long the dead band upwards is so many times as wide: the first rates are of a few batches."""
+FIRST_BATCH_S: Final = 15.0
+"""Workers that are there when the first batch is complete anyhow bring nothing: who makes it within that is enough, or
+within a start or a rollout, where that is longer."""
 LONGEST_START_S: Final = 300.0
 """A worker that takes longer waits for something: a GPU, or its next try."""
 EMPTY: Final = 1.0
@@ -59,7 +62,7 @@ IDLE_PART: Final = 0.5
 """Where workers wait for that part of their time, more of them would only wait too."""
 ROUND: Final = 0.25
 """So much of a worker may be missing: the quotient of two rates is not known better."""
-MORE: Final = 1.2
+MORE: Final = 0.9
 LESS: Final = 0.9
 """The correction is at most that many bands up, and that part of the band beyond one worker down."""
 
@@ -270,11 +273,19 @@ class PressureController:
 
     def _grope(self, state: State, sample: PressureSample, now: float) -> tuple[State, Decision]:
         """Decide while the rates are not known."""
-        known = state.rates.per_worker is not None or not state.target
-        if known and self._starving(state, sample) and sample.crew.ready >= state.target:
-            more = max(1, 2 * state.target)
-            return self._up(state, sample, more, "starving, nothing eaten yet", now, at_once=False)
-        return self._hold(state, "nothing measured yet")
+        per_worker = state.rates.per_worker
+        if not self._starving(state, sample) or sample.crew.ready < state.target:
+            return self._hold(state, "nothing measured yet")
+        if not state.target:
+            return self._up(state, sample, 1, "starving, nothing eaten yet", now, at_once=False)
+        if per_worker is None:
+            return self._hold(state, "nothing measured yet")
+        lack = max(0.0, 1.0 - sample.pressure) * sample.batch_sequences
+        soon_s = max(FIRST_BATCH_S, state.start_s, state.rates.rollout_s)
+        more = min(2 * state.target, math.ceil(lack / (soon_s * per_worker)))
+        if more <= state.target:
+            return self._hold(state, f"nothing eaten yet; there is a batch within {soon_s:.0f} s")
+        return self._up(state, sample, more, "starving, nothing eaten yet", now, at_once=False)
 
     @staticmethod
     def _starving(state: State, sample: PressureSample) -> bool:

@@ -55,7 +55,9 @@ STARVED_S: Final = 2.0
 """Memory of whether the trainer waits just now."""
 MISSED: Final = 10.0
 """Groups that should have come and did not tell that nothing comes at all: who makes nothing is no slow worker."""
-SILENT_S: Final = 2.0
+QUIET_PART: Final = 0.6
+"""For that part of the time at least they must not have waited for room: waits are told up to a second later."""
+SILENT_S: Final = 3.0
 SILENT_ROLLOUTS: Final = 1.5
 UNTOLD_S: Final = 30.0
 """For so long nothing must come for that: for longer than a rollout, or this where nobody has told how long one is."""
@@ -98,6 +100,8 @@ class Rates:
     """Nothing comes from workers that should be at work: what they all need is away."""
     made_at: float = -math.inf
     """When something came last."""
+    quiet_s: float = 0.0
+    """Time of workers since then in which they did not wait."""
     readies: tuple[tuple[float, int], ...] = ()
     """When there were how many workers, back to before the rollouts that arrive now."""
     rollout_s: float = 0.0
@@ -154,7 +158,7 @@ class Rates:
         readies = ((now, seen.crew.ready),)
         first_at = min(self.first_at, now)
         new = replace(self, last=seen, last_at=now, first_at=first_at, readies=readies)
-        new = replace(new, open_s=0.0, settled_at=-math.inf, made_at=now, silent=False)
+        new = replace(new, open_s=0.0, settled_at=-math.inf, made_at=now, quiet_s=0.0, silent=False)
         return replace(new, starved=0.0, waits=0.0, idle=0.0)
 
     def _settled(self, eaten: int, at: float) -> "Rates":
@@ -186,16 +190,18 @@ class Rates:
             workers = min(seen.crew.ready, last.crew.ready)
         fades = math.exp(-elapsed / IDLE_S)
         if not workers or elapsed > SAMPLES_S:
-            return replace(new, idle=new.idle * fades, made_at=new.last_at)
+            return replace(new, idle=new.idle * fades, made_at=new.last_at, quiet_s=0.0)
         made = max(0, seen.made - last.made)
         blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
         idle = _part(blocked_s, elapsed * max(seen.crew.ready, last.crew.ready))
-        new = replace(
-            new, idle=idle + (new.idle - idle) * fades, made_at=new.last_at if made else new.made_at
-        )
+        new = replace(new, idle=idle + (new.idle - idle) * fades)
+        if made:
+            new = replace(new, made_at=new.last_at, quiet_s=0.0)
+        else:
+            new = replace(new, quiet_s=new.quiet_s + elapsed * workers - blocked_s)
         silent = new._is_silent(seen, workers)
         if silent and not self.silent:
-            new = new._without(workers * (new.last_at - new.made_at))
+            new = new._without(self.quiet_s)
         new = replace(new, silent=silent)
         if silent:
             return new
@@ -224,8 +230,9 @@ class Rates:
         least_s = SILENT_ROLLOUTS * seen.rollout_s if seen.rollout_s else UNTOLD_S
         if self.per_worker is None or since < max(SILENT_S, least_s):
             return False
-        missed = self.per_worker * workers * (1.0 - self.idle) * since / max(1, seen.group_sequences)
-        return missed >= MISSED
+        if self.quiet_s < QUIET_PART * workers * since:
+            return False
+        return self.per_worker * self.quiet_s / max(1, seen.group_sequences) >= MISSED
 
     def _rostered(self, seen: PressureSample, now: float) -> "Rates":
         """Note how many are ready. The first that is kept is how many there were when the rollouts began that arrive

@@ -30,6 +30,9 @@ FEW: Final = 4
 """So many times those that were seen to help are tried at once, or so many more."""
 KEPT: Final = 0.9
 """At the knee at least that part of what more workers made must come."""
+HELPS: Final = 0.5
+"""More workers help if they bring at least that part of what they would bring if nothing held them up. What all make is
+compared, not the pace of each: that of one more differs so little that the knee would creep up by one after another."""
 SAME: Final = 0.95
 """Above that part of the pace of fewer, more workers have met nothing."""
 FOLLOW_S: Final = 60.0
@@ -48,6 +51,8 @@ class Knee:
     """How many more are tried: twice as many each time they help."""
     tried: bool = False
     """`most` is above the knee, to see whether it still is one."""
+    usual: float = 0.0
+    """What all made at the knee before that was tried."""
     slow: bool = False
     """A worker makes clearly less than it made among fewer; whether that is the knee is yet to be seen."""
     until: float = -math.inf
@@ -62,6 +67,8 @@ class Knee:
     ready: int = 0
     since: float = -math.inf
     """For how long there are as many workers as now, and none that starts."""
+    steady: float = 0.0
+    """What a worker makes among so many, the mean of a longer time; 0: they are not at work for long enough."""
     at: float = -math.inf
     engines: int = 0
     """Servers that they share: with another number of them nothing is known any more."""
@@ -76,7 +83,7 @@ class Knee:
         ready, engines = sample.crew.ready, sample.engines
         new = replace(self, at=now) if engines == self.engines else Knee(engines=engines, at=now)
         if ready != self.ready or sample.crew.starting:
-            new = replace(new, ready=ready, since=now)
+            new = replace(new, ready=ready, since=now, steady=0.0)
         pace = rates.per_worker
         if pace is None or not ready:
             return new
@@ -85,15 +92,18 @@ class Knee:
         shows_s = MEMORIES * rates.making_memory_s + rates.rollout_s
         if now - new.since < shows_s:
             return new
-        return new._remember(pace, self.at)._judge(pace, now, sure=now - new.since >= SURE * shows_s)
+        follows = 1.0 - math.exp(-min(max(0.0, now - self.at), 10.0) / FOLLOW_S)
+        new = new._remember(pace, follows)
+        return new._judge(pace, now, sure=now - new.since >= SURE * shows_s)
 
-    def _remember(self, pace: float, before: float) -> "Knee":
-        """Follow the pace of the most workers that were not slower than fewer."""
+    def _remember(self, pace: float, follows: float) -> "Knee":
+        """Follow the pace of these workers, and of the most that were not slower than fewer."""
+        steady = self.steady + (pace - self.steady) * follows if self.steady else pace
+        self = replace(self, steady=steady)
         if not self.among:
             return replace(self, best=pace, among=self.ready)
         if self.ready > self.among and pace < SAME * self.best:
             return self
-        follows = 1.0 - math.exp(-min(max(0.0, self.at - before), 10.0) / FOLLOW_S)
         best = self.best + (pace - self.best) * follows
         return replace(self, best=best, among=max(self.among, self.ready))
 
@@ -107,26 +117,31 @@ class Knee:
         if self.slow and pace * self.ready < KEPT * self.best * self.among:
             # Who shares makes together what fewer made: here all of them have become slower, and that is the pace now.
             return replace(self, slow=False, best=pace, among=self.ready)
-        tried = self.most if self.tried else self.reach if not self.most else math.inf
-        crowded = self.ready >= tried and pace < SAME * self.best
+        if self.tried:
+            return self._judge_tried(pace, now, sure=sure)
+        crowded = not self.most and self.ready >= self.reach and pace < SAME * self.best
         if self.slow or crowded:
             knee = max(1, math.ceil(ROOM * pace * self.ready / self.best))
-            knee = min(knee, self.known) if self.tried else knee
             if knee < self.ready or (crowded and knee == self.ready):
-                held = min(self.hold_s, LONGEST_HOLD_S)
-                return replace(
-                    self,
-                    most=knee,
-                    tried=False,
-                    step=1,
-                    slow=False,
-                    until=now + held,
-                    hold_s=2.0 * held,
-                    made=pace * self.ready,
-                )
-        elif self.tried and sure and self.ready >= self.most and pace >= SAME * self.best:
-            return replace(self, tried=False, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
+                return self._found(knee, pace, now)
         elif self.most and now >= self.until:
             more = self.most + self.step
-            return replace(self, most=more, known=self.most, tried=True, until=now + self.hold_s)
+            new = replace(self, most=more, known=self.most, tried=True, until=now + self.hold_s)
+            return replace(new, usual=self.steady * self.ready)
         return self
+
+    def _judge_tried(self, pace: float, now: float, *, sure: bool) -> "Knee":
+        if self.slow:
+            return self._found(
+                min(self.known, max(1, math.ceil(ROOM * pace * self.ready / self.best))), pace, now
+            )
+        if not sure or self.ready < self.most:
+            return self
+        if self.steady * self.ready < self.usual * (1.0 + HELPS * (self.ready / self.known - 1.0)):
+            return self._found(self.known, pace, now)
+        return replace(self, tried=False, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
+
+    def _found(self, knee: int, pace: float, now: float) -> "Knee":
+        held, made = min(self.hold_s, LONGEST_HOLD_S), pace * self.ready
+        new = replace(self, most=knee, tried=False, step=1, slow=False, made=made)
+        return replace(new, until=now + held, hold_s=2.0 * held)

@@ -7,15 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rolloutmq.schemas.errors import MissingError
+from rolloutmq.services.drawing import GREEN, INK, ORANGE, PALE_RED, QUIET, blank, dress
 from rolloutmq.services.orchestrator.simulation.trial import Make, Moment, Scenario, try_out
 
-INK: Final = "#1f2933"
-QUIET: Final = "#7b8794"
-GRID: Final = "#e4e7eb"
-IDEAL: Final = "#c05621"
-WORKERS: Final = "#2f855a"
-STARVES: Final = "#fbd5d5"
 ROW_IN: Final = 1.5
 COLUMN_IN: Final = 3.2
 DPI: Final = 110
@@ -33,14 +27,8 @@ def draw(scenarios: Sequence[Scenario], laws: Mapping[str, Make], path: Path) ->
         OSError: It could not be written.
         ValueError: The name has no ending that is known.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingError("matplotlib", "pip install 'rolloutmq[report]'") from None
     rows, columns = len(scenarios), len(laws)
-    figure = Figure(figsize=(COLUMN_IN * columns, ROW_IN * rows + 0.9), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = blank(COLUMN_IN * columns, ROW_IN * rows + 0.9, DPI)
     panels = figure.subplots(rows, columns, sharex="row", sharey="row", squeeze=False)
     figure.subplots_adjust(
         left=0.6 / (COLUMN_IN * columns),
@@ -59,7 +47,9 @@ def draw(scenarios: Sequence[Scenario], laws: Mapping[str, Make], path: Path) ->
     for row, scenario in zip(panels, scenarios, strict=True):
         for panel, (law, make) in zip(row, laws.items(), strict=True):
             _panel(panel, scenario, make)
-            _dress(panel, f"{law}: {scenario.name}, start {scenario.site.start_s:g} s")
+            title = f"{law}: {scenario.name}, start {scenario.site.start_s:g} s"
+            panel.set_title(title, loc="left", fontsize=7, color=INK, pad=3)
+            dress(panel, label_size=6.0)
     figure.savefig(path, dpi=DPI)
 
 
@@ -69,22 +59,11 @@ def _panel(panel: Any, scenario: Scenario, make: Make) -> None:
     minutes = [moment.at / 60.0 for moment in moments]
     most = MOST * max(moment.ideal for moment in moments) + 1.0
     empty = [moment.pressure < EMPTY for moment in moments]
-    panel.fill_between(minutes, 0, most, where=empty, color=STARVES, linewidth=0)
+    panel.fill_between(minutes, 0, most, where=empty, color=PALE_RED, linewidth=0)
     panel.plot(
-        minutes, [moment.ideal for moment in moments], color=IDEAL, linewidth=1.0, drawstyle="steps-post"
+        minutes, [moment.ideal for moment in moments], color=ORANGE, linewidth=1.0, drawstyle="steps-post"
     )
     panel.plot(
-        minutes, [moment.ready for moment in moments], color=WORKERS, linewidth=1.2, drawstyle="steps-post"
+        minutes, [moment.ready for moment in moments], color=GREEN, linewidth=1.2, drawstyle="steps-post"
     )
     panel.set_ylim(0, most)
-
-
-def _dress(panel: Any, title: str) -> None:
-    panel.set_title(title, loc="left", fontsize=7, color=INK, pad=3)
-    panel.grid(axis="y", color=GRID, linewidth=0.6)
-    panel.set_axisbelow(True)
-    panel.margins(x=0.01)
-    for side in ("top", "right", "left"):
-        panel.spines[side].set_visible(False)
-    panel.spines["bottom"].set_color(GRID)
-    panel.tick_params(colors=QUIET, labelsize=6, length=0)

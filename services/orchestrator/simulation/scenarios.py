@@ -57,7 +57,7 @@ def all_scenarios(start_s: float) -> list[Scenario]:
         Scenario("noise", lambda _: STEADY, site, ready=20, queued=1.5),
         replace(step, name="loss 10 %", loss=0.1),
         replace(step, name="loss 50 %", loss=0.5),
-        replace(step, name="dark 60 s", dark=(610.0, 670.0)),
+        replace(step, name="dark 60 s", dark=(610.0, 670.0), unseen_s=60.0),
         replace(step, name="failing starts", site=replace(site, failures=0.3)),
         replace(step, name="restart", restart_at=700.0),
         replace(step, name="clock jump", jump=(700.0, 3600.0)),
@@ -69,7 +69,7 @@ def all_scenarios(start_s: float) -> list[Scenario]:
         ),
         Scenario("outage", lambda _: STEADY, replace(site, outage=(300.0, 360.0)), ready=20, queued=1.5),
         replace(step, name="long rollouts", site=replace(site, rollout_s=60.0, cap=6000)),
-        replace(step, name="long steps", site=replace(site, batch=1200, cap=6000)),
+        replace(step, name="long steps", site=replace(site, batch=1200, cap=6000), unseen_s=75.0),
         Scenario(
             "few",
             steps((0.0, 2.0), (600.0, 8.0), (1200.0, 2.0)),

@@ -35,6 +35,8 @@ class Scenario:
         min_workers, max_workers: Bounds.
         loss: Part of the ticks that hear nothing new.
         dark: From when to when nothing is heard at all.
+        unseen_s: How long nobody can see a change: while it is dark, or until the trainer has ended one step of the
+            old kind and one of the new. The law has as much longer to follow.
         restart_at: When the controller is started anew.
         jump: When its clock jumps, and by how much.
         ready: Workers that are at work in the beginning, with `queued` batches before them.
@@ -51,6 +53,7 @@ class Scenario:
     queued: float = 0.0
     loss: float = 0.0
     dark: tuple[float, float] = (math.inf, math.inf)
+    unseen_s: float = 0.0
     restart_at: float = math.inf
     jump: tuple[float, float] = (math.inf, 0.0)
 

@@ -16,7 +16,7 @@ MOVES: Final = 2.0
 """Most workers started and sent away, in times of the fewest possible."""
 STARTS: Final = 3.0
 REST_S: Final = 30.0
-"""A change of the demand is followed within so many times of a start, and that."""
+"""A change of the demand is followed within so many times of a start, and that, from when it can be seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def judged(scenario: Scenario, law: str, outcomes: Sequence[Outcome]) -> Verdict
     if scenario.steps_twice:
         checks["flips"] = flips.worst <= FLIPS
         checks["moves"] = moves.worst <= MOVES * least
-        limit = STARTS * scenario.site.start_s + REST_S
+        limit = STARTS * scenario.site.start_s + REST_S + scenario.unseen_s
         checks["settle"] = all(figure.worst <= limit for figure in settle_s[1:])
     # An outage empties the queue: to fill it again is no restlessness. That nobody overdoes it is the peak.
     if not least and math.isinf(scenario.site.outage[0]):

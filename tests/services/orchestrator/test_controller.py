@@ -326,3 +326,16 @@ def test_whatever_is_seen_the_target_stays_within_its_bounds(
 @pytest.mark.parametrize("workers", [0, 7, 1000])
 def test_it_begins_with_those_that_live(workers: int) -> None:
     assert LAW.initial(workers).target == min(max(workers, 1), 50)
+
+
+@pytest.mark.parametrize(("batch", "most"), [(60, 2), (1200, 40)])
+def test_for_the_first_batch_no_more_are_started_than_it_takes(batch: int, most: int) -> None:
+    """Forty make 1,200 within a quarter of a minute; more would be there when it is complete anyhow."""
+    loop = Loop(workers=1)
+    targets = []
+    for _ in range(90):
+        decision = loop.tick(eats=0.0, pressure=0.0, batch_sequences=batch, starved_s=loop.now)
+        targets.append(decision.target)
+        loop.follow()
+    assert max(targets) == most
+    assert "there is a batch within" in loop.last.reason

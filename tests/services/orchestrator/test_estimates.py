@@ -142,3 +142,25 @@ def test_a_gap_a_restart_and_a_clock_that_goes_back_are_no_rates() -> None:
     assert 0.0 <= appetite < 16.0
     assert 0.0 < per_worker <= 2.0
     assert math.isfinite(watch.rates.starved)
+
+
+@pytest.mark.parametrize("told_after", [0, 1])
+def test_workers_that_wait_all_at_once_are_not_silent(told_after: int) -> None:
+    """They stop from one second to the next where a queue is full, and tell of their waits up to a second later."""
+    watch = Watch()
+    for _ in range(60):
+        watch.second(makes=320, ready=40, rollout_s=0.5)
+    for second in range(30):
+        watch.second(workers_wait=80.0 * (second >= told_after), ready=40, rollout_s=0.5)
+        assert not watch.rates.silent
+    assert watch.rates.per_worker == pytest.approx(8.0, rel=0.08)
+
+
+def test_workers_from_which_nothing_comes_and_that_do_not_wait_are_silent() -> None:
+    watch = Watch()
+    for _ in range(60):
+        watch.second(makes=320, ready=40, rollout_s=0.5)
+    for _ in range(5):
+        watch.second(ready=40, rollout_s=0.5)
+    assert watch.rates.silent
+    assert watch.rates.per_worker == pytest.approx(8.0, rel=0.05)

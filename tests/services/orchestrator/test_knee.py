@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from rolloutmq.services.orchestrator.estimates import MEMORY_S, Rates
 from rolloutmq.services.orchestrator.knee import FIRST_HOLD_S, MEMORIES, Knee
 from rolloutmq.services.orchestrator.pressure import Crew, PressureSample
@@ -111,3 +113,13 @@ def test_when_all_have_become_slower_it_is_no_knee() -> None:
     knee = site.run(14, SETTLED_S)
     assert not knee.most
     assert knee.best < 1.0
+
+
+def test_the_knee_does_not_creep_up_by_one_after_another() -> None:
+    site = Site(shared=40.0)
+    site.run(20, SETTLED_S)
+    site.run(21, 900)  # hardly slower, so that it becomes the pace
+    ready, site.knee = 21, replace(site.knee, most=21)
+    for _ in range(120):
+        ready = site.run(ready, 300).most
+        assert ready <= 22
