@@ -8,6 +8,7 @@ which it was served gives its permit to the next; a group that was taken in stay
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ class Gate:
         self._session = session
         self._starters: deque[asyncio.Future[Permit]] = deque()
         self._senders: deque[_Sending] = deque()
+        self._acks: dict[str, asyncio.Future[None]] = {}
+        """Who waits for the ack of which group."""
         self._waiters = 0
         self._waited_s = 0.0
         self._counted_at = 0.0
@@ -138,6 +141,24 @@ class Gate:
                 self._senders.remove(sending)
                 self.serve()
 
+    def expect(self, group_id: str) -> "asyncio.Future[None]":
+        """Return what is done once the group is acked, or fails when nothing goes through any more."""
+        self.require_open()
+        return self._acks.setdefault(group_id, asyncio.get_running_loop().create_future())
+
+    def forget(self, group_id: str) -> None:
+        """Expect no ack of the group: it was not handed over."""
+        self._acks.pop(group_id, None)
+
+    def acked(self, group_ids: Iterable[str]) -> None:
+        """Tell those who wait for the acks of these groups."""
+        if not self._acks:
+            return
+        for group_id in group_ids:
+            ack = self._acks.pop(group_id, None)
+            if ack is not None and not ack.done():
+                ack.set_result(None)
+
     def _count(self, change: int = 0) -> None:
         """Bring the time that was waited up to date; from now on so many more wait."""
         now = time.monotonic()
@@ -188,8 +209,15 @@ class Gate:
             _fail(self._starters.popleft(), self.failure)
         while self._senders:
             _fail(self._senders.popleft().done, self.failure)
+        if failure is not None:
+            self.fail_acks(failure)
         if failure is not None or not len(self._session.spool):
             self.empty.set()
+
+    def fail_acks(self, failure: Exception) -> None:
+        """Tell those who wait for acks that none will come; what is in the spool may be saved all the same."""
+        while self._acks:
+            _fail(self._acks.popitem()[1], failure)
 
     def require_open(self) -> None:
         """Raise why nothing goes through any more, if so."""

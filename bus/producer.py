@@ -15,10 +15,9 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rolloutmq.bus.acklog import AckLog
-from rolloutmq.bus.blocking import Facade
 from rolloutmq.bus.credit import Permit
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.bus.gate import Gate
@@ -28,8 +27,11 @@ from rolloutmq.bus.spool import Entry, Spool
 from rolloutmq.bus.uplink import Uplink, cause
 from rolloutmq.schemas.delivery import Durability, RegisterProducer, RunInfo, Wait
 from rolloutmq.schemas.envelope import PolicyVersion, Split
-from rolloutmq.schemas.errors import RolloutMQError
+from rolloutmq.schemas.errors import ClosedError, RolloutMQError
 from rolloutmq.schemas.trajectory import Group
+
+if TYPE_CHECKING:
+    from rolloutmq.bus.blockingproducer import BlockingProducer
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +140,8 @@ class Producer:
     @staticmethod
     def blocking(where: Where, **options: Any) -> "BlockingProducer":
         """Like `open`, with the same options, for code without an event loop: `with Producer.blocking(...) as p`."""
+        from rolloutmq.bus.blockingproducer import BlockingProducer
+
         return BlockingProducer(lambda: Producer.open(where, **options), "rolloutmq producer")
 
     @property
@@ -226,6 +230,16 @@ class Producer:
             raise
         await self._uplink.pass_on(laid.encoded.nbytes)
 
+    async def send_acked(self, group: Group, permit: Permit | None = None) -> "asyncio.Future[None]":
+        """Like `send`; return what is done once the group is acked, and fails if this producer never hears of it."""
+        ack = self._gate.expect(group.group_id)
+        try:
+            await self.send(group, permit)
+        except BaseException:
+            self._gate.forget(group.group_id)
+            raise
+        return ack
+
     def abandon(self, permit: Permit) -> None:
         """End a permit whose rollout came to nothing; the broker gives another in its place. May be repeated."""
         self._session.credit.abandon(permit)
@@ -283,6 +297,7 @@ class Producer:
 
     def _on_accepted(self, entries: list[Entry]) -> None:
         self._log.write(entries, self._session.number)
+        self._gate.acked(entry.header.group_id for entry in entries)
         self.accepted += len(entries)
         if self._session.draining and not self.draining.is_set():
             logger.info("draining producer=%s", self._session.register.producer)
@@ -303,6 +318,7 @@ class Producer:
                 await self._gate.emptied(self._drain_s)
         finally:
             await self._end(task, alive)
+            self._gate.fail_acks(ClosedError())
 
     async def _end(self, task: "asyncio.Task[None] | None", alive: bool) -> None:
         if task is not None:
@@ -319,80 +335,3 @@ class Producer:
         finally:
             await self._uplink.close()
             self._log.close()
-
-
-class BlockingProducer(Facade[Producer]):
-    """`Producer` for code without an event loop: the same names, and every call blocks until it is done.
-
-    Calls may come from several threads. A call that Ctrl-C interrupts has the effect of a cancelled one.
-    """
-
-    def acquire(self) -> Permit:
-        """See `Producer.acquire`; `send` without a permit does it by itself."""
-        return self._run(self._object.acquire())
-
-    def send(self, group: Group, permit: Permit | None = None) -> None:
-        """See `Producer.send`."""
-        self._run(self._object.send(group, permit))
-
-    def abandon(self, permit: Permit) -> None:
-        """See `Producer.abandon`."""
-        self._call(self._object.abandon, permit)
-
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """See `Producer.flush`."""
-        return self._run(self._object.flush(timeout_s))
-
-    def start_draining(self) -> None:
-        """See `Producer.start_draining`."""
-        self._call(self._object.start_draining)
-
-    @property
-    def draining(self) -> bool:
-        """Whether nothing new may be begun."""
-        return self._object.draining.is_set()
-
-    @property
-    def info(self) -> RunInfo:
-        """See `Producer.info`."""
-        return self._object.info
-
-    @property
-    def session(self) -> int:
-        """See `Producer.session`."""
-        return self._object.session
-
-    @property
-    def policy(self) -> PolicyVersion:
-        """See `Producer.policy`."""
-        return self._object.policy
-
-    @property
-    def step(self) -> int:
-        """See `Producer.step`."""
-        return self._object.step
-
-    @property
-    def durability(self) -> Durability:
-        """See `Producer.durability`."""
-        return self._object.durability
-
-    @property
-    def accepted(self) -> int:
-        """See `Producer.accepted`."""
-        return self._object.accepted
-
-    @property
-    def unacked(self) -> int:
-        """See `Producer.unacked`."""
-        return self._object.unacked
-
-    @property
-    def as_frames(self) -> Mapping[str, int]:
-        """See `Producer.as_frames`."""
-        return self._object.as_frames
-
-    @property
-    def waits_s(self) -> float:
-        """See `Producer.waits_s`."""
-        return self._object.waits_s

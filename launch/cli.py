@@ -83,6 +83,23 @@ def up(
 
 
 @app.command(rich_help_panel=RUN)
+def gateway(
+    run_dir: Annotated[
+        Path, typer.Option("--run-dir", help="Where it leaves its files, or a run that lives.")
+    ] = Path("runs/gateway"),
+    host: Annotated[str | None, typer.Option(help="Address to bind.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to bind; 0 for any.  [default: 8000]")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file.")] = None,
+    assignments: Assignments = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Progress lines instead of the live view.")] = False,
+) -> None:
+    """Serve environments and trainers of Atropos, in place of `run-api`."""
+    from rolloutmq.launch import gateway as serving
+
+    raise typer.Exit(serving.gateway(run_dir, host, port, config, assignments or [], plain=plain))
+
+
+@app.command(rich_help_panel=RUN)
 def replay(
     recorded: Annotated[Path, typer.Argument(help="Run directory of a run that was started with --replay.")],
     run_dir: Annotated[

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import uvloop
 
 from rolloutmq.bus.rundir import write_json
@@ -30,7 +32,8 @@ from rolloutmq.launch.results import conclude
 from rolloutmq.launch.rundir import claimed, clear, give_back
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.services.gateway.listener import BACKLOG, LISTEN_FD, bind, port_before
 from rolloutmq.services.logbook import LogLimits, Rotation
 from rolloutmq.services.monitor.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.orchestrator.keeper import Supervisor
@@ -81,16 +84,41 @@ def up(config: RunConfig, options: UpOptions) -> int:
     with claimed(config.run.dir, token, resume=options.resume) as layout:
         _log_to(layout.log("up"))
         write_json(layout.config, config)
-        launcher = Launcher(config, layout, token, make_view(config, plain=options.plain))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(launcher.run()).code
+        with _listener(config, layout) as listener:
+            view = make_view(config, plain=options.plain)
+            launcher = Launcher(config, layout, token, view, listener)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(launcher.run()).code
+
+
+@contextlib.contextmanager
+def _listener(config: RunConfig, layout: RunLayout) -> Iterator[socket.socket | None]:
+    """Hold the socket of the gateway, so that its clients wait in line while it is started again.
+
+    Raises:
+        AddressInUseError: Somebody else has the port.
+    """
+    if not config.gateway.enabled:
+        yield None
+        return
+    with bind(config.gateway, port_before(layout)) as bound:
+        bound.listen(BACKLOG)
+        yield bound
 
 
 class Launcher:
     """The processes of one run, from their start to their end."""
 
-    def __init__(self, config: RunConfig, layout: RunLayout, token: str, view: LiveView | PlainView) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        token: str,
+        view: LiveView | PlainView,
+        listener: socket.socket | None = None,
+    ) -> None:
         self._config = config
+        self._listener = listener
         self._layout = layout
         self._token = token
         self._view = view
@@ -125,13 +153,19 @@ class Launcher:
                 rotation = tasks.create_task(self._rotation().run(), name="logs")
                 for spec in plan(self._config, self._layout, sys.executable):
                     self._roles[spec.name] = spec.role
-                    self._supervisor.start(spec)
+                    self._supervisor.start(self._with_listener(spec))
                 ending = await self._ended(stop)
                 await self._stop(ending.reason)
                 rotation.cancel()
                 shown.set()
         end_marked(f"{self._token}/")
         return Ending(EXIT_INTERRUPTED, "killed by a second signal") if self._killed else ending
+
+    def _with_listener(self, spec: ProcessSpec) -> ProcessSpec:
+        if self._listener is None or spec.role is not Role.GATEWAY:
+            return spec
+        fd = self._listener.fileno()
+        return msgspec.structs.replace(spec, env={**spec.env, LISTEN_FD: str(fd)}, fds=(fd,))
 
     def _rotation(self) -> Rotation:
         """Return who keeps the logs short that are no worker's: those are the orchestrator's."""

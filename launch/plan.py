@@ -11,13 +11,16 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
 
 STOP_ORDER: Final[Sequence[frozenset[Role]]] = (
-    frozenset({Role.TRAINER, Role.ORCHESTRATOR}),
+    frozenset({Role.TRAINER, Role.ORCHESTRATOR, Role.GATEWAY}),
     frozenset({Role.INFERENCE}),
     frozenset({Role.BROKER}),
     frozenset({Role.TELEMETRY}),
 )
 """Who ends together, first to last. The orchestrator takes its workers with it, and they flush what they have into a
 broker that still lives; what is queued then is saved by the broker; telemetry sees it all."""
+
+_COMMANDS: Final = {Role.GATEWAY: "serve-gateway"}
+"""Where the command of a service is not called as its role is."""
 
 
 def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]:
@@ -33,6 +36,8 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
         roles.append(Role.TRAINER)
     if config.inference.kind == "tiny":
         roles.append(Role.INFERENCE)
+    if config.gateway.enabled:
+        roles.append(Role.GATEWAY)
     if config.orchestrator.enabled and (config.environment or config.inference.max_engines > 1):
         roles.append(Role.ORCHESTRATOR)
     return [_service(role, layout, python) for role in roles]
@@ -43,7 +48,7 @@ def _service(role: Role, layout: RunLayout, python: str) -> ProcessSpec:
         name=role.value,
         role=role,
         argv=(
-            *(python, "-m", "rolloutmq.launch.cli", role.value),
+            *(python, "-m", "rolloutmq.launch.cli", _COMMANDS.get(role, role.value)),
             *("--run-dir", str(layout.root)),
         ),
         log=str(layout.log(role.value)),

@@ -66,6 +66,14 @@ def worker(
     raise typer.Exit(run(run_dir, name))
 
 
+@app.command("serve-gateway", rich_help_panel=SERVICE, hidden=True)
+def gateway_service(run_dir: RunDirOption) -> None:
+    """Run the HTTP interface of a run."""
+    from rolloutmq.services.gateway.server import main as run
+
+    raise typer.Exit(run(run_dir))
+
+
 @app.command(rich_help_panel=SERVICE)
 def trainer(run_dir: RunDirOption) -> None:
     """Run the trainer."""

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from rolloutmq.schemas.delivery import Durability
+from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.schemas.orchestration import MIB, HardwareConfig, OrchestratorConfig
 from rolloutmq.schemas.section import Fraction, NameText, Section
 
@@ -169,8 +170,8 @@ class EnvironmentConfig(Section):
 class InferenceConfig(Section):
     """`[inference]`: the server that samples from the policy."""
 
-    kind: Literal["tiny", "external"] = "tiny"
-    """`tiny` runs the policy of `[model]` in this run; `external` uses the server at `url`."""
+    kind: Literal["tiny", "external", "none"] = "tiny"
+    """`tiny` runs the policy of `[model]` in this run; `external` the server at `url`; `none`: nobody asks."""
     url: str = ""
     """Base address of an external OpenAI-compatible server, for example `http://127.0.0.1:8000/v1`."""
     host: str = "127.0.0.1"
@@ -197,9 +198,9 @@ class InferenceConfig(Section):
             raise ValueError("url must be given if and only if kind is `external`")
         if self.min_engines > self.max_engines:
             raise ValueError("min_engines must not exceed max_engines")
-        if self.kind == "external" and self.max_engines > 1:
+        if self.kind != "tiny" and self.max_engines > 1:
             raise ValueError(
-                "max_engines must be 1 where kind is `external`: nobody here can start such a server"
+                f"max_engines must be 1 where kind is `{self.kind}`: nobody here can start such a server"
             )
         return self
 
@@ -311,6 +312,7 @@ class RunConfig(Section):
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     hardware: HardwareConfig = HardwareConfig()
+    gateway: GatewayConfig = GatewayConfig()
     base_dir: Path = Path()
     """Directory of the configuration file, to which `file.py:Class` entries are relative. Filled in by the loader."""
 
@@ -360,6 +362,16 @@ class RunConfig(Section):
                     f"environment.{name}.high_bytes: {env.high_bytes} never hold its {part} sequences of a batch"
                 )
         return self
+
+    @property
+    def unconfigured(self) -> EnvironmentConfig:
+        """What holds for an environment that a producer brought along and that is not configured.
+
+        Those that come through the gateway pace themselves, and know no policy versions: nothing is too old there.
+        """
+        if self.gateway.enabled:
+            return EnvironmentConfig(entry="gateway:Gateway", group_size=1, pacing=False, stale="pass")
+        return EnvironmentConfig(entry="unknown:Unknown", group_size=1)
 
     @property
     def batch_sequences(self) -> int:

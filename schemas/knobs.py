@@ -11,7 +11,7 @@ from typing import Final
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
+from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import Setting
 
 BROKER_KNOBS: Final = (
@@ -25,8 +25,6 @@ BROKER_KNOBS: Final = (
     "retain_bytes",
 )
 ENVIRONMENT_KNOBS: Final = ("weight", "min_share", "max_staleness", "stale", "pacing", "high_bytes")
-_UNCONFIGURED: Final = EnvironmentConfig(entry="unknown:Unknown", group_size=1)
-"""An environment that a producer brought along, and that the configuration does not name."""
 
 
 class KnobError(Exception):
@@ -70,7 +68,7 @@ def full(key: str) -> str:
 def value(config: RunConfig, key: str) -> Setting:
     """Return the present value of a knob; an environment that is not configured has the defaults."""
     env, field = split(key)
-    section = config.environment.get(env, _UNCONFIGURED) if env else config.broker
+    section = config.environment.get(env, config.unconfigured) if env else config.broker
     found: Setting = getattr(section, field)
     return found
 
@@ -95,7 +93,7 @@ def changed(config: RunConfig, values: Mapping[str, Setting], unconfigured: Coll
         if env and env not in config.environment and env not in unconfigured:
             raise KnobError(key, f"{env} is no environment of this run")
         if env:
-            tree["environment"].setdefault(env, _UNCONFIGURED.model_dump())[field] = new
+            tree["environment"].setdefault(env, config.unconfigured.model_dump())[field] = new
         else:
             tree["broker"][field] = new
         keys[("environment", env, field) if env else ("broker", field)] = key

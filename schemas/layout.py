@@ -9,6 +9,8 @@ gpus.json            each GPU: cordons and why, who has it, last sample  orchest
 endpoints.json       where the broker's sockets are                     broker, once they are bound
 inference.json       where the policy is served                         inference server, once it is ready
 inference-1.json ... the same of further engines                        each engine, while it serves
+gateway.json         where the HTTP interface is                        gateway, once it listens
+registrations.json   its trainer and environments, and its step         gateway
 weights.json         where the shared weights lie                       trainer
 model/               configuration and tokenizer of the policy          trainer
 checkpoints/         step-000050/ ...                                   trainer
@@ -42,6 +44,8 @@ class RunLayout:
         self.gpus = root / "gpus.json"
         self.endpoints = root / "endpoints.json"
         self.inference = root / "inference.json"
+        self.gateway = root / "gateway.json"
+        self.registrations = root / "registrations.json"
         self.weights = root / "weights.json"
         self.model = root / "model"
         self.checkpoints = root / "checkpoints"

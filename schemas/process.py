@@ -18,6 +18,7 @@ class Role(StrEnum):
     INFERENCE = "inference"
     WORKER = "worker"
     TRAINER = "trainer"
+    GATEWAY = "gateway"
     LAUNCHER = "launcher"
 
 
@@ -38,6 +39,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         env: Variables added to the environment.
         log: Path that standard output and error are appended to: a file, never a pipe that could break.
         hopeless: Exit codes after which starting it again cannot help; 2 is a wrong configuration.
+        fds: Descriptors of its parent that it gets under the same numbers.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     log: str
     restart: Restart = Restart.ON_FAILURE
     hopeless: tuple[int, ...] = (2, PERMANENT_FAILURE)
+    fds: tuple[int, ...] = ()
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):

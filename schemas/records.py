@@ -41,6 +41,13 @@ class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
     """It answers what it has in hand and takes nothing new."""
 
 
+class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`gateway.json`: where the HTTP interface is."""
+
+    url: str
+    pid: int
+
+
 class WeightsAddress(msgspec.Struct, frozen=True, kw_only=True):
     """`weights.json`: the shared segment of the weights, and the nonce that it must carry."""
 

@@ -20,6 +20,8 @@ from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.groups import Groups, StoredGroup
 from rolloutmq.services.broker.rates import Rate
 
+OTHER: Final = EnvironmentConfig(entry="unknown:Unknown")
+"""The rule of an environment that is not configured, where nothing else is said."""
 NO_MARK: Final = 1 << 62
 """Room of a lane that has no mark of its own."""
 LONGEST_S: Final = 86_400.0
@@ -277,9 +279,14 @@ class Lanes:
     """All lanes, and their sums."""
 
     def __init__(
-        self, environments: dict[str, EnvironmentConfig], groups: Groups, last_chance: int = 1 << 30
+        self,
+        environments: dict[str, EnvironmentConfig],
+        groups: Groups,
+        last_chance: int = 1 << 30,
+        other: EnvironmentConfig = OTHER,
     ) -> None:
         self._rules = environments
+        self._other = other
         self._fixed: dict[str, Container[str]] = dict.fromkeys(environments, ("weight", "min_share"))
         self._configured = frozenset(environments)
         self._groups = groups
@@ -302,7 +309,7 @@ class Lanes:
         """Return the lane, made on first use by the rules of the configuration."""
         lane = self._lanes.get((env, split))
         if lane is None:
-            rule = self._rules.get(env) or EnvironmentConfig(entry="unknown:Unknown")
+            rule = self._rules.get(env, self._other)
             lane = self._lanes[env, split] = Lane(env, split, rule, now, self._last_chance)
         return lane
 

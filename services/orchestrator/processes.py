@@ -122,6 +122,7 @@ def spawn(spec: ProcessSpec, token: str) -> Process:
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
+            pass_fds=spec.fds,
         )
     # The child is not reaped before `poll`, so the pid is still its own here, whatever it did since.
     try:

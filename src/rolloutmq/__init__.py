@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rolloutmq.bus.batch import Batch
+    from rolloutmq.bus.blockingproducer import BlockingProducer
     from rolloutmq.bus.consumer import BlockingConsumer, Consumer
-    from rolloutmq.bus.producer import BlockingProducer, Producer
+    from rolloutmq.bus.producer import Producer
     from rolloutmq.bus.tasks import BlockingTaskClient, Task, TaskClient
     from rolloutmq.schemas.trajectory import Column, Group
     from rolloutmq.services.worker.environment import Environment, SingleTurn
@@ -22,7 +23,7 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "Batch": "rolloutmq.bus.batch",
     "BlockingConsumer": "rolloutmq.bus.consumer",
-    "BlockingProducer": "rolloutmq.bus.producer",
+    "BlockingProducer": "rolloutmq.bus.blockingproducer",
     "BlockingTaskClient": "rolloutmq.bus.tasks",
     "Column": "rolloutmq.schemas.trajectory",
     "Completion": "rolloutmq.services.worker.policy",

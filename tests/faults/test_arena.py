@@ -25,8 +25,9 @@ from tests.faults.processes import (
 )
 
 from rolloutmq.bus import arena, uplink
+from rolloutmq.bus.blockingproducer import BlockingProducer
 from rolloutmq.bus.consumer import BlockingBatch, BlockingConsumer, Consumer
-from rolloutmq.bus.producer import BlockingProducer, Producer
+from rolloutmq.bus.producer import Producer
 from rolloutmq.bus.session import Session
 from rolloutmq.schemas.envelope import ArenaRef, PolicyVersion
 from rolloutmq.schemas.sharing import SegmentGoneError

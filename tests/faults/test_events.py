@@ -30,9 +30,10 @@ from tests.faults.borders import (
 )
 
 from rolloutmq.bus import codec, sockets, topics
+from rolloutmq.bus.blockingproducer import BlockingProducer
 from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.events import BlockingSubscriber
-from rolloutmq.bus.producer import BlockingProducer, Producer
+from rolloutmq.bus.producer import Producer
 from rolloutmq.schemas.control import Drain, Pressure
 from rolloutmq.schemas.delivery import Ack, Ok, Registered, RegisterProducer
 from rolloutmq.schemas.envelope import Name

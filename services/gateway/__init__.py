@@ -1,0 +1,1 @@
+"""The gateway: the HTTP interface of Atropos, served by the bus."""

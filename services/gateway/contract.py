@@ -1,0 +1,128 @@
+"""The bodies of Atropos' HTTP interface: what its environments and trainers send, decoded and checked. Pure.
+
+Names, types and which fields may be null are those of its server (atroposlib 0.4.0). What decodes there decodes here,
+but for numbers that are not finite: they would reach the trainer as a loss that is not either. Unknown fields are
+dropped, as there.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.schemas.errors import RolloutMQError
+
+REQUIRED_OF_MESSAGE: Final = ("role", "content")
+
+
+class RefusedBodyError(RolloutMQError):
+    """A body says what cannot be; `status` is the HTTP status, `place` the field.
+
+    Attributes:
+        kind: One word for programs.
+    """
+
+    def __init__(
+        self, place: tuple[str | int, ...], reason: str, status: int = 422, kind: str = "value_error"
+    ) -> None:
+        super().__init__(reason)
+        self.place = place
+        self.reason = reason
+        self.status = status
+        self.kind = kind
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """`POST /register`: what a trainer says of its run."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+
+
+class RegisterEnv(msgspec.Struct, frozen=True):
+    """`POST /register-env`: what an environment says of itself."""
+
+    max_token_length: int
+    desired_name: str
+    weight: float
+    group_size: int
+    min_batch_allocation: float | None = None
+
+
+class EnvIdentifier(msgspec.Struct, frozen=True):
+    """Names an environment by the number that it was given."""
+
+    env_id: int
+
+
+class ScoredData(msgspec.Struct, frozen=True):
+    """`POST /scored_data`: one group, a list for each of its sequences.
+
+    Attributes:
+        masks: Labels: -100 where nothing is trained, the token itself where it is.
+        advantages, ref_logprobs, inference_logprobs: A number for each token.
+        distill_token_ids, distill_logprobs: `[sequence][position][k]`.
+        env_id: None for data of nobody who registered.
+    """
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: int | None = None
+    distill_token_ids: list[list[list[int]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+
+
+FIELDS: Final = ScoredData.__struct_fields__
+"""All fields of a group in the order in which answers have them."""
+
+Body = Registration | RegisterEnv | EnvIdentifier | ScoredData
+_DECODERS: Final[dict[Any, msgspec.json.Decoder[Any]]] = {
+    kind: msgspec.json.Decoder(kind, strict=False)
+    for kind in (Registration, RegisterEnv, EnvIdentifier, ScoredData, list[ScoredData])
+}
+
+
+def decode(body: bytes, kind: Any) -> Any:
+    """Return the body as one of the kinds above, or as a list of `ScoredData`.
+
+    Raises:
+        RefusedBodyError: It is not JSON, or not of this kind.
+    """
+    try:
+        return _DECODERS[kind].decode(body)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at `")
+        raise RefusedBodyError(_place(where), reason, kind="type_error") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if b"NaN" in body or b"Infinity" in body:
+            raise RefusedBodyError(("body",), "a number is not finite", kind="finite_number") from None
+        raise RefusedBodyError(("body",), str(error), kind="json_invalid") from None
+
+
+def check_messages(data: ScoredData) -> None:
+    """Raise RefusedBodyError for a message without a role or content; all else of it is its environment's."""
+    for row, conversation in enumerate(data.messages or ()):
+        for number, message in enumerate(conversation):
+            if not all(name in message for name in REQUIRED_OF_MESSAGE):
+                place = ("body", "messages", row, number)
+                raise RefusedBodyError(place, "Message must have 'role' and 'content' fields")
+
+
+def _place(where: str) -> tuple[str | int, ...]:
+    """Return the path that msgspec names, such as `$.tokens[...][...]`."""
+    names = [part.partition("[")[0] for part in where.rstrip("`").lstrip("$").split(".")]
+    return ("body", *(name for name in names if name))

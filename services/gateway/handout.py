@@ -1,0 +1,135 @@
+"""Batches for a trainer that says nothing of what became of them: what is handed out, whole, is settled.
+
+A batch is leased from the broker when it is asked for. It is settled as trained as soon as the last byte of the answer
+is on its way; until then it stays leased, and who asks next gets the same one. There is no better moment: the protocol
+knows no acknowledgement, and to wait for the next question would hand a batch out twice whenever this process dies.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Final
+
+from rolloutmq.bus.consumer import Consumer, PulledBatch
+from rolloutmq.bus.endpoint import Where
+from rolloutmq.schemas.delivery import RunInfo
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import LeaseLostError, RolloutMQError
+from rolloutmq.services.gateway.contract import Registration
+
+logger = logging.getLogger(__name__)
+
+PULL_S: Final = 5.0
+"""A trainer gives up after ten seconds; where the broker is away, it is told that there is nothing yet."""
+CONSUMER: Final = "gateway"
+
+
+class Offer:
+    """One batch that is being handed out."""
+
+    def __init__(self, batch: PulledBatch) -> None:
+        self.batch = batch
+        self.delivered = False
+        """Set by whoever has sent all of it."""
+
+
+class Handout:
+    """The consumer of the run's trainer."""
+
+    def __init__(self, where: Where) -> None:
+        self._where = where
+        self._turn = asyncio.Lock()
+        self._stack: AsyncExitStack | None = None
+        self._consumer: Consumer | None = None
+        self._version = PolicyVersion()
+        self._held: PulledBatch | None = None
+        self._settling: asyncio.Task[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a trainer has registered."""
+        return self._consumer is not None
+
+    async def open(self, trainer: Registration, step: int) -> None:
+        """Register with the broker, waiting as long as it takes; batches are for the steps after `step`."""
+        async with self._turn:
+            await self._shut()
+            stack = AsyncExitStack()
+            self._consumer = await stack.enter_async_context(
+                Consumer.open(
+                    self._where, sequences=trainer.batch_size, consumer=CONSUMER, info=info_of(trainer, step)
+                )
+            )
+            self._stack, self._version = stack, PolicyVersion(0, step)
+
+    async def close(self) -> None:
+        """Give back what was not handed out."""
+        async with self._turn:
+            await self._shut()
+
+    async def _shut(self) -> None:
+        if self._settling is not None:
+            await asyncio.wait({self._settling}, timeout=PULL_S)
+            self._settling.cancel()
+            await asyncio.wait({self._settling})
+        self._settling = self._held = self._consumer = None
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            await stack.aclose()
+
+    def keep(self) -> None:
+        """Keep the lease of a batch that was not handed out whole: its trainer may be slow to come back."""
+        if self._held is not None and self._consumer is not None:
+            self._consumer.progress()
+
+    @asynccontextmanager
+    async def next(self) -> AsyncIterator[Offer | None]:
+        """Yield the next batch, or None where there is none now. One at a time; it is settled if it was delivered."""
+        async with self._turn:
+            offer = await self._take()
+            yield offer
+            if offer is not None and offer.delivered:
+                self._held = None
+                self._version = PolicyVersion(0, self._version.step + 1)
+                self._settling = asyncio.create_task(self._settle(offer.batch), name="settlement")
+
+    async def _take(self) -> Offer | None:
+        if self._consumer is None:
+            return None
+        try:
+            async with asyncio.timeout(PULL_S):
+                if self._settling is not None:
+                    await asyncio.shield(self._settling)
+                    self._settling = None
+                if self._held is None:
+                    self._held = await self._consumer.pull(self._version.step + 1, self._version, 0.0)
+        except TimeoutError:
+            logger.warning("the broker is slow or away: the trainer is told that there is nothing")
+            return None
+        return Offer(self._held) if self._held is not None else None
+
+    async def _settle(self, batch: PulledBatch) -> None:
+        try:
+            version = PolicyVersion(0, batch.step)
+            await batch.consumer.settle(batch, version=version)
+            # This trainer never comes back to a checkpoint and asks for a batch again: nothing is kept for that.
+            await batch.consumer.commit(version)
+        except LeaseLostError:
+            logger.warning("the lease of step %d was lost: its groups will come again", batch.step)
+        except RolloutMQError as error:
+            logger.error("step %d could not be settled error=%s", batch.step, error)
+
+
+def info_of(trainer: Registration, step: int) -> RunInfo:
+    """Return what the broker is told of the run."""
+    return RunInfo(
+        tracking_project=trainer.wandb_project,
+        tracking_group=trainer.wandb_group,
+        batch_sequences=max(0, trainer.batch_size),
+        max_tokens=max(0, trainer.max_token_len),
+        checkpoint_dir=trainer.checkpoint_dir,
+        checkpoint_interval=max(0, trainer.save_checkpoint_interval),
+        starting_step=max(0, step),
+        total_steps=max(0, trainer.num_steps),
+    )

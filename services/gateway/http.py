@@ -1,0 +1,402 @@
+"""HTTP around the gateway, as an ASGI application: bodies in and out, compressed or not, and errors as Atropos' are.
+
+Bodies are bounded as they come and as they inflate. What takes the processor for long (inflating, decoding, encoding,
+compressing) is done in threads, a group at a time, so that whoever asks for his status is not kept waiting by whoever
+posts. A batch is streamed: its first byte is there before its last group is encoded.
+"""
+
+import asyncio
+import logging
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+import msgspec
+
+from rolloutmq.schemas.errors import BrokerUnavailableError, RetryableError, RolloutMQError
+from rolloutmq.schemas.gateway import GatewayConfig
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.services.gateway import pages
+from rolloutmq.services.gateway.contract import (
+    EnvIdentifier,
+    RefusedBodyError,
+    RegisterEnv,
+    Registration,
+    ScoredData,
+    decode,
+)
+from rolloutmq.services.gateway.handout import Offer
+from rolloutmq.services.gateway.metrics import exposition
+from rolloutmq.services.gateway.outlet import NoRoomError
+from rolloutmq.services.gateway.scored import from_group
+from rolloutmq.services.gateway.service import Gateway, NotRegisteredError
+
+logger = logging.getLogger(__name__)
+
+Scope = Mapping[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+LARGE_BYTES: Final = 32 << 10
+"""Bodies from that size on are handled in a thread: that takes longer than to hand them over."""
+COMPRESS_BYTES: Final = 1000
+"""Smaller answers are not compressed, as with Atropos."""
+INFLATE_CHUNK: Final = 1 << 20
+RETRY_AFTER_S: Final = b"2"
+JSON: Final = b"application/json"
+
+
+@dataclass(slots=True)
+class Request:
+    """One request, its body inflated."""
+
+    method: str
+    path: str
+    query: Mapping[str, Sequence[str]]
+    headers: Mapping[bytes, bytes]
+    body: bytes = b""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the client closed the connection."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What is answered, but for batches."""
+
+    body: bytes
+    status: int = 200
+    kind: bytes = JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class TooLargeError(Exception):
+    """A body is beyond its bound, as it came or inflated."""
+
+
+class Application:
+    """The ASGI application of one gateway."""
+
+    def __init__(self, gateway: Gateway, config: GatewayConfig) -> None:
+        self._gateway = gateway
+        self._config = config
+        self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="gateway")
+        self._routes: dict[str, dict[str, Callable[[Request], Awaitable[Answer]]]] = {
+            "/": {"GET": self._root},
+            "/register": {"POST": self._register},
+            "/register-env": {"POST": self._register_env},
+            "/disconnect-env": {"POST": self._disconnect_env},
+            "/wandb_info": {"GET": self._wandb_info},
+            "/info": {"GET": self._info},
+            "/status": {"GET": self._status},
+            "/status-env": {"GET": self._status_env},
+            "/scored_data": {"POST": self._scored_data},
+            "/scored_data_list": {"POST": self._scored_data_list},
+            "/latest_example": {"GET": self._latest_example},
+            "/reset_data": {"GET": self._reset_data},
+            "/global-status": {"GET": self._global_status},
+            "/metrics": {"GET": self._metrics},
+            "/health": {"GET": self._health},
+            "/docs": {"GET": self._docs},
+            "/openapi.json": {"GET": self._openapi},
+        }
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(
+            scope["method"],
+            scope["path"],
+            parse_qs(scope["query_string"].decode("latin-1")),
+            dict(scope["headers"]),
+        )
+        out = _Out(send, request, self._config, self._pool)
+        try:
+            request.body = await self._body(request, receive)
+        except TooLargeError as error:
+            await out.answer(_refusal(413, str(error)))
+            return
+        except zlib.error:
+            await out.answer(Answer(b"Invalid gzip payload", 400, b"text/plain; charset=utf-8"))
+            return
+        watching = asyncio.create_task(_watch(receive, request.gone))
+        try:
+            await self._respond(request, out)
+        finally:
+            watching.cancel()
+
+    async def _respond(self, request: Request, out: "_Out") -> None:
+        if request.path == "/batch" and request.method == "GET":
+            await self._batch(request, out)
+            return
+        try:
+            answer = await self._handled(request)
+        except RefusedBodyError as error:
+            answer = _refusal(error.status, error.reason, error)
+        except (NoRoomError, BrokerUnavailableError, RetryableError) as error:
+            answer = _refusal(503, str(error))
+            answer.headers = ((b"retry-after", RETRY_AFTER_S),)
+        except RolloutMQError as error:
+            logger.exception("request failed path=%s", request.path)
+            answer = _refusal(500, str(error))
+        except Exception:
+            logger.exception("request failed path=%s", request.path)
+            answer = _refusal(500, "the gateway failed; its log tells why")
+        await out.answer(answer)
+
+    async def _handled(self, request: Request) -> Answer:
+        methods = self._routes.get(request.path)
+        if methods is None:
+            if request.path == "/batch":
+                return _not_allowed(["GET"])
+            return _refusal(404, "Not Found")
+        if request.method == "OPTIONS" and self._config.cors_origins:
+            return Answer(b"")
+        handler = methods.get(request.method)
+        return await handler(request) if handler is not None else _not_allowed(methods)
+
+    async def _body(self, request: Request, receive: Receive) -> bytes:
+        most = self._config.max_body_bytes
+        if int(request.headers.get(b"content-length", b"0") or 0) > most:
+            raise TooLargeError(f"a body may have {most} bytes")
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                request.gone.set()
+                return b""
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > most:
+                raise TooLargeError(f"a body may have {most} bytes")
+            if not message.get("more_body", False):
+                break
+        body = b"".join(parts)
+        if b"gzip" not in request.headers.get(b"content-encoding", b"").lower() or not body:
+            return body
+        most = self._config.max_inflated_bytes
+        whole: bytes = await self._off(len(body), partial(inflated, body, most))
+        return whole
+
+    async def _off(self, size: int, work: Callable[[], Any]) -> Any:
+        """Do it in a thread if it takes long."""
+        if size < LARGE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def _decoded(self, request: Request, kind: Any) -> Any:
+        return await self._off(len(request.body), partial(decode, request.body, kind))
+
+    # What Atropos has
+
+    async def _root(self, _request: Request) -> Answer:
+        return _json({"message": "AtroposLib API"})
+
+    async def _register(self, request: Request) -> Answer:
+        answer = await self._gateway.register(await self._decoded(request, Registration))
+        return Answer(b'{"uuid":%d}' % answer["uuid"])  # beyond 64 bits
+
+    async def _register_env(self, request: Request) -> Answer:
+        return _json(await self._gateway.register_env(await self._decoded(request, RegisterEnv)))
+
+    async def _disconnect_env(self, request: Request) -> Answer:
+        asked = await self._decoded(request, EnvIdentifier)
+        return _json(await self._gateway.disconnect_env(asked.env_id))
+
+    async def _wandb_info(self, _request: Request) -> Answer:
+        return _json(self._gateway.wandb_info())
+
+    async def _info(self, _request: Request) -> Answer:
+        return _json(self._gateway.info())
+
+    async def _status(self, _request: Request) -> Answer:
+        return _json(await self._gateway.status())
+
+    async def _status_env(self, request: Request) -> Answer:
+        asked = request.query.get("env_id")
+        if asked is not None:
+            body = b'{"env_id":%s}' % msgspec.json.encode(asked[0])
+            env_id = decode(body, EnvIdentifier).env_id
+        else:
+            env_id = decode(request.body, EnvIdentifier).env_id
+        return _json(await self._gateway.status_env(env_id))
+
+    async def _scored_data(self, request: Request) -> Answer:
+        data = await self._decoded(request, ScoredData)
+        await self._gateway.take([data], request.gone)
+        return _json({"status": "received"})
+
+    async def _scored_data_list(self, request: Request) -> Answer:
+        data = await self._decoded(request, list[ScoredData])
+        if data:
+            await self._gateway.take(data, request.gone)
+        return _json({"status": "received", "groups_processed": len(data)})
+
+    async def _latest_example(self, _request: Request) -> Answer:
+        return _json(await self._gateway.latest_example())
+
+    async def _reset_data(self, _request: Request) -> Answer:
+        await self._gateway.reset_data()
+        return Answer(b"Reset successful", kind=b"text/plain; charset=utf-8")
+
+    async def _batch(self, request: Request, out: "_Out") -> None:
+        """Hand out a batch; it is delivered when the client has taken all but what the sockets hold."""
+        try:
+            async with self._gateway.batch() as offer:
+                if offer is None:
+                    await out.answer(_json({"batch": None}))
+                    return
+                await out.stream(self._encoded(offer))
+                offer.delivered = not request.gone.is_set()
+                await out.end()
+        except NotRegisteredError:
+            message = "Trainer not registered. Call /register first."
+            await out.answer(_json({"status": "error", "message": message, "batch": []}))
+
+    async def _encoded(self, offer: Offer) -> AsyncIterator[bytes]:
+        for number, group in enumerate(offer.batch.groups):
+            encoded = await self._off(group.tokens * 8, partial(_encoded, group))
+            yield (b'{"batch":[' if not number else b",") + encoded
+        yield b"]}"
+
+    # What it has not
+
+    async def _global_status(self, _request: Request) -> Answer:
+        return _json(pages.global_status(self._gateway, await self._gateway.watch.refresh()))
+
+    async def _metrics(self, _request: Request) -> Answer:
+        text = exposition(self._gateway, await self._gateway.watch.refresh())
+        return Answer(text.encode(), kind=b"text/plain; version=0.0.4; charset=utf-8")
+
+    async def _health(self, _request: Request) -> Answer:
+        answer = pages.health(self._gateway, await self._gateway.watch.refresh())
+        return _json(answer, 200 if answer["status"] == "ok" else 503)
+
+    async def _docs(self, _request: Request) -> Answer:
+        return Answer(pages.docs().encode(), kind=b"text/html; charset=utf-8")
+
+    async def _openapi(self, _request: Request) -> Answer:
+        return _json(pages.openapi())
+
+
+class _Out:
+    """The way of an answer to its client, compressed if it takes that."""
+
+    def __init__(self, send: Send, request: Request, config: GatewayConfig, pool: ThreadPoolExecutor) -> None:
+        self._send = send
+        self._origins = config.cors_origins
+        self._origin = request.headers.get(b"origin", b"")
+        self._gone = request.gone
+        self._pool = pool
+        self._level = config.gzip_level
+        self._takes_gzip = b"gzip" in request.headers.get(b"accept-encoding", b"").lower()
+
+    async def answer(self, answer: Answer) -> None:
+        """Send all of it."""
+        body, headers = answer.body, [*answer.headers]
+        if self._takes_gzip and len(body) >= COMPRESS_BYTES:
+            headers.append((b"content-encoding", b"gzip"))
+            body = await self._compress(zlib.compressobj(self._level, wbits=31), body, last=True)
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self._start(answer.status, answer.kind, headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def stream(self, parts: AsyncIterator[bytes]) -> None:
+        """Send parts as they come; `end` says that it was all. Stops when the client goes."""
+        press = zlib.compressobj(self._level, wbits=31) if self._takes_gzip else None
+        await self._start(200, JSON, [(b"content-encoding", b"gzip")] if press else [])
+        async for part in parts:
+            if self._gone.is_set():
+                return
+            body = await self._compress(press, part) if press else part
+            if body:
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        if press is not None:
+            await self._send({"type": "http.response.body", "body": press.flush(), "more_body": True})
+
+    async def end(self) -> None:
+        """Say that it was all."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _compress(self, press: Any, part: bytes, *, last: bool = False) -> bytes:
+        def work() -> bytes:
+            pressed: bytes = press.compress(part)
+            return pressed + press.flush() if last else pressed
+
+        if len(part) < LARGE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def _start(self, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        own = [(b"content-type", kind), *headers, *self._cors()]
+        await self._send({"type": "http.response.start", "status": status, "headers": own})
+
+    def _cors(self) -> list[tuple[bytes, bytes]]:
+        origin = self._origin.decode("latin-1")
+        if not origin or not ({origin, "*"} & set(self._origins)):
+            return []
+        return [
+            (b"access-control-allow-origin", self._origin if origin in self._origins else b"*"),
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", b"content-type, content-encoding"),
+            (b"vary", b"origin"),
+        ]
+
+
+def inflated(body: bytes, most: int) -> bytes:
+    """Return what was compressed, all members of it.
+
+    Raises:
+        zlib.error: It is no gzip, or was cut.
+        TooLargeError: It inflates beyond `most` bytes.
+    """
+    parts, size = [], 0
+    while body:
+        press = zlib.decompressobj(wbits=31)
+        while not press.eof:
+            part = press.decompress(body, min(INFLATE_CHUNK, most + 1 - size))
+            body = press.unconsumed_tail
+            size += len(part)
+            if size > most:
+                raise TooLargeError(f"a body may inflate to {most} bytes")
+            if not part and not body and not press.eof:
+                raise zlib.error("the end is missing")
+            parts.append(part)
+        body = press.unused_data.lstrip(b"\0")
+    return b"".join(parts)
+
+
+def _encoded(group: Group) -> bytes:
+    return msgspec.json.encode(from_group(group))
+
+
+async def _watch(receive: Receive, gone: asyncio.Event) -> None:
+    """Set `gone` when the client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    gone.set()
+
+
+def _json(value: Any, status: int = 200) -> Answer:
+    return Answer(msgspec.json.encode(value), status)
+
+
+def _refusal(status: int, reason: str, error: RefusedBodyError | None = None) -> Answer:
+    """Return an error as Atropos' server has them: a text, or, for a body, a list that says where."""
+    if error is None or status != 422:
+        return _json({"detail": reason}, status)
+    return _json({"detail": [{"type": error.kind, "loc": error.place, "msg": reason}]}, status)
+
+
+def _not_allowed(methods: Iterable[str]) -> Answer:
+    answer = _refusal(405, "Method Not Allowed")
+    answer.headers = ((b"allow", ", ".join(methods).encode()),)
+    return answer

@@ -1,0 +1,82 @@
+"""`/metrics`: the state of the run in the text format of Prometheus (version 0.0.4). Pure."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from rolloutmq.schemas.control import LaneStatus, StatusReply
+
+if TYPE_CHECKING:
+    from rolloutmq.services.gateway.service import Gateway
+
+PREFIX: Final = "rolloutmq_"
+Labels = tuple[tuple[str, str], ...]
+Samples = Iterable[tuple[Labels, float]]
+
+
+def exposition(gateway: "Gateway", status: StatusReply | None) -> str:
+    """Return the page; without a broker, what the gateway knows by itself."""
+    now = time.monotonic()
+    book = gateway.registry.book
+    lines = [
+        *_metric("up", "gauge", "Whether the broker answers.", [((), float(_answers(gateway, now)))]),
+        *_metric("step", "counter", "Batches handed out, from the starting step on.", [((), book.step)]),
+        *_metric("gateway_groups", "counter", "Groups taken by this gateway.", [((), gateway.posted_groups)]),
+        *_metric(
+            "environments", "gauge", "Environments that are heard.", [((), len(gateway.registry.here()))]
+        ),
+    ]
+    if status is not None:
+        lines += _of_broker(status)
+    return "\n".join(lines) + "\n"
+
+
+def _answers(gateway: "Gateway", now: float) -> bool:
+    return now - gateway.watch.heard_at < 2.0
+
+
+def _of_broker(status: StatusReply) -> Iterator[str]:
+    pressure = status.pressure
+    yield from _metric("rollout_pressure", "gauge", "Batches that wait.", [((), pressure.rollout_pressure)])
+    yield from _metric("held_bytes", "gauge", "Queued bytes.", [((), pressure.queued_bytes)])
+    yield from _metric("leased_bytes", "gauge", "Leased bytes.", [((), pressure.leased_bytes)])
+    yield from _metric("high_bytes", "gauge", "The global mark.", [((), pressure.high_bytes)])
+    ledger = [
+        (((("state", name)),), float(getattr(pressure.ledger, name)))
+        for name in (
+            *("accepted", "queued", "leased", "trained", "committed"),
+            *("filtered", "expired", "dead", "discarded"),
+        )
+    ]
+    yield from _metric("groups", "gauge", "Where every accepted group is.", ledger)
+    waits = [((("reason", why),), seconds) for why, seconds in pressure.trainer_waits_s.items()]
+    yield from _metric("trainer_wait_seconds", "counter", "Time that trainers waited.", waits)
+    waits = [((("reason", why),), seconds) for why, seconds in pressure.producer_waits_s.items()]
+    yield from _metric("producer_wait_seconds", "counter", "Time that producers waited.", waits)
+    lanes = pressure.lanes
+    yield from _metric("queued_groups", "gauge", "Groups that wait.", _by_env(lanes, "queued_groups"))
+    yield from _metric(
+        "queued_sequences", "gauge", "Sequences that wait.", _by_env(lanes, "queued_sequences")
+    )
+    yield from _metric("accepted_groups", "counter", "Groups that came.", _by_env(lanes, "accepted_groups"))
+    yield from _metric("oldest_seconds", "gauge", "Age of the oldest group.", _by_env(lanes, "oldest_age_s"))
+
+
+def _by_env(lanes: Iterable[LaneStatus], name: str) -> Samples:
+    return [
+        ((("env", lane.env), ("split", lane.split.name.lower())), float(getattr(lane, name)))
+        for lane in lanes
+    ]
+
+
+def _metric(name: str, kind: str, says: str, samples: Samples) -> Iterator[str]:
+    full = f"{PREFIX}{name}_total" if kind == "counter" else f"{PREFIX}{name}"
+    yield f"# HELP {full} {says}"
+    yield f"# TYPE {full} {kind}"
+    for labels, value in samples:
+        shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels)
+        yield f"{full}{{{shown}}} {value:.10g}" if shown else f"{full} {value:.10g}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

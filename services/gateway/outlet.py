@@ -1,0 +1,141 @@
+"""The way of an environment's groups to the broker: one producer, opened when its first group comes.
+
+A group is answered for when the broker has acked it. Until it is handed over, the client may go, or time may run out,
+and nothing has happened; from then on it arrives, and the answer waits for that. Groups that were never acked are not
+saved when the gateway ends: nobody was told that they had come, and their environment sends them again.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Final
+
+from rolloutmq.bus.endpoint import Where
+from rolloutmq.bus.producer import Producer
+from rolloutmq.schemas.errors import RetryableError, RolloutMQError
+from rolloutmq.schemas.trajectory import Group
+
+SLOTS: Final = 64
+"""Groups of one environment that are on their way at once."""
+LEAVE_S: Final = 2.0
+"""How long the end waits for acks: who waits for the answer asks again."""
+
+
+class NoRoomError(RetryableError):
+    """The broker gave no room in time, or the client went before it did; nothing was taken."""
+
+    def __str__(self) -> str:
+        return "there is no room for the group yet; send it again"
+
+
+class Outlet:
+    """Sends the groups of one lane.
+
+    Args:
+        where: Run directory.
+        lane: Name of the environment on the bus.
+        group_size, weight: As the environment registered.
+        max_tokens: Longest sequence that it produces.
+        share: Returns its minimum share.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        lane: str,
+        *,
+        group_size: int = 1,
+        weight: float = 1.0,
+        max_tokens: int = 0,
+        share: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self.waiting_groups = self.waiting_sequences = 0
+        """Groups that are not acked yet, and their sequences."""
+        self._where = where
+        self._lane = lane
+        self._group_size = group_size
+        self._weight = max(0.0, weight)
+        self._max_tokens = max_tokens
+        self._share = share
+        self._opening = asyncio.Lock()
+        self._open: tuple[Producer, AsyncExitStack] | None = None
+
+    async def deliver(self, groups: Sequence[Group], gone: asyncio.Event, wait_s: float) -> None:
+        """Return when all groups are acked.
+
+        Args:
+            groups: At least one.
+            gone: Set when nobody waits for the answer any more.
+            wait_s: How long the first may wait for room. Behind it come the others, however long that takes: half
+                of them would come twice if they were refused.
+
+        Raises:
+            NoRoomError: Nothing was taken.
+            RolloutMQError: The producer failed; what was not acked will not come.
+        """
+        sequences = sum(group.sequences for group in groups)
+        self.waiting_groups += len(groups)
+        self.waiting_sequences += sequences
+        try:
+            producer, ack = await self._first(groups[0], gone, wait_s)
+            acks = [ack]
+            acks += [await producer.send_acked(group) for group in groups[1:]]
+            await asyncio.gather(*acks)
+        finally:
+            self.waiting_groups -= len(groups)
+            self.waiting_sequences -= sequences
+
+    async def close(self) -> None:
+        """Close the producer; the next group opens another."""
+        async with self._opening:
+            await self._shut()
+
+    async def _shut(self) -> None:
+        if self._open is not None:
+            (_, stack), self._open = self._open, None
+            await stack.aclose()
+
+    async def _first(
+        self, group: Group, gone: asyncio.Event, wait_s: float
+    ) -> tuple[Producer, "asyncio.Future[None]"]:
+        sending = asyncio.create_task(self._sent(group), name=f"first group for {self._lane}")
+        leaving = asyncio.create_task(gone.wait())
+        try:
+            await asyncio.wait({sending, leaving}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not sending.done():
+                sending.cancel()
+        # One that was handed over in the very moment of the cancellation has a result all the same.
+        await asyncio.wait({sending})
+        if sending.cancelled():
+            raise NoRoomError
+        return sending.result()
+
+    async def _sent(self, group: Group) -> tuple[Producer, "asyncio.Future[None]"]:
+        producer = await self._opened()
+        try:
+            return producer, await producer.send_acked(group)
+        except RolloutMQError:
+            await self.close()  # a producer that failed fails for ever
+            raise
+
+    async def _opened(self) -> Producer:
+        async with self._opening:
+            if self._open is None:
+                stack = AsyncExitStack()
+                producer = await stack.enter_async_context(
+                    Producer.open(
+                        self._where,
+                        env=self._lane,
+                        producer=f"gateway-{self._lane}"[:64],
+                        group_size=self._group_size,
+                        slots=SLOTS,
+                        weight=self._weight,
+                        min_share=self._share(),
+                        max_tokens=self._max_tokens,
+                        drain_s=LEAVE_S,
+                    )
+                )
+                self._open = producer, stack
+            return self._open[0]

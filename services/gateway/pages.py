@@ -1,0 +1,154 @@
+"""What the gateway tells beyond Atropos' own endpoints: the state of everything, its health, what it serves. Pure."""
+
+import html
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from rolloutmq.schemas.control import StatusReply
+from rolloutmq.services.gateway.contract import EnvIdentifier, RegisterEnv, Registration, ScoredData
+
+if TYPE_CHECKING:
+    from rolloutmq.services.gateway.service import Gateway
+
+ENDPOINTS: Final[tuple[tuple[str, str, Any, str], ...]] = (
+    ("GET", "/", None, "Says that the server is there."),
+    ("POST", "/register", Registration, "A trainer begins a run, or goes on with it."),
+    ("POST", "/register-env", RegisterEnv, "An environment gets its number, once the trainer has begun."),
+    ("POST", "/disconnect-env", EnvIdentifier, "An environment gives up its claims."),
+    ("GET", "/wandb_info", None, "Group and project of the run."),
+    ("GET", "/info", None, "Size of a batch, and the longest sequence; -1 while no trainer has said."),
+    ("GET", "/status", None, "The step, and how many groups wait."),
+    ("GET", "/status-env", EnvIdentifier, "What an environment paces itself by; also as ?env_id=."),
+    ("POST", "/scored_data", ScoredData, "One group. Answered when the broker has it."),
+    ("POST", "/scored_data_list", list[ScoredData], "Several groups: all of them are taken, or none."),
+    ("GET", "/batch", None, "The next batch, oldest first, or null while there is none."),
+    ("GET", "/latest_example", None, "The newest group."),
+    ("GET", "/reset_data", None, "Forgets the run, and what is queued."),
+    ("GET", "/global-status", None, "Pressure, environments, workers and waits in one answer."),
+    ("GET", "/metrics", None, "The same for Prometheus."),
+    ("GET", "/health", None, "200 while the broker answers, 503 otherwise."),
+    ("GET", "/openapi.json", None, "This, for programs."),
+)
+FRESH_S: Final = 2.0
+"""A broker that was not heard for longer is away."""
+
+
+def health(gateway: "Gateway", status: StatusReply | None) -> dict[str, Any]:
+    """Return whether the gateway can do its work."""
+    silent_s = time.monotonic() - gateway.watch.heard_at
+    if status is None or silent_s > FRESH_S:
+        return {"status": "no broker"}
+    return {"status": "ok", "durability": status.durability, "journal": status.journal.health}
+
+
+def global_status(gateway: "Gateway", status: StatusReply | None) -> dict[str, Any]:
+    """Return what somebody who scales environments wants to know. Times in seconds."""
+    now, registry = time.monotonic(), gateway.registry
+    queued = gateway.queued(status)
+    lanes = {lane.env: lane for lane in status.pressure.lanes} if status is not None else {}
+    environments = []
+    for env in registry.book.environments:
+        lane = lanes.get(env.lane)
+        environments.append(
+            {
+                "env_id": env.env_id,
+                "name": env.wandb_name,
+                "connected": env in registry.here(),
+                "silent_s": round(registry.silent_s(env, now), 3),
+                "weight": env.weight,
+                "group_size": registry.group_size(env),
+                "min_batch_allocation": env.min_share,
+                "queued_sequences": queued.get(env.lane, 0),
+                "queued_groups": lane.queued_groups if lane else 0,
+                "accepted_groups": lane.accepted_groups if lane else 0,
+                "groups_per_s": lane.accepted_per_s if lane else 0.0,
+                "oldest_age_s": lane.oldest_age_s if lane else 0.0,
+                "wait": lane.wait if lane else "",
+            }
+        )
+    answer: dict[str, Any] = {
+        "broker": health(gateway, status)["status"],
+        "current_step": registry.book.step,
+        "batch_size": registry.book.trainer.batch_size if registry.book.trainer else -1,
+        "num_connected_envs": len(registry.here()),
+        "environments": environments,
+    }
+    if status is not None:
+        pressure = status.pressure
+        answer |= {
+            "rollout_pressure": pressure.rollout_pressure,
+            "queued_sequences": pressure.queued_sequences,
+            "queued_groups": pressure.queued_groups,
+            "consumed_per_s": pressure.consumed_per_s,
+            "produced_per_s": pressure.produced_per_s,
+            "trainer_wait": pressure.trainer_wait,
+            "ledger": msgspec.to_builtins(pressure.ledger),
+            "workers": [
+                {"name": one.worker, "env": one.env, "state": one.state, "in_hand": one.in_hand}
+                for one in pressure.workers
+            ],
+        }
+    return answer
+
+
+@cache
+def openapi() -> dict[str, Any]:
+    """Return what is served, in OpenAPI 3.1."""
+    bodies = [body for _, _, body, _ in ENDPOINTS if body is not None]
+    _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {}
+    for method, path, body, says in ENDPOINTS:
+        operation: dict[str, Any] = {"summary": says, "responses": {"200": {"description": "Done."}}}
+        if body is not None:
+            (schema,), _ = msgspec.json.schema_components([body], ref_template="#/components/schemas/{name}")
+            operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+            operation["responses"]["422"] = {"description": "The body cannot be; the answer says why."}
+        paths.setdefault(path, {})[method.lower()] = operation
+    info = {"title": "RolloutMQ gateway", "version": "1", "description": "Atropos' HTTP interface."}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
+
+
+@cache
+def docs() -> str:
+    """Return a page for people. It needs nothing from anywhere else."""
+    rows = []
+    for method, path, body, says in ENDPOINTS:
+        fields = _fields(body)
+        rows.append(
+            f"<tr><td><code>{method}</code></td><td><code>{html.escape(path)}</code></td>"
+            f"<td>{html.escape(says)}{fields}</td></tr>"
+        )
+    return _PAGE.replace("ROWS", "\n".join(rows))
+
+
+def _fields(body: Any) -> str:
+    if body is None:
+        return ""
+    kind = ScoredData if body == list[ScoredData] else body
+    required = {field.name for field in msgspec.structs.fields(kind) if field.required}
+    names = ", ".join(
+        f"<b>{field.name}</b>" if field.name in required else field.name
+        for field in msgspec.structs.fields(kind)
+    )
+    many = "a list of " if kind is not body else ""
+    return f"<br><small>{many}{names}</small>"
+
+
+_PAGE: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>RolloutMQ gateway</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; width: 100% }
+td { border-top: 1px solid #e4e7eb; padding: .4rem .6rem; vertical-align: top }
+small { color: #7b8794 }
+</style></head><body>
+<h1>RolloutMQ gateway</h1>
+<p>Atropos' HTTP interface on top of the bus. Bodies and answers are JSON, compressed with gzip if you like; fields in
+bold must be there. Machines read <a href="openapi.json">openapi.json</a>.</p>
+<table>
+ROWS
+</table></body></html>
+"""

@@ -1,0 +1,307 @@
+"""What the gateway does for each of Atropos' endpoints. HTTP is in `http`; the law of who may claim what in `registry`.
+
+A request for `/scored_data` is answered when the broker has its groups. Whatever the broker knows, the gateway asks it
+for; the only state of its own are the registrations, which are written down before they are answered.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Final
+
+from rolloutmq.bus import codec
+from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.schemas.control import Disconnect, LatestExample, LatestExampleReply, Reset, StatusReply
+from rolloutmq.schemas.errors import BrokerUnavailableError, RefusedError
+from rolloutmq.schemas.gateway import GatewayConfig
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.services.gateway.contract import RefusedBodyError, RegisterEnv, Registration, ScoredData
+from rolloutmq.services.gateway.handout import Handout, Offer
+from rolloutmq.services.gateway.outlet import Outlet
+from rolloutmq.services.gateway.registry import Book, Environment, Registry
+from rolloutmq.services.gateway.scored import from_group, to_group
+from rolloutmq.services.gateway.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+NOBODY: Final = "unregistered"
+"""Lane of the groups that name no environment."""
+SWEEP_S: Final = 1.0
+"""How often it is looked who has vanished."""
+RESET_S: Final = 10.0
+WAIT_FOR_TRAINER: Final = {"status": "wait for trainer to start"}
+NOTHING_YET: Final[Mapping[str, Any]] = {
+    name: []
+    for name in (
+        *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
+        *("inference_logprobs", "messages", "images"),
+    )
+}
+"""What is answered for the latest example while there is none."""
+
+
+class Gateway:
+    """One gateway of one run. Made by `opened`."""
+
+    def __init__(self, layout: RunLayout, config: GatewayConfig, watch: Watch) -> None:
+        self.watch = watch
+        self.config = config
+        book = read_json(layout.registrations, Book) or Book()
+        self.registry = Registry(book, config.absent_s, time.monotonic())
+        self.posted_groups = 0
+        """Groups that were taken in this life of the gateway."""
+        self._layout = layout
+        self._outlets: dict[str, Outlet] = {}
+        self._handout = Handout(layout.root)
+        self._latest: Group | None = None
+        self._turn = asyncio.Lock()
+        """One registration or reset at a time."""
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, layout: RunLayout, config: GatewayConfig) -> AsyncIterator["Gateway"]:
+        """Go on with what is registered; leaving gives back what was not handed out."""
+        async with Watch(layout.root) as watch, AsyncExitStack() as stack:
+            made = cls(layout, config, watch)
+            stack.push_async_callback(made._close)
+            tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            sweep = tasks.create_task(made._sweep(), name="sweep")
+            back = tasks.create_task(made._go_on(), name="registration of the trainer")
+            try:
+                yield made
+            finally:
+                sweep.cancel()
+                back.cancel()
+
+    async def _close(self) -> None:
+        await self._handout.close()
+        async with asyncio.TaskGroup() as tasks:
+            for outlet in self._outlets.values():
+                tasks.create_task(outlet.close())
+
+    async def _go_on(self) -> None:
+        """Register the trainer of an earlier life again; a step that the broker knows and the book does not counts."""
+        async with self._turn:
+            book = self.registry.book
+            if book.trainer is None:
+                return
+            await self.watch.connected()
+            status = await self.watch.refresh()
+            book.step = max(book.step, status.pressure.step if status is not None else 0)
+            await self._handout.open(book.trainer, book.step)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._handout.keep()
+            for env in self.registry.vanished(time.monotonic()):
+                logger.info("environment vanished name=%s", env.wandb_name)
+                await self._let_go(env)
+
+    # The trainer
+
+    async def register(self, trainer: Registration) -> dict[str, Any]:
+        """Begin a run; with the settings of the present one, go on with it."""
+        if trainer.batch_size < 1:
+            raise RefusedBodyError(("body", "batch_size"), "a batch has at least one sequence")
+        async with self._turn:
+            book = self.registry.book
+            if book.trainer != trainer or not self._handout.is_open:
+                if book.trainer not in (None, trainer):
+                    logger.info("another run begins: what is queued is discarded")
+                    await self._reset("another run was registered")
+                    book.started = False
+                if book.trainer != trainer:
+                    book.trainer, book.step, book.run = trainer, trainer.starting_step, book.run + 1
+                self._write()
+                await self._handout.open(trainer, book.step)
+        return {"uuid": uuid.uuid4().int}
+
+    @asynccontextmanager
+    async def batch(self) -> AsyncIterator[Offer | None]:
+        """Yield the next batch, or None; it counts as handed out if it was delivered.
+
+        Raises:
+            NotRegisteredError: No trainer has registered.
+        """
+        book = self.registry.book
+        if book.trainer is None:
+            raise NotRegisteredError
+        if not book.started:
+            book.started = True
+            self._write()
+        async with self._handout.next() as offer:
+            yield offer
+            if offer is not None and offer.delivered:
+                book.step += 1
+                self._write()
+
+    def info(self) -> dict[str, Any]:
+        """Return the size of a batch and the longest sequence, -1 while nobody has said."""
+        trainer = self.registry.book.trainer
+        if trainer is None:
+            return {"batch_size": -1, "max_token_len": -1}
+        return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
+
+    def wandb_info(self) -> dict[str, Any]:
+        """Return group and project, None while nobody has said."""
+        trainer = self.registry.book.trainer
+        if trainer is None:
+            return {"group": None, "project": None}
+        return {"group": trainer.wandb_group, "project": trainer.wandb_project}
+
+    async def status(self) -> dict[str, Any]:
+        """Return the step and how many groups wait."""
+        status = await self.watch.refresh()
+        queued = status.pressure.queued_groups if status is not None else 0
+        waiting = sum(outlet.waiting_groups for outlet in self._outlets.values())
+        return {"current_step": self.registry.book.step, "queue_size": queued + waiting}
+
+    # Environments
+
+    async def register_env(self, asked: RegisterEnv) -> dict[str, Any]:
+        """Register an environment, once the trainer has begun."""
+        async with self._turn:
+            book = self.registry.book
+            if book.trainer is None or not book.started:
+                return dict(WAIT_FOR_TRAINER)
+            env = self.registry.enrol(asked, time.monotonic())
+            self._write()
+            logger.info("environment registered name=%s id=%d", env.wandb_name, env.env_id)
+            return {
+                "status": "success",
+                "env_id": env.env_id,
+                "wandb_name": env.wandb_name,
+                "checkpoint_dir": book.trainer.checkpoint_dir,
+                "starting_step": book.step,
+                "checkpoint_interval": book.trainer.save_checkpoint_interval,
+                "num_steps": book.trainer.num_steps,
+            }
+
+    async def disconnect_env(self, env_id: int) -> dict[str, Any]:
+        """Take an environment out of the weights until it is heard again."""
+        env = self.registry.find(env_id)
+        if env is None:
+            return {"status": "failure", "error": f"no environment has the id {env_id}"}
+        self.registry.leave(env)
+        await self._let_go(env)
+        return {"status": "success"}
+
+    async def status_env(self, env_id: int) -> dict[str, Any]:
+        """Return what an environment paces itself by.
+
+        Raises:
+            RefusedBodyError: Nobody has that id.
+        """
+        env = self._environment(env_id, 404)
+        self.registry.hear(env, time.monotonic())
+        status = await self.watch.refresh()
+        return self.registry.standing(env, self.queued(status))
+
+    def queued(self, status: StatusReply | None) -> dict[str, int]:
+        """Return the sequences that wait, by lane: those that the broker has, and those that are on their way to it."""
+        lanes = status.pressure.lanes if status is not None else ()
+        queued = {lane.env: lane.queued_sequences for lane in lanes}
+        for name, outlet in self._outlets.items():
+            queued[name] = queued.get(name, 0) + outlet.waiting_sequences
+        return queued
+
+    async def take(self, data: Sequence[ScoredData], gone: asyncio.Event) -> None:
+        """Return when the broker has all groups.
+
+        Raises:
+            RefusedBodyError: One of them cannot be; none was taken.
+            NoRoomError: There was no room in time; none was taken.
+        """
+        by_lane: dict[str, list[Group]] = {}
+        now = time.time()
+        environments = [
+            self._environment(one.env_id, 422) if one.env_id is not None else None for one in data
+        ]
+        for one, env in zip(data, environments, strict=True):
+            group = to_group(one, secrets.token_hex(12), at=now)
+            by_lane.setdefault(env.lane if env else NOBODY, []).append(group)
+            if env is not None:
+                self.registry.hear(env, time.monotonic())
+                self.registry.saw(env, group.sequences)
+        for lane, groups in by_lane.items():
+            env = next((env for env in environments if env is not None and env.lane == lane), None)
+            await self._outlet(lane, env).deliver(groups, gone, self.config.post_wait_s)
+            self.posted_groups += len(groups)
+            self._latest = groups[-1]
+
+    async def latest_example(self) -> Mapping[str, Any]:
+        """Return the newest group, also that of an earlier life."""
+        if self._latest is None:
+            try:
+                self._latest = await self._stored_example()
+            except (BrokerUnavailableError, RefusedError):
+                return NOTHING_YET
+        return from_group(self._latest) if self._latest is not None else NOTHING_YET
+
+    async def _stored_example(self) -> Group | None:
+        reply, frames = await self.watch.request_frames(LatestExample(), RESET_S)
+        if not isinstance(reply, LatestExampleReply) or reply.header is None:
+            return None
+        table = codec.decode_table(reply.table)
+        return codec.decode_group(reply.header, table, frames, reply.env)
+
+    def _environment(self, env_id: int, status: int) -> Environment:
+        env = self.registry.find(env_id)
+        if env is None:
+            reason = f"no environment has registered with the id {env_id}"
+            raise RefusedBodyError(("body", "env_id"), reason, status, kind="unknown_env")
+        return env
+
+    def _outlet(self, lane: str, env: Environment | None) -> Outlet:
+        if lane not in self._outlets:
+            if env is None:
+                self._outlets[lane] = Outlet(self._layout.root, lane)
+            else:
+                registered = env
+                self._outlets[lane] = Outlet(
+                    self._layout.root,
+                    lane,
+                    group_size=env.group_size,
+                    weight=env.weight,
+                    max_tokens=env.max_tokens,
+                    share=lambda: self.registry.share(registered),
+                )
+        return self._outlets[lane]
+
+    async def _let_go(self, env: Environment) -> None:
+        """Give up what an environment claims; what it has queued is trained all the same."""
+        outlet = self._outlets.get(env.lane)
+        if outlet is None:
+            return
+        await outlet.close()
+        try:
+            await self.watch.request(Disconnect(env=env.lane), RESET_S)
+        except (BrokerUnavailableError, RefusedError) as error:
+            logger.warning("environment still counts at the broker name=%s error=%s", env.wandb_name, error)
+
+    # Everything
+
+    async def reset_data(self) -> None:
+        """Forget the run and everybody; numbers of environments are not given again."""
+        async with self._turn:
+            await self._reset("reset_data")
+            self.registry.forget()
+            self._latest = None
+            self._write()
+
+    async def _reset(self, why: str) -> None:
+        await self._handout.close()
+        await self.watch.request(Reset(reason=why), RESET_S)
+
+    def _write(self) -> None:
+        write_json(self._layout.registrations, self.registry.book)
+
+
+class NotRegisteredError(Exception):
+    """A batch was asked for and no trainer has registered."""

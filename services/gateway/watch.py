@@ -1,0 +1,109 @@
+"""The broker's state, asked for when somebody wants to know, by one question at a time for all who do."""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import Final
+
+from rolloutmq.bus.client import BrokerClient
+from rolloutmq.bus.discovery import reach
+from rolloutmq.bus.endpoint import Where
+from rolloutmq.bus.sockets import make_context
+from rolloutmq.schemas.control import GetStatus, StatusReply
+from rolloutmq.schemas.delivery import Reply, Request
+from rolloutmq.schemas.errors import BrokerUnavailableError, ClosedError
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 1.0
+"""A broker that does not answer within it is away; what was known last counts until it comes back."""
+
+
+class Watch:
+    """Asks the broker. `async with Watch(where) as watch`."""
+
+    def __init__(self, where: Where) -> None:
+        self.status: StatusReply | None = None
+        """The newest answer."""
+        self.heard_at = float("-inf")
+        """When it came, monotonic."""
+        self._where = where
+        self._context = make_context()
+        self._client: BrokerClient | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Watch":
+        self._connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in (self._connecting, self._asking):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+        if self._client is not None:
+            await self._client.close()
+        self._context.term()
+
+    async def connected(self) -> None:
+        """Wait for the broker as long as it takes."""
+        while self._client is None:
+            self._connect()
+            assert self._connecting is not None
+            await asyncio.shield(self._connecting)
+
+    async def refresh(self) -> StatusReply | None:
+        """Ask, unless the broker is away; return the newest that is known.
+
+        A question that is under way is waited for, and then another asked: its answer may be from before the caller's
+        own deed.
+        """
+        if self._client is None:
+            self._connect()
+            return self.status
+        if self._asking is not None and not self._asking.done():
+            await asyncio.wait({self._asking})
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(self._client))
+        await asyncio.wait({self._asking})
+        return self.status
+
+    async def request(self, message: Request, timeout_s: float) -> Reply:
+        """Ask anything else.
+
+        Raises:
+            BrokerUnavailableError: No answer in time.
+            RefusedError: The broker said no.
+        """
+        return (await self.request_frames(message, timeout_s))[0]
+
+    async def request_frames(self, message: Request, timeout_s: float) -> tuple[Reply, list[memoryview]]:
+        """Like `request`, with the frames that follow."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.connected()
+        if self._client is None:
+            raise BrokerUnavailableError(str(self._where), timeout_s)
+        return await self._client.request_frames(message, timeout_s)
+
+    def _connect(self) -> None:
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._reach(), name="way to the broker")
+
+    async def _reach(self) -> None:
+        self._client, _ = await reach(self._where, self._context)
+
+    async def _ask(self, client: BrokerClient) -> None:
+        try:
+            reply = await client.request(GetStatus(), PATIENCE_S, PATIENCE_S / 2)
+        except (BrokerUnavailableError, ClosedError):
+            logger.warning("the broker does not answer: what was known last counts")
+            if self._client is client:
+                self._client = None
+                await client.close()
+                self._connect()
+            return
+        if isinstance(reply, StatusReply):
+            self.status, self.heard_at = reply, time.monotonic()
