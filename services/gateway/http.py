@@ -8,9 +8,8 @@ posts. A batch is streamed: its first byte is there before its last group is enc
 import asyncio
 import logging
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 from urllib.parse import parse_qs
@@ -29,6 +28,18 @@ from rolloutmq.services.gateway.contract import (
     ScoredData,
     decode,
 )
+from rolloutmq.services.gateway.exchange import (
+    Answer,
+    Out,
+    Receive,
+    Request,
+    Scope,
+    Send,
+    TooLargeError,
+    body_of,
+    off,
+    watch,
+)
 from rolloutmq.services.gateway.handout import Offer
 from rolloutmq.services.gateway.metrics import exposition
 from rolloutmq.services.gateway.outlet import NoRoomError
@@ -37,45 +48,7 @@ from rolloutmq.services.gateway.service import Gateway, NotRegisteredError
 
 logger = logging.getLogger(__name__)
 
-Scope = Mapping[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
-LARGE_BYTES: Final = 32 << 10
-"""Bodies from that size on are handled in a thread: that takes longer than to hand them over."""
-COMPRESS_BYTES: Final = 1000
-"""Smaller answers are not compressed, as with Atropos."""
-INFLATE_CHUNK: Final = 1 << 20
 RETRY_AFTER_S: Final = b"2"
-JSON: Final = b"application/json"
-
-
-@dataclass(slots=True)
-class Request:
-    """One request, its body inflated."""
-
-    method: str
-    path: str
-    query: Mapping[str, Sequence[str]]
-    headers: Mapping[bytes, bytes]
-    body: bytes = b""
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the client closed the connection."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """What is answered, but for batches."""
-
-    body: bytes
-    status: int = 200
-    kind: bytes = JSON
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-
-
-class TooLargeError(Exception):
-    """A body is beyond its bound, as it came or inflated."""
 
 
 class Application:
@@ -118,22 +91,22 @@ class Application:
             parse_qs(scope["query_string"].decode("latin-1")),
             dict(scope["headers"]),
         )
-        out = _Out(send, request, self._config, self._pool)
+        out = Out(send, request, self._config, self._pool)
         try:
-            request.body = await self._body(request, receive)
+            request.body = await body_of(request, receive, self._config, self._pool)
         except TooLargeError as error:
             await out.answer(_refusal(413, str(error)))
             return
         except zlib.error:
             await out.answer(Answer(b"Invalid gzip payload", 400, b"text/plain; charset=utf-8"))
             return
-        watching = asyncio.create_task(_watch(receive, request.gone))
+        watching = asyncio.create_task(watch(receive, request.gone))
         try:
             await self._respond(request, out)
         finally:
             watching.cancel()
 
-    async def _respond(self, request: Request, out: "_Out") -> None:
+    async def _respond(self, request: Request, out: "Out") -> None:
         if request.path == "/batch" and request.method == "GET":
             await self._batch(request, out)
             return
@@ -163,37 +136,8 @@ class Application:
         handler = methods.get(request.method)
         return await handler(request) if handler is not None else _not_allowed(methods)
 
-    async def _body(self, request: Request, receive: Receive) -> bytes:
-        most = self._config.max_body_bytes
-        if int(request.headers.get(b"content-length", b"0") or 0) > most:
-            raise TooLargeError(f"a body may have {most} bytes")
-        parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                request.gone.set()
-                return b""
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > most:
-                raise TooLargeError(f"a body may have {most} bytes")
-            if not message.get("more_body", False):
-                break
-        body = b"".join(parts)
-        if b"gzip" not in request.headers.get(b"content-encoding", b"").lower() or not body:
-            return body
-        most = self._config.max_inflated_bytes
-        whole: bytes = await self._off(len(body), partial(inflated, body, most))
-        return whole
-
-    async def _off(self, size: int, work: Callable[[], Any]) -> Any:
-        """Do it in a thread if it takes long."""
-        if size < LARGE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     async def _decoded(self, request: Request, kind: Any) -> Any:
-        return await self._off(len(request.body), partial(decode, request.body, kind))
+        return await off(self._pool, len(request.body), partial(decode, request.body, kind))
 
     # What Atropos has
 
@@ -247,7 +191,7 @@ class Application:
         await self._gateway.reset_data()
         return Answer(b"Reset successful", kind=b"text/plain; charset=utf-8")
 
-    async def _batch(self, request: Request, out: "_Out") -> None:
+    async def _batch(self, request: Request, out: "Out") -> None:
         """Hand out a batch; it is delivered when the client has taken all but what the sockets hold."""
         try:
             async with self._gateway.batch() as offer:
@@ -263,7 +207,7 @@ class Application:
 
     async def _encoded(self, offer: Offer) -> AsyncIterator[bytes]:
         for number, group in enumerate(offer.batch.groups):
-            encoded = await self._off(group.tokens * 8, partial(_encoded, group))
+            encoded = await off(self._pool, group.tokens * 8, partial(_encoded, group))
             yield (b'{"batch":[' if not number else b",") + encoded
         yield b"]}"
 
@@ -287,102 +231,8 @@ class Application:
         return _json(pages.openapi())
 
 
-class _Out:
-    """The way of an answer to its client, compressed if it takes that."""
-
-    def __init__(self, send: Send, request: Request, config: GatewayConfig, pool: ThreadPoolExecutor) -> None:
-        self._send = send
-        self._origins = config.cors_origins
-        self._origin = request.headers.get(b"origin", b"")
-        self._gone = request.gone
-        self._pool = pool
-        self._level = config.gzip_level
-        self._takes_gzip = b"gzip" in request.headers.get(b"accept-encoding", b"").lower()
-
-    async def answer(self, answer: Answer) -> None:
-        """Send all of it."""
-        body, headers = answer.body, [*answer.headers]
-        if self._takes_gzip and len(body) >= COMPRESS_BYTES:
-            headers.append((b"content-encoding", b"gzip"))
-            body = await self._compress(zlib.compressobj(self._level, wbits=31), body, last=True)
-        headers.append((b"content-length", b"%d" % len(body)))
-        await self._start(answer.status, answer.kind, headers)
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def stream(self, parts: AsyncIterator[bytes]) -> None:
-        """Send parts as they come; `end` says that it was all. Stops when the client goes."""
-        press = zlib.compressobj(self._level, wbits=31) if self._takes_gzip else None
-        await self._start(200, JSON, [(b"content-encoding", b"gzip")] if press else [])
-        async for part in parts:
-            if self._gone.is_set():
-                return
-            body = await self._compress(press, part) if press else part
-            if body:
-                await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        if press is not None:
-            await self._send({"type": "http.response.body", "body": press.flush(), "more_body": True})
-
-    async def end(self) -> None:
-        """Say that it was all."""
-        await self._send({"type": "http.response.body", "body": b""})
-
-    async def _compress(self, press: Any, part: bytes, *, last: bool = False) -> bytes:
-        def work() -> bytes:
-            pressed: bytes = press.compress(part)
-            return pressed + press.flush() if last else pressed
-
-        if len(part) < LARGE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    async def _start(self, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        own = [(b"content-type", kind), *headers, *self._cors()]
-        await self._send({"type": "http.response.start", "status": status, "headers": own})
-
-    def _cors(self) -> list[tuple[bytes, bytes]]:
-        origin = self._origin.decode("latin-1")
-        if not origin or not ({origin, "*"} & set(self._origins)):
-            return []
-        return [
-            (b"access-control-allow-origin", self._origin if origin in self._origins else b"*"),
-            (b"access-control-allow-methods", b"GET, POST"),
-            (b"access-control-allow-headers", b"content-type, content-encoding"),
-            (b"vary", b"origin"),
-        ]
-
-
-def inflated(body: bytes, most: int) -> bytes:
-    """Return what was compressed, all members of it.
-
-    Raises:
-        zlib.error: It is no gzip, or was cut.
-        TooLargeError: It inflates beyond `most` bytes.
-    """
-    parts, size = [], 0
-    while body:
-        press = zlib.decompressobj(wbits=31)
-        while not press.eof:
-            part = press.decompress(body, min(INFLATE_CHUNK, most + 1 - size))
-            body = press.unconsumed_tail
-            size += len(part)
-            if size > most:
-                raise TooLargeError(f"a body may inflate to {most} bytes")
-            if not part and not body and not press.eof:
-                raise zlib.error("the end is missing")
-            parts.append(part)
-        body = press.unused_data.lstrip(b"\0")
-    return b"".join(parts)
-
-
 def _encoded(group: Group) -> bytes:
     return msgspec.json.encode(from_group(group))
-
-
-async def _watch(receive: Receive, gone: asyncio.Event) -> None:
-    """Set `gone` when the client closes the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    gone.set()
 
 
 def _json(value: Any, status: int = 200) -> Answer:

@@ -1,0 +1,184 @@
+"""One HTTP exchange over ASGI: a request read and inflated, an answer compressed and sent. Knows no endpoint.
+
+Bodies are bounded as they come and as they inflate. What takes the processor for long is done in threads.
+"""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from rolloutmq.schemas.gateway import GatewayConfig
+
+Scope = Mapping[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+LARGE_BYTES: Final = 32 << 10
+"""Bodies from that size on are handled in a thread: that takes longer than to hand them over."""
+COMPRESS_BYTES: Final = 1000
+"""Smaller answers are not compressed, as with Atropos."""
+INFLATE_CHUNK: Final = 1 << 20
+JSON: Final = b"application/json"
+
+
+@dataclass(slots=True)
+class Request:
+    """One request, its body inflated."""
+
+    method: str
+    path: str
+    query: Mapping[str, Sequence[str]]
+    headers: Mapping[bytes, bytes]
+    body: bytes = b""
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the client closed the connection."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What is answered, but for batches."""
+
+    body: bytes
+    status: int = 200
+    kind: bytes = JSON
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class TooLargeError(Exception):
+    """A body is beyond its bound, as it came or inflated."""
+
+
+async def off(pool: Executor, size: int, work: Callable[[], Any]) -> Any:
+    """Do it in a thread if it takes long, which its size in bytes tells."""
+    if size < LARGE_BYTES:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+async def body_of(request: Request, receive: Receive, config: GatewayConfig, pool: Executor) -> bytes:
+    """Read a body and inflate it.
+
+    Raises:
+        TooLargeError: It is beyond a bound.
+        zlib.error: It says that it is compressed, and cannot be inflated.
+    """
+    most = config.max_body_bytes
+    if int(request.headers.get(b"content-length", b"0") or 0) > most:
+        raise TooLargeError(f"a body may have {most} bytes")
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            request.gone.set()
+            return b""
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            raise TooLargeError(f"a body may have {most} bytes")
+        if not message.get("more_body", False):
+            break
+    body = b"".join(parts)
+    if b"gzip" not in request.headers.get(b"content-encoding", b"").lower() or not body:
+        return body
+    most = config.max_inflated_bytes
+    whole: bytes = await off(pool, len(body), partial(inflated, body, most))
+    return whole
+
+
+async def watch(receive: Receive, gone: asyncio.Event) -> None:
+    """Set `gone` when the client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    gone.set()
+
+
+class Out:
+    """The way of an answer to its client, compressed if it takes that."""
+
+    def __init__(self, send: Send, request: Request, config: GatewayConfig, pool: Executor) -> None:
+        self._send = send
+        self._origins = config.cors_origins
+        self._origin = request.headers.get(b"origin", b"")
+        self._gone = request.gone
+        self._pool = pool
+        self._level = config.gzip_level
+        self._takes_gzip = b"gzip" in request.headers.get(b"accept-encoding", b"").lower()
+
+    async def answer(self, answer: Answer) -> None:
+        """Send all of it."""
+        body, headers = answer.body, [*answer.headers]
+        if self._takes_gzip and len(body) >= COMPRESS_BYTES:
+            headers.append((b"content-encoding", b"gzip"))
+            body = await self._compress(zlib.compressobj(self._level, wbits=31), body, last=True)
+        headers.append((b"content-length", b"%d" % len(body)))
+        await self._start(answer.status, answer.kind, headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def stream(self, parts: AsyncIterator[bytes]) -> None:
+        """Send parts as they come; `end` says that it was all. Stops when the client goes."""
+        press = zlib.compressobj(self._level, wbits=31) if self._takes_gzip else None
+        await self._start(200, JSON, [(b"content-encoding", b"gzip")] if press else [])
+        async for part in parts:
+            if self._gone.is_set():
+                return
+            body = await self._compress(press, part) if press else part
+            if body:
+                await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        if press is not None:
+            await self._send({"type": "http.response.body", "body": press.flush(), "more_body": True})
+
+    async def end(self) -> None:
+        """Say that it was all."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _compress(self, press: Any, part: bytes, *, last: bool = False) -> bytes:
+        def work() -> bytes:
+            pressed: bytes = press.compress(part)
+            return pressed + press.flush() if last else pressed
+
+        if len(part) < LARGE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def _start(self, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        own = [(b"content-type", kind), *headers, *self._cors()]
+        await self._send({"type": "http.response.start", "status": status, "headers": own})
+
+    def _cors(self) -> list[tuple[bytes, bytes]]:
+        origin = self._origin.decode("latin-1")
+        if not origin or not ({origin, "*"} & set(self._origins)):
+            return []
+        return [
+            (b"access-control-allow-origin", self._origin if origin in self._origins else b"*"),
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", b"content-type, content-encoding"),
+            (b"vary", b"origin"),
+        ]
+
+
+def inflated(body: bytes, most: int) -> bytes:
+    """Return what was compressed, all members of it.
+
+    Raises:
+        zlib.error: It is no gzip, or was cut.
+        TooLargeError: It inflates beyond `most` bytes.
+    """
+    parts, size = [], 0
+    while body:
+        press = zlib.decompressobj(wbits=31)
+        while not press.eof:
+            part = press.decompress(body, min(INFLATE_CHUNK, most + 1 - size))
+            body = press.unconsumed_tail
+            size += len(part)
+            if size > most:
+                raise TooLargeError(f"a body may inflate to {most} bytes")
+            if not part and not body and not press.eof:
+                raise zlib.error("the end is missing")
+            parts.append(part)
+        body = press.unused_data.lstrip(b"\0")
+    return b"".join(parts)
