@@ -16,7 +16,12 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from rolloutmq.schemas.errors import BrokerUnavailableError, RetryableError, RolloutMQError
+from rolloutmq.schemas.errors import (
+    BrokerUnavailableError,
+    GroupTooLargeError,
+    RetryableError,
+    RolloutMQError,
+)
 from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.gateway import pages
@@ -114,6 +119,8 @@ class Application:
             answer = await self._handled(request)
         except RefusedBodyError as error:
             answer = _refusal(error.status, error.reason, error)
+        except GroupTooLargeError as error:
+            answer = _refusal(413, str(error))
         except (NoRoomError, BrokerUnavailableError, RetryableError) as error:
             answer = _refusal(503, str(error))
             answer.headers = ((b"retry-after", RETRY_AFTER_S),)

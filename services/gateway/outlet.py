@@ -12,7 +12,7 @@ from typing import Final
 
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.errors import RetryableError, RolloutMQError
+from rolloutmq.schemas.errors import RetryableError, RolloutMQError, UsageError
 from rolloutmq.schemas.trajectory import Group
 
 SLOTS: Final = 64
@@ -116,6 +116,8 @@ class Outlet:
         producer = await self._opened()
         try:
             return producer, await producer.send_acked(group)
+        except UsageError:
+            raise
         except RolloutMQError:
             await self.close()  # a producer that failed fails for ever
             raise

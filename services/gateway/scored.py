@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from rolloutmq.bus.opaque import encode_opaque
 from rolloutmq.schemas.envelope import Dtype
 from rolloutmq.schemas.errors import InvalidGroupError
 from rolloutmq.schemas.trajectory import Column, Group
@@ -45,6 +46,8 @@ def to_group(data: ScoredData, group_id: str, *, at: float) -> Group:
             columns[name] = value
     columns[OWN_COLUMN] = Column.opaque({"env_id": data.env_id, "empty": empty})
     try:
+        for name in columns.keys() & set(OPAQUE):
+            encode_opaque(name, columns[name])  # here, where nothing has been taken yet
         return Group.build(
             group_id, tokens=data.tokens, mask=data.masks, scores=data.scores, finished_at=at, **columns
         )

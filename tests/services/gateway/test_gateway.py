@@ -1,0 +1,394 @@
+"""The gateway over HTTP, on a real broker: what Atropos' server does not do, or does otherwise."""
+
+import asyncio
+import gzip
+import io
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+import pytest
+from tests.services.gateway.site import TRAINER, Opened, configured, listening, scored
+
+from rolloutmq.bus.producer import Producer
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.services.broker.server import running_broker
+
+if TYPE_CHECKING:
+    from rolloutmq.schemas.layout import RunLayout
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(20):
+        while not await holds():  # noqa: ASYNC110 - what is asked for is another process's
+            await asyncio.sleep(0.02)
+
+
+async def test_batches_come_first_in_first_out_and_the_step_counts_them(site: Opened) -> None:
+    async with site() as one:
+        await one.begin()
+        env = await one.enrol()
+        for tag in range(6):
+            assert await one.post("/scored_data", scored(tag, env_id=env)) == {"status": "received"}
+        assert await one.get("/status") == {"current_step": 0, "queue_size": 6}
+        assert await one.tags() == [0, 1]
+        assert await one.get("/status") == {"current_step": 1, "queue_size": 4}
+        assert await one.tags() == [2, 3]
+        assert await one.tags() == [4, 5]
+        assert await one.tags() is None
+        assert await one.get("/status") == {"current_step": 3, "queue_size": 0}
+
+
+async def test_the_step_begins_where_the_trainer_begins(site: Opened) -> None:
+    async with site() as one:
+        await one.begin(starting_step=40)
+        env = await one.enrol()
+        assert (await one.standing(env))["current_step"] == 40
+        await one.post("/scored_data_list", [scored(tag, env_id=env) for tag in range(2)])
+        assert await one.tags() == [0, 1]
+        assert (await one.standing(env))["current_step"] == 41
+
+
+async def test_groups_of_any_size_make_batches(site: Opened) -> None:
+    async with site() as one:
+        await one.begin()
+        env = await one.enrol(group_size=3)
+        for tag, size in enumerate([3, 3, 1, 2, 3]):
+            answer = await one.post("/scored_data", scored(tag, size, env_id=env))
+            assert answer == {"status": "received"}
+        taken: list[int] = []
+
+        async def came() -> bool:
+            taken.extend(await one.tags() or [])
+            return len(taken) == 4
+
+        await until(came)
+        assert sorted(taken) == [0, 1, 2, 4], (
+            "three and one make four, three are a short batch, two wait for more"
+        )
+
+
+async def test_no_environment_starves_another(site: Opened) -> None:
+    async with site() as one:
+        await one.begin()
+        loud, quiet = await one.enrol(), await one.enrol(desired_name="quiet")
+        await one.post("/scored_data_list", [scored(tag, env_id=loud) for tag in range(40)])
+        await one.post("/scored_data_list", [scored(100 + tag, env_id=quiet) for tag in range(4)])
+        first = [tag for _ in range(4) for tag in await one.tags() or []]
+        assert sum(tag >= 100 for tag in first) >= 3
+
+
+async def test_an_environment_that_vanished_loses_its_claim(site: Opened) -> None:
+    async with site({"silent_env_s": 600.0}, absent_s=0.6) as one:
+        await one.begin()
+        env, gone = await one.enrol(min_batch_allocation=0.5), await one.enrol(min_batch_allocation=0.5)
+        await one.post("/scored_data_list", [scored(tag, env_id=gone) for tag in range(1)])
+        assert (await one.standing(env))["unallocated_fraction"] == 0.0
+
+        async def given_up() -> bool:
+            return bool((await one.standing(env))["unallocated_fraction"] == 0.5)
+
+        await until(given_up)
+        await one.post("/scored_data_list", [scored(10 + tag, env_id=env) for tag in range(3)])
+        assert await one.tags() == [10, 11], "its half of the batch is not waited for"
+        assert sorted(await one.tags() or []) == [0, 12], "and what it left fills up"
+        assert (await one.standing(gone))["unallocated_fraction"] == 0.0, "it is back when it is heard"
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (b'{"tokens":[[1]],"masks":[[1]],"scores":[NaN]}', ["body"]),
+        (b'{"tokens":[[1]],"masks":[[1]],"scores":[-Infinity]}', ["body"]),
+        (b'{"tokens":[[1]],"masks":[[1, 2]],"scores":[1]}', ["body", "masks"]),
+        (b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"env_id":77}', ["body", "env_id"]),
+        (b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"env_id":-1}', ["body", "env_id"]),
+        (b'{"tokens":[[1]]', ["body"]),
+    ],
+)
+async def test_what_cannot_be_is_refused_and_nothing_else_is_harmed(
+    site: Opened, body: bytes, place: list[str]
+) -> None:
+    async with site() as one:
+        await one.begin()
+        await one.post("/scored_data", scored(1))
+        async with one.session.post("/scored_data", data=body) as answer:
+            assert answer.status == 422
+            (detail,) = (await answer.json())["detail"]
+            assert detail["loc"] == place
+            assert detail["msg"]
+        await one.post("/scored_data", scored(2))
+        assert await one.tags() == [1, 2]
+
+
+async def test_of_a_list_all_groups_are_taken_or_none(site: Opened) -> None:
+    async with site() as one:
+        await one.begin()
+        await one.post("/scored_data_list", [scored(1), scored(2, scores=[1.0])], 422)
+        assert (await one.get("/status"))["queue_size"] == 0
+        assert await one.post("/scored_data_list", []) == {"status": "received", "groups_processed": 0}
+
+
+async def test_data_before_a_trainer_are_kept_for_it(site: Opened) -> None:
+    async with site() as one:
+        await one.post("/scored_data_list", [scored(1), scored(2)])
+        await one.post("/register", TRAINER)
+        assert await one.tags() == [1, 2]
+
+
+async def test_a_second_registration_attaches_or_begins_another_run(site: Opened) -> None:
+    async with site() as one:
+        await one.begin()
+        env = await one.enrol()
+        await one.post("/scored_data_list", [scored(tag, env_id=env) for tag in range(4)])
+        assert await one.tags() == [0, 1]
+        first, second = await one.post("/register", TRAINER), await one.post("/register", TRAINER)
+        assert first["uuid"] != second["uuid"]
+        assert await one.get("/status") == {"current_step": 1, "queue_size": 2}
+        await one.begin(batch_size=8)
+        told = await one.get("/global-status")
+        assert told["ledger"]["reasons"]["discarded(reset)"] == 2
+        assert (await one.standing(env))["current_step"] == 0, "it goes on under its number"
+        assert await one.enrol() == env + 1
+        await one.post("/scored_data_list", [scored(tag, env_id=env) for tag in range(10, 14)])
+        assert await one.tags() == [10, 11, 12, 13]
+
+
+async def test_a_reset_forgets_and_nothing_breaks(site: Opened) -> None:
+    async with site() as one:
+        await one.begin()
+        env = await one.enrol()
+        await one.post("/scored_data", scored(1, env_id=env))
+        async with one.session.get("/reset_data") as answer:
+            assert (answer.status, await answer.text()) == (200, "Reset successful")
+        assert (await one.get("/batch"))["status"] == "error"
+        assert await one.get("/info") == {"batch_size": -1, "max_token_len": -1}
+        assert await one.get("/status") == {"current_step": 0, "queue_size": 0}
+        await one.begin()
+        assert await one.enrol() == env + 1, "numbers are not given twice"
+        await one.post("/scored_data_list", [scored(2, env_id=env), scored(3, env_id=env + 1)])
+        assert sorted(await one.tags() or []) == [2, 3], "an old environment goes on"
+
+
+async def test_a_status_is_asked_for_in_either_way(site: Opened) -> None:
+    async with site() as one:
+        await one.begin()
+        env = await one.enrol()
+        by_query = await one.get(f"/status-env?env_id={env}")
+        assert by_query == await one.standing(env)
+        assert set(by_query) == {
+            *("current_step", "queue_size", "unallocated_fraction"),
+            *("self_queue_size", "max_group_size", "env_weight"),
+        }
+        for asked, status in (("?env_id=5", 404), ("?env_id=x", 422), ("", 422)):
+            async with one.session.get(f"/status-env{asked}") as answer:
+                assert answer.status == status, asked
+
+
+async def test_a_batch_that_was_not_taken_whole_comes_again(site: Opened) -> None:
+    async with site() as one:
+        await one.begin(batch_size=8)
+        env = await one.enrol(group_size=8)
+        wide = scored(1, 8, env_id=env) | {"images": "x" * (24 << 20)}
+        async with one.session.post("/scored_data", data=io.BytesIO(json.dumps(wide).encode())) as posted:
+            assert posted.status == 200
+        session = aiohttp.ClientSession(one.session._base_url)
+        answer = await session.get("/batch", headers={"Accept-Encoding": "identity"})
+        assert await answer.content.read(1000)
+        answer.close()
+        await session.close()
+        assert await one.tags() == [1]
+        assert (await one.get("/status"))["current_step"] == 1
+        ledger = (await one.get("/global-status"))["ledger"]
+        assert (ledger["accepted"], ledger["leased"]) == (1, 0)
+
+
+async def test_a_post_waits_for_room_and_is_refused_only_at_last(site: Opened) -> None:
+    async with site({"high_bytes": 4 << 20, "max_group_bytes": 1 << 20}, post_wait_s=0.5) as one:
+        await one.begin()
+        env = await one.enrol()
+        big = {"images": "x" * 500_000, "env_id": env}
+        tag = 0
+        while True:
+            async with one.session.post("/scored_data", json=scored(tag, **big)) as answer:
+                if answer.status == 503:
+                    assert answer.headers["Retry-After"]
+                    break
+                assert answer.status == 200
+            tag += 1
+        assert tag >= 4
+        assert (await one.standing(env))["self_queue_size"] == tag
+        refused, taken = tag, list[int]()
+        while (more := await one.tags()) is not None:
+            taken += more
+            async with one.session.post("/scored_data", json=scored(tag, **big)) as answer:
+                tag += answer.status == 200
+        assert tag > refused, "there is room again when there are fewer"
+        assert len(taken) >= refused - 1
+        assert taken == list(range(len(taken)))
+
+
+async def test_a_client_that_goes_while_it_waits_has_sent_nothing(site: Opened) -> None:
+    async with site({"high_bytes": 4 << 20, "max_group_bytes": 1 << 20}, post_wait_s=600.0) as one:
+        await one.begin()
+        big = {"images": "x" * 500_000}
+        tag = 0
+        while True:
+            try:
+                async with (
+                    asyncio.timeout(1.0),
+                    one.session.post("/scored_data", json=scored(tag, **big)) as answer,
+                ):
+                    assert answer.status == 200
+            except TimeoutError:
+                break
+            tag += 1
+
+        async def noticed() -> bool:
+            return bool((await one.get("/status"))["queue_size"] == tag)
+
+        await until(noticed)
+        taken = []
+        while (more := await one.tags()) is not None:
+            taken += more
+        assert taken == list(range(tag - tag % 2))
+
+
+async def test_the_latest_example_and_what_is_told_of_everything(site: Opened) -> None:
+    async with site() as one:
+        assert (await one.get("/latest_example"))["tokens"] == []
+        await one.begin()
+        env = await one.enrol()
+        await one.post("/scored_data", scored(7, env_id=env, ref_logprobs=[]))
+        latest = await one.get("/latest_example")
+        assert latest["tokens"][0][0] == 7
+        assert latest["ref_logprobs"] == []
+        told = await one.get("/global-status")
+        assert (told["queued_sequences"], told["num_connected_envs"]) == (2, 1)
+        assert told["environments"][0]["queued_sequences"] == 2
+        assert (await one.get("/health"))["status"] == "ok"
+        async with one.session.get("/metrics") as answer:
+            page = await answer.text()
+        assert 'rolloutmq_queued_sequences{env="maths-0",split="train"} 2' in page
+        assert "rolloutmq_gateway_groups_total 1" in page
+        async with one.session.get("/docs") as answer:
+            assert "/scored_data_list" in await answer.text()
+        assert "/batch" in (await one.get("/openapi.json"))["paths"]
+
+
+async def test_groups_of_the_sdk_reach_its_trainer_too(site: Opened) -> None:
+    async with site() as one:
+        await one.begin()
+        async with Producer.open(one.layout.root, env="native", group_size=2) as producer:
+            for number in range(2):
+                await producer.send(
+                    Group.build(
+                        f"n{number}", tokens=[[number, 5], [number, 6]], mask=[[0, 1]] * 2, scores=[0.0, 1.0]
+                    )
+                )
+            await producer.flush()
+            batch = (await one.get("/batch"))["batch"]
+        assert [group["masks"] for group in batch] == [[[-100, 5], [-100, 6]]] * 2
+
+
+async def test_bodies_and_answers_are_compressed_as_clients_of_atropos_do(site: Opened) -> None:
+    async with site() as one:
+        await one.begin()
+        body = gzip.compress(json.dumps([scored(tag) for tag in range(40)]).encode())
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        async with one.session.post("/scored_data_list", data=body, headers=headers) as answer:
+            assert (await answer.json())["groups_processed"] == 40
+        async with one.session.post("/scored_data", data=b"junk", headers=headers) as answer:
+            assert (answer.status, await answer.text()) == (400, "Invalid gzip payload")
+        async with one.session.get("/openapi.json") as answer:
+            assert answer.headers["Content-Encoding"] == "gzip"
+            await answer.json()
+
+
+async def test_bodies_without_end_are_refused(site: Opened) -> None:
+    async with site(max_body_bytes=1000, max_inflated_bytes=2000) as one:
+        async with one.session.post("/scored_data", data=b"x" * 1001) as answer:
+            assert answer.status == 413
+        headers = {"Content-Encoding": "gzip"}
+        async with one.session.post(
+            "/scored_data", data=gzip.compress(bytes(100_000)), headers=headers
+        ) as answer:
+            assert answer.status == 413
+        assert (await one.get("/health"))["status"] == "ok"
+
+
+async def test_a_restart_of_the_gateway_forgets_nothing(site: Opened, run_dir: Path) -> None:
+    async with site() as one:
+        await one.begin()
+        env = await one.enrol()
+        await one.post("/scored_data_list", [scored(tag, env_id=env) for tag in range(4)])
+        assert await one.tags() == [0, 1]
+    layout: RunLayout = one.layout
+    with running_broker(configured(), layout):
+        async with listening(run_dir) as again:
+            assert (await again.standing(env))["current_step"] == 1
+            assert (await again.get("/info"))["batch_size"] == 4
+            await again.post("/scored_data", scored(4, env_id=env))
+            assert await again.tags() == [2, 3]
+            assert await again.enrol() == env + 1
+            assert (await again.get("/latest_example"))["tokens"][0][0] == 4
+
+
+async def test_while_the_broker_is_away_nobody_gets_an_error(site: Opened, run_dir: Path) -> None:
+    async with site() as one:
+        await one.begin()
+        env = await one.enrol()
+        await one.post("/scored_data", scored(0, env_id=env))
+    with running_broker(configured(), one.layout):
+        pass
+    async with listening(run_dir) as away:
+        asking = asyncio.create_task(away.standing(env))
+        posting = asyncio.create_task(away.post("/scored_data", scored(1, env_id=env)))
+        assert (await asking)["queue_size"] == 0
+        assert (await away.get("/batch"))["batch"] is None
+        async with away.session.get("/health") as answer:
+            assert (answer.status, (await answer.json())["status"]) == (503, "no broker")
+        assert not posting.done()
+        with running_broker(configured(), away.layout):
+            assert await posting == {"status": "received"}
+
+            async def both() -> bool:
+                return bool((await away.standing(env))["self_queue_size"] == 2)
+
+            await until(both)
+            tags: list[int] = []
+
+            async def came() -> bool:
+                tags.extend(await away.tags() or [])
+                return tags == [0, 1]
+
+            await until(came)
+
+
+async def test_a_web_page_of_another_origin_gets_no_leave_unless_it_is_asked_for(site: Opened) -> None:
+    async with site(cors_origins=("http://board",)) as one:
+        for origin, allowed in (("http://board", True), ("http://evil", False)):
+            async with one.session.get("/status", headers={"Origin": origin}) as answer:
+                assert ("Access-Control-Allow-Origin" in answer.headers) == allowed
+            async with one.session.options("/register", headers={"Origin": origin}) as answer:
+                assert ("Access-Control-Allow-Origin" in answer.headers) == allowed
+
+
+async def test_what_is_not_there_is_said_as_there(site: Opened) -> None:
+    async with site() as one:
+        for method, path, status in (
+            ("GET", "/nothing", 404),
+            ("GET", "/register", 405),
+            ("POST", "/batch", 405),
+        ):
+            async with one.session.request(method, path) as answer:
+                assert answer.status == status
+                assert (await answer.json())["detail"] in {"Not Found", "Method Not Allowed"}
+
+
+async def test_a_group_that_is_too_large_is_said_to_be(site: Opened) -> None:
+    async with site({"max_group_bytes": 1 << 16}) as one:
+        answer = await one.post("/scored_data", scored(1, images="x" * 100_000), 413)
+        assert "bytes" in answer["detail"]
