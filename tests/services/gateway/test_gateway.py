@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
@@ -209,7 +209,7 @@ async def test_a_post_waits_for_room_and_is_refused_only_at_last(site: Opened) -
     async with site({"high_bytes": 4 << 20, "max_group_bytes": 1 << 20}, post_wait_s=0.5) as one:
         await one.begin()
         env = await one.enrol()
-        big = {"images": "x" * 500_000, "env_id": env}
+        big: dict[str, Any] = {"images": "x" * 500_000, "env_id": env}
         tag = 0
         while True:
             async with one.session.post("/scored_data", json=scored(tag, **big)) as answer:
@@ -233,7 +233,7 @@ async def test_a_post_waits_for_room_and_is_refused_only_at_last(site: Opened) -
 async def test_a_client_that_goes_while_it_waits_has_sent_nothing(site: Opened) -> None:
     async with site({"high_bytes": 4 << 20, "max_group_bytes": 1 << 20}, post_wait_s=600.0) as one:
         await one.begin()
-        big = {"images": "x" * 500_000}
+        big: dict[str, Any] = {"images": "x" * 500_000}
         tag = 0
         while True:
             try:
