@@ -92,11 +92,15 @@ def gateway(
     config: Annotated[Path | None, typer.Option(help="TOML file.")] = None,
     assignments: Assignments = None,
     plain: Annotated[bool, typer.Option("--plain", help="Progress lines instead of the live view.")] = False,
+    broker_only: Annotated[
+        bool, typer.Option("--broker-only", help="Do not listen: an ASGI server of your own does.")
+    ] = False,
 ) -> None:
     """Serve environments and trainers of Atropos, in place of `run-api`."""
     from rolloutmq.launch import gateway as serving
 
-    raise typer.Exit(serving.gateway(run_dir, host, port, config, assignments or [], plain=plain))
+    more = assignments or []
+    raise typer.Exit(serving.gateway(run_dir, host, port, config, more, plain=plain, broker_only=broker_only))
 
 
 @app.command(rich_help_panel=RUN)

@@ -31,6 +31,7 @@ def gateway(
     assignments: Sequence[str],
     *,
     plain: bool,
+    broker_only: bool,
 ) -> int:
     """Serve until the end is asked for, and return the exit code. Blocks; for the main thread.
 
@@ -42,6 +43,7 @@ def gateway(
     """
     told = [f'gateway.host="{host}"'] if host is not None else []
     told += [f"gateway.port={port}"] if port is not None else []
+    told += ["gateway.listen=false"] if broker_only else []
     layout = RunLayout(run_dir)
     if fate_of(layout).life is Life.LIVING:
         run, _ = load_run(run_dir)

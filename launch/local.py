@@ -98,11 +98,14 @@ def _listener(config: RunConfig, layout: RunLayout) -> Iterator[socket.socket | 
     Raises:
         AddressInUseError: Somebody else has the port.
     """
-    if not config.gateway.enabled:
+    if not (config.gateway.enabled and config.gateway.listen):
         yield None
         return
     with bind(config.gateway, port_before(layout)) as bound:
         bound.listen(BACKLOG)
+        host, port = bound.getsockname()[:2]
+        sys.stdout.write(f"serving http://{host}:{port}, see /docs there\n")
+        sys.stdout.flush()
         yield bound
 
 

@@ -36,7 +36,7 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
         roles.append(Role.TRAINER)
     if config.inference.kind == "tiny":
         roles.append(Role.INFERENCE)
-    if config.gateway.enabled:
+    if config.gateway.enabled and config.gateway.listen:
         roles.append(Role.GATEWAY)
     if config.orchestrator.enabled and (config.environment or config.inference.max_engines > 1):
         roles.append(Role.ORCHESTRATOR)

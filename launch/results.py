@@ -29,11 +29,24 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | 
         reason: Why it ended.
         wall_s: Seconds from the start of the command to the end of its last process; None if nobody knows.
     """
+    if config.gateway.enabled and not config.trainer.enabled:
+        _conclude_gateway(layout, reason, wall_s)
+        return
     saved = _saved_ids(layout)
     found = survey(layout, saved)
     summary, picture = _write(config, layout, reason, wall_s, saved, found)
     lines = _lines(layout, summary, picture, config.trainer.steps, found)
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _conclude_gateway(layout: RunLayout, reason: str, wall_s: float | None) -> None:
+    """Say how to go on: the trainer is somebody else's, and only it knows what was learned."""
+    layout.summary.write_text(json.dumps({"ended": reason, "wall_s": wall_s}, indent=2) + "\n")
+    sys.stdout.write(
+        f"ended      {reason}\n"
+        f"what was not handed out is kept: go on with `rolloutmq gateway --run-dir {layout.root}`\n"
+        f"`rolloutmq ledger verify {layout.root}` tells where every group is\n"
+    )
 
 
 def retell(config: RunConfig, layout: RunLayout, *, as_json: bool) -> None:

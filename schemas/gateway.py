@@ -14,6 +14,8 @@ class GatewayConfig(Section):
 
     enabled: bool = False
     """Start it with the run. Environments that come through it need not be configured."""
+    listen: bool = True
+    """Have the run listen by itself; off where an ASGI server of your own serves it."""
     host: str = "127.0.0.1"
     """Address to bind. There is no password: on another address whoever reaches it can do everything."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000

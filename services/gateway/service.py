@@ -26,6 +26,7 @@ from rolloutmq.services.gateway.outlet import Outlet
 from rolloutmq.services.gateway.registry import Book, Environment, Registry
 from rolloutmq.services.gateway.scored import from_group, to_group
 from rolloutmq.services.gateway.watch import Watch
+from rolloutmq.services.lock import only_one
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,14 @@ class Gateway:
     @classmethod
     @asynccontextmanager
     async def opened(cls, layout: RunLayout, config: GatewayConfig) -> AsyncIterator["Gateway"]:
-        """Go on with what is registered; leaving gives back what was not handed out."""
-        async with Watch(layout.root) as watch, AsyncExitStack() as stack:
+        """Go on with what is registered; leaving gives back what was not handed out.
+
+        Raises:
+            RunDirInUseError: Another gateway serves the run.
+        """
+        async with AsyncExitStack() as stack:
+            stack.enter_context(only_one(layout.root / "gateway.lock", "gateway"))
+            watch = await stack.enter_async_context(Watch(layout.root))
             made = cls(layout, config, watch)
             stack.push_async_callback(made._close)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())

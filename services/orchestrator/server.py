@@ -28,6 +28,7 @@ from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.orchestration import OrchestratorConfig
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.services.lock import only_one
 from rolloutmq.services.orchestrator.controller import INFERENCE_BOUND
 from rolloutmq.services.orchestrator.decisions import DecisionLog
 from rolloutmq.services.orchestrator.ear import Ear
@@ -35,7 +36,6 @@ from rolloutmq.services.orchestrator.engines import Bound
 from rolloutmq.services.orchestrator.gpus.steward import Steward
 from rolloutmq.services.orchestrator.identity import find_names, inherited_token, marker_of
 from rolloutmq.services.orchestrator.keeper import Supervisor, identities_of
-from rolloutmq.services.orchestrator.lock import only_one
 from rolloutmq.services.orchestrator.pool import EnginePool
 from rolloutmq.services.orchestrator.pressure import Crew, Room
 from rolloutmq.services.orchestrator.processes import end_marked, end_strays

@@ -1,4 +1,4 @@
-"""One orchestrator for each run: a lock that the kernel gives back however its holder ends.
+"""One process of a kind for each run: a lock that the kernel gives back however its holder ends.
 
 The file says who holds it. What it says is read only by those that are refused, so that it does not matter that it
 stays behind.

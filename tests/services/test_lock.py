@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.schemas.errors import RunDirInUseError
-from rolloutmq.services.orchestrator.lock import only_one
+from rolloutmq.services.lock import only_one
 
 HOLDS = """
 import sys
 from pathlib import Path
-from rolloutmq.services.orchestrator.lock import only_one
+from rolloutmq.services.lock import only_one
 with only_one(Path(sys.argv[1]), "orchestrator"):
     print("held", flush=True)
     sys.stdin.read()

@@ -1,0 +1,119 @@
+"""The gateway as an ASGI target: `uvicorn rolloutmq.services.gateway.asgi:app --host 0.0.0.0 --port 8000`.
+
+It serves the run in `ROLLOUTMQ_RUN_DIR` (default `runs/gateway`). If none lives there, it starts a broker of its own,
+which goes on with what lies there, and ends it when the server ends. One process for each run: a second one, such as
+another of uvicorn's workers, is refused.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.bus.rundir import load_run, wait_json
+from rolloutmq.schemas.errors import MissingError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import Endpoints
+from rolloutmq.services.gateway.exchange import Receive, Scope, Send
+from rolloutmq.services.gateway.http import Application
+from rolloutmq.services.gateway.service import Gateway
+from rolloutmq.services.monitor.life import Life, fate_of
+
+logger = logging.getLogger(__name__)
+
+RUN_DIR: Final = "ROLLOUTMQ_RUN_DIR"
+DEFAULT: Final = "runs/gateway"
+END_S: Final = 60.0
+"""A broker that has not ended by then is left to its launcher's own deadlines."""
+
+
+class Target:
+    """An application that opens its gateway when the server starts."""
+
+    def __init__(self, run_dir: Path | None = None) -> None:
+        self._run_dir = run_dir
+        self._application: Application | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif self._application is None:
+            raise RuntimeError(
+                "the gateway needs the lifespan protocol: start uvicorn without `--lifespan off`"
+            )
+        else:
+            await self._application(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        async with AsyncExitStack() as stack:
+            try:
+                self._application = await stack.enter_async_context(self._opened())
+            except Exception as error:  # noqa: BLE001 - the server tells it and ends
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+            self._application = None
+        await send({"type": "lifespan.shutdown.complete"})
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[Application]:
+        layout = RunLayout(self._run_dir or Path(os.environ.get(RUN_DIR, DEFAULT)))
+        async with AsyncExitStack() as stack:
+            if fate_of(layout).life is not Life.LIVING:
+                await stack.enter_async_context(_broker(layout))
+            run, _ = load_run(layout.root)
+            gateway = await stack.enter_async_context(Gateway.opened(layout, run.gateway))
+            application = Application(gateway, run.gateway)
+            stack.callback(application.close)
+            yield application
+
+
+@asynccontextmanager
+async def _broker(layout: RunLayout) -> AsyncIterator[None]:
+    """Run a broker as long as the block lasts, with the launcher that keeps it."""
+    layout.endpoints.unlink(missing_ok=True)
+    argv = (
+        "-m",
+        "rolloutmq.launch.cli",
+        "gateway",
+        "--broker-only",
+        "--plain",
+        "--run-dir",
+        str(layout.root),
+    )
+    launcher = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        await _up(launcher, layout)
+        yield
+    finally:
+        if launcher.returncode is None:
+            launcher.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(END_S):
+                await launcher.wait()
+
+
+async def _up(launcher: Process, layout: RunLayout) -> None:
+    bound = asyncio.create_task(wait_json(layout.endpoints, Endpoints))
+    ended = asyncio.create_task(launcher.wait())
+    try:
+        await asyncio.wait({bound, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not bound.done():
+            raise MissingError(
+                "a broker", f"see {layout.log('up')}: its launcher ended with {launcher.returncode}"
+            )
+    finally:
+        bound.cancel()
+        ended.cancel()
+
+
+app = Target()
