@@ -103,6 +103,14 @@ def gateway(
     raise typer.Exit(serving.gateway(run_dir, host, port, config, more, plain=plain, broker_only=broker_only))
 
 
+@app.command("run-api-alias", rich_help_panel=RUN)
+def run_api_alias() -> None:
+    """Install a command `run-api` that is `rolloutmq gateway`, unless there is one."""
+    from rolloutmq.launch import gateway as serving
+
+    typer.echo(f"wrote {serving.alias()}")
+
+
 @app.command(rich_help_panel=RUN)
 def replay(
     recorded: Annotated[Path, typer.Argument(help="Run directory of a run that was started with --replay.")],

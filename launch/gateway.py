@@ -1,6 +1,8 @@
 """`rolloutmq gateway`: the HTTP interface of Atropos, with a broker of its own or for a run that lives."""
 
 import os
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -8,6 +10,7 @@ from typing import Final
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.launch import local
 from rolloutmq.launch.settings import load
+from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.services.gateway.server import main as serve
 from rolloutmq.services.monitor.life import Life, fate_of
@@ -52,3 +55,29 @@ def gateway(
     extra = [*ALONE, f'run.dir="{run_dir}"', 'run.name="gateway"', *told, *assignments]
     resolved = load(config, environ=os.environ, assignments=extra)
     return local.up(resolved, local.UpOptions(resume=True, plain=plain))
+
+
+_ALIAS: Final = """#!{python}
+# `run-api` as Atropos had it: the same options, and --reload, which has no meaning here.
+import sys
+
+from rolloutmq.launch.cli import main
+
+sys.argv[1:] = ["gateway", *(word for word in sys.argv[1:] if word != "--reload")]
+sys.exit(main())
+"""
+
+
+def alias(directory: Path | None = None) -> Path:
+    """Write a `run-api` that is `rolloutmq gateway`, beside this interpreter, and return its path.
+
+    Raises:
+        ConfigError: There is a `run-api` already: Atropos' own is not shadowed.
+    """
+    script = (directory or Path(sys.executable).parent) / "run-api"
+    found = shutil.which("run-api", path=os.pathsep.join([str(script.parent), os.environ.get("PATH", "")]))
+    if found is not None:
+        raise ConfigError("run-api", f"{found} is there already, and stays")
+    script.write_text(_ALIAS.format(python=sys.executable))
+    script.chmod(0o755)
+    return script

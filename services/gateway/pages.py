@@ -85,7 +85,7 @@ def global_status(gateway: "Gateway", status: StatusReply | None) -> dict[str, A
             "consumed_per_s": pressure.consumed_per_s,
             "produced_per_s": pressure.produced_per_s,
             "trainer_wait": pressure.trainer_wait,
-            "ledger": msgspec.to_builtins(pressure.ledger),
+            "ledger": msgspec.structs.asdict(pressure.ledger),
             "workers": [
                 {"name": one.worker, "env": one.env, "state": one.state, "in_hand": one.in_hand}
                 for one in pressure.workers
