@@ -133,3 +133,17 @@ def info_of(trainer: Registration, step: int) -> RunInfo:
         starting_step=max(0, step),
         total_steps=max(0, trainer.num_steps),
     )
+
+
+def registration_of(info: RunInfo) -> Registration:
+    """Return what a trainer would have said that registered over the bus; what it did not tell is -1."""
+    return Registration(
+        wandb_group=info.tracking_group,
+        wandb_project=info.tracking_project,
+        batch_size=info.batch_sequences or -1,
+        max_token_len=info.max_tokens or -1,
+        checkpoint_dir=info.checkpoint_dir,
+        save_checkpoint_interval=info.checkpoint_interval or -1,
+        starting_step=info.starting_step,
+        num_steps=info.total_steps or -1,
+    )

@@ -166,7 +166,7 @@ class Application:
         return _json(self._gateway.wandb_info())
 
     async def _info(self, _request: Request) -> Answer:
-        return _json(self._gateway.info())
+        return _json(await self._gateway.info())
 
     async def _status(self, _request: Request) -> Answer:
         return _json(await self._gateway.status())

@@ -141,13 +141,13 @@ class Registry:
         """Return the size of its groups: as registered, or that of the largest it sent."""
         return max(env.group_size, self._presence[env.env_id].largest)
 
-    def standing(self, env: Environment, queued: Mapping[str, int]) -> dict[str, Any]:
-        """Return what `/status-env` tells; `queued` are sequences by lane.
+    def standing(self, env: Environment, queued: Mapping[str, int], step: int, batch: int) -> dict[str, Any]:
+        """Return what `/status-env` tells, given the sequences that wait, by lane, the step and the size of a batch.
 
         The size of the queue is in groups of the environment's own size: its own, and what others have beyond their
         minimum share, for that much will be trained before what it would begin now.
         """
-        here, batch = self.here(), self.book.trainer.batch_size if self.book.trainer else 0
+        here = self.here()
         weights = sum(one.max_tokens * max(0.0, one.weight) for one in here)
         part = env.max_tokens * max(0.0, env.weight) / weights if weights > 0.0 else 0.0
         sizes = [self.group_size(one) for one in self.book.environments if queued.get(one.lane)]
@@ -160,7 +160,7 @@ class Registry:
             others += max(0, math.ceil(sequences / largest) * largest - kept)
         size = self.group_size(env)
         return {
-            "current_step": self.book.step,
+            "current_step": step,
             "queue_size": (own + others) // size,
             "unallocated_fraction": 1.0 - min(_shares(here), 1.0),
             "self_queue_size": own // size,

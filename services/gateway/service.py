@@ -16,12 +16,13 @@ from typing import Any, Final
 from rolloutmq.bus import codec
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.schemas.control import Disconnect, LatestExample, LatestExampleReply, Reset, StatusReply
+from rolloutmq.schemas.delivery import GetInfo, InfoReply
 from rolloutmq.schemas.errors import BrokerUnavailableError, RefusedError
 from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.gateway.contract import RefusedBodyError, RegisterEnv, Registration, ScoredData
-from rolloutmq.services.gateway.handout import Handout, Offer
+from rolloutmq.services.gateway.handout import Handout, Offer, registration_of
 from rolloutmq.services.gateway.outlet import Outlet
 from rolloutmq.services.gateway.registry import Book, Environment, Registry
 from rolloutmq.services.gateway.scored import from_group, to_group
@@ -35,6 +36,8 @@ NOBODY: Final = "unregistered"
 SWEEP_S: Final = 1.0
 """How often it is looked who has vanished."""
 RESET_S: Final = 10.0
+INFO_S: Final = 2.0
+"""Who asks whether there is a trainer asks again."""
 WAIT_FOR_TRAINER: Final = {"status": "wait for trainer to start"}
 NOTHING_YET: Final[Mapping[str, Any]] = {
     name: []
@@ -148,9 +151,9 @@ class Gateway:
                 book.step += 1
                 self._write()
 
-    def info(self) -> dict[str, Any]:
+    async def info(self) -> dict[str, Any]:
         """Return the size of a batch and the longest sequence, -1 while nobody has said."""
-        trainer = self.registry.book.trainer
+        trainer = self.registry.book.trainer or await self._trainer()
         if trainer is None:
             return {"batch_size": -1, "max_token_len": -1}
         return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
@@ -167,15 +170,34 @@ class Gateway:
         status = await self.watch.refresh()
         queued = status.pressure.queued_groups if status is not None else 0
         waiting = sum(outlet.waiting_groups for outlet in self._outlets.values())
-        return {"current_step": self.registry.book.step, "queue_size": queued + waiting}
+        return {"current_step": self.step(status), "queue_size": queued + waiting}
+
+    def step(self, status: StatusReply | None) -> int:
+        """Return the step: what was handed out here, or where a trainer is that came over the bus."""
+        if self.registry.book.trainer is None and status is not None:
+            return status.pressure.step
+        return self.registry.book.step
+
+    async def _trainer(self) -> Registration | None:
+        """Return what environments are told of the trainer: the one that registered here, or one that pulls itself."""
+        book = self.registry.book
+        if book.trainer is not None:
+            return book.trainer if book.started else None
+        try:
+            reply = await self.watch.request(GetInfo(), INFO_S)
+        except BrokerUnavailableError:
+            return None
+        if not isinstance(reply, InfoReply) or not reply.info.started:
+            return None
+        return registration_of(reply.info)
 
     # Environments
 
     async def register_env(self, asked: RegisterEnv) -> dict[str, Any]:
         """Register an environment, once the trainer has begun."""
         async with self._turn:
-            book = self.registry.book
-            if book.trainer is None or not book.started:
+            trainer = await self._trainer()
+            if trainer is None:
                 return dict(WAIT_FOR_TRAINER)
             env = self.registry.enrol(asked, time.monotonic())
             self._write()
@@ -184,10 +206,10 @@ class Gateway:
                 "status": "success",
                 "env_id": env.env_id,
                 "wandb_name": env.wandb_name,
-                "checkpoint_dir": book.trainer.checkpoint_dir,
-                "starting_step": book.step,
-                "checkpoint_interval": book.trainer.save_checkpoint_interval,
-                "num_steps": book.trainer.num_steps,
+                "checkpoint_dir": trainer.checkpoint_dir,
+                "starting_step": self.step(self.watch.status),
+                "checkpoint_interval": trainer.save_checkpoint_interval,
+                "num_steps": trainer.num_steps,
             }
 
     async def disconnect_env(self, env_id: int) -> dict[str, Any]:
@@ -208,7 +230,8 @@ class Gateway:
         env = self._environment(env_id, 404)
         self.registry.hear(env, time.monotonic())
         status = await self.watch.refresh()
-        return self.registry.standing(env, self.queued(status))
+        batch = status.pressure.batch_sequences if status is not None else 0
+        return self.registry.standing(env, self.queued(status), self.step(status), batch)
 
     def queued(self, status: StatusReply | None) -> dict[str, int]:
         """Return the sequences that wait, by lane: those that the broker has, and those that are on their way to it."""

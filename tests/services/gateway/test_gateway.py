@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.services.gateway.site import TRAINER, Opened, configured, listening, scored
+from tests.services.gateway.site import ENVIRONMENT, TRAINER, Opened, configured, listening, scored
 
+from rolloutmq.bus.consumer import Consumer
 from rolloutmq.bus.producer import Producer
+from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.server import running_broker
 
@@ -392,3 +394,18 @@ async def test_a_group_that_is_too_large_is_said_to_be(site: Opened) -> None:
     async with site({"max_group_bytes": 1 << 16}) as one:
         answer = await one.post("/scored_data", scored(1, images="x" * 100_000), 413)
         assert "bytes" in answer["detail"]
+
+
+async def test_environments_may_be_theirs_while_the_trainer_pulls_from_the_bus(site: Opened) -> None:
+    async with site() as one:
+        assert await one.post("/register-env", ENVIRONMENT) == {"status": "wait for trainer to start"}
+        info = RunInfo(total_steps=9, max_tokens=64)
+        async with Consumer.open(one.layout.root, sequences=4, info=info) as trainer:
+            assert await one.get("/info") == {"batch_size": 4, "max_token_len": 64}
+            env = await one.enrol()
+            await one.post("/scored_data_list", [scored(tag, env_id=env) for tag in range(2)])
+            batch = await anext(trainer)
+            assert sorted(int(group["tokens"][0][0]) for group in batch.groups) == [0, 1]
+            assert batch.groups[0]["mask"][0].tolist() == [-100, 5]
+            await batch.ack()
+            assert (await one.standing(env))["current_step"] == 1

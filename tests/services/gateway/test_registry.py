@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from rolloutmq.services.gateway.contract import RegisterEnv, Registration
@@ -19,6 +21,10 @@ def env(made: Registry, env_id: int) -> Environment:
     return found
 
 
+def told(made: Registry, env_id: int, queued: dict[str, int] | None = None) -> dict[str, Any]:
+    return made.standing(env(made, env_id), queued or {}, step=3, batch=16)
+
+
 def test_names_count_up_and_lanes_are_never_the_same() -> None:
     made = registry(None, None)
     assert [one.wandb_name for one in made.book.environments] == ["e_0", "e_1"]
@@ -37,46 +43,46 @@ def test_any_name_becomes_one_that_the_bus_allows(desired: str, lane: str) -> No
 
 def test_weights_are_shared_among_those_that_are_there() -> None:
     made = registry(None, None, None, None)
-    assert made.standing(env(made, 0), {})["env_weight"] == 0.25
+    assert told(made, 0)["env_weight"] == 0.25
     made.leave(env(made, 3))
     made.leave(env(made, 2))
-    assert made.standing(env(made, 0), {})["env_weight"] == 0.5
+    assert told(made, 0)["env_weight"] == 0.5
     made.hear(env(made, 3), 1.0)
-    assert made.standing(env(made, 0), {})["env_weight"] == pytest.approx(1 / 3)
+    assert told(made, 0)["env_weight"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0])
 def test_without_any_weight_everybody_gets_the_least(weight: float) -> None:
     made = registry(None, None, weight=weight)
-    assert made.standing(env(made, 0), {})["env_weight"] == LEAST_WEIGHT
+    assert told(made, 0)["env_weight"] == LEAST_WEIGHT
 
 
 def test_the_queue_is_told_in_groups_of_the_own_size() -> None:
     made = registry(None, None)
-    told = made.standing(env(made, 0), {"e-0": 8, "e-1": 5})
-    assert told["self_queue_size"] == 2
-    assert told["max_group_size"] == 4
-    assert told["queue_size"] == 4, "two of its own; those of the other fill two groups"
+    status = told(made, 0, {"e-0": 8, "e-1": 5})
+    assert status["self_queue_size"] == 2
+    assert status["max_group_size"] == 4
+    assert status["queue_size"] == 4, "two of its own; those of the other fill two groups"
 
 
 def test_single_sequences_of_others_count_too() -> None:
     made = registry(None, None, group_size=1)
-    assert made.standing(env(made, 0), {"e-1": 7})["queue_size"] == 7
+    assert told(made, 0, {"e-1": 7})["queue_size"] == 7
 
 
 def test_what_others_have_within_their_minimum_share_does_not_count() -> None:
     made = registry(None, 0.5)
-    told = made.standing(env(made, 0), {"e-0": 0, "e-1": 12})
-    assert told["unallocated_fraction"] == 0.5
-    assert told["queue_size"] == 1
+    status = told(made, 0, {"e-0": 0, "e-1": 12})
+    assert status["unallocated_fraction"] == 0.5
+    assert status["queue_size"] == 1
     made.leave(env(made, 1))
-    assert made.standing(env(made, 0), {"e-1": 12})["queue_size"] == 3, "who is gone keeps no share"
+    assert told(made, 0, {"e-1": 12})["queue_size"] == 3, "who is gone keeps no share"
 
 
 def test_larger_groups_than_registered_are_the_size() -> None:
     made = registry(None)
     made.saw(env(made, 0), 16)
-    assert made.standing(env(made, 0), {"e-0": 32})["queue_size"] == 2
+    assert told(made, 0, {"e-0": 32})["queue_size"] == 2
 
 
 def test_who_is_not_heard_has_vanished_and_comes_back() -> None:
@@ -92,7 +98,7 @@ def test_shares_beyond_the_whole_are_scaled() -> None:
     made = registry(0.8, 0.8, None)
     assert made.share(env(made, 0)) == pytest.approx(0.5)
     assert made.share(env(made, 2)) == 0.0
-    assert made.standing(env(made, 2), {})["unallocated_fraction"] == 0.0
+    assert told(made, 2)["unallocated_fraction"] == 0.0
 
 
 def test_forgotten_environments_keep_their_numbers_and_count_when_they_are_heard() -> None:
