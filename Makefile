@@ -19,7 +19,7 @@ test: $(VENV)/.installed ## every test, as a user runs them; two at once, since 
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m 'not rival'
 
 test-atropos: $(VENV)/.installed .venv-atropos/.installed ## a short round through the server of Atropos
-	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py
+	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py tests/examples
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/test_transferqueue.py
@@ -38,12 +38,13 @@ bench: $(VENV)/.installed ## the figures, with their rivals in the same run
 
 bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed ## what some figures are compared with; optional
 
-# Of Atropos only the server is run, and it needs no more than this.
-.venv-atropos/.installed: constraints.txt
+# Atropos whole: its server, its environments, its example trainer's client, and its own tests of its server. And this
+# package: what an environment may use beside it, such as the client of OpenAI, is tried there.
+.venv-atropos/.installed: pyproject.toml constraints.txt constraints-atropos.txt
 	$(PYTHON) -m venv .venv-atropos
-	.venv-atropos/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		fastapi==0.165.0 'uvicorn[standard]==0.54.0'
-	.venv-atropos/bin/python -m pip install --quiet --disable-pip-version-check --no-deps atroposlib==0.4.0
+	.venv-atropos/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --constraint constraints-atropos.txt \
+		atroposlib==0.4.0 pytest requests --editable .
 	touch $@
 
 .venv-transferqueue/.installed: constraints.txt

@@ -14,9 +14,13 @@ from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.worker.policy import ChatMessage, Completion
 
-COMPLETIONS: Final = "/v1/completions"
-CHAT: Final = "/v1/chat/completions"
-MODELS: Final = "/v1/models"
+BASE: Final = "/v1"
+COMPLETIONS: Final = f"{BASE}/completions"
+CHAT: Final = f"{BASE}/chat/completions"
+MODELS: Final = f"{BASE}/models"
+
+BEYOND: Final = {"return_token_ids": True}
+"""What is asked for beyond OpenAI's own."""
 
 
 class _Version(msgspec.Struct, gc=False):
@@ -105,20 +109,12 @@ _encode: Final = msgspec.json.Encoder().encode
 def text_request(model: str, prompt: str | Sequence[int], **sampling: Any) -> bytes:
     """Encode the body of `/v1/completions`."""
     given = prompt if isinstance(prompt, str) else list(prompt)
-    return _encode({"model": model, "prompt": given, "logprobs": 0, "return_token_ids": True, **sampling})
+    return _encode({"model": model, "prompt": given, "logprobs": 0, **BEYOND, **sampling})
 
 
 def chat_request(model: str, messages: Sequence[ChatMessage], **sampling: Any) -> bytes:
     """Encode the body of `/v1/chat/completions`."""
-    return _encode(
-        {
-            "model": model,
-            "messages": list(messages),
-            "logprobs": True,
-            "return_token_ids": True,
-            **sampling,
-        }
-    )
+    return _encode({"model": model, "messages": list(messages), "logprobs": True, **BEYOND, **sampling})
 
 
 def text_completions(body: bytes, known: tuple[PolicyVersion, PolicyVersion]) -> list[Completion]:
@@ -148,10 +144,13 @@ def text_completions(body: bytes, known: tuple[PolicyVersion, PolicyVersion]) ->
     ]
 
 
-def chat_completions(body: bytes, known: tuple[PolicyVersion, PolicyVersion]) -> list[Completion]:
-    """Decode the answer of `/v1/chat/completions`; see `text_completions`."""
+def chat_completions(answered: Any, known: tuple[PolicyVersion, PolicyVersion]) -> list[Completion]:
+    """Decode the answer of `/v1/chat/completions`, see `text_completions`; or take what a client decoded, as it is."""
     try:
-        answer = _chat.decode(body)
+        if isinstance(answered, bytes):
+            answer = _chat.decode(answered)
+        else:
+            answer = msgspec.convert(answered, _ChatAnswer, from_attributes=True)
     except msgspec.MsgspecError as error:
         raise PolicyRefusedError(200, f"its answer is not of the dialect: {error}") from None
     return [

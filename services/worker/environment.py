@@ -12,9 +12,10 @@
         def score(self, task, completion):      # what an answer is worth
             return float(completion.text == str(sum(task)))
 
-Anything else (several turns, tools, judges) implements `rollout` of the `Environment` protocol. Keyword arguments of
-the class are the `options` of its section in the configuration. An environment that is an async context manager is
-entered before its first rollout and left after its last.
+Anything else (several turns, tools, judges) implements `rollout` of the `Environment` protocol; with a client of its
+own, such as OpenAI's, at the address that `policy.endpoint()` gives. Keyword arguments of the class are the `options`
+of its section in the configuration. An environment that is an async context manager is entered before its first rollout
+and left after its last.
 
 Two methods are optional, and `SingleTurn` has both: `rollout_task` answers a task that a trainer submitted
 (`environment.NAME.tasks`), and `member` one sequence of a group that may be closed before all of them are there

@@ -13,15 +13,16 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import aiohttp
 
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
 from rolloutmq.services.worker import dialect
+from rolloutmq.services.worker.endpoint import Endpoint
 from rolloutmq.services.worker.engines import Engine, Engines
 from rolloutmq.services.worker.policy import MAX_TOKENS, ChatMessage, Completion
 
@@ -41,6 +42,7 @@ RETRIED: Final = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses that pass by themselves."""
 
 _HEADERS: Final = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+_T = TypeVar("_T", bytes, Engine)
 
 
 class OpenAIPolicy:
@@ -120,14 +122,28 @@ class OpenAIPolicy:
         body = await self._ask(dialect.CHAT, lambda model: dialect.chat_request(model, messages, **sampling))
         return _counted(n, dialect.chat_completions(body, (before, max(before, self._known()))))
 
+    @asynccontextmanager
+    async def endpoint(self) -> AsyncIterator[Endpoint]:
+        """See `Policy.endpoint`."""
+        engine = await self._until(self._found)
+        engine.in_hand += 1
+        try:
+            yield Endpoint(engine.url + dialect.BASE, engine.model, self._known(), self._known)
+        finally:
+            engine.in_hand -= 1
+
     async def _ask(self, path: str, request: Callable[[str], bytes]) -> bytes:
         """Ask until there is an answer, or until the patience is over."""
+        return await self._until(lambda engine: self._answered(engine, path, request))
+
+    async def _until(self, attempt: Callable[[Engine], Awaitable[_T | str]]) -> _T:
+        """Attempt it with one engine after the other, until one attempt says no longer why it failed."""
         until = time.monotonic() + self._patience_s
         longest_s = BACKOFF_S
         while True:
             engine = self._engines.take(time.monotonic())
-            last = await self._attempt(engine, path, request, until - time.monotonic())
-            if isinstance(last, bytes):
+            last = await self._attempt(engine, attempt, until - time.monotonic())
+            if not isinstance(last, str):
                 return last
             now = time.monotonic()
             another = engine is not None and self._engines.pass_over(engine, now)
@@ -139,18 +155,16 @@ class OpenAIPolicy:
             longest_s = longest_s if another else min(2 * longest_s, BACKOFF_MAX_S)
 
     async def _attempt(
-        self, engine: Engine | None, path: str, request: Callable[[str], bytes], limit_s: float
-    ) -> bytes | str:
-        """Ask once; return the answer, or why it is to be tried again."""
+        self, engine: Engine | None, attempt: Callable[[Engine], Awaitable[_T | str]], limit_s: float
+    ) -> _T | str:
+        """Attempt it once; return what came of it, or why it is to be tried again."""
         if engine is None:
             return "it has not said yet where it is"
         self._address = engine.url
         engine.in_hand += 1
         try:
             async with asyncio.timeout(limit_s):
-                if not engine.model and (why := await self._find(engine)):
-                    return why
-                status, body = await self._post(engine.url + path, request(engine.model))
+                return await attempt(engine)
         except TimeoutError:
             return "it does not answer"
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
@@ -158,11 +172,21 @@ class OpenAIPolicy:
             return f"{type(error).__name__} {error}"
         finally:
             engine.in_hand -= 1
+
+    async def _answered(self, engine: Engine, path: str, request: Callable[[str], bytes]) -> bytes | str:
+        """Ask an engine; return its answer, or why there is none."""
+        if not engine.model and (why := await self._find(engine)):
+            return why
+        status, body = await self._post(engine.url + path, request(engine.model))
         if status == 200:
             return body
         if status not in RETRIED:
             raise PolicyRefusedError(status, dialect.error_text(body))
         return f"status {status}, {dialect.error_text(body)}"
+
+    async def _found(self, engine: Engine) -> Engine | str:
+        """Return the engine if it answers now, or why it does not."""
+        return await self._find(engine) or engine
 
     async def _find(self, engine: Engine) -> str:
         """Look up the model that is served there; return why not, or nothing."""

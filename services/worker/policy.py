@@ -4,10 +4,14 @@
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 from rolloutmq.schemas.envelope import PolicyVersion
+
+if TYPE_CHECKING:
+    from rolloutmq.services.worker.endpoint import Endpoint
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 """One message of a conversation: `{"role": "user", "content": "..."}`, and what else the server knows."""
@@ -75,4 +79,20 @@ class Policy(Protocol):
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """Sample `n` answers to a conversation, put into a prompt by the server. Raises what `complete` does."""
+        ...
+
+    def endpoint(self) -> AbstractAsyncContextManager["Endpoint"]:
+        """Choose a server for one conversation of a client of your own, such as `openai.AsyncOpenAI`.
+
+            async with policy.endpoint() as endpoint:
+                client = AsyncOpenAI(base_url=endpoint.base_url, api_key="unused")
+                answer = await client.chat.completions.create(messages=messages, **endpoint.request)
+                (completion,) = endpoint.completions(answer)
+
+        Waits until there is a server that answers. What it does after that is between the client and the server, also
+        when it goes away: a client that tries again bridges a pause.
+
+        Raises:
+            PolicyUnavailableError: No server answered for too long.
+        """
         ...

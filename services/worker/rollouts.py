@@ -295,7 +295,9 @@ class Occasionally:
 
 
 def one_line(error: BaseException) -> str:
-    """Describe an error in one short line that can travel, whatever its text is."""
+    """Describe an error in one short line that can travel, whatever its text is; of a group of errors, the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     text = " ".join(str(error).split()).encode(errors="replace").decode()
     kind = type(error).__name__
     if not isinstance(error, RolloutMQError):

@@ -11,9 +11,10 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Final
+from typing import Final, NoReturn
 
 from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.policy import MAX_TOKENS, ChatMessage, Completion
@@ -68,6 +69,10 @@ class ScriptedPolicy:
         """Answer `n` times; see `Policy.chat`."""
         text = "\n".join(str(message["content"]) for message in messages)
         return await self.complete(text, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
+
+    def endpoint(self) -> NoReturn:
+        """Refuse: a script listens at no address. Play the part of the environment that has no client."""
+        raise UsageError("a scripted policy has no server that a client could talk to")
 
     def _answer(self, prompt: str) -> str:
         if isinstance(self._answers, str):

@@ -29,7 +29,7 @@ class Trajectory:
         logprobs: Of each token, as it was sampled; 0 where it was given.
         score: The reward.
         oldest, newest: Policy versions of the first and the last sampled token.
-        finish_reason: How the last turn ended: `stop` or `length`.
+        finish_reason: How the last turn ended, `stop` or `length`; or how the whole did, in words of the environment.
         messages: The conversation, for people and for logs.
         columns: Rows of further columns, such as `ref_logprobs`; all sequences of a rollout have the same names.
     """
@@ -85,9 +85,16 @@ class Trajectory:
             finish_reason=completion.finish_reason,
         )
 
-    def scored(self, score: float, messages: Sequence[ChatMessage] | None = None) -> "Trajectory":
-        """Return the same sequence with its reward, and with its conversation if one is given."""
-        return replace(self, score=score, messages=self.messages if messages is None else messages)
+    def scored(
+        self, score: float, messages: Sequence[ChatMessage] | None = None, finish_reason: str = ""
+    ) -> "Trajectory":
+        """Return the same sequence with its reward, and with its conversation and how it ended if they are given."""
+        return replace(
+            self,
+            score=score,
+            messages=self.messages if messages is None else messages,
+            finish_reason=finish_reason or self.finish_reason,
+        )
 
 
 def group_of(

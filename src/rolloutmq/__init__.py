@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rolloutmq.bus.producer import Producer
     from rolloutmq.bus.tasks import BlockingTaskClient, Task, TaskClient
     from rolloutmq.schemas.trajectory import Column, Group
+    from rolloutmq.services.worker.endpoint import Endpoint
     from rolloutmq.services.worker.environment import Environment, SingleTurn
     from rolloutmq.services.worker.policy import Completion, Policy
     from rolloutmq.services.worker.trajectory import Trajectory
@@ -28,6 +29,7 @@ _HOME_OF = {
     "Column": "rolloutmq.schemas.trajectory",
     "Completion": "rolloutmq.services.worker.policy",
     "Consumer": "rolloutmq.bus.consumer",
+    "Endpoint": "rolloutmq.services.worker.endpoint",
     "Environment": "rolloutmq.services.worker.environment",
     "Group": "rolloutmq.schemas.trajectory",
     "Policy": "rolloutmq.services.worker.policy",
@@ -46,6 +48,7 @@ __all__ = [
     "Column",
     "Completion",
     "Consumer",
+    "Endpoint",
     "Environment",
     "Group",
     "Policy",

@@ -293,6 +293,8 @@ def test_one_in_an_interval_and_the_others_counted() -> None:
         (ValueError("\udcff"), "ValueError: ?"),
         (DrainingError(), "draining: no new rollout may start"),
         (ValueError("x" * 10_000), ("ValueError: " + "x" * 10_000)[:ERROR_CHARS]),
+        (ExceptionGroup("of a TaskGroup", [ValueError("first"), KeyError("second")]), "ValueError: first"),
+        (ExceptionGroup("", [ExceptionGroup("", [DrainingError()])]), str(DrainingError())),
     ],
 )
 def test_an_error_fits_in_one_line_that_can_travel(error: BaseException, text: str) -> None:

@@ -2,7 +2,10 @@
 
 import asyncio
 
+import pytest
+
 from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import UsageError
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.scripted import END, LOGPROB, ScriptedPolicy
 
@@ -31,3 +34,9 @@ def test_answers_in_turn_go_on_over_calls() -> None:
     first = asyncio.run(policy.complete("q", n=2))
     second = asyncio.run(policy.chat([{"role": "user", "content": "q"}], n=2))
     assert [answer.text for answer in first + second] == ["a", "b", "c", "a"]
+
+
+def test_a_script_has_no_server() -> None:
+    policy: Policy = ScriptedPolicy("a")
+    with pytest.raises(UsageError, match="no server"):
+        policy.endpoint()
