@@ -18,8 +18,9 @@ quickstart: $(VENV)/.installed ## train a policy through the bus, and watch it
 test: $(VENV)/.installed ## every test, as a user runs them; two at once, since many start processes of their own
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m 'not rival'
 
-test-atropos: $(VENV)/.installed .venv-atropos/.installed ## a short round through the server of Atropos
-	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py tests/examples
+test-atropos: $(VENV)/.installed .venv-atropos/.installed ## Atropos' server, environment, trainer and tests, for real
+	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py tests/services/gateway/atropos \
+		tests/examples
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/test_transferqueue.py

@@ -11,6 +11,7 @@ inference.json       where the policy is served                         inferenc
 inference-1.json ... the same of further engines                        each engine, while it serves
 gateway.json         where the HTTP interface is                        gateway, once it listens
 registrations.json   its trainer and environments, and its step         gateway
+doubts.log           posts that may not have been answered              gateway
 weights.json         where the shared weights lie                       trainer
 model/               configuration and tokenizer of the policy          trainer
 checkpoints/         step-000050/ ...                                   trainer
@@ -46,6 +47,7 @@ class RunLayout:
         self.inference = root / "inference.json"
         self.gateway = root / "gateway.json"
         self.registrations = root / "registrations.json"
+        self.doubts = root / "doubts.log"
         self.weights = root / "weights.json"
         self.model = root / "model"
         self.checkpoints = root / "checkpoints"

@@ -5,6 +5,7 @@ but for numbers that are not finite: they would reach the trainer as a loss that
 dropped, as there.
 """
 
+import re
 from typing import Any, Final
 
 import msgspec
@@ -90,6 +91,7 @@ FIELDS: Final = ScoredData.__struct_fields__
 """All fields of a group in the order in which answers have them."""
 
 Body = Registration | RegisterEnv | EnvIdentifier | ScoredData
+_MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
 _DECODERS: Final[dict[Any, msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(kind, strict=False)
     for kind in (Registration, RegisterEnv, EnvIdentifier, ScoredData, list[ScoredData])
@@ -106,6 +108,9 @@ def decode(body: bytes, kind: Any) -> Any:
         return _DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `")
+        if missing := _MISSING.fullmatch(reason):
+            place = (*_place(where), missing[1])
+            raise RefusedBodyError(place, "Field required", kind="missing") from None
         raise RefusedBodyError(_place(where), reason, kind="type_error") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if b"NaN" in body or b"Infinity" in body:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from rolloutmq.schemas.gateway import GatewayConfig
+from rolloutmq.services.gateway.doubts import Post
 
 Scope = Mapping[str, Any]
 Message = dict[str, Any]
@@ -24,6 +25,7 @@ COMPRESS_BYTES: Final = 1000
 """Smaller answers are not compressed, as with Atropos."""
 INFLATE_CHUNK: Final = 1 << 20
 JSON: Final = b"application/json"
+VARY: Final = (b"vary", b"accept-encoding")
 
 
 @dataclass(slots=True)
@@ -37,6 +39,8 @@ class Request:
     body: bytes = b""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the client closed the connection."""
+    post: Post | None = None
+    """What it posted; its answer ends it."""
 
 
 @dataclass(slots=True)
@@ -112,6 +116,8 @@ class Out:
     async def answer(self, answer: Answer) -> None:
         """Send all of it."""
         body, headers = answer.body, [*answer.headers]
+        if len(body) >= COMPRESS_BYTES:
+            headers.append(VARY)
         if self._takes_gzip and len(body) >= COMPRESS_BYTES:
             headers.append((b"content-encoding", b"gzip"))
             body = await self._compress(zlib.compressobj(self._level, wbits=31), body, last=True)
@@ -122,7 +128,7 @@ class Out:
     async def stream(self, parts: AsyncIterator[bytes]) -> None:
         """Send parts as they come; `end` says that it was all. Stops when the client goes."""
         press = zlib.compressobj(self._level, wbits=31) if self._takes_gzip else None
-        await self._start(200, JSON, [(b"content-encoding", b"gzip")] if press else [])
+        await self._start(200, JSON, [VARY, (b"content-encoding", b"gzip")] if press else [VARY])
         async for part in parts:
             if self._gone.is_set():
                 return

@@ -3,11 +3,12 @@
 A batch is leased from the broker when it is asked for. It is settled as trained as soon as the last byte of the answer
 is on its way; until then it stays leased, and who asks next gets the same one. There is no better moment: the protocol
 knows no acknowledgement, and to wait for the next question would hand a batch out twice whenever this process dies.
+What went and was not settled when it died, the next life knows from `doubts`, and settles instead of handing it out.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
@@ -16,6 +17,7 @@ from rolloutmq.bus.endpoint import Where
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import LeaseLostError, RolloutMQError
+from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.gateway.contract import Registration
 
 logger = logging.getLogger(__name__)
@@ -28,17 +30,25 @@ CONSUMER: Final = "gateway"
 class Offer:
     """One batch that is being handed out."""
 
-    def __init__(self, batch: PulledBatch) -> None:
+    def __init__(self, batch: PulledBatch, groups: Sequence[Group]) -> None:
         self.batch = batch
+        self.groups = groups
+        """What of the batch the trainer does not have yet."""
         self.delivered = False
         """Set by whoever has sent all of it."""
 
 
 class Handout:
-    """The consumer of the run's trainer."""
+    """The consumer of the run's trainer.
 
-    def __init__(self, where: Where) -> None:
+    Args:
+        where: Run directory.
+        went: Returns the groups of the last batch that was delivered, also by an earlier life.
+    """
+
+    def __init__(self, where: Where, went: Callable[[], Container[str]] = frozenset) -> None:
         self._where = where
+        self._went = went
         self._turn = asyncio.Lock()
         self._stack: AsyncExitStack | None = None
         self._consumer: Consumer | None = None
@@ -102,12 +112,28 @@ class Handout:
                 if self._settling is not None:
                     await asyncio.shield(self._settling)
                     self._settling = None
-                if self._held is None:
-                    self._held = await self._consumer.pull(self._version.step + 1, self._version, 0.0)
+                groups = await self._hold()
         except TimeoutError:
             logger.warning("the broker is slow or away: the trainer is told that there is nothing")
             return None
-        return Offer(self._held) if self._held is not None else None
+        return Offer(self._held, groups) if self._held is not None else None
+
+    async def _hold(self) -> list[Group]:
+        """Lease a batch, unless one is held; return those of its groups that the trainer does not have yet."""
+        assert self._consumer is not None
+        while True:
+            if self._held is None:
+                self._held = await self._consumer.pull(self._version.step + 1, self._version, 0.0)
+            if self._held is None:
+                return []
+            went = self._went()
+            groups = [group for group in self._held.groups if group.group_id not in went]
+            if groups or not self._held.groups:
+                return groups
+            logger.info("step %d went to the trainer before this gateway was started", self._held.step)
+            await self._settle(self._held)
+            self._held = None
+            self._version = PolicyVersion(0, self._version.step + 1)
 
     async def _settle(self, batch: PulledBatch) -> None:
         try:

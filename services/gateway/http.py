@@ -130,7 +130,17 @@ class Application:
         except Exception:
             logger.exception("request failed path=%s", request.path)
             answer = _refusal(500, "the gateway failed; its log tells why")
-        await out.answer(answer)
+        await self._answer(request, answer, out)
+
+    async def _answer(self, request: Request, answer: Answer, out: Out) -> None:
+        """Answer; a post whose client is not there to hear it stays in doubt."""
+        post, heard = request.post, False
+        try:
+            await out.answer(answer)
+            heard = not request.gone.is_set()
+        finally:
+            if post is not None:
+                (self._gateway.doubts.end if heard else self._gateway.doubts.leave)(post)
 
     async def _handled(self, request: Request) -> Answer:
         methods = self._routes.get(request.path)
@@ -182,13 +192,13 @@ class Application:
 
     async def _scored_data(self, request: Request) -> Answer:
         data = await self._decoded(request, ScoredData)
-        await self._gateway.take([data], request.gone)
+        request.post = await self._gateway.take([data], request.body, request.gone)
         return _json({"status": "received"})
 
     async def _scored_data_list(self, request: Request) -> Answer:
         data = await self._decoded(request, list[ScoredData])
         if data:
-            await self._gateway.take(data, request.gone)
+            request.post = await self._gateway.take(data, request.body, request.gone)
         return _json({"status": "received", "groups_processed": len(data)})
 
     async def _latest_example(self, _request: Request) -> Answer:
@@ -213,7 +223,7 @@ class Application:
             await out.answer(_json({"status": "error", "message": message, "batch": []}))
 
     async def _encoded(self, offer: Offer) -> AsyncIterator[bytes]:
-        for number, group in enumerate(offer.batch.groups):
+        for number, group in enumerate(offer.groups):
             encoded = await off(self._pool, group.tokens * 8, partial(_encoded, group))
             yield (b'{"batch":[' if not number else b",") + encoded
         yield b"]}"

@@ -1,12 +1,12 @@
 """What the gateway does for each of Atropos' endpoints. HTTP is in `http`; the law of who may claim what in `registry`.
 
 A request for `/scored_data` is answered when the broker has its groups. Whatever the broker knows, the gateway asks it
-for; the only state of its own are the registrations, which are written down before they are answered.
+for; the only state of its own are the registrations, which are written down before they are answered, and the posts
+that may not have been answered, of which `doubts` tells.
 """
 
 import asyncio
 import logging
-import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,8 +22,9 @@ from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.gateway.contract import RefusedBodyError, RegisterEnv, Registration, ScoredData
+from rolloutmq.services.gateway.doubts import Doubts, Post
 from rolloutmq.services.gateway.handout import Handout, Offer, registration_of
-from rolloutmq.services.gateway.outlet import Outlet
+from rolloutmq.services.gateway.outlet import NoRoomError, Outlet
 from rolloutmq.services.gateway.registry import Book, Environment, Registry
 from rolloutmq.services.gateway.scored import from_group, to_group
 from rolloutmq.services.gateway.watch import Watch
@@ -59,9 +60,10 @@ class Gateway:
         self.registry = Registry(book, config.absent_s, time.monotonic())
         self.posted_groups = 0
         """Groups that were taken in this life of the gateway."""
+        self.doubts = Doubts(layout.doubts, time.monotonic())
         self._layout = layout
         self._outlets: dict[str, Outlet] = {}
-        self._handout = Handout(layout.root)
+        self._handout = Handout(layout.root, lambda: self.doubts.went)
         self._latest: Group | None = None
         self._turn = asyncio.Lock()
         """One registration or reset at a time."""
@@ -90,6 +92,10 @@ class Gateway:
 
     async def _close(self) -> None:
         await self._handout.close()
+        await self._close_outlets()
+        self.doubts.close()
+
+    async def _close_outlets(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for outlet in self._outlets.values():
                 tasks.create_task(outlet.close())
@@ -102,13 +108,17 @@ class Gateway:
                 return
             await self.watch.connected()
             status = await self.watch.refresh()
-            book.step = max(book.step, status.pressure.step if status is not None else 0)
-            await self._handout.open(book.trainer, book.step)
+            settled = status.pressure.step if status is not None else 0
+            book.step = max(book.step, settled)
+            # The last batch went, and its settlement died: its groups come for the same step, and are settled then.
+            unsettled = settled == book.step - 1
+            await self._handout.open(book.trainer, settled if unsettled else book.step)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._handout.keep()
+            self.doubts.forget_old(time.monotonic())
             for env in self.registry.vanished(time.monotonic()):
                 logger.info("environment vanished name=%s", env.wandb_name)
                 await self._let_go(env)
@@ -148,6 +158,7 @@ class Gateway:
         async with self._handout.next() as offer:
             yield offer
             if offer is not None and offer.delivered:
+                self.doubts.hand_out(group.group_id for group in offer.batch.groups)
                 book.step += 1
                 self._write()
 
@@ -241,27 +252,48 @@ class Gateway:
             queued[name] = queued.get(name, 0) + outlet.waiting_sequences
         return queued
 
-    async def take(self, data: Sequence[ScoredData], gone: asyncio.Event) -> None:
-        """Return when the broker has all groups.
+    async def take(self, data: Sequence[ScoredData], body: bytes, gone: asyncio.Event) -> Post:
+        """Return when the broker has all groups; who answers ends the post.
+
+        Args:
+            data: What the body says.
+            body: A client that got no answer sends the same again.
+            gone: Set when the client is gone.
 
         Raises:
             RefusedBodyError: One of them cannot be; none was taken.
-            NoRoomError: There was no room in time; none was taken.
+            NoRoomError: There was no room in time; none was taken, or what was is known when they come again.
         """
-        by_lane: dict[str, list[Group]] = {}
-        now = time.time()
         environments = [
             self._environment(one.env_id, 422) if one.env_id is not None else None for one in data
         ]
-        for one, env in zip(data, environments, strict=True):
-            group = to_group(one, secrets.token_hex(12), at=now)
-            by_lane.setdefault(env.lane if env else NOBODY, []).append(group)
+        post = await self.doubts.begin(body, len(data), gone, time.monotonic())
+        try:
+            await self._send(data, environments, post)
+        except (RefusedBodyError, NoRoomError):
+            (self.doubts.leave if post.came else self.doubts.end)(post)
+            raise
+        except BaseException:
+            self.doubts.leave(post)
+            raise
+        return post
+
+    async def _send(
+        self, data: Sequence[ScoredData], environments: Sequence[Environment | None], post: Post
+    ) -> None:
+        by_lane: dict[str, list[Group]] = {}
+        now = time.time()
+        for one, env, group_id in zip(data, environments, post.ids, strict=True):
+            group = to_group(one, group_id, at=now)
+            if group_id not in post.came:
+                by_lane.setdefault(env.lane if env else NOBODY, []).append(group)
             if env is not None:
                 self.registry.hear(env, time.monotonic())
                 self.registry.saw(env, group.sequences)
         for lane, groups in by_lane.items():
             env = next((env for env in environments if env is not None and env.lane == lane), None)
-            await self._outlet(lane, env).deliver(groups, gone, self.config.post_wait_s)
+            await self._outlet(lane, env).deliver(groups, post.gone, self.config.post_wait_s)
+            self.doubts.came(group.group_id for group in groups)
             self.posted_groups += len(groups)
             self._latest = groups[-1]
 
@@ -327,6 +359,8 @@ class Gateway:
 
     async def _reset(self, why: str) -> None:
         await self._handout.close()
+        # A producer that outlived it would register itself again, and claim its minimum share for nobody.
+        await self._close_outlets()
         await self.watch.request(Reset(reason=why), RESET_S)
 
     def _write(self) -> None:

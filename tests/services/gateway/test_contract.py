@@ -43,7 +43,7 @@ def test_numbers_in_texts_are_numbers_as_there() -> None:
         (body(tokens=[1]), ("body", "tokens")),
         (body(scores=["x"]), ("body", "scores")),
         (body(env_id="x"), ("body", "env_id")),
-        (b'{"tokens": [[1]]}', ("body",)),
+        (b'{"tokens": [[1]]}', ("body", "masks")),
         (b"[]", ("body",)),
         (b"", ("body",)),
         (b"\xff\xfe", ("body",)),
@@ -65,10 +65,13 @@ def test_numbers_that_are_not_finite_are_named(number: str) -> None:
         decode(body().replace(b"[1]", f"[{number}]".encode()), ScoredData)
 
 
-@pytest.mark.parametrize("kind", [Registration, RegisterEnv])
-def test_a_missing_field_is_named(kind: type) -> None:
-    with pytest.raises(RefusedBodyError, match="missing required field"):
+@pytest.mark.parametrize(
+    ("kind", "first"), [(Registration, "wandb_group"), (RegisterEnv, "max_token_length")]
+)
+def test_a_missing_field_is_named(kind: type, first: str) -> None:
+    with pytest.raises(RefusedBodyError, match="Field required") as refused:
         decode(b"{}", kind)
+    assert refused.value.place == ("body", first)
 
 
 def test_a_message_has_a_role_and_content_and_anything_else() -> None:
