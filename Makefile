@@ -54,7 +54,7 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed ## what so
 		TransferQueue==0.1.11 ray==2.60.0
 	touch $@
 
-accept: $(VENV)/.installed ## every figure that is promised, met or unmet
+accept: $(VENV)/.installed .venv-atropos/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
 clean:
