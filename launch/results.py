@@ -103,12 +103,7 @@ def _lines(
     yield f"ended      {summary['ended']}, after {summary['wall_s']:.1f} s"
     if summary["reward_first"] is not None:
         yield f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps"
-    yield (
-        f"groups     {summary['groups_accepted']} accepted: {summary['groups_trained']} trained, "
-        f"{summary['groups_filtered']} filtered, {summary['groups_expired']} expired, "
-        f"{summary['groups_dead']} dead, {summary['groups_in_flight']} in flight"
-    )
-    yield f"           {summary['groups_lost']} lost, {summary['groups_trained_twice']} trained twice"
+    yield from _groups(layout, summary)
     yield f"staleness  {summary['staleness_max']} at most, the bound is {bound_text(summary)}"
     yield f"bias       {verdict_line(found.bias)}"
     yield f"workers    {summary['workers_min']} to {summary['workers_max']}"
@@ -117,3 +112,19 @@ def _lines(
         yield f"picture    {picture}"
     if summary["steps"] < total:
         yield f"go on with `rolloutmq up CONFIG --run-dir {layout.root} --resume`"
+
+
+def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
+    rest = (
+        f"{summary['groups_expired']} expired, {summary['groups_dead']} dead, "
+        f"{summary['groups_in_flight']} in flight"
+    )
+    if summary.get("groups_settled") is not None:
+        yield f"groups     {summary['groups_accepted']} accepted: {summary['groups_settled']} to your trainer, {rest}"
+        yield f"           `rolloutmq ledger verify {layout.root}` tells what became of them"
+        return
+    yield (
+        f"groups     {summary['groups_accepted']} accepted: {summary['groups_trained']} trained, "
+        f"{summary['groups_filtered']} filtered, {rest}"
+    )
+    yield f"           {summary['groups_lost']} lost, {summary['groups_trained_twice']} trained twice"

@@ -94,8 +94,9 @@ def key_figures(summary: dict[str, Any]) -> str:
         parts.append(f"{summary['steps']} steps in {summary.get('wall_s', 0):.0f} s")
     if "groups_accepted" in summary:
         parts.append(f"{summary['groups_accepted']:,} groups accepted")
-        parts.append(f"{summary.get('groups_lost', 0)} lost")
-        parts.append(f"{summary.get('groups_trained_twice', 0)} trained twice")
+        if summary.get("groups_settled") is None:
+            parts.append(f"{summary.get('groups_lost', 0)} lost")
+            parts.append(f"{summary.get('groups_trained_twice', 0)} trained twice")
     if summary.get("staleness_bound") is not None:
         parts.append(f"staleness {summary.get('staleness_max', 0)} of {bound_text(summary)}")
     if summary.get("late_members"):

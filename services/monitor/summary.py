@@ -24,6 +24,12 @@ from rolloutmq.services.monitor.metrics import Metrics, read_metrics
 WINDOW_STEPS: Final = 50
 """Steps at either end over which `reward_first` and `reward_last` are means."""
 
+TOLD_BY_TRAINER: Final = (
+    *("groups_trained", "groups_filtered", "groups_lost"),
+    *("groups_trained_twice", "groups_rewound"),
+)
+"""What only the log of the trainer tells."""
+
 ReadIds = Callable[[RunLayout], Iterable[str]]
 """Gives the ids of the groups that a `saved.rmq` holds."""
 
@@ -183,6 +189,9 @@ def summarise(
           refused by the trainer, thrown away on request.
         - groups_in_flight: groups that the broker still has; `up --resume` trains them.
         - groups_lost: groups accepted that nothing accounts for. Must be 0.
+        - groups_settled: only for a trainer that is no process of the run and leaves no log here: what it was given and
+          nothing else accounts for. Then trained, filtered, lost, trained_twice and rewound are None: `rolloutmq ledger
+          verify` tells them.
         - groups_trained_twice: groups that the final policy learned from more than once. Must be 0.
         - groups_rewound: groups pulled again since the weights that they led to first were lost.
         - groups_acked_twice: ids acked under two numbers. Must be 0.
@@ -208,7 +217,7 @@ def summarise(
     ready = seen.ready_counts(fewest, until=log.batches[-1].at if log.batches else None)
     return {
         **_progress(log, seen, wall_s),
-        **_groups(accounts, log),
+        **_groups(accounts, log, told=config.trainer.enabled or bool(log.batches)),
         "groups_acked_twice": acks.repeated,
         **_staleness(log, bounds_in_force(config, seen.bounds)),
         "workers_min": min(ready, default=0),
@@ -234,8 +243,8 @@ def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None) -> dict[str,
     }
 
 
-def _groups(accounts: Accounts, log: TrainerLog) -> dict[str, int]:
-    return {
+def _groups(accounts: Accounts, log: TrainerLog, *, told: bool) -> dict[str, int | None]:
+    figures: dict[str, int | None] = {
         "groups_accepted": len(accounts.accepted),
         "groups_trained": len(accounts.trained),
         "groups_filtered": len(accounts.filtered),
@@ -247,6 +256,10 @@ def _groups(accounts: Accounts, log: TrainerLog) -> dict[str, int]:
         "groups_trained_twice": sum(1 for times in log.trained().values() if times > 1),
         "groups_rewound": len(log.voided_ids() & (accounts.trained | accounts.filtered)),
     }
+    if not told:
+        figures |= dict.fromkeys(TOLD_BY_TRAINER)
+        figures["groups_settled"] = len(accounts.lost)
+    return figures
 
 
 def _staleness(log: TrainerLog, bounds: Sequence[tuple[float, int]]) -> dict[str, int | None]:

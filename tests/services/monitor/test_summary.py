@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
+from rolloutmq.schemas.config import EnvironmentConfig, RunConfig, TrainerConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import DamagedFileError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import AckedGroup, DroppedGroup, SettledBatch
 from rolloutmq.services.monitor.bounds import bounds_in_force
 from rolloutmq.services.monitor.metrics import read_metrics
-from rolloutmq.services.monitor.report import bound_text
+from rolloutmq.services.monitor.report import bound_text, key_figures
 from rolloutmq.services.monitor.summary import read_trainer_log, settle_accounts, summarise
 
 CONFIG = RunConfig(
@@ -296,3 +296,15 @@ def test_a_dead_group_that_was_queued_again_counts_where_it_came_to(run_dir: Pat
     write(layout.dropped, [dropped("a", "dead"), dropped("b", "dead"), dropped("a", "expired")])
 
     assert groups(join(layout, "b")) == {"accepted": 2, "expired": 1, "in_flight": 1}
+
+
+def test_a_trainer_that_leaves_no_log_loses_nothing(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "sort3-0", "a", "b", "c", "d")
+    write(layout.dropped, [dropped("b", "expired")])
+    own = CONFIG.model_copy(update={"trainer": TrainerConfig(enabled=False)})
+    summary = summarise(layout, own, saved_ids=lambda _: ["c"], wall_s=1.0)
+    assert (summary["groups_settled"], summary["groups_in_flight"], summary["groups_expired"]) == (2, 1, 1)
+    assert summary["groups_lost"] is summary["groups_trained"] is summary["groups_trained_twice"] is None
+    assert "lost" not in key_figures(summary)
+    assert join(layout, "c")["groups_lost"] == 2, "a trainer of the run would have said what it did with them"
