@@ -6,9 +6,10 @@ saved when the gateway ends: nobody was told that they had come, and their envir
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Final
+from typing import Final, NamedTuple
 
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.bus.producer import Producer
@@ -17,6 +18,8 @@ from rolloutmq.schemas.trajectory import Group
 
 SLOTS: Final = 64
 """Groups of one environment that are on their way at once."""
+ON_ITS_WAY_S: Final = 1.0
+"""A group that takes longer waits."""
 LEAVE_S: Final = 2.0
 """How long the end waits for acks: who waits for the answer asks again."""
 
@@ -26,6 +29,12 @@ class NoRoomError(RetryableError):
 
     def __str__(self) -> str:
         return "there is no room for the group yet; send it again"
+
+
+class _Waiting(NamedTuple):
+    since: float
+    groups: int
+    sequences: int
 
 
 class Outlet:
@@ -49,8 +58,7 @@ class Outlet:
         max_tokens: int = 0,
         share: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self.waiting_groups = self.waiting_sequences = 0
-        """Groups that are not acked yet, and their sequences."""
+        self._under_way: dict[object, _Waiting] = {}
         self._where = where
         self._lane = lane
         self._group_size = group_size
@@ -59,6 +67,16 @@ class Outlet:
         self._share = share
         self._opening = asyncio.Lock()
         self._open: tuple[Producer, AsyncExitStack] | None = None
+
+    def waiting(self) -> tuple[int, int]:
+        """Return how many groups wait for room, and their sequences.
+
+        What is just on its way does not: an environment that hears that enough is queued cancels its workers, those too
+        whose group is being taken, and would roll it out again.
+        """
+        late = time.monotonic() - ON_ITS_WAY_S
+        waits = [one for one in self._under_way.values() if one.since < late]
+        return sum(one.groups for one in waits), sum(one.sequences for one in waits)
 
     async def deliver(self, groups: Sequence[Group], gone: asyncio.Event, wait_s: float) -> None:
         """Return when all groups are acked.
@@ -73,17 +91,16 @@ class Outlet:
             NoRoomError: Nothing was taken.
             RolloutMQError: The producer failed; what was not acked will not come.
         """
-        sequences = sum(group.sequences for group in groups)
-        self.waiting_groups += len(groups)
-        self.waiting_sequences += sequences
+        waiting = _Waiting(time.monotonic(), len(groups), sum(group.sequences for group in groups))
+        key = object()
+        self._under_way[key] = waiting
         try:
             producer, ack = await self._first(groups[0], gone, wait_s)
             acks = [ack]
             acks += [await producer.send_acked(group) for group in groups[1:]]
             await asyncio.gather(*acks)
         finally:
-            self.waiting_groups -= len(groups)
-            self.waiting_sequences -= sequences
+            del self._under_way[key]
 
     async def close(self) -> None:
         """Close the producer; the next group opens another."""

@@ -180,7 +180,7 @@ class Gateway:
         """Return the step and how many groups wait."""
         status = await self.watch.refresh()
         queued = status.pressure.queued_groups if status is not None else 0
-        waiting = sum(outlet.waiting_groups for outlet in self._outlets.values())
+        waiting = sum(outlet.waiting()[0] for outlet in self._outlets.values())
         return {"current_step": self.step(status), "queue_size": queued + waiting}
 
     def step(self, status: StatusReply | None) -> int:
@@ -249,7 +249,7 @@ class Gateway:
         lanes = status.pressure.lanes if status is not None else ()
         queued = {lane.env: lane.queued_sequences for lane in lanes}
         for name, outlet in self._outlets.items():
-            queued[name] = queued.get(name, 0) + outlet.waiting_sequences
+            queued[name] = queued.get(name, 0) + outlet.waiting()[1]
         return queued
 
     async def take(self, data: Sequence[ScoredData], body: bytes, gone: asyncio.Event) -> Post:

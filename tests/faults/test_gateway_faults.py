@@ -119,7 +119,7 @@ class Load:
                 async with session.request(method, path, json=body) as answer:
                     assert answer.status == 200, (path, answer.status, await answer.text())
                     return await answer.json()
-            except aiohttp.ClientConnectionError:
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
                 if pause_s is None:
                     raise
                 await asyncio.sleep(pause_s)

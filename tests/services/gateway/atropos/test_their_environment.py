@@ -32,7 +32,7 @@ GROUP: Final = 4
 BATCH: Final = 32
 STEPS: Final = 60
 """The environment ends when so many batches are trained or queued: hundreds of groups."""
-MOST: Final = 0.8
+MOST: Final = 0.5
 """Of what that takes, the environment was answered 200 for so much at least: the rest it gave up by itself, for it
 cancels what it is about when enough is queued."""
 FILLER: Final = 0
