@@ -19,8 +19,8 @@ test: $(VENV)/.installed ## every test, as a user runs them; two at once, since 
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m 'not rival'
 
 test-atropos: $(VENV)/.installed .venv-atropos/.installed ## Atropos' server, environment, trainer and tests, for real
-	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py tests/services/gateway/atropos \
-		tests/examples
+	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py tests/benchmarks/test_gateway.py \
+		tests/services/gateway/atropos tests/examples
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/test_transferqueue.py

@@ -14,6 +14,7 @@ from typing import Final
 from benchmarks import (
     atropos,
     fairness,
+    gateway,
     journal,
     latency,
     memory,
@@ -44,6 +45,7 @@ PARTS: Final = {
     "wire": Part(wire.rows),
     "throughput": Part(throughput.rows),
     "atropos": Part(atropos.rows, atropos.missing),
+    "gateway": Part(gateway.rows, atropos.missing),
     "transferqueue": Part(transferqueue.rows, transferqueue.missing),
     "latency": Part(latency.rows),
     "memory": Part(memory.rows),

@@ -88,16 +88,17 @@ def our_rate(source: Source, groups: int | None = None) -> float:
         tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory,
         stage.broker(RunLayout(Path(directory)), stage.config(durability="memory")),
     ):
-        return _rate("our", directory, count, source)
+        return rate("our", directory, count, source)
 
 
 def their_rate(coding: Coding, groups: int = THEIR_GROUPS) -> float:
     """Run one round through their server, and return groups a second."""
-    with _server() as url:
-        return _rate("their", url, groups, coding)
+    with server() as url:
+        return rate("their", url, groups, coding)
 
 
-def _rate(side: str, where: str, groups: int, how: str) -> float:
+def rate(side: str, where: str, groups: int, how: str) -> float:
+    """Run one round of a client with a server or a broker that runs, and return groups a second."""
     words = (where, SHAPE.word, groups, how)
     with (
         stage.player("atropos", f"{side}-trainer", *words) as trainer,
@@ -113,7 +114,7 @@ def _rate(side: str, where: str, groups: int, how: str) -> float:
 
 
 @contextlib.contextmanager
-def _server() -> Iterator[str]:
+def server() -> Iterator[str]:
     """Run their server on a free port, and yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -168,7 +169,7 @@ async def _their_environment(url: str, shape: Shape, groups: int, coding: Coding
             "weight": 1.0,
             "group_size": shape.sequences,
         }
-        reply = await _until_success(session, f"{url}/register-env", about)
+        reply = await until_success(session, f"{url}/register-env", about)
     env_id = reply["env_id"]
     small = scored_data(workload.lists(SMALL, 0), env_id)
     await _post_all(url, [small] * BATCH_GROUPS, coding)
@@ -177,10 +178,10 @@ async def _their_environment(url: str, shape: Shape, groups: int, coding: Coding
     await _post_all(url, list(islice(cycle(made), groups)), coding)
 
 
-async def _until_success(session: aiohttp.ClientSession, url: str, about: dict[str, Any]) -> Any:
+async def until_success(session: aiohttp.ClientSession, url: str, about: dict[str, Any]) -> Any:
     """Post again and again, as their environments do until there is a trainer."""
     while True:
-        reply = await _replied(session.post(url, json=about))
+        reply = await replied(session.post(url, json=about))
         if reply["status"] == "success":
             return reply
         await asyncio.sleep(PAUSE_S)
@@ -193,7 +194,7 @@ async def _post_all(url: str, payloads: list[dict[str, Any]], coding: Coding) ->
         for payload in waiting:
             body, headers = encoded(payload, coding)
             async with aiohttp.ClientSession() as session:
-                reply = await _replied(session.post(f"{url}/scored_data", data=body, headers=headers))
+                reply = await replied(session.post(f"{url}/scored_data", data=body, headers=headers))
             assert reply["status"] == "received", reply
 
     async with asyncio.TaskGroup() as tasks:
@@ -202,35 +203,41 @@ async def _post_all(url: str, payloads: list[dict[str, Any]], coding: Coding) ->
 
 
 async def _their_trainer(url: str, shape: Shape, groups: int, coding: Coding) -> None:
-    about = {
-        "wandb_group": "",
-        "wandb_project": "",
-        "batch_size": BATCH_GROUPS * shape.sequences,
-        "max_token_len": shape.tokens,
-        "checkpoint_dir": "",
-        "save_checkpoint_interval": 1,
-        "starting_step": 0,
-        "num_steps": 1,
-    }
+    about = registration(BATCH_GROUPS * shape.sequences, shape.tokens)
     headers = {"Accept-Encoding": coding}
     async with aiohttp.ClientSession(headers=headers) as session:
-        await _replied(session.post(f"{url}/register", json=about))
+        await replied(session.post(f"{url}/register", json=about))
         await _take(url, session, BATCH_GROUPS)
         await asyncio.to_thread(stage.ready)
         await _take(url, session, groups)
         print("done", flush=True)
 
 
+def registration(batch_size: int, max_token_len: int) -> dict[str, Any]:
+    """Return what a trainer of theirs says of itself."""
+    return {
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": batch_size,
+        "max_token_len": max_token_len,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": 1,
+        "starting_step": 0,
+        "num_steps": 1,
+    }
+
+
 async def _take(url: str, session: aiohttp.ClientSession, groups: int) -> None:
     while groups > 0:
-        batch = (await _replied(session.get(f"{url}/batch")))["batch"]
+        batch = (await replied(session.get(f"{url}/batch")))["batch"]
         if batch is None:
             await asyncio.sleep(PAUSE_S)
         else:
             groups -= len(batch)
 
 
-async def _replied(request: Any) -> Any:
+async def replied(request: Any) -> Any:
+    """Wait for an answer, and return what its JSON says; aiohttp's error if it is one."""
     async with request as response:
         response.raise_for_status()
         return await response.json()

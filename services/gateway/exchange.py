@@ -1,12 +1,17 @@
 """One HTTP exchange over ASGI: a request read and inflated, an answer compressed and sent. Knows no endpoint.
 
-Bodies are bounded as they come and as they inflate. What takes the processor for long is done in threads.
+Bodies are bounded as they come and as they inflate. What takes the processor for long is done in threads. The parts of
+a stream are compressed apart from each other, several at once, and are one gzip stream all the same.
 """
 
 import asyncio
+import gzip
+import struct
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -18,12 +23,21 @@ Scope = Mapping[str, Any]
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Part = tuple[int, Callable[[], bytes]]
+"""About how large a part of a stream will be, and what makes it."""
 
 LARGE_BYTES: Final = 32 << 10
 """Bodies from that size on are handled in a thread: that takes longer than to hand them over."""
 COMPRESS_BYTES: Final = 1000
 """Smaller answers are not compressed, as with Atropos."""
 INFLATE_CHUNK: Final = 1 << 20
+AHEAD_PARTS: Final = 2
+"""So many parts of a stream are made while one is sent; each lies in memory until it is its turn."""
+LONG_CHECKSUM_BYTES: Final = 1 << 20
+"""To sum so much takes a millisecond, and is done in a thread."""
+GZIP_HEAD: Final = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"
+GZIP_END: Final = b"\x03\0"
+"""A last block with nothing in it; checksum and size follow."""
 JSON: Final = b"application/json"
 VARY: Final = (b"vary", b"accept-encoding")
 
@@ -94,6 +108,21 @@ async def body_of(request: Request, receive: Receive, config: GatewayConfig, poo
     return whole
 
 
+def _pressed(make: Callable[[], bytes], level: int | None) -> tuple[bytes, bytes]:
+    """Make a part; return it as it is, and as a piece of a gzip stream that needs none of the pieces before it."""
+    part = make()
+    if level is None:
+        return part, part
+    press = zlib.compressobj(level, wbits=-zlib.MAX_WBITS)
+    return part, press.compress(part) + press.flush(zlib.Z_SYNC_FLUSH)
+
+
+async def _checksum(part: bytes, before: int) -> int:
+    if len(part) < LONG_CHECKSUM_BYTES:
+        return zlib.crc32(part, before)
+    return await asyncio.to_thread(zlib.crc32, part, before)
+
+
 async def watch(receive: Receive, gone: asyncio.Event) -> None:
     """Set `gone` when the client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
@@ -120,36 +149,48 @@ class Out:
             headers.append(VARY)
         if self._takes_gzip and len(body) >= COMPRESS_BYTES:
             headers.append((b"content-encoding", b"gzip"))
-            body = await self._compress(zlib.compressobj(self._level, wbits=31), body, last=True)
+            body = await off(self._pool, len(body), partial(gzip.compress, body, self._level))
         headers.append((b"content-length", b"%d" % len(body)))
         await self._start(answer.status, answer.kind, headers)
         await self._send({"type": "http.response.body", "body": body})
 
-    async def stream(self, parts: AsyncIterator[bytes]) -> None:
-        """Send parts as they come; `end` says that it was all. Stops when the client goes."""
-        press = zlib.compressobj(self._level, wbits=31) if self._takes_gzip else None
-        await self._start(200, JSON, [VARY, (b"content-encoding", b"gzip")] if press else [VARY])
-        async for part in parts:
-            if self._gone.is_set():
-                return
-            body = await self._compress(press, part) if press else part
-            if body:
-                await self._send({"type": "http.response.body", "body": body, "more_body": True})
-        if press is not None:
-            await self._send({"type": "http.response.body", "body": press.flush(), "more_body": True})
+    async def stream(self, parts: Iterable[Part]) -> None:
+        """Send parts while those after them are made; `end` says that it was all. Stops when the client goes."""
+        crc, size = 0, 0
+        await self._start(200, JSON, [VARY, (b"content-encoding", b"gzip")] if self._takes_gzip else [VARY])
+        head = GZIP_HEAD if self._takes_gzip else b""
+        async with aclosing(self._made(parts)) as made:
+            async for part, body in made:
+                if self._gone.is_set():
+                    return
+                await self._send({"type": "http.response.body", "body": head + body, "more_body": True})
+                head = b""
+                if self._takes_gzip:
+                    crc = await _checksum(part, crc)
+                    size += len(part)
+        if self._takes_gzip:
+            tail = GZIP_END + struct.pack("<II", crc, size & 0xFFFFFFFF)
+            await self._send({"type": "http.response.body", "body": head + tail, "more_body": True})
+
+    async def _made(self, parts: Iterable[Part]) -> AsyncGenerator[tuple[bytes, bytes], None]:
+        """Yield parts in order, as they are and as they are sent, and have some more of them made meanwhile."""
+        coming: deque[asyncio.Task[tuple[bytes, bytes]]] = deque()
+        try:
+            for size, make in parts:
+                work = partial(_pressed, make, self._level if self._takes_gzip else None)
+                coming.append(asyncio.create_task(off(self._pool, size, work)))
+                if len(coming) > AHEAD_PARTS:
+                    yield await coming.popleft()
+            while coming:
+                yield await coming.popleft()
+        finally:
+            for task in coming:
+                task.cancel()
+            await asyncio.gather(*coming, return_exceptions=True)
 
     async def end(self) -> None:
         """Say that it was all."""
         await self._send({"type": "http.response.body", "body": b""})
-
-    async def _compress(self, press: Any, part: bytes, *, last: bool = False) -> bytes:
-        def work() -> bytes:
-            pressed: bytes = press.compress(part)
-            return pressed + press.flush() if last else pressed
-
-        if len(part) < LARGE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def _start(self, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         own = [(b"content-type", kind), *headers, *self._cors()]

@@ -7,8 +7,10 @@ posts. A batch is streamed: its first byte is there before its last group is enc
 
 import asyncio
 import logging
+import threading
+import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
@@ -33,9 +35,11 @@ from rolloutmq.services.gateway.contract import (
     ScoredData,
     decode,
 )
+from rolloutmq.services.gateway.doubts import digest_of
 from rolloutmq.services.gateway.exchange import (
     Answer,
     Out,
+    Part,
     Receive,
     Request,
     Scope,
@@ -45,15 +49,21 @@ from rolloutmq.services.gateway.exchange import (
     off,
     watch,
 )
-from rolloutmq.services.gateway.handout import Offer
 from rolloutmq.services.gateway.metrics import exposition
 from rolloutmq.services.gateway.outlet import NoRoomError
-from rolloutmq.services.gateway.scored import from_group
+from rolloutmq.services.gateway.scored import UNNAMED, Posted, from_group, to_group
 from rolloutmq.services.gateway.service import Gateway, NotRegisteredError
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = b"2"
+TOKEN_BYTES: Final = 32
+"""About what a token is as text, with its label and its log-probability."""
+
+
+_INTERPRETER: Final = threading.Lock()
+"""Held by the thread that decodes or encodes: that takes the interpreter, and two of them would only keep the loop
+waiting for both. To inflate and to compress takes none, and is done by several at once."""
 
 
 class Application:
@@ -156,6 +166,10 @@ class Application:
     async def _decoded(self, request: Request, kind: Any) -> Any:
         return await off(self._pool, len(request.body), partial(decode, request.body, kind))
 
+    async def _posted(self, request: Request, kind: Any) -> Posted:
+        made: Posted = await off(self._pool, len(request.body), partial(_posted, request.body, kind))
+        return made
+
     # What Atropos has
 
     async def _root(self, _request: Request) -> Answer:
@@ -191,15 +205,14 @@ class Application:
         return _json(await self._gateway.status_env(env_id))
 
     async def _scored_data(self, request: Request) -> Answer:
-        data = await self._decoded(request, ScoredData)
-        request.post = await self._gateway.take([data], request.body, request.gone)
+        request.post = await self._gateway.take(await self._posted(request, ScoredData), request.gone)
         return _json({"status": "received"})
 
     async def _scored_data_list(self, request: Request) -> Answer:
-        data = await self._decoded(request, list[ScoredData])
-        if data:
-            request.post = await self._gateway.take(data, request.body, request.gone)
-        return _json({"status": "received", "groups_processed": len(data)})
+        posted = await self._posted(request, list[ScoredData])
+        if posted.groups:
+            request.post = await self._gateway.take(posted, request.gone)
+        return _json({"status": "received", "groups_processed": len(posted.groups)})
 
     async def _latest_example(self, _request: Request) -> Answer:
         return _json(await self._gateway.latest_example())
@@ -215,18 +228,12 @@ class Application:
                 if offer is None:
                     await out.answer(_json({"batch": None}))
                     return
-                await out.stream(self._encoded(offer))
+                await out.stream(_parts(offer.groups))
                 offer.delivered = not request.gone.is_set()
                 await out.end()
         except NotRegisteredError:
             message = "Trainer not registered. Call /register first."
             await out.answer(_json({"status": "error", "message": message, "batch": []}))
-
-    async def _encoded(self, offer: Offer) -> AsyncIterator[bytes]:
-        for number, group in enumerate(offer.groups):
-            encoded = await off(self._pool, group.tokens * 8, partial(_encoded, group))
-            yield (b'{"batch":[' if not number else b",") + encoded
-        yield b"]}"
 
     # What it has not
 
@@ -248,8 +255,30 @@ class Application:
         return _json(pages.openapi())
 
 
-def _encoded(group: Group) -> bytes:
-    return msgspec.json.encode(from_group(group))
+def _posted(body: bytes, kind: Any) -> Posted:
+    digest, now = digest_of(body), time.time()
+    with _INTERPRETER:
+        data = decode(body, kind)
+        several = data if isinstance(data, list) else [data]
+        return Posted(
+            digest, [one.env_id for one in several], [to_group(one, UNNAMED, at=now) for one in several]
+        )
+
+
+def _parts(groups: Sequence[Group]) -> Iterator[Part]:
+    """Return the groups of a batch as parts of an answer, with what is around them.
+
+    The end is a part of its own: it is sent when the client has taken what was before it.
+    """
+    for number, group in enumerate(groups):
+        before = b"," if number else b'{"batch":['
+        yield group.tokens * TOKEN_BYTES, partial(_encoded, group, before)
+    yield 0, partial(bytes, b"]}")
+
+
+def _encoded(group: Group, before: bytes) -> bytes:
+    with _INTERPRETER:
+        return before + msgspec.json.encode(from_group(group))
 
 
 def _json(value: Any, status: int = 200) -> Answer:

@@ -7,6 +7,7 @@ saved when the gateway ends: nobody was told that they had come, and their envir
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
@@ -20,6 +21,8 @@ SLOTS: Final = 64
 """Groups of one environment that are on their way at once."""
 ON_ITS_WAY_S: Final = 1.0
 """A group that takes longer waits."""
+REMEMBERED: Final = 256
+"""Newest acks; the broker's state is asked for long before there are more."""
 LEAVE_S: Final = 2.0
 """How long the end waits for acks: who waits for the answer asks again."""
 
@@ -59,6 +62,9 @@ class Outlet:
         share: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._under_way: dict[object, _Waiting] = {}
+        self.settled_at = float("-inf")
+        """When it was last known what became of groups, monotonic."""
+        self._acked: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         self._where = where
         self._lane = lane
         self._group_size = group_size
@@ -99,8 +105,14 @@ class Outlet:
             acks = [ack]
             acks += [await producer.send_acked(group) for group in groups[1:]]
             await asyncio.gather(*acks)
+            self._acked.append((time.monotonic(), waiting.sequences))
         finally:
             del self._under_way[key]
+            self.settled_at = time.monotonic()
+
+    def acked_since(self, at: float) -> int:
+        """Return the sequences that were acked since, as far as it is remembered."""
+        return sum(sequences for acked_at, sequences in self._acked if acked_at > at)
 
     async def close(self) -> None:
         """Close the producer; the next group opens another."""

@@ -5,7 +5,8 @@ field was an empty list or which environment sent it, is in one column of the ga
 through the gateway has labels made of its mask.
 """
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from rolloutmq.services.gateway.contract import FIELDS, RefusedBodyError, Scored
 
 OWN_COLUMN: Final = "atropos"
 """The environment's number, and the fields that were empty lists."""
+UNNAMED: Final = "unnamed"
+"""Id of a group until it is known whether it came before."""
 NOT_TRAINED: Final = -100
 """The label of a token that nothing is learned from."""
 NUMBERS: Final = (
@@ -27,6 +30,14 @@ NUMBERS: Final = (
 OPAQUE: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _FIELD_OF: Final = {"mask": "masks"}
 """Columns that have another name there."""
+
+
+class Posted(NamedTuple):
+    """One body: its groups, `UNNAMED` yet, and the environments that they name."""
+
+    digest: bytes
+    env_ids: Sequence[int | None]
+    groups: Sequence[Group]
 
 
 def to_group(data: ScoredData, group_id: str, *, at: float) -> Group:

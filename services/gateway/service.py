@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from rolloutmq.bus import codec
@@ -21,19 +22,21 @@ from rolloutmq.schemas.errors import BrokerUnavailableError, RefusedError
 from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.trajectory import Group
-from rolloutmq.services.gateway.contract import RefusedBodyError, RegisterEnv, Registration, ScoredData
+from rolloutmq.services.gateway.contract import RefusedBodyError, RegisterEnv, Registration
 from rolloutmq.services.gateway.doubts import Doubts, Post
 from rolloutmq.services.gateway.handout import Handout, Offer, registration_of
 from rolloutmq.services.gateway.outlet import NoRoomError, Outlet
 from rolloutmq.services.gateway.registry import Book, Environment, Registry
-from rolloutmq.services.gateway.scored import from_group, to_group
-from rolloutmq.services.gateway.watch import Watch
+from rolloutmq.services.gateway.scored import Posted, from_group
+from rolloutmq.services.gateway.watch import FRESH_S, Watch
 from rolloutmq.services.lock import only_one
 
 logger = logging.getLogger(__name__)
 
 NOBODY: Final = "unregistered"
 """Lane of the groups that name no environment."""
+OTHERS_S: Final = 0.02
+"""How long an environment's status waits for what other environments did."""
 SWEEP_S: Final = 1.0
 """How often it is looked who has vanished."""
 RESET_S: Final = 10.0
@@ -67,6 +70,8 @@ class Gateway:
         self._latest: Group | None = None
         self._turn = asyncio.Lock()
         """One registration or reset at a time."""
+        self._changed_at = float("-inf")
+        """When the queue last lost what every environment must know of, monotonic."""
 
     @classmethod
     @asynccontextmanager
@@ -161,6 +166,7 @@ class Gateway:
                 self.doubts.hand_out(group.group_id for group in offer.batch.groups)
                 book.step += 1
                 self._write()
+                self._queue_changed()
 
     async def info(self) -> dict[str, Any]:
         """Return the size of a batch and the longest sequence, -1 while nobody has said."""
@@ -240,36 +246,52 @@ class Gateway:
         """
         env = self._environment(env_id, 404)
         self.registry.hear(env, time.monotonic())
-        status = await self.watch.refresh()
+        status = await self._state_for(env)
         batch = status.pressure.batch_sequences if status is not None else 0
         return self.registry.standing(env, self.queued(status), self.step(status), batch)
 
+    async def _state_for(self, env: Environment) -> StatusReply | None:
+        """Return the state as an environment must see it: with its own groups, and the queue that belongs to the step.
+
+        What others posted, it sees too, if that does not keep it waiting; otherwise their groups are counted here.
+        """
+        own = self._outlets.get(env.lane)
+        posted_at = own.settled_at if own is not None else float("-inf")
+        await self.watch.refresh(max(posted_at, self._changed_at, time.monotonic() - FRESH_S))
+        others_at = max((one.settled_at for one in self._outlets.values()), default=posted_at)
+        return await self.watch.refresh(others_at, OTHERS_S)
+
+    def _queue_changed(self) -> None:
+        """Note that whoever asks from now on must see it."""
+        self._changed_at = time.monotonic()
+        self.watch.look()
+
     def queued(self, status: StatusReply | None) -> dict[str, int]:
-        """Return the sequences that wait, by lane: those that the broker has, and those that are on their way to it."""
+        """Return the sequences that wait, by lane: those that the broker had, and those on their way or acked since."""
         lanes = status.pressure.lanes if status is not None else ()
         queued = {lane.env: lane.queued_sequences for lane in lanes}
         for name, outlet in self._outlets.items():
-            queued[name] = queued.get(name, 0) + outlet.waiting()[1]
+            since = outlet.waiting()[1] + outlet.acked_since(self.watch.asked_at)
+            queued[name] = queued.get(name, 0) + since
         return queued
 
-    async def take(self, data: Sequence[ScoredData], body: bytes, gone: asyncio.Event) -> Post:
+    async def take(self, posted: Posted, gone: asyncio.Event) -> Post:
         """Return when the broker has all groups; who answers ends the post.
 
         Args:
-            data: What the body says.
-            body: A client that got no answer sends the same again.
+            posted: What came. A client that got no answer sends the same again.
             gone: Set when the client is gone.
 
         Raises:
-            RefusedBodyError: One of them cannot be; none was taken.
+            RefusedBodyError: One of them names an environment that nobody registered; none was taken.
             NoRoomError: There was no room in time; none was taken, or what was is known when they come again.
         """
         environments = [
-            self._environment(one.env_id, 422) if one.env_id is not None else None for one in data
+            self._environment(env_id, 422) if env_id is not None else None for env_id in posted.env_ids
         ]
-        post = await self.doubts.begin(body, len(data), gone, time.monotonic())
+        post = await self.doubts.begin(posted.digest, len(posted.groups), gone, time.monotonic())
         try:
-            await self._send(data, environments, post)
+            await self._send(posted.groups, environments, post)
         except (RefusedBodyError, NoRoomError):
             (self.doubts.leave if post.came else self.doubts.end)(post)
             raise
@@ -279,12 +301,11 @@ class Gateway:
         return post
 
     async def _send(
-        self, data: Sequence[ScoredData], environments: Sequence[Environment | None], post: Post
+        self, groups: Sequence[Group], environments: Sequence[Environment | None], post: Post
     ) -> None:
         by_lane: dict[str, list[Group]] = {}
-        now = time.time()
-        for one, env, group_id in zip(data, environments, post.ids, strict=True):
-            group = to_group(one, group_id, at=now)
+        for made, env, group_id in zip(groups, environments, post.ids, strict=True):
+            group = replace(made, group_id=group_id)
             if group_id not in post.came:
                 by_lane.setdefault(env.lane if env else NOBODY, []).append(group)
             if env is not None:
@@ -362,6 +383,7 @@ class Gateway:
         # A producer that outlived it would register itself again, and claim its minimum share for nobody.
         await self._close_outlets()
         await self.watch.request(Reset(reason=why), RESET_S)
+        self._queue_changed()
 
     def _write(self) -> None:
         write_json(self._layout.registrations, self.registry.book)

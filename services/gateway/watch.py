@@ -1,4 +1,8 @@
-"""The broker's state, asked for when somebody wants to know, by one question at a time for all who do."""
+"""The broker's state, asked for when somebody wants to know, by one question at a time for all who do.
+
+Whoever asks says how old the answer may be. What is known already is told at once, and asked for anew meanwhile if it
+is getting old, so that nobody waits who need not.
+"""
 
 import asyncio
 import logging
@@ -16,6 +20,8 @@ from rolloutmq.schemas.errors import BrokerUnavailableError, ClosedError
 
 logger = logging.getLogger(__name__)
 
+FRESH_S: Final = 0.25
+"""What others did may be seen so late; the broker tells its workers as often."""
 PATIENCE_S: Final = 1.0
 """A broker that does not answer within it is away; what was known last counts until it comes back."""
 
@@ -28,6 +34,8 @@ class Watch:
         """The newest answer."""
         self.heard_at = float("-inf")
         """When it came, monotonic."""
+        self.asked_at = float("-inf")
+        """When it was asked for, monotonic: it takes into account what was done before."""
         self._where = where
         self._context = make_context()
         self._client: BrokerClient | None = None
@@ -54,21 +62,37 @@ class Watch:
             assert self._connecting is not None
             await asyncio.shield(self._connecting)
 
-    async def refresh(self) -> StatusReply | None:
-        """Ask, unless the broker is away; return the newest that is known.
+    async def refresh(self, since: float | None = None, wait_s: float | None = None) -> StatusReply | None:
+        """Return the state as it was at `since` or later, or, while the broker is away, the newest that is known.
 
-        A question that is under way is waited for, and then another asked: its answer may be from before the caller's
-        own deed.
+        Args:
+            since: Monotonic; by default now. What the caller itself did before, the answer takes into account.
+            wait_s: Longest wait; then, too, the newest that is known is returned. By default as long as it takes.
         """
-        if self._client is None:
-            self._connect()
-            return self.status
-        if self._asking is not None and not self._asking.done():
-            await asyncio.wait({self._asking})
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask(self._client))
-        await asyncio.wait({self._asking})
+        now = time.monotonic()
+        since = now if since is None else since
+        for _ in range(2):  # what is under way may have been asked before
+            if self._client is None:
+                self._connect()
+                break
+            if self.asked_at >= since:
+                if self.asked_at < now - FRESH_S / 2:
+                    self.look()
+                break
+            left = None if wait_s is None else max(0.0, now + wait_s - time.monotonic())
+            await asyncio.wait({self._question(self._client)}, timeout=left)
         return self.status
+
+    def look(self) -> None:
+        """Ask without waiting for the answer."""
+        if self._client is not None:
+            self._question(self._client)
+
+    def _question(self, client: BrokerClient) -> "asyncio.Task[None]":
+        """Return the question that is under way, or ask one."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(client), name="question to the broker")
+        return self._asking
 
     async def request(self, message: Request, timeout_s: float) -> Reply:
         """Ask anything else.
@@ -96,6 +120,7 @@ class Watch:
         self._client, _ = await reach(self._where, self._context)
 
     async def _ask(self, client: BrokerClient) -> None:
+        asked_at = time.monotonic()
         try:
             reply = await client.request(GetStatus(), PATIENCE_S, PATIENCE_S / 2)
         except (BrokerUnavailableError, ClosedError):
@@ -106,4 +131,4 @@ class Watch:
                 self._connect()
             return
         if isinstance(reply, StatusReply):
-            self.status, self.heard_at = reply, time.monotonic()
+            self.status, self.heard_at, self.asked_at = reply, time.monotonic(), asked_at
