@@ -97,6 +97,13 @@ def rows() -> Iterator[Row]:
         partial(client_rate, "their"),
         RIVAL["gzip"],
     )
+    yield compare(
+        "trajectories/s over HTTP from that client to a trainer of the SDK, gzip, memory",
+        str(atropos.SHAPE),
+        partial(step_rate, "our"),
+        partial(step_rate, "their"),
+        RIVAL["gzip"],
+    )
 
 
 def groups_of(side: Side, shape: Shape, coding: Coding) -> int:
@@ -133,6 +140,25 @@ def client_rate(side: Side, groups: int = atropos.THEIR_GROUPS) -> float:
         return atropos.rate("their", url, groups, "gzip") * atropos.SHAPE.sequences
 
 
+def step_rate(side: Side, groups: int = atropos.THEIR_GROUPS) -> float:
+    """Run one round of the same client with a trainer that pulls from the bus, and return trajectories a second."""
+    if side == "their":
+        return client_rate(side, groups)
+    shape = atropos.SHAPE
+    with (
+        _ours() as (url, directory),
+        stage.player("atropos", "our-trainer", directory, shape.word, groups, "gzip") as trainer,
+        stage.player("atropos", "their-environment", url, shape.word, groups, "gzip") as environment,
+    ):
+        environment.wait_ready(atropos.ROUND_S)
+        trainer.wait_ready(atropos.ROUND_S)
+        started = time.perf_counter()
+        trainer.begin()
+        environment.begin()
+        trainer.line(atropos.ROUND_S)
+        return groups * shape.sequences / (time.perf_counter() - started)
+
+
 @contextlib.contextmanager
 def server(side: Side) -> Iterator[str]:
     """Run ours or theirs on a free port, and yield its address."""
@@ -140,6 +166,13 @@ def server(side: Side) -> Iterator[str]:
         with atropos.server() as url:
             yield url
         return
+    with _ours() as (url, _):
+        yield url
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[tuple[str, str]]:
+    """Run a gateway, and yield its address and its run directory."""
     with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory:
         about = ["--port", "0", "--run-dir", directory, "--set", "broker.durability=memory"]
         command = [sys.executable, "-m", "rolloutmq.launch.cli", "gateway", *about]
@@ -147,7 +180,7 @@ def server(side: Side) -> Iterator[str]:
             (Path(directory) / "bench.out").open("ab") as log,
             stage.ended(subprocess.Popen(command, stdout=log, stderr=log)) as process,
         ):
-            yield _address(Path(directory) / GATEWAY_FILE, process)
+            yield _address(Path(directory) / GATEWAY_FILE, process), directory
             process.terminate()
             process.wait(STOP_S)
 

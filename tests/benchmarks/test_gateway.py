@@ -53,6 +53,10 @@ def test_ours_serves_the_client_that_encodes() -> None:
     assert gateway.client_rate("our", atropos.BATCH_GROUPS) > 0
 
 
+def test_ours_serves_that_client_and_a_trainer_of_the_sdk() -> None:
+    assert gateway.step_rate("our", atropos.BATCH_GROUPS) > 0
+
+
 @pytest.mark.rival
 @pytest.mark.skipif(bool(atropos.missing()), reason=atropos.missing())
 @codings
