@@ -7,6 +7,7 @@ a stream are compressed apart from each other, several at once, and are one gzip
 import asyncio
 import gzip
 import struct
+import threading
 import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from concurrent.futures import Executor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.services.gateway.doubts import Post
@@ -27,7 +28,10 @@ Part = tuple[int, Callable[[], bytes]]
 """About how large a part of a stream will be, and what makes it."""
 
 LARGE_BYTES: Final = 32 << 10
-"""Bodies from that size on are handled in a thread: that takes longer than to hand them over."""
+"""Bodies from that size on are inflated and compressed in a thread: that takes longer than to hand them over."""
+LONG_BYTES: Final = 256 << 10
+"""Bodies from that size on are decoded and encoded in a thread. That needs the interpreter as much as the loop does and
+costs more there; it is worth it only where the loop would stand still for longer than a millisecond or two."""
 COMPRESS_BYTES: Final = 1000
 """Smaller answers are not compressed, as with Atropos."""
 INFLATE_CHUNK: Final = 1 << 20
@@ -40,6 +44,8 @@ GZIP_END: Final = b"\x03\0"
 """A last block with nothing in it; checksum and size follow."""
 JSON: Final = b"application/json"
 VARY: Final = (b"vary", b"accept-encoding")
+_INTERPRETER: Final = threading.Lock()
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -71,11 +77,19 @@ class TooLargeError(Exception):
     """A body is beyond its bound, as it came or inflated."""
 
 
-async def off(pool: Executor, size: int, work: Callable[[], Any]) -> Any:
-    """Do it in a thread if it takes long, which its size in bytes tells."""
-    if size < LARGE_BYTES:
+async def off(pool: Executor, size: int, work: Callable[[], Any], least: int = LARGE_BYTES) -> Any:
+    """Do it in a thread if it takes long: if its size in bytes is at least so much."""
+    if size < least:
         return work()
     return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def in_turn(size: int, work: Callable[[], _T]) -> _T:
+    """Do what needs the interpreter; one at a time if it takes long, for the loop would have to wait for them all."""
+    if size < LONG_BYTES:
+        return work()
+    with _INTERPRETER:
+        return work()
 
 
 async def body_of(request: Request, receive: Receive, config: GatewayConfig, pool: Executor) -> bytes:
@@ -178,7 +192,8 @@ class Out:
         try:
             for size, make in parts:
                 work = partial(_pressed, make, self._level if self._takes_gzip else None)
-                coming.append(asyncio.create_task(off(self._pool, size, work)))
+                least = LARGE_BYTES if self._takes_gzip else LONG_BYTES
+                coming.append(asyncio.create_task(off(self._pool, size, work, least)))
                 if len(coming) > AHEAD_PARTS:
                     yield await coming.popleft()
             while coming:

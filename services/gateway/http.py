@@ -7,7 +7,6 @@ posts. A batch is streamed: its first byte is there before its last group is enc
 
 import asyncio
 import logging
-import threading
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -37,6 +36,7 @@ from rolloutmq.services.gateway.contract import (
 )
 from rolloutmq.services.gateway.doubts import digest_of
 from rolloutmq.services.gateway.exchange import (
+    LONG_BYTES,
     Answer,
     Out,
     Part,
@@ -46,6 +46,7 @@ from rolloutmq.services.gateway.exchange import (
     Send,
     TooLargeError,
     body_of,
+    in_turn,
     off,
     watch,
 )
@@ -59,11 +60,6 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S: Final = b"2"
 TOKEN_BYTES: Final = 32
 """About what a token is as text, with its label and its log-probability."""
-
-
-_INTERPRETER: Final = threading.Lock()
-"""Held by the thread that decodes or encodes: that takes the interpreter, and two of them would only keep the loop
-waiting for both. To inflate and to compress takes none, and is done by several at once."""
 
 
 class Application:
@@ -164,10 +160,11 @@ class Application:
         return await handler(request) if handler is not None else _not_allowed(methods)
 
     async def _decoded(self, request: Request, kind: Any) -> Any:
-        return await off(self._pool, len(request.body), partial(decode, request.body, kind))
+        return await off(self._pool, len(request.body), partial(decode, request.body, kind), LONG_BYTES)
 
     async def _posted(self, request: Request, kind: Any) -> Posted:
-        made: Posted = await off(self._pool, len(request.body), partial(_posted, request.body, kind))
+        work = partial(_posted, request.body, kind)
+        made: Posted = await off(self._pool, len(request.body), work, LONG_BYTES)
         return made
 
     # What Atropos has
@@ -256,13 +253,14 @@ class Application:
 
 
 def _posted(body: bytes, kind: Any) -> Posted:
-    digest, now = digest_of(body), time.time()
-    with _INTERPRETER:
-        data = decode(body, kind)
-        several = data if isinstance(data, list) else [data]
-        return Posted(
-            digest, [one.env_id for one in several], [to_group(one, UNNAMED, at=now) for one in several]
-        )
+    return in_turn(len(body), partial(_built, digest_of(body), body, kind))
+
+
+def _built(digest: bytes, body: bytes, kind: Any) -> Posted:
+    data, now = decode(body, kind), time.time()
+    several = data if isinstance(data, list) else [data]
+    groups = [to_group(one, UNNAMED, at=now) for one in several]
+    return Posted(digest, [one.env_id for one in several], groups)
 
 
 def _parts(groups: Sequence[Group]) -> Iterator[Part]:
@@ -271,14 +269,13 @@ def _parts(groups: Sequence[Group]) -> Iterator[Part]:
     The end is a part of its own: it is sent when the client has taken what was before it.
     """
     for number, group in enumerate(groups):
-        before = b"," if number else b'{"batch":['
-        yield group.tokens * TOKEN_BYTES, partial(_encoded, group, before)
+        size, before = group.tokens * TOKEN_BYTES, b"," if number else b'{"batch":['
+        yield size, partial(in_turn, size, partial(_encoded, group, before))
     yield 0, partial(bytes, b"]}")
 
 
 def _encoded(group: Group, before: bytes) -> bytes:
-    with _INTERPRETER:
-        return before + msgspec.json.encode(from_group(group))
+    return before + msgspec.json.encode(from_group(group))
 
 
 def _json(value: Any, status: int = 200) -> Answer:

@@ -1,5 +1,6 @@
 import asyncio
 import gzip
+import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -12,6 +13,7 @@ from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.services.gateway.exchange import (
     AHEAD_PARTS,
     COMPRESS_BYTES,
+    LONG_BYTES,
     LONG_CHECKSUM_BYTES,
     Answer,
     Message,
@@ -20,6 +22,7 @@ from rolloutmq.services.gateway.exchange import (
     Request,
     TooLargeError,
     body_of,
+    in_turn,
     inflated,
     watch,
 )
@@ -122,6 +125,22 @@ async def test_answers_are_compressed_if_the_client_takes_that(size: int, pool: 
         body = gzip.decompress(sent.body) if is_pressed else sent.body
         assert body == b"x" * size
         assert int(sent.headers[b"content-length"]) == len(sent.body)
+
+
+@pytest.mark.parametrize(("size", "at_once"), [(LONG_BYTES - 1, 2), (LONG_BYTES, 1)])
+def test_what_takes_long_is_done_one_at_a_time(size: int, at_once: int) -> None:
+    meeting = threading.Barrier(2)
+
+    def met() -> bool:
+        try:
+            meeting.wait(timeout=0.2 if at_once == 1 else 10.0)
+        except threading.BrokenBarrierError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(in_turn, size, met) for _ in range(2)]
+    assert [one.result() for one in both] == [at_once == 2] * 2
 
 
 def parts(size: int = 50_000, count: int = 3) -> Iterator[Part]:
