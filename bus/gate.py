@@ -41,6 +41,8 @@ class Gate:
         self._senders: deque[_Sending] = deque()
         self._acks: dict[str, asyncio.Future[None]] = {}
         """Who waits for the ack of which group."""
+        self._handed_over: dict[str, asyncio.Future[None]] = {}
+        """Those of them whose group is in the spool, until its sender has been told."""
         self._waiters = 0
         self._waited_s = 0.0
         self._counted_at = 0.0
@@ -146,9 +148,12 @@ class Gate:
         self.require_open()
         return self._acks.setdefault(group_id, asyncio.get_running_loop().create_future())
 
-    def forget(self, group_id: str) -> None:
-        """Expect no ack of the group: it was not handed over."""
-        self._acks.pop(group_id, None)
+    def handed_over(self, group_id: str) -> "asyncio.Future[None] | None":
+        """Return what `expect` returned, if the group is in the spool or was acked; once. Else expect it no longer."""
+        ack = self._handed_over.pop(group_id, None)
+        if ack is None:
+            self._acks.pop(group_id, None)
+        return ack
 
     def acked(self, group_ids: Iterable[str]) -> None:
         """Tell those who wait for the acks of these groups."""
@@ -168,6 +173,8 @@ class Gate:
 
     def _take_in(self, group: Group, laid: Laid, permit: Permit | None) -> None:
         credit = self._session.credit
+        if (ack := self._acks.get(group.group_id)) is not None:
+            self._handed_over[group.group_id] = ack
         if permit is None:
             self._session.take_in(group, laid, credit.policy)
             credit.spend()

@@ -231,14 +231,25 @@ class Producer:
         await self._uplink.pass_on(laid.encoded.nbytes)
 
     async def send_acked(self, group: Group, permit: Permit | None = None) -> "asyncio.Future[None]":
-        """Like `send`; return what is done once the group is acked, and fails if this producer never hears of it."""
+        """Like `send`; return what is done once the group is acked, and fails if this producer never hears of it.
+
+        Cancelled in the very moment in which the group was handed over: what would have been returned is then the
+        result of `handed_over`, which must be asked. It is None if the group was not.
+        """
         ack = self._gate.expect(group.group_id)
         try:
             await self.send(group, permit)
-        except BaseException:
-            self._gate.forget(group.group_id)
+        except asyncio.CancelledError:
             raise
+        except BaseException:
+            self._gate.handed_over(group.group_id)
+            raise
+        self._gate.handed_over(group.group_id)
         return ack
+
+    def handed_over(self, group_id: str) -> "asyncio.Future[None] | None":
+        """Tell what became of a group whose `send_acked` was cancelled. Once."""
+        return self._gate.handed_over(group_id)
 
     def abandon(self, permit: Permit) -> None:
         """End a permit whose rollout came to nothing; the broker gives another in its place. May be repeated."""

@@ -135,11 +135,15 @@ class Outlet:
             leaving.cancel()
             if not sending.done():
                 sending.cancel()
-        # One that was handed over in the very moment of the cancellation has a result all the same.
         await asyncio.wait({sending})
-        if sending.cancelled():
+        if not sending.cancelled():
+            return sending.result()
+        # It may have been handed over in the very moment of the cancellation: then it arrives, and is waited for.
+        producer = self._open[0] if self._open is not None else None
+        ack = producer.handed_over(group.group_id) if producer is not None else None
+        if producer is None or ack is None:
             raise NoRoomError
-        return sending.result()
+        return producer, ack
 
     async def _sent(self, group: Group) -> tuple[Producer, "asyncio.Future[None]"]:
         producer = await self._opened()

@@ -280,3 +280,35 @@ async def _play(entrance: Entrance, steps: list[tuple[str, int]]) -> None:
     sizes = [-(-entry.header.nbytes // 64) * 64 for entry in entrance.session.spool]
     assert entrance.used_bytes == sum(sizes)
     assert not entrance.gate.waiting
+
+
+async def test_a_group_that_was_taken_in_is_expected_though_its_sender_was_cancelled(
+    entrance: Entrance, group: MakeGroup
+) -> None:
+    one = group("one")
+    entrance.grant(nbytes=0)
+    ack = entrance.gate.expect(one.group_id)
+    async with waiting(entrance.send(one)) as (sending,):
+        entrance.grant()
+        entrance.gate.serve()
+        assert len(entrance.session.spool) == 1
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+    assert entrance.gate.handed_over(one.group_id) is ack
+    entrance.gate.acked([one.group_id])
+    assert ack.done()
+
+
+async def test_a_group_that_was_not_taken_in_is_expected_no_longer(
+    entrance: Entrance, group: MakeGroup
+) -> None:
+    one = group("one")
+    ack = entrance.gate.expect(one.group_id)
+    async with waiting(entrance.send(one)) as (sending,):
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+    assert entrance.gate.handed_over(one.group_id) is None
+    entrance.gate.acked([one.group_id])
+    assert not ack.done()
