@@ -12,7 +12,7 @@ import signal
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -98,8 +98,9 @@ async def _broker(layout: RunLayout) -> AsyncIterator[None]:
     finally:
         if launcher.returncode is None:
             launcher.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(END_S):
-                await launcher.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_S):
+                    await launcher.wait()
 
 
 async def _up(launcher: Process, layout: RunLayout) -> None:

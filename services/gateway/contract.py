@@ -90,7 +90,6 @@ class ScoredData(msgspec.Struct, frozen=True):
 FIELDS: Final = ScoredData.__struct_fields__
 """All fields of a group in the order in which answers have them."""
 
-Body = Registration | RegisterEnv | EnvIdentifier | ScoredData
 _MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
 _DECODERS: Final[dict[Any, msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(kind, strict=False)

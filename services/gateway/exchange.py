@@ -148,6 +148,8 @@ class Out:
     """The way of an answer to its client, compressed if it takes that."""
 
     def __init__(self, send: Send, request: Request, config: GatewayConfig, pool: Executor) -> None:
+        self.begun = False
+        """Whether its status is on its way."""
         self._send = send
         self._origins = config.cors_origins
         self._origin = request.headers.get(b"origin", b"")
@@ -208,6 +210,7 @@ class Out:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        self.begun = True
         own = [(b"content-type", kind), *headers, *self._cors()]
         await self._send({"type": "http.response.start", "status": status, "headers": own})
 

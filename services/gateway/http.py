@@ -62,6 +62,10 @@ TOKEN_BYTES: Final = 32
 """About what a token is as text, with its label and its log-probability."""
 
 
+class BrokenAnswerError(Exception):
+    """An answer failed in its middle; the log tells why."""
+
+
 class Application:
     """The ASGI application of one gateway."""
 
@@ -118,10 +122,10 @@ class Application:
             watching.cancel()
 
     async def _respond(self, request: Request, out: "Out") -> None:
-        if request.path == "/batch" and request.method == "GET":
-            await self._batch(request, out)
-            return
         try:
+            if request.path == "/batch" and request.method == "GET":
+                await self._batch(request, out)
+                return
             answer = await self._handled(request)
         except RefusedBodyError as error:
             answer = _refusal(error.status, error.reason, error)
@@ -136,6 +140,10 @@ class Application:
         except Exception:
             logger.exception("request failed path=%s", request.path)
             answer = _refusal(500, "the gateway failed; its log tells why")
+        if out.begun:
+            raise BrokenAnswerError(
+                request.path
+            )  # the server cuts the connection, so that nobody takes it for whole
         await self._answer(request, answer, out)
 
     async def _answer(self, request: Request, answer: Answer, out: Out) -> None:
@@ -150,14 +158,13 @@ class Application:
 
     async def _handled(self, request: Request) -> Answer:
         methods = self._routes.get(request.path)
-        if methods is None:
-            if request.path == "/batch":
-                return _not_allowed(["GET"])
+        if methods is None and request.path != "/batch":
             return _refusal(404, "Not Found")
+        methods = methods or {}
         if request.method == "OPTIONS" and self._config.cors_origins:
             return Answer(b"")
         handler = methods.get(request.method)
-        return await handler(request) if handler is not None else _not_allowed(methods)
+        return await handler(request) if handler is not None else _not_allowed(methods or ["GET"])
 
     async def _decoded(self, request: Request, kind: Any) -> Any:
         return await off(self._pool, len(request.body), partial(decode, request.body, kind), LONG_BYTES)

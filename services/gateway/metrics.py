@@ -1,6 +1,5 @@
 """`/metrics`: the state of the run in the text format of Prometheus (version 0.0.4). Pure."""
 
-import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -16,10 +15,9 @@ Samples = Iterable[tuple[Labels, float]]
 
 def exposition(gateway: "Gateway", status: StatusReply | None) -> str:
     """Return the page; without a broker, what the gateway knows by itself."""
-    now = time.monotonic()
     book = gateway.registry.book
     lines = [
-        *_metric("up", "gauge", "Whether the broker answers.", [((), float(_answers(gateway, now)))]),
+        *_metric("up", "gauge", "Whether the broker answers.", [((), float(gateway.watch.answers))]),
         *_metric("step", "counter", "Batches handed out, from the starting step on.", [((), book.step)]),
         *_metric("gateway_groups", "counter", "Groups taken by this gateway.", [((), gateway.posted_groups)]),
         *_metric(
@@ -29,10 +27,6 @@ def exposition(gateway: "Gateway", status: StatusReply | None) -> str:
     if status is not None:
         lines += _of_broker(status)
     return "\n".join(lines) + "\n"
-
-
-def _answers(gateway: "Gateway", now: float) -> bool:
-    return now - gateway.watch.heard_at < 2.0
 
 
 def _of_broker(status: StatusReply) -> Iterator[str]:

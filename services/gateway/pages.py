@@ -23,7 +23,12 @@ ENDPOINTS: Final[tuple[tuple[str, str, Any, str], ...]] = (
     ("GET", "/status", None, "The step, and how many groups wait."),
     ("GET", "/status-env", EnvIdentifier, "What an environment paces itself by; also as ?env_id=."),
     ("POST", "/scored_data", ScoredData, "One group. Answered when the broker has it."),
-    ("POST", "/scored_data_list", list[ScoredData], "Several groups: all of them are taken, or none."),
+    (
+        "POST",
+        "/scored_data_list",
+        list[ScoredData],
+        "Several groups: if the body of one cannot be, none is taken.",
+    ),
     ("GET", "/batch", None, "The next batch, oldest first, or null while there is none."),
     ("GET", "/latest_example", None, "The newest group."),
     ("GET", "/reset_data", None, "Forgets the run, and what is queued."),
@@ -32,14 +37,11 @@ ENDPOINTS: Final[tuple[tuple[str, str, Any, str], ...]] = (
     ("GET", "/health", None, "200 while the broker answers, 503 otherwise."),
     ("GET", "/openapi.json", None, "This, for programs."),
 )
-FRESH_S: Final = 2.0
-"""A broker that was not heard for longer is away."""
 
 
 def health(gateway: "Gateway", status: StatusReply | None) -> dict[str, Any]:
     """Return whether the gateway can do its work."""
-    silent_s = time.monotonic() - gateway.watch.heard_at
-    if status is None or silent_s > FRESH_S:
+    if status is None or not gateway.watch.answers:
         return {"status": "no broker"}
     return {"status": "ok", "durability": status.durability, "journal": status.journal.health}
 

@@ -51,8 +51,6 @@ class Book(msgspec.Struct, kw_only=True):
     """A trainer has asked for a batch."""
     step: int = 0
     """Batches that were handed out, from the step on at which the trainer began."""
-    run: int = 0
-    """How many runs have begun in this directory."""
     environments: list[Environment] = []
 
 

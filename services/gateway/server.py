@@ -16,6 +16,7 @@ from typing import Final
 
 import uvicorn
 
+from rolloutmq.bus.endpoint import http_url
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.schemas.records import GatewayAddress
@@ -74,8 +75,8 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
             )
         )
         host, port = bound.getsockname()[:2]
-        write_json(layout.gateway, GatewayAddress(url=_url(host, port), pid=os.getpid()))
-        logger.info("listening url=%s", _url(host, port))
+        write_json(layout.gateway, GatewayAddress(url=http_url(host, port), pid=os.getpid()))
+        logger.info("listening url=%s", http_url(host, port))
         ending = asyncio.create_task(_end(server, stop))
         try:
             await server.serve([bound])
@@ -88,11 +89,6 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
 async def _end(server: uvicorn.Server, stop: Stop) -> None:
     await stop.wait()
     server.should_exit = True
-
-
-def _url(host: str, port: int) -> str:
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
 def main(run_dir: Path, config: GatewayConfig | None = None) -> int:

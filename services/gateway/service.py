@@ -142,7 +142,7 @@ class Gateway:
                     await self._reset("another run was registered")
                     book.started = False
                 if book.trainer != trainer:
-                    book.trainer, book.step, book.run = trainer, trainer.starting_step, book.run + 1
+                    book.trainer, book.step = trainer, trainer.starting_step
                 self._write()
                 await self._handout.open(trainer, book.step)
         return {"uuid": uuid.uuid4().int}

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 FRESH_S: Final = 0.25
 """What others did may be seen so late; the broker tells its workers as often."""
+AWAY_S: Final = 2.0
+"""A broker that was not heard for longer, though it was asked, is away."""
 PATIENCE_S: Final = 1.0
 """A broker that does not answer within it is away; what was known last counts until it comes back."""
 
@@ -54,6 +56,11 @@ class Watch:
         if self._client is not None:
             await self._client.close()
         self._context.term()
+
+    @property
+    def answers(self) -> bool:
+        """Whether the broker answered the last questions."""
+        return time.monotonic() - self.heard_at <= AWAY_S
 
     async def connected(self) -> None:
         """Wait for the broker as long as it takes."""

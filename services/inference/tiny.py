@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import torch
 from aiohttp import web
 
+from rolloutmq.bus.endpoint import http_url
 from rolloutmq.bus.engines import FIRST, engine_number
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run, read_json
 from rolloutmq.schemas.config import InferenceConfig
@@ -214,11 +215,6 @@ def _port_before(address: Path) -> int | None:
     return None
 
 
-def _url(host: str, port: int) -> str:
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
-
-
 async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.Event | None = None) -> None:
     """Serve the policy of a run until asked to stop, or to drain.
 
@@ -311,7 +307,7 @@ async def _serve_http(
         await _first(server.warm_up(), leaving.asked())
         if not server.ready:
             return
-        url = _url(config.host, port)
+        url = http_url(config.host, port)
         presence = Presence(address, name, url, lambda: server.batcher.busy_s, lambda: server.in_hand)
         telling = asyncio.create_task(presence.run(), name="presence")
         logger.info("serving name=%s url=%s", name, url)

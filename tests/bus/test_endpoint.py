@@ -181,3 +181,16 @@ async def test_address_is_asked(answering: str) -> None:
     )
     assert await endpoint.resolve(answering) == expected
     assert endpoint.resolve_blocking(answering) == expected
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("gpu-7", "http://gpu-7:80"),
+    ],
+)
+def test_a_server_that_is_bound_to_all_addresses_is_reached_at_one(host: str, url: str) -> None:
+    assert endpoint.http_url(host, 80) == url

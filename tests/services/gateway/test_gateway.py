@@ -17,6 +17,7 @@ from rolloutmq.bus.producer import Producer
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.server import running_broker
+from rolloutmq.services.gateway import http
 
 if TYPE_CHECKING:
     from rolloutmq.schemas.layout import RunLayout
@@ -318,7 +319,7 @@ async def test_bodies_without_end_are_refused(site: Opened) -> None:
             "/scored_data", data=gzip.compress(bytes(100_000)), headers=headers
         ) as answer:
             assert answer.status == 413
-        assert (await one.get("/health"))["status"] == "ok"
+        await one.begin()  # it goes on working
 
 
 async def test_a_restart_of_the_gateway_forgets_nothing(site: Opened, run_dir: Path) -> None:
@@ -409,3 +410,21 @@ async def test_environments_may_be_theirs_while_the_trainer_pulls_from_the_bus(s
             assert batch.groups[0]["mask"][0].tolist() == [-100, 5]
             await batch.ack()
             assert (await one.standing(env))["current_step"] == 1
+
+
+async def test_a_batch_that_fails_is_an_error_or_is_cut_off_and_comes_again(
+    site: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with site() as one:
+        await one.begin()
+        await one.post("/scored_data_list", [scored(1), scored(2)])
+        with monkeypatch.context() as broken:
+            broken.setattr(http, "from_group", lambda _: 1 / 0)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await one.get("/batch")
+        with monkeypatch.context() as broken:
+            broken.setattr(http, "_parts", lambda _: 1 / 0)
+            async with one.session.get("/batch") as answer:
+                assert answer.status == 500
+                assert "its log tells why" in (await answer.json())["detail"]
+        assert await one.tags() == [1, 2]
