@@ -4,16 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart test test-atropos test-transferqueue soak check bench bench-rivals accept clean
+.PHONY: quickstart quickstart-vllm test test-atropos test-trl test-transformers4 test-vllm test-transferqueue soak check bench \
+	bench-rivals accept clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[trainer,report,dev]'
+		--editable '.[trainer,lora,report,dev]'
 	touch $@
 
 quickstart: $(VENV)/.installed ## train a policy through the bus, and watch it
 	$(BIN)/rolloutmq up examples/quickstart.toml
+
+quickstart-vllm: $(VENV)/.installed .venv-vllm/.installed ## the same with vLLM, which maps the trainer's weights
+	$(BIN)/rolloutmq up examples/quickstart-vllm.toml
 
 test: $(VENV)/.installed ## every test, as a user runs them; two at once, since many start processes of their own
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m 'not rival'
@@ -22,8 +26,17 @@ test-atropos: $(VENV)/.installed .venv-atropos/.installed ## Atropos' server, en
 	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py tests/benchmarks/test_gateway.py \
 		tests/services/gateway/atropos tests/examples
 
+test-trl: $(VENV)/.installed .venv-trl/.installed ## the losses against those of TRL, which computes them anew
+	$(BIN)/python -m pytest -m rival tests/trainer/losses tests/benchmarks/test_trl.py
+
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/test_transferqueue.py
+
+test-vllm: $(VENV)/.installed .venv-vllm/.installed ## real vLLM against forward passes of transformers, and killed
+	$(BIN)/python -m pytest -m rival tests/services/inference/vllm tests/trainer/weights
+
+test-transformers4: $(VENV)/.installed .venv-transformers4/.installed ## tokenizers, read by the version before
+	$(BIN)/python -m pytest -m rival tests/trainer/test_tokenizer.py
 
 soak: $(VENV)/.installed ## the faults again, with ten times the rounds
 	ROLLOUTMQ_SOAK_ROUNDS=100 $(BIN)/python -m pytest tests/faults
@@ -37,7 +50,7 @@ check: $(VENV)/.installed ## style, types, and who may import whom
 bench: $(VENV)/.installed ## the figures, with their rivals in the same run
 	$(BIN)/python -m benchmarks
 
-bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed ## what some figures are compared with; optional
+bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/.installed ## what some figures are compared with; optional
 
 # Atropos whole: its server, its environments, its example trainer's client, and its own tests of its server. And this
 # package: what an environment may use beside it, such as the client of OpenAI, is tried there.
@@ -54,10 +67,27 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed ## what so
 		TransferQueue==0.1.11 ray==2.60.0
 	touch $@
 
-accept: $(VENV)/.installed .venv-atropos/.installed ## every figure that is promised, met or unmet
+# vLLM alone: what runs in it of this package it finds by a link, see services/inference/vllm.
+.venv-vllm/.installed: constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-vllm.txt
+	touch $@
+
+.venv-transformers4/.installed:
+	$(PYTHON) -m venv .venv-transformers4
+	.venv-transformers4/bin/python -m pip install --quiet --disable-pip-version-check transformers==4.57.6 jinja2
+	touch $@
+
+.venv-trl/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		trl==1.16.0 pytest --editable '.[trainer]'
+	touch $@
+
+accept: $(VENV)/.installed .venv-atropos/.installed .venv-vllm/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
 clean:
-	rm -rf $(VENV) .venv-atropos .venv-transferqueue build dist *.egg-info src/*.egg-info .mypy_cache \
-		.pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
+	rm -rf $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-transformers4 .venv-vllm build dist *.egg-info \
+		src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

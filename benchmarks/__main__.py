@@ -13,16 +13,21 @@ from typing import Final
 
 from benchmarks import (
     atropos,
+    distillation,
     fairness,
     gateway,
     journal,
     latency,
+    lending,
     memory,
     producers,
     results,
+    scoring,
     start,
     throughput,
     transferqueue,
+    trl,
+    weights,
     wire,
 )
 from benchmarks.row import Row
@@ -48,12 +53,17 @@ PARTS: Final = {
     "gateway": Part(gateway.rows, atropos.missing),
     "transferqueue": Part(transferqueue.rows, transferqueue.missing),
     "latency": Part(latency.rows),
+    "lending": Part(lending.rows, lending.missing),
     "memory": Part(memory.rows),
     "producers": Part(producers.rows),
+    "trl": Part(trl.rows, trl.missing),
+    "scoring": Part(scoring.rows),
+    "distillation": Part(distillation.rows),
     "fairness": Part(fairness.rows),
     "journal": Part(journal.rows),
     "restart": Part(start.restart_rows),
     "ready": Part(start.ready_rows),
+    "weights": Part(weights.rows),
 }
 
 

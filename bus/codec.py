@@ -1,10 +1,9 @@
 """Groups and messages to frames and back. Pure: no socket, no clock.
 
-Body of a group, little-endian: a directory with one row of three u64 (frame, offset, length) for each block of its
-`ColumnTable`, then the blocks at offsets that are multiples of 64. A block above `BIG_BLOCK_BYTES` lies alone in a
-frame of its own, unless all was laid into room that the caller gave. The blocks of a column are its lengths, one u32
-array per level unless it shares those of an earlier column, then its values. Decoding makes views into the frames and
-copies nothing.
+The body of a group (`body`) has the blocks of its `ColumnTable`: those of a column are its lengths, one u32 array per
+level unless it shares those of an earlier column, then its values. A block above `BIG_BLOCK_BYTES` lies alone in a
+frame of its own, unless all was laid into room that the caller gave. Decoding makes views into the frames and copies
+nothing.
 
 Whatever a peer sends ends in a value or in a `WireError`: sizes are checked before anything is decoded, and no
 allocation is larger than the frames that came in.
@@ -14,14 +13,15 @@ import mmap
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import google_crc32c
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.bus.opaque import check_values, encode_opaque
+from rolloutmq.bus.body import ROW, Block, joined, lay, place
+from rolloutmq.bus.opaque import Encoded, check_values, encode_opaque, require_few
 from rolloutmq.schemas.control import Drain
 from rolloutmq.schemas.delivery import Ack, Reply, Request
 from rolloutmq.schemas.envelope import (
@@ -53,8 +53,6 @@ Buffer = bytes | bytearray | memoryview
 Room = Callable[[int], tuple[mmap.mmap, int] | None]
 """Gives the memory, and the offset in it, at which that many bytes may be written; None if there is no room."""
 
-ALIGNMENT_BYTES: Final = 64
-"""Offsets of blocks: a cache line, and enough for any vector instruction."""
 MESSAGE_LIMIT_BYTES: Final = 8 << 20
 """Largest control message; a status of 10,000 workers is 3 MB."""
 TABLE_LIMIT_BYTES: Final = 8 << 10
@@ -63,11 +61,8 @@ TABLE_LIMIT_BYTES: Final = 8 << 10
 TABLES_KEPT: Final = 256
 """Column tables that are remembered, so that groups of one kind share one."""
 
-_Block = Any  # An array or a memoryview, of one piece in memory.
-_ROW: Final = 24
 _U32: Final = np.dtype("<u4")
 _OPAQUE: Final = Dtype.OPAQUE
-_GAPS: Final = tuple(bytes(size) for size in range(ALIGNMENT_BYTES))
 _T = TypeVar("_T")
 
 
@@ -91,19 +86,28 @@ def encode_group(group: Group, limit: int, room: Room | None = None) -> EncodedG
 
     Raises:
         GroupTooLargeError: They have more; nothing was allocated, and no room was asked for.
-        InvalidGroupError: A value of an opaque column is not msgpack. No room was asked for.
+        InvalidGroupError: A value of an opaque column is not msgpack, or there are too many. No room was asked for.
     """
     table, blocks = _described(group)
-    apart = _place(blocks, BIG_BLOCK_BYTES)
+    apart = place(blocks, BIG_BLOCK_BYTES)
     if apart.nbytes > limit:
         raise GroupTooLargeError(apart.nbytes, limit)
     if room is not None:
-        whole = _place(blocks, apart.nbytes) if apart.big else apart
+        whole = place(blocks, apart.nbytes) if apart.big else apart
         if whole.nbytes <= limit and (given := room(whole.nbytes)) is not None:
-            frame = _lay(whole, *given)
+            frame = lay(whole, *given)
             return EncodedGroup(table, (frame,), whole.nbytes, checksum((frame,)))
-    frames = (_joined(apart), *[memoryview(block).cast("B") for block in apart.big])
+    frames = (joined(apart), *[memoryview(block).cast("B") for block in apart.big])
     return EncodedGroup(table, frames, apart.nbytes, checksum(frames))
+
+
+def group_bytes(group: Group) -> int:
+    """Return how many bytes the frames of a group would have together, as `limit` counts them.
+
+    Raises:
+        InvalidGroupError: A value of an opaque column is not msgpack.
+    """
+    return place(_described(group)[1], BIG_BLOCK_BYTES).nbytes
 
 
 def header_of(
@@ -181,11 +185,12 @@ def table_of(group: Group) -> ColumnTable:
     return _described(group)[0]
 
 
-def _described(group: Group) -> tuple[ColumnTable, list[_Block]]:
+def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
     """Return the table of a group, and its blocks in the order of the table, each of one piece in memory."""
     owners: list[tuple[str, list[bytes]]] = []
     specs = []
-    blocks: list[_Block] = []
+    blocks: list[Block] = []
+    opaque: dict[str, bytes] = {}
     for name, column in group.columns.items():
         shared = ""
         if lengths := column.lengths:
@@ -199,9 +204,15 @@ def _described(group: Group) -> tuple[ColumnTable, list[_Block]]:
                 blocks += map(memoryview, own)
         specs.append((name, int(column.dtype), len(lengths), shared))
         if column.dtype is _OPAQUE:
-            blocks.append(memoryview(encode_opaque(name, column.values)))
+            value = column.values
+            if isinstance(value, Encoded):
+                blocks.append(memoryview(value.data))
+            else:
+                opaque[name] = encode_opaque(name, value)
+                blocks.append(memoryview(opaque[name]))
         else:
             blocks.append(np.ascontiguousarray(column.values))
+    require_few(opaque)
     return _table_of(tuple(specs)), blocks
 
 
@@ -212,61 +223,8 @@ def _table_of(specs: tuple[tuple[str, int, int, str], ...]) -> ColumnTable:
     )
 
 
-class _Places(NamedTuple):
-    directory: bytes
-    body: list[tuple[int, _Block]]
-    """Offset of each block that lies in the body."""
-    big: list[_Block]
-    """Blocks with frames of their own."""
-    nbytes: int
-    """Size of all frames together."""
-
-
-def _place(blocks: Sequence[_Block], alone_above: int) -> _Places:
-    """Find a place for each block; those above that many bytes get a frame of their own."""
-    rows: list[int] = []
-    body: list[tuple[int, _Block]] = []
-    big: list[_Block] = []
-    end = len(blocks) * _ROW
-    apart = 0
-    for block in blocks:
-        nbytes = block.nbytes
-        if nbytes > alone_above:
-            big.append(block)
-            rows += (len(big), 0, nbytes)
-            apart += nbytes
-        else:
-            end += -end % ALIGNMENT_BYTES
-            body.append((end, block))
-            rows += (0, end, nbytes)
-            end += nbytes
-    return _Places(struct.pack(f"<{len(rows)}Q", *rows), body, big, end + apart)
-
-
-def _lay(places: _Places, memory: mmap.mmap, start: int) -> memoryview:
-    """Write a body, and return where it lies."""
-    end = start + len(places.directory)
-    memory[start:end] = places.directory
-    for offset, block in places.body:
-        at = start + offset
-        if at > end:
-            memory[end:at] = _GAPS[at - end]
-        end = at + block.nbytes
-        memory[at:end] = block  # Assigned like this, it is copied whatever its elements are.
-    return memoryview(memory)[start:end]
-
-
-def _joined(places: _Places) -> memoryview:
-    parts: list[_Block] = [places.directory]
-    end = len(places.directory)
-    for offset, block in places.body:
-        parts += (_GAPS[offset - end], block)
-        end = offset + block.nbytes
-    return memoryview(b"".join(parts))
-
-
 def _read_blocks(table: ColumnTable, arrays: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
-    size = table.blocks * _ROW
+    size = table.blocks * ROW
     if arrays[0].nbytes < size:
         raise MalformedError("the body is shorter than its directory")
     blocks: list[NDArray[np.uint8]] = []

@@ -5,8 +5,8 @@ it costs to decode it. What costs is the number of values, and those can be coun
 a byte that tells how long it is, and what is inside a list or a map follows it.
 """
 
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,17 @@ VALUES_LIMIT: Final = 1 << 20
 """Most values in all opaque columns of a group together: about 100 MB of Python objects."""
 UNCOUNTED_BYTES: Final = 1 << 16
 """Blocks that are smaller together cannot hold enough values to matter, and are not counted."""
+
+
+class Encoded(NamedTuple):
+    """The value of an opaque column that was encoded and counted before, in a thread for example."""
+
+    data: bytes
+
+    @property
+    def value(self) -> Any:
+        """Decode it."""
+        return msgspec.msgpack.decode(self.data)
 
 
 def _sizes() -> list[int]:
@@ -35,15 +46,19 @@ _EXTENSIONS: Final = range(0xC7, 0xCA)
 
 
 def encode_opaque(name: str, value: Any) -> bytes:
-    """Encode the value of a column; InvalidGroupError if it is not msgpack, or too many values."""
+    """Encode the value of a column; InvalidGroupError if it is not msgpack."""
     try:
-        data = msgspec.msgpack.encode(value)
-        check_values([data])
+        return msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidGroupError(name, f"is not msgpack: {error}") from None
+
+
+def require_few(blocks: Mapping[str, bytes]) -> None:
+    """Raise InvalidGroupError for the largest if columns hold more values together than may be decoded."""
+    try:
+        check_values(blocks.values())
     except LimitExceededError as error:
-        raise InvalidGroupError(name, str(error)) from None
-    return data
+        raise InvalidGroupError(max(blocks, key=lambda name: len(blocks[name])), str(error)) from None
 
 
 def check_values(blocks: Iterable[bytes | memoryview]) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rolloutmq.bus.acklog import AckLog
+from rolloutmq.bus.codec import group_bytes
 from rolloutmq.bus.credit import Permit
 from rolloutmq.bus.endpoint import Where
 from rolloutmq.bus.gate import Gate
@@ -27,7 +28,7 @@ from rolloutmq.bus.spool import Entry, Spool
 from rolloutmq.bus.uplink import Uplink, cause
 from rolloutmq.schemas.delivery import Durability, RegisterProducer, RunInfo, Wait
 from rolloutmq.schemas.envelope import PolicyVersion, Split
-from rolloutmq.schemas.errors import ClosedError, RolloutMQError
+from rolloutmq.schemas.errors import ClosedError, GroupTooLargeError, RolloutMQError
 from rolloutmq.schemas.trajectory import Group
 
 if TYPE_CHECKING:
@@ -220,8 +221,7 @@ class Producer:
             SessionFencedError, ClosedError: The producer can do nothing more.
         """
         self._gate.require_open()
-        limit = min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes)
-        laid = self._session.lay(group, limit)
+        laid = self._session.lay(group, self._limit_bytes)
         try:
             if not self._gate.admit(group, laid, permit):
                 await self._gate.hand_over(group, laid, permit)
@@ -246,6 +246,16 @@ class Producer:
             raise
         self._gate.handed_over(group.group_id)
         return ack
+
+    def require_sendable(self, group: Group) -> None:
+        """Raise GroupTooLargeError or InvalidGroupError if `send` would, for ever."""
+        nbytes = group_bytes(group)
+        if nbytes > self._limit_bytes:
+            raise GroupTooLargeError(nbytes, self._limit_bytes)
+
+    @property
+    def _limit_bytes(self) -> int:
+        return min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes)
 
     def handed_over(self, group_id: str) -> "asyncio.Future[None] | None":
         """Tell what became of a group whose `send_acked` was cancelled. Once."""

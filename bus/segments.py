@@ -8,7 +8,8 @@ unlinks the segments of others before Python 3.13. Its first 64 bytes say whose 
 
 Whoever maps a segment holds a shared lock on its first byte for as long as it does (an open-file-description lock:
 it dies with the process, and not with some other descriptor of the same file). A segment may be removed when its
-owner is dead and nobody holds that lock. Exclusion of readers and writers is another lock (flock) and not this
+owner is dead and nobody holds that lock: who removes it holds it alone meanwhile, so that no heir takes over a file
+that is about to go. Exclusion of readers and writers is another lock (flock) and not this
 module's matter. No torch here: every service may sweep.
 """
 
@@ -20,6 +21,7 @@ import secrets
 import stat
 import struct
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -55,9 +57,13 @@ class Owner(NamedTuple):
         pid = os.getpid()
         return cls(pid, _start_ticks(pid) or 0, _pid_namespace())
 
+    def is_here(self) -> bool:
+        """Tell whether the process is, or was, of this pid namespace, so that its pid means something."""
+        return self.namespace == _pid_namespace()
+
     def alive(self) -> bool:
         """Tell whether the process lives. One in another pid namespace cannot be seen and counts as alive."""
-        if self.namespace != _pid_namespace():
+        if not self.is_here():
             return True
         return self.pid > 0 and _start_ticks(self.pid) == self.start_ticks
 
@@ -92,6 +98,11 @@ class Segment(NamedTuple):
         header = _read_header(self.fd)
         return header[1] if header else None
 
+    def discard(self) -> None:
+        """Remove a segment that came to nothing, and close it."""
+        self.path.unlink(missing_ok=True)
+        os.close(self.fd)
+
 
 def create(kind: str, nbytes: int) -> Segment:
     """Make a segment of `nbytes` zero bytes owned by the calling process, readable by this user only.
@@ -105,12 +116,11 @@ def create(kind: str, nbytes: int) -> Segment:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     segment = Segment(path, nonce, fd)
     try:
-        _hold(fd)
+        _hold(fd, path)
         os.posix_fallocate(fd, 0, nbytes)
         segment.claim()
     except BaseException as error:
-        path.unlink()
-        os.close(fd)
+        segment.discard()
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.ENOMEM, errno.EFBIG}:
             what = f"shared memory: {nbytes / 2**20:.1f} MiB in {SHM}"
             raise MissingError(what, "give the container more, for example --shm-size=8g") from None
@@ -122,7 +132,7 @@ def open_existing(path: Path, nonce: str, *, writable: bool = False) -> Segment:
     """Open the segment at `path` if it still is the one with this nonce, and hold it against sweeping.
 
     Raises:
-        SegmentGoneError: It is not there any more, or is another one, or not ours to read.
+        SegmentGoneError: It is not there any more, or is another one, or not ours to read, or is being removed.
     """
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -130,7 +140,7 @@ def open_existing(path: Path, nonce: str, *, writable: bool = False) -> Segment:
     except OSError as error:
         raise SegmentGoneError(str(path), error.strerror or str(error)) from None
     try:
-        _hold(fd)
+        _hold(fd, path)
         _require(fd, path, nonce)
     except BaseException:
         os.close(fd)
@@ -159,9 +169,23 @@ def _read_header(fd: int) -> tuple[str, Owner] | None:
     return nonce.decode("ascii", "replace"), Owner(pid, ticks, namespace)
 
 
-def _hold(fd: int) -> None:
+def _hold(fd: int, path: Path) -> None:
     """Mark the segment as mapped by this process until the last duplicate of `fd` is closed."""
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+    if not lock_byte(fd, 0, fcntl.F_RDLCK):
+        raise SegmentGoneError(str(path), "it is being removed")
+
+
+def lock_byte(fd: int, place: int, kind: int) -> bool:
+    """Lock or unlock one byte for the open file `fd`; tell whether it was to be had. Never waits.
+
+    Args:
+        kind: `F_WRLCK`, `F_RDLCK` or `F_UNLCK` of `fcntl`.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, place, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def _held_by_others(fd: int) -> bool:
@@ -196,16 +220,18 @@ def owner_of(address: WeightsAddress) -> Owner | None:
         os.close(segment.fd)
 
 
-def sweep(address_file: Path | None = None) -> list[Path]:
+def sweep(address_file: Path | None = None, *, spared: Container[Path] = ()) -> list[Path]:
     """Remove what dead owners left and nobody maps, and return it.
 
     Args:
         address_file: `weights.json` of a run: only the segment that it names is looked at, and the file itself goes
             too. None looks at every segment of this user.
+        spared: Segments that stay although nobody has them: their owner is about to come back.
     """
     if address_file is None:
         uid = os.geteuid()
-        return [path for path in SHM.glob(f"{PREFIX}*") if _uid(path) == uid and _remove_unused(path)]
+        found = [path for path in SHM.glob(f"{PREFIX}*") if path not in spared and _uid(path) == uid]
+        return [path for path in found if _remove_unused(path)]
     address = read_address(address_file)
     if address is None:
         return []
@@ -227,7 +253,16 @@ def _uid(path: Path) -> int:
 def _remove_unused(path: Path) -> bool:
     if in_use(path):
         return False
-    path.unlink(missing_ok=True)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        if not lock_byte(fd, 0, fcntl.F_WRLCK):
+            return False  # an heir has come in between
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
     logger.info("removed segment=%s reason=owner_dead", path)
     return True
 

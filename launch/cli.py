@@ -146,8 +146,27 @@ def init(
 
 
 @app.command(rich_help_panel=RUN)
-def doctor(as_json: Json = False) -> None:
-    """Tell what is missing on this machine and how to get it."""
+def doctor(
+    run_dir: RunDir = None,
+    as_json: Json = False,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Remove what dead processes left: shared memory, sockets, addresses."),
+    ] = False,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Prove that the weights of a living run are one and the same.")
+    ] = False,
+) -> None:
+    """Tell what is missing on this machine and how to get it; or sweep, or prove the weights of a run."""
+    if sweep:
+        from rolloutmq.launch import remains
+
+        raise typer.Exit(remains.report(run_dir))
+    if weights:
+        from rolloutmq.launch import weights as proofs
+        from rolloutmq.launch.rundir import find_run
+
+        raise typer.Exit(proofs.report(find_run(run_dir), as_json=as_json))
     from rolloutmq.launch import doctor as checks
 
     raise typer.Exit(checks.report(as_json=as_json))

@@ -11,7 +11,7 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -134,7 +134,11 @@ def examine(checks: Iterable[Callable[[], Finding]] = CHECKS) -> list[Finding]:
 
 def report(*, as_json: bool) -> int:
     """Print what was found; return 0 if a run can start here, else 1."""
-    findings = examine()
+    return tell(examine(), as_json=as_json)
+
+
+def tell(findings: Sequence[Finding], *, as_json: bool) -> int:
+    """Print findings; return 1 if something is missing that is needed, else 0."""
     if as_json:
         text = json.dumps([asdict(finding) for finding in findings], indent=2)
     else:

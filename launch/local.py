@@ -208,10 +208,11 @@ def _verdict(views: Mapping[str, View]) -> Ending | None:
     for view in views.values():
         if view.phase is Phase.FATAL:
             return Ending(EXIT_FAILED, f"{view.name}: {view.reason}")
+    trainers = [view for view in views.values() if view.role is Role.TRAINER]
+    if trainers and all(view.phase in OVER for view in trainers):
+        return Ending(EXIT_DONE, "the trainer is done")
     for view in views.values():
-        if view.phase in OVER and view.role is Role.TRAINER:
-            return Ending(EXIT_DONE, "the trainer is done")
-        if view.phase in OVER:
+        if view.phase in OVER and view.role is not Role.TRAINER:
             return Ending(EXIT_FAILED, f"{view.name} ended: {view.reason}")
     return None
 

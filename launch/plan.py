@@ -6,13 +6,15 @@ The workers are not here, and no engine but the first: the orchestrator starts t
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
 
 STOP_ORDER: Final[Sequence[frozenset[Role]]] = (
     frozenset({Role.TRAINER, Role.ORCHESTRATOR, Role.GATEWAY}),
-    frozenset({Role.INFERENCE}),
+    frozenset({Role.INFERENCE, Role.TEACHER}),
     frozenset({Role.BROKER}),
     frozenset({Role.TELEMETRY}),
 )
@@ -34,13 +36,27 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
     roles = [Role.BROKER, Role.TELEMETRY]
     if config.trainer.enabled:
         roles.append(Role.TRAINER)
-    if config.inference.kind == "tiny":
+    if config.inference.kind in {"tiny", "vllm"}:
         roles.append(Role.INFERENCE)
+    if config.teacher.path:
+        roles.append(Role.TEACHER)
     if config.gateway.enabled and config.gateway.listen:
         roles.append(Role.GATEWAY)
     if config.orchestrator.enabled and (config.environment or config.inference.max_engines > 1):
         roles.append(Role.ORCHESTRATOR)
-    return [_service(role, layout, python) for role in roles]
+    further = [_rank(number, layout, python) for number in range(1, config.trainer.ranks)]
+    return [
+        *(_service(role, layout, python) for role in roles),
+        *(further if config.trainer.enabled else ()),
+    ]
+
+
+def _rank(number: int, layout: RunLayout, python: str) -> ProcessSpec:
+    """One more rank of the trainer; the first is the trainer itself."""
+    first = _service(Role.TRAINER, layout, python)
+    name = f"{first.name}.rank{number}"
+    argv = (*first.argv, "--rank", str(number))
+    return msgspec.structs.replace(first, name=name, argv=argv, log=str(layout.log(name)))
 
 
 def _service(role: Role, layout: RunLayout, python: str) -> ProcessSpec:

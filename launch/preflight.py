@@ -7,13 +7,17 @@ import errno
 import importlib.util
 import math
 import socket
+from pathlib import Path
 from typing import Final
 
 import psutil
 
 from rolloutmq.bus.endpoint import bind_host
+from rolloutmq.bus.tokenizer import fingerprint
 from rolloutmq.schemas.config import InferenceConfig, RunConfig
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError
+from rolloutmq.schemas.teaching import TeacherConfig
+from rolloutmq.services.inference.vllm.installed import require_vllm
 from rolloutmq.services.worker.entry import check_entry
 
 TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
@@ -32,11 +36,16 @@ def check(config: RunConfig) -> None:
     _check_batch(config)
     if config.broker.transport == "tcp":
         bind_host(config.broker)
-    if config.trainer.enabled or config.inference.kind == "tiny":
+    if config.inference.kind == "vllm":
+        require_vllm(config.inference.vllm.python)
+    if config.trainer.enabled or config.inference.kind in {"tiny", "vllm"}:
         for package in TRAINER_NEEDS:
             if importlib.util.find_spec(package) is None:
                 raise MissingError(f"the package {package}", "pip install 'rolloutmq[trainer]'")
+    if config.trainer.enabled and config.trainer.lora and importlib.util.find_spec("peft") is None:
+        raise MissingError("the package peft", "`[trainer.lora]` needs it: pip install 'rolloutmq[lora]'")
     _check_port(config.inference)
+    _check_teacher(config.teacher)
 
 
 def _check_batch(config: RunConfig) -> None:
@@ -50,8 +59,20 @@ def _check_batch(config: RunConfig) -> None:
         )
 
 
+def _check_teacher(teacher: TeacherConfig) -> None:
+    """Refuse a teacher that is not there, or whose tokenizer cannot be read."""
+    if not teacher.path:
+        return
+    for package in TRAINER_NEEDS:
+        if importlib.util.find_spec(package) is None:
+            raise MissingError(f"the package {package}", "pip install 'rolloutmq[trainer]'")
+    if not (Path(teacher.path) / "config.json").is_file():
+        raise ConfigError("teacher.path", f"{teacher.path} is not a directory with a config.json")
+    fingerprint(Path(teacher.tokenizer or teacher.path))
+
+
 def _check_port(inference: InferenceConfig) -> None:
-    if inference.kind != "tiny" or inference.port == 0:
+    if inference.kind not in {"tiny", "vllm"} or inference.port == 0:
         return
     family = socket.AF_INET6 if ":" in inference.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -21,6 +21,7 @@ from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseEr
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.broker.journal.trimming import trim
+from rolloutmq.services.inference.vllm import place
 from rolloutmq.services.orchestrator.identity import alive, identify
 from rolloutmq.services.orchestrator.processes import end_strays
 
@@ -67,6 +68,20 @@ def claimed(root: Path, token: str, *, resume: bool) -> Iterator[RunLayout]:
         os.close(lock)
 
 
+@contextmanager
+def idle(root: Path) -> Iterator[None]:
+    """Keep a run directory free of launchers as long as the block lasts.
+
+    Raises:
+        RunDirInUseError: A living launcher owns it.
+    """
+    lock = _lock(root)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
 def give_back(layout: RunLayout) -> None:
     """Return to the disk what a killed broker had reserved for its journal; not if one lives."""
     if not layout.journal.is_dir():
@@ -81,6 +96,7 @@ def give_back(layout: RunLayout) -> None:
 def clear(config: RunConfig, layout: RunLayout) -> None:
     """Remove what killed processes of a run left: shared memory, sockets, addresses. None of them may live any more."""
     sweep(layout.weights)
+    place.clear(layout)
     with suppress(RolloutMQError), claim(layout), bindings(config.broker, layout):
         layout.endpoints.unlink(missing_ok=True)
 

@@ -50,9 +50,22 @@ def inference(
     engine: Annotated[str, typer.Option(help="Name: inference, inference-1, ...")] = "inference",
 ) -> None:
     """Run one inference server."""
-    from rolloutmq.services.inference.tiny import main as run
+    from rolloutmq.bus.rundir import load_run
+
+    if load_run(run_dir)[0].inference.kind == "vllm":
+        from rolloutmq.services.inference.vllm.server import main as run
+    else:
+        from rolloutmq.services.inference.tiny import main as run
 
     raise typer.Exit(run(run_dir, engine))
+
+
+@app.command(rich_help_panel=SERVICE)
+def teacher(run_dir: RunDirOption) -> None:
+    """Run the teacher that a policy learns from."""
+    from rolloutmq.services.inference.teacher import main as run
+
+    raise typer.Exit(run(run_dir))
 
 
 @app.command(rich_help_panel=SERVICE)
@@ -75,8 +88,11 @@ def gateway_service(run_dir: RunDirOption) -> None:
 
 
 @app.command(rich_help_panel=SERVICE)
-def trainer(run_dir: RunDirOption) -> None:
-    """Run the trainer."""
+def trainer(
+    run_dir: RunDirOption,
+    rank: Annotated[int, typer.Option(help="Which of `trainer.ranks` processes this is.", min=0)] = 0,
+) -> None:
+    """Run the trainer, or one rank of it."""
     from rolloutmq.trainer.loop import main as run
 
-    raise typer.Exit(run(run_dir))
+    raise typer.Exit(run(run_dir, rank))

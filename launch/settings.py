@@ -10,7 +10,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -102,11 +102,12 @@ def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _explained(error: ErrorDetails) -> ConfigError:
-    location = [str(part) for part in error["loc"]]
+    parts = [str(part) for part in error["loc"]]
+    location = _written(parts)
     path = ".".join(location) or "configuration"
     problem = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        return ConfigError(path, _unknown(location))
+        return ConfigError(path, _unknown(parts))
     if error["type"] == "value_error":
         # Validators of a section begin their text with the field, those of the whole with its dotted path.
         named, _, rest = problem.partition(" " if location else ": ")
@@ -118,17 +119,45 @@ def _explained(error: ErrorDetails) -> ConfigError:
 
 
 def _unknown(location: list[str]) -> str:
-    allowed = _keys_beside(location)
+    section = _section(location[:-1])
+    allowed = [key for key in section.model_fields if key != "base_dir"]
     close = difflib.get_close_matches(location[-1], allowed, n=1)
     hint = f"did you mean `{close[0]}`? " if close else ""
     return f"unknown key; {hint}allowed: {', '.join(sorted(allowed))}"
 
 
-def _keys_beside(location: list[str]) -> list[str]:
+def _section(location: Iterable[str]) -> Any:
+    """Return the type of what is at a location of an error."""
     annotation: Any = RunConfig
-    for part in location[:-1]:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            annotation = annotation.model_fields[part].annotation
-        else:  # a mapping from names to sections: the part is the name
+    for part in location:
+        if _is_section(annotation):
+            field = annotation.model_fields.get(part)
+            annotation = field.annotation if field else None
+        elif _kinds(annotation):
+            annotation = _kinds(annotation)[part]
+        elif get_origin(annotation) is dict:  # from names to sections: the part is the name
             annotation = get_args(annotation)[1]
-    return [key for key in annotation.model_fields if key != "base_dir"]
+        else:
+            return None
+    return annotation
+
+
+def _written(location: list[str]) -> list[str]:
+    """Return a location as the configuration writes it.
+
+    Where a section is of one of several kinds, told apart by its `name`, an error's location has the kind as a part of
+    its own.
+    """
+    return [part for at, part in enumerate(location) if part not in _kinds(_section(location[:at]))]
+
+
+def _kinds(annotation: Any) -> dict[str, Any]:
+    """Return the kinds of a section by their names; none if it has only one, or is no section."""
+    members = get_args(annotation)
+    if not members or not all(map(_is_section, members)):
+        return {}
+    return {member.model_fields["name"].default: member for member in members}
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -21,6 +21,9 @@ from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.schemas.orchestration import MIB, HardwareConfig, OrchestratorConfig
 from rolloutmq.schemas.section import Fraction, NameText, Section
+from rolloutmq.schemas.serving import VllmConfig
+from rolloutmq.schemas.teaching import Lore, TeacherConfig
+from rolloutmq.schemas.training import TrainerConfig
 
 SEQUENCE_BYTES: Final = 13
 """The shortest sequence there is: one token, its mask and its score. No batch is smaller than that."""
@@ -170,14 +173,16 @@ class EnvironmentConfig(Section):
 class InferenceConfig(Section):
     """`[inference]`: the server that samples from the policy."""
 
-    kind: Literal["tiny", "external", "none"] = "tiny"
-    """`tiny` runs the policy of `[model]` in this run; `external` the server at `url`; `none`: nobody asks."""
+    kind: Literal["tiny", "vllm", "external", "none"] = "tiny"
+    """`tiny` runs the policy of `[model]` in this run, `vllm` does so by a vLLM that maps the trainer's weights;
+    `external` is the server at `url`; `none`: nobody asks."""
     url: str = ""
     """Base address of an external OpenAI-compatible server, for example `http://127.0.0.1:8000/v1`."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to bind; 0 lets the system choose. That of the first engine: the others take any."""
+    vllm: VllmConfig = VllmConfig()
     max_batch: PositiveInt = 512
     """Sequences generated together at most."""
     max_waiting: PositiveInt = 4096
@@ -199,9 +204,12 @@ class InferenceConfig(Section):
         if self.min_engines > self.max_engines:
             raise ValueError("min_engines must not exceed max_engines")
         if self.kind != "tiny" and self.max_engines > 1:
-            raise ValueError(
-                f"max_engines must be 1 where kind is `{self.kind}`: nobody here can start such a server"
+            why = (
+                "it is the one engine of its run"
+                if self.kind == "vllm"
+                else "nobody here can start such a server"
             )
+            raise ValueError(f"max_engines must be 1 where kind is `{self.kind}`: {why}")
         return self
 
 
@@ -210,6 +218,10 @@ class ModelConfig(Section):
 
     path: str = ""
     """Local directory of a transformers model and its tokenizer; empty builds a small Llama."""
+    tokenizer: str = ""
+    """Directory of the tokenizer, if that is not in `path`."""
+    name: NameText = "policy"
+    """What it is called where it is served."""
     alphabet: str = "0123456789= "
     """Characters of the built tokenizer; padding, begin and end are added."""
     hidden_size: PositiveInt = 64
@@ -228,67 +240,12 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _shapes(self) -> Self:
+        if self.tokenizer and not self.path:
+            raise ValueError("tokenizer is for a model from path; that which is built has its alphabet")
         if self.hidden_size % self.heads:
             raise ValueError("hidden_size must be a multiple of heads")
         if len(set(self.alphabet)) + 3 > self.vocab_size:
             raise ValueError("vocab_size must hold the alphabet and 3 special tokens")
-        return self
-
-
-class TrainerConfig(Section):
-    """`[trainer]`: what is learned from a batch and how."""
-
-    enabled: bool = True
-    """Start the trainer with the run; off for a trainer of your own. The tiny inference server then waits for the
-    weights that it publishes (`rolloutmq.trainer.weights`); an external one has its own."""
-    steps: PositiveInt = 400
-    """Optimizer steps of the run."""
-    batch_sequences: NonNegativeInt = 256
-    """Sequences of one step; 0 if `batch_tokens` says how much it holds."""
-    batch_tokens: NonNegativeInt = 0
-    """Most tokens of one step, instead of a number of sequences; 0 if `batch_sequences` says how many."""
-    learning_rate: NonNegativeFloat = 1e-3
-    warmup_steps: NonNegativeInt = 10
-    """Steps of linear warm-up."""
-    final_lr_fraction: Fraction = 0.05
-    """The learning rate falls linearly to this part of itself at the last step."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
-    weight_decay: NonNegativeFloat = 0.0
-    clip_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this global norm."""
-    advantage: Literal["dr_grpo", "grpo"] = "dr_grpo"
-    """`dr_grpo` centres the rewards of a group; `grpo` also divides by their standard deviation."""
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.28
-    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    entropy: NonNegativeFloat = 0.02
-    """Weight of the entropy bonus at the start. With half of it, one seed in three stops learning too early."""
-    entropy_until: Fraction = 0.6
-    """The bonus falls linearly to zero at this part of the run."""
-    micro_batch_sequences: PositiveInt = 256
-    """Sequences of one forward pass; the result does not depend on it."""
-    checkpoint_interval: PositiveInt = 50
-    """Steps between checkpoints."""
-    keep_checkpoints: PositiveInt = 2
-    threads: PositiveInt = 1
-    """Threads of one tensor operation. More than one helps only on cores that nobody else wants."""
-    pull_wait_s: PositiveFloat = 10.0
-    """How long one pull waits at the broker before it is repeated."""
-    shuffle_rewards: bool = False
-    """A control: rewards are shuffled within each group, so that nothing can be learned."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _sized_by_tokens(cls, given: Any) -> Any:
-        """Let a budget of tokens take the place of the usual number of sequences."""
-        if isinstance(given, dict) and given.get("batch_tokens"):
-            return {"batch_sequences": 0, **given}
-        return given
-
-    @model_validator(mode="after")
-    def _one_size(self) -> Self:
-        if bool(self.batch_sequences) == bool(self.batch_tokens):
-            raise ValueError("batch_tokens and batch_sequences: name one of them, the other is 0 or left out")
         return self
 
 
@@ -309,6 +266,7 @@ class RunConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     model: ModelConfig = ModelConfig()
     trainer: TrainerConfig = TrainerConfig()
+    teacher: TeacherConfig = TeacherConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     hardware: HardwareConfig = HardwareConfig()
@@ -331,6 +289,14 @@ class RunConfig(Section):
             least_s = 2 * self.telemetry.interval_s
             if self.hardware.stale_s < least_s:
                 raise ValueError(f"hardware.stale_s: less than two telemetry.interval_s, {least_s:g} s")
+        return self
+
+    @model_validator(mode="after")
+    def _learn_from_a_teacher(self) -> Self:
+        if self.teacher.enabled and self.trainer.distillation.lore is Lore.NONE:
+            raise ValueError("trainer.distillation.kind: there is a teacher, and nobody learns from it")
+        if self.teacher.enabled and not (self.trainer.enabled or self.model.path):
+            raise ValueError("model.path: a teacher must know the tokenizer of the model that you train")
         return self
 
     @model_validator(mode="after")

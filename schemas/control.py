@@ -35,6 +35,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         blocked_s: Seconds spent waiting for credit, over all rollout slots.
         late_members: Sequences that its groups went without, because a deadline had passed.
         error: Last error of the environment, one line.
+        waits_for: Whom its finished rollouts wait for, beside the broker, how many and why; empty if for nobody.
     """
 
     worker: Name
@@ -48,6 +49,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
     blocked_s: Seconds = 0.0
     error: Annotated[str, Meta(max_length=2000)] = ""
     late_members: Count = 0
+    waits_for: Annotated[str, Meta(max_length=1000)] = ""
 
 
 class WorkerBeatReply(Message, tag="worker_beat_reply", frozen=True, kw_only=True):
@@ -213,6 +215,7 @@ class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
     draining: bool
     error: str
     late_members: Count = 0
+    waits_for: str = ""
 
 
 class Pressure(Message, tag="pressure", frozen=True, kw_only=True):

@@ -13,6 +13,8 @@
     │   └── ClosedError                the client was closed
     ├── UsageError                the caller's own data or code is wrong
     │   ├── ConfigError                a key of the configuration
+    │   │   └── TokenizerMismatchError     teacher and student mean different tokens by the same ids
+    │   ├── TeacherRefusedError        the teacher does not accept these sequences
     │   ├── InvalidGroupError          a trajectory group that contradicts itself
     │   ├── GroupTooLargeError         a group no credit could ever cover
     │   ├── WeightsMismatchError       two sides of shared weights mean different tensors

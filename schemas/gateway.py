@@ -26,6 +26,9 @@ class GatewayConfig(Section):
     """Largest body as it comes."""
     max_inflated_bytes: PositiveInt = 256 * MIB
     """Largest body once it is inflated: a gzip of one megabyte can become a gigabyte."""
+    max_in_hand_bytes: PositiveInt = 1024 * MIB
+    """Bodies, and groups that wait for room, that are not answered yet; while there are more, no other body is read and
+    its client waits. An estimate: a compressed body counts four times until it is here."""
     gzip_level: Annotated[int, Field(ge=1, le=9)] = 1
     """Of answers. The highest takes twenty times as long for a tenth less."""
     threads: PositiveInt = 2

@@ -9,10 +9,12 @@ gpus.json            each GPU: cordons and why, who has it, last sample  orchest
 endpoints.json       where the broker's sockets are                     broker, once they are bound
 inference.json       where the policy is served                         inference server, once it is ready
 inference-1.json ... the same of further engines                        each engine, while it serves
+teacher.json         where the teacher is asked                         teacher, once it is ready
 gateway.json         where the HTTP interface is                        gateway, once it listens
 registrations.json   its trainer and environments, and its step         gateway
 doubts.log           posts that may not have been answered              gateway
 weights.json         where the shared weights lie                       trainer
+ranks.json           where its ranks meet, if there are several         trainer
 model/               configuration and tokenizer of the policy          trainer
 checkpoints/         step-000050/ ...                                   trainer
 trained.jsonl        each settled batch, with the ids of its groups     trainer
@@ -45,10 +47,12 @@ class RunLayout:
         self.gpus = root / "gpus.json"
         self.endpoints = root / "endpoints.json"
         self.inference = root / "inference.json"
+        self.teacher = root / "teacher.json"
         self.gateway = root / "gateway.json"
         self.registrations = root / "registrations.json"
         self.doubts = root / "doubts.log"
         self.weights = root / "weights.json"
+        self.ranks = root / "ranks.json"
         self.model = root / "model"
         self.checkpoints = root / "checkpoints"
         self.trained = root / "trained.jsonl"

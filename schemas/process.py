@@ -19,6 +19,7 @@ class Role(StrEnum):
     WORKER = "worker"
     TRAINER = "trainer"
     GATEWAY = "gateway"
+    TEACHER = "teacher"
     LAUNCHER = "launcher"
 
 

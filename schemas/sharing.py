@@ -29,14 +29,30 @@ class WeightsTornError(RetryableError):
 class WeightsBusyError(RetryableError):
     """Another process kept the shared weights for too long: it is stopped or hangs."""
 
-    def __init__(self, writer: int, waited_s: float) -> None:
+    def __init__(self, writer: int, waited_s: float, readers: tuple[int, ...] = ()) -> None:
         self.writer = writer
         """Process id of the writer at work or waiting, 0 for none."""
         self.waited_s = waited_s
+        self.readers = readers
+        """Process ids of those that read, as far as they can be seen from here."""
 
     def __str__(self) -> str:
         whose = f"writer {self.writer}" if self.writer else "a reader"
-        return f"the weights were not to be had within {self.waited_s:.1f} s: {whose} keeps them"
+        if self.readers:
+            whose = " and ".join(f"reader {pid}" for pid in self.readers)
+        keeps = "keep" if len(self.readers) > 1 else "keeps"
+        return f"the weights were not to be had within {self.waited_s:.1f} s: {whose} {keeps} them"
+
+
+class WeightsSilentError(RetryableError):
+    """Who shares the weights did not answer a question that it answers whenever it takes its turn at them."""
+
+    def __init__(self, who: str, waited_s: float) -> None:
+        self.who = who
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        return f"{self.who} did not answer within {self.waited_s:.1f} s"
 
 
 class WeightsMismatchError(UsageError):
@@ -49,6 +65,17 @@ class WeightsMismatchError(UsageError):
 
     def __str__(self) -> str:
         return f"{self.tensor}: {self.problem}"
+
+
+class WeightsNotSentError(RetryableError):
+    """A server that is to have a copy of the weights did not take them."""
+
+    def __init__(self, server: str, why: str) -> None:
+        self.server = server
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"the weights did not reach {self.server}: {self.why}"
 
 
 class SegmentInUseError(ResourceError):

@@ -115,8 +115,8 @@ class Column:
 
     @classmethod
     def opaque(cls, value: Any) -> "Column":
-        """Wrap any msgpack value: None, bool, int, float, str, bytes, lists and maps of them."""
-        return cls(Dtype.OPAQUE, value)
+        """Wrap any msgpack value: None, bool, int, float, str, bytes, lists and maps of them. A column stays itself."""
+        return value if isinstance(value, Column) else cls(Dtype.OPAQUE, value)
 
     @classmethod
     def build(cls, name: str, data: Any, depth: int | None = None) -> "Column":

@@ -67,11 +67,14 @@ def _threads() -> set[str]:
 
 
 SHARES_MEMORY = (
+    "benchmarks/test_trl.py",
+    "benchmarks/test_weights.py",
     "bus/test_segments.py",
     "examples/",
     "launch/",
     "services/inference/",
     "test_readme.py",
+    "test_distillation.py",
     "test_run.py",
     "trainer/",
 )

@@ -1,5 +1,6 @@
 """The plan of the house holds: links, public names, and what an import may cost."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -27,14 +28,14 @@ def test_the_package_holds_nothing_else() -> None:
 
 
 def test_every_promised_target_can_be_made() -> None:
-    rivals = ("test-atropos", "test-transferqueue")
+    rivals = ("test-atropos", "test-trl", "test-transferqueue", "test-vllm", "quickstart-vllm")
     for target in ("quickstart", "test", "check", "bench", "soak", "accept", "clean", *rivals):
         told = subprocess.run(
             ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True
         )
         assert told.stdout
     submission = (ROOT / ".ci" / "run").read_text()
-    assert "\nmake check\nmake test\nmake test-atropos\n" in submission
+    assert "\nmake check\nmake test\nmake test-atropos\nmake test-trl\n" in submission
 
 
 def test_public_names_are_there_and_lazy() -> None:
@@ -82,3 +83,14 @@ def test_services_load_no_torch(service: str) -> None:
 def test_no_source_file_is_longer_than_400_lines() -> None:
     sources = [path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")]
     assert not [p.name for p in sources if p.read_text().count("\n") > 400]
+
+
+def test_tests_that_pages_name_exist() -> None:
+    named = [
+        (page.name, *name)
+        for page in [*(ROOT / "docs").glob("**/*.md"), ROOT / "README.md"]
+        for name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text())
+    ]
+    assert named
+    for page, file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(), f"{page} names {file}::{test}"

@@ -1,11 +1,17 @@
 """What a batch came to, as it is told to others: a line for `trained.jsonl`, an event for `step`. Pure.
 
 Rewards are the raw scores, as the environments gave them, of all groups, those without a signal included: what was
-shuffled, centred or divided for the advantages never shows here.
+shuffled, centred or divided for the advantages never shows here. Where several ranks share a step each has a part, and
+what is told is the whole.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import chain
+from typing import Final, Self
+
+import msgspec
+import numpy as np
 
 from rolloutmq.schemas.control import StepDone
 from rolloutmq.schemas.envelope import PolicyVersion
@@ -16,79 +22,136 @@ from rolloutmq.trainer.uplink import PulledBatch
 LOSS: Final = "loss"
 
 
+class Metrics(msgspec.Struct, frozen=True):
+    """What one rank has of each metric of a step."""
+
+    values: dict[str, float]
+
+
+def total_of(parts: Sequence[Metrics]) -> dict[str, float]:
+    """Add up the metrics of all ranks."""
+    names = dict.fromkeys(name for part in parts for name in part.values)
+    return {name: sum(part.values.get(name, 0.0) for part in parts) for name in names}
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank had of a batch, and what became of it.
+
+    Attributes:
+        trained, filtered, rejected, repeated: Ids of groups: learned from; without a signal; unusable, those that did
+            not even decode included; learned from before.
+        staleness: Of each trained group.
+        rewards: Mean score of each trained group, then of each filtered one.
+        score: Sum of all scores of the `groups` groups, with so many `sequences` and `tokens`.
+    """
+
+    trained: tuple[str, ...]
+    filtered: tuple[str, ...]
+    rejected: tuple[str, ...]
+    repeated: tuple[str, ...]
+    staleness: tuple[int, ...]
+    rewards: tuple[float, ...]
+    score: float
+    sequences: int
+    tokens: int
+    groups: int
+    short: bool
+    rewound: bool
+
+    @classmethod
+    def of(cls, batch: PulledBatch, lesson: Lesson, before: PolicyVersion) -> Self:
+        """Sum up what was pulled with the policy `before`, and what was made of it."""
+        scores = [group.columns["scores"].numbers() for group in batch.groups]
+        return cls(
+            trained=tuple(group.group_id for group in lesson.trained),
+            filtered=tuple(group.group_id for group in lesson.filtered),
+            rejected=tuple(one.group_id for one in (*batch.rejected, *lesson.rejected)),
+            repeated=tuple(lesson.repeated),
+            staleness=tuple(before.distance(group.oldest) for group in lesson.trained),
+            rewards=tuple(mean_score([group]) for group in (*lesson.trained, *lesson.filtered)),
+            score=float(np.concatenate(scores).sum()) if scores else 0.0,
+            sequences=sum(len(each) for each in scores),
+            tokens=sum(group.tokens for group in batch.groups),
+            groups=len(batch.groups),
+            short=batch.short,
+            rewound=batch.rewound,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Account:
     """One batch, judged and done with.
 
     Attributes:
-        batch, lesson: What was pulled, and what became of each group.
-        before, after: The policy that pulled it, and the one that exists now; the same if there was no step.
+        parts: Of each rank.
+        after: The policy that exists now.
         metrics: Of the step, if there was one.
     """
 
-    batch: PulledBatch
-    lesson: Lesson
-    before: PolicyVersion
+    parts: Sequence[Part]
     after: PolicyVersion
     metrics: dict[str, float]
 
     @property
     def trained(self) -> list[str]:
         """Ids of the groups that the step learned from."""
-        return [group.group_id for group in self.lesson.trained]
+        return [one for part in self.parts for one in part.trained]
 
     @property
-    def filtered(self) -> list[str]:
-        """Ids of the groups without a signal."""
-        return [group.group_id for group in self.lesson.filtered]
-
-    @property
-    def rejected(self) -> list[str]:
-        """Ids of the groups that could not be used, those that did not even decode included."""
-        return [one.group_id for one in (*self.batch.rejected, *self.lesson.rejected)]
+    def repeated(self) -> list[str]:
+        """Ids of the groups that an earlier step learned from."""
+        return [one for part in self.parts for one in part.repeated]
 
     def line(self, at: float) -> SettledBatch | None:
         """Return the journal's line, or None if all of the batch stands in an earlier one."""
-        if not (self.trained or self.filtered or self.rejected):
+        filtered = tuple(chain.from_iterable(part.filtered for part in self.parts))
+        rejected = tuple(chain.from_iterable(part.rejected for part in self.parts))
+        trained = tuple(self.trained)
+        if not (trained or filtered or rejected):
             return None
-        scored = (*self.lesson.trained, *self.lesson.filtered)
         return SettledBatch(
             at=at,
             version=self.after,
-            trained=tuple(self.trained),
-            filtered=tuple(self.filtered),
-            rejected=tuple(self.rejected),
+            trained=trained,
+            filtered=filtered,
+            rejected=rejected,
             staleness=tuple(self._staleness()),
-            rewards=tuple(mean_score([group]) for group in scored),
-            rewound=self.batch.rewound,
+            rewards=self._rewards(),
+            rewound=any(part.rewound for part in self.parts),
         )
+
+    def _rewards(self) -> tuple[float, ...]:
+        """Return the rewards of all trained groups, then those of the filtered ones."""
+        learned = [reward for part in self.parts for reward in part.rewards[: len(part.trained)]]
+        flat = [reward for part in self.parts for reward in part.rewards[len(part.trained) :]]
+        return (*learned, *flat)
 
     def event(self, run: str, at: float, pull_s: float, step_s: float) -> StepDone:
         """Return the event of a batch that was a step."""
-        staleness = self._staleness()
+        staleness, parts = self._staleness(), self.parts
         rest = {name: value for name, value in self.metrics.items() if name != LOSS}
         return StepDone(
             run=run,
             incarnation=self.after.incarnation,
             step=self.after.step,
             at=at,
-            reward=mean_score(self.batch.groups),
+            reward=sum(part.score for part in parts) / max(1, sum(part.sequences for part in parts)),
             loss=self.metrics[LOSS],
-            tokens=sum(group.tokens for group in self.batch.groups),
-            groups=len(self.batch.groups),
-            filtered=len(self.filtered),
+            tokens=sum(part.tokens for part in parts),
+            groups=sum(part.groups for part in parts),
+            filtered=sum(len(part.filtered) for part in parts),
             staleness_max=max(staleness),
             staleness_mean=sum(staleness) / len(staleness),
             pull_s=pull_s,
             step_s=step_s,
             extra=rest
             | {
-                "rejected": len(self.rejected),
-                "repeated": len(self.lesson.repeated),
-                "short": float(self.batch.short),
-                "rewound": float(self.batch.rewound),
+                "rejected": sum(len(part.rejected) for part in parts),
+                "repeated": len(self.repeated),
+                "short": float(any(part.short for part in parts)),
+                "rewound": float(any(part.rewound for part in parts)),
             },
         )
 
     def _staleness(self) -> list[int]:
-        return [self.before.distance(group.oldest) for group in self.lesson.trained]
+        return [one for part in self.parts for one in part.staleness]

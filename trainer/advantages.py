@@ -5,21 +5,18 @@ rounding noise must not be blown up to full size by a division. A group with a s
 rejected. Everything is computed in float64 from the scores as they came, then rounded once to float32.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Literal
+from typing import Any, Final
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-Method = Literal["dr_grpo", "grpo"]
+from rolloutmq.schemas.losses import LossSection, Method
 
 SPREAD_FLOOR: Final = 1e-6
 """Scores that differ by less than this part of max(1, |largest|) are equal: it is what is left of float32 sums."""
-STD_FLOOR: Final = 1e-4
-"""Smallest standard deviation to divide by; a nearly flat group stays small instead of becoming noise."""
 
 
 class Verdict(StrEnum):
@@ -36,7 +33,7 @@ class Judgement:
 
     Attributes:
         verdict: Whether it is learned from.
-        advantages: `[n]`, zero unless it is.
+        advantages: `[n]`, or `[tokens]` where they came with the group; zero unless it is.
         reason: Why it is rejected, or empty.
     """
 
@@ -45,19 +42,45 @@ class Judgement:
     reason: str = ""
 
 
-def judge(scores: NDArray[Any], method: Method) -> Judgement:
-    """Compute the advantages of one group from its scores `[n]`."""
+def judge(
+    scores: NDArray[Any], config: LossSection, penalties: NDArray[np.float64] | None = None
+) -> Judgement:
+    """Compute the advantages of one group.
+
+    Args:
+        scores: `[n]` as the environment gave them.
+        config: How they are compared.
+        penalties: `[n]`, what each sequence loses for being far from a reference. They are compared as the scores are
+            but never divided by a deviation: a group whose scores hardly differ must not make much of its penalties.
+            Whether a group has a signal is for its scores alone to say.
+    """
     values = np.asarray(scores, np.float64)
     if not np.isfinite(values).all():
         return _nothing(values, Verdict.REJECTED, "a score is not a finite number")
     if not has_spread(values):
         return _nothing(values, Verdict.FILTERED)
     with np.errstate(over="ignore", invalid="ignore"):
-        advantages = METHODS[method](values).astype(np.float32)
+        found = compare(values, config.advantage, ddof=config.std_ddof, floor=config.std_floor)
+        if penalties is not None:
+            found = found - (leave_one_out if config.advantage == "rloo" else centre)(penalties)
+        advantages = found.astype(np.float32)
     if not np.isfinite(advantages).all():
         return _nothing(
             values, Verdict.REJECTED, "its scores are so far apart that an advantage is not finite"
         )
+    return Judgement(Verdict.USABLE, advantages)
+
+
+def judge_given(given: NDArray[np.float64], trained: NDArray[np.bool_]) -> Judgement:
+    """Take the advantages `[tokens]` that came with a group; only those of trained tokens have to make sense."""
+    if not np.isfinite(given[trained]).all():
+        return _nothing(given, Verdict.REJECTED, "an advantage of a trained token is not a finite number")
+    with np.errstate(over="ignore", invalid="ignore"):
+        advantages = np.where(trained, given, 0.0).astype(np.float32)
+    if not np.isfinite(advantages).all():
+        return _nothing(given, Verdict.REJECTED, "an advantage is too large for float32")
+    if not advantages.any():
+        return _nothing(given, Verdict.FILTERED)
     return Judgement(Verdict.USABLE, advantages)
 
 
@@ -73,20 +96,28 @@ def has_spread(scores: NDArray[np.float64]) -> bool:
     return high - low > SPREAD_FLOOR * max(1.0, abs(high), abs(low))
 
 
-def dr_grpo(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def compare(scores: NDArray[np.float64], method: Method, *, ddof: int, floor: float) -> NDArray[np.float64]:
+    """Return what each score `[n]` is worth against the others of its group."""
+    match method:
+        case "dr_grpo":
+            return centre(scores)
+        case "grpo":
+            return centre(scores) / max(float(scores.std(ddof=ddof)), floor)
+        case "rloo":
+            return leave_one_out(scores)
+
+
+def centre(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the distance of each score to their mean: hard and easy tasks weigh as much as their scores differ."""
     return scores - np.mean(scores)
 
 
-def grpo(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return that distance in standard deviations (of a sample: n - 1), never of less than `STD_FLOOR`."""
-    return dr_grpo(scores) / max(float(scores.std(ddof=1)), STD_FLOOR)
+def leave_one_out(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the distance of each of two or more scores to the mean of the others.
 
-
-METHODS: Final[Mapping[Method, Callable[[NDArray[np.float64]], NDArray[np.float64]]]] = {
-    "dr_grpo": dr_grpo,
-    "grpo": grpo,
-}
+    A baseline that the sequence itself has no part in leaves the gradient unbiased.
+    """
+    return centre(scores) * (len(scores) / (len(scores) - 1))
 
 
 def shuffled(scores: NDArray[Any], seed: int, group_id: str) -> NDArray[Any]:

@@ -1,9 +1,11 @@
 """Checkpoints: `step-000050/` with everything that a trainer needs to go on as if it had never stopped.
 
     model.safetensors      the policy's weights, each storage once; with config.json and the tokenizer, which are
-                           copied in, the directory is a model that transformers loads
+                           copied in, the directory is a model that transformers loads; or instead of it
+    adapter_model.safetensors, adapter_config.json   LoRA, as peft loads it, where only adapters learn
     optimizer.safetensors  moments, master weights, torch's random state
-    state.json             step, incarnation, groups of an open account; sizes of the other files
+    state.json             step, incarnation, groups of an open account, digest of the weights that adapters belong
+                           to; sizes of the other files
 
 A checkpoint is written into a hidden directory, forced to disk and renamed: it is there whole or not at all. One that
 was damaged later (a size or a header does not fit) is passed over for the one before. The counter of incarnations lies
@@ -13,7 +15,7 @@ beside the checkpoints: it grows with each life of the trainer, and is on disk b
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.trainer.adapters import ADAPTERS, Adapters
 from rolloutmq.trainer.optimizer import PolicyOptimizer
 from rolloutmq.trainer.weights.manifest import named_tensors
 
@@ -46,11 +49,15 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         version: The policy that the weights are.
         unsettled: Groups that were learned from, but whose lease was lost before the broker was told. They come
             again, and are then settled without being learned from a second time.
+        base: Digest of the frozen weights that the adapters belong to, if there are adapters.
+        alpha: Their scale, before it is divided by their rank.
         sizes: Bytes of the other files, by name.
     """
 
     version: PolicyVersion
     unsettled: tuple[str, ...] = ()
+    base: str = ""
+    alpha: float = 0.0
     sizes: dict[str, int] = {}
 
 
@@ -60,6 +67,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     state: TrainerState
     weights: dict[str, Tensor]
+    adapters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
 
 
@@ -77,7 +85,12 @@ def next_incarnation(directory: Path) -> int:
 
 
 def save(
-    directory: Path, identity: Path, state: TrainerState, policy: nn.Module, optimizer: PolicyOptimizer
+    directory: Path,
+    identity: Path,
+    state: TrainerState,
+    policy: nn.Module | Mapping[str, Tensor],
+    optimizer: PolicyOptimizer,
+    adapters: Adapters | None = None,
 ) -> Path:
     """Write a checkpoint and return its path once it is on disk. Blocks for as long as the disk takes.
 
@@ -85,15 +98,21 @@ def save(
         directory: Where the checkpoints are.
         identity: Directory with the policy's configuration and tokenizer.
         state: What else to remember; `sizes` is filled in here.
-        policy: Its weights must not change meanwhile.
+        policy: Its weights must not change meanwhile. By name, where the policy itself is in shards.
         optimizer: The same.
+        adapters: What is saved in place of the policy, if only they learn.
     """
     final = directory / f"{PREFIX}{state.version.step:06d}"
     with _becoming(final) as partial:
         for file in identity.iterdir():
             if file.is_file() and not file.name.startswith("."):
                 shutil.copyfile(file, partial / file.name)
-        save_file(_weights(policy), partial / WEIGHTS, metadata={"format": "pt"})
+        if adapters is None:
+            weights = own_tensors(policy) if isinstance(policy, nn.Module) else dict(policy)
+            save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
+        else:
+            adapters.save(partial)
+            state = msgspec.structs.replace(state, base=adapters.base_digest, alpha=adapters.alpha)
         extra = {_RANDOM: torch.get_rng_state()}
         save_file({**optimizer.state(), **extra}, partial / OPTIMIZER)
         sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
@@ -124,7 +143,7 @@ def _force(path: Path) -> None:
         os.close(fd)
 
 
-def _weights(policy: nn.Module) -> dict[str, Tensor]:
+def own_tensors(policy: nn.Module) -> dict[str, Tensor]:
     """Return the policy's own tensors by name; a tied one has its first name only."""
     once: dict[int, str] = {}
     tensors = dict(named_tensors(policy))
@@ -156,7 +175,8 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(
         path=path,
         state=state,
-        weights=load_file(path / WEIGHTS),
+        weights=load_file(path / WEIGHTS) if WEIGHTS in state.sizes else {},
+        adapters=load_file(path / ADAPTERS) if ADAPTERS in state.sizes else {},
         optimizer=load_file(path / OPTIMIZER),
     )
 
@@ -167,7 +187,9 @@ def restore_policy(checkpoint: Checkpoint, policy: nn.Module) -> None:
     Raises:
         ConfigError: The configuration describes another policy than the one that was saved.
     """
-    mine, saved_ones = _weights(policy), checkpoint.weights
+    if checkpoint.adapters:
+        raise ConfigError("trainer.lora", f"is missing: the checkpoint {checkpoint.path} has adapters alone")
+    mine, saved_ones = own_tensors(policy), checkpoint.weights
     if {n: (t.shape, t.dtype) for n, t in mine.items()} != {
         n: (t.shape, t.dtype) for n, t in saved_ones.items()
     }:

@@ -7,15 +7,27 @@ examples   the rest, with their advantages
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from rolloutmq.schemas.config import TrainerConfig
 from rolloutmq.schemas.delivery import Rejected
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.losses import LossSection
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
-from rolloutmq.trainer.advantages import Verdict, judge, shuffled
-from rolloutmq.trainer.collate import Bounds, Example, find_fault
+from rolloutmq.trainer.advantages import Judgement, Verdict, judge, judge_given, shuffled
+from rolloutmq.trainer.collate import Bounds, Example, find_fault, trained_tokens
+from rolloutmq.trainer.losses.kl import ESTIMATORS
+from rolloutmq.trainer.losses.ratio import bounded
+from rolloutmq.trainer.teaching import find_fault as find_fault_of_teacher
+from rolloutmq.trainer.teaching import shuffled as shuffled_teacher
+
+ADVANTAGES: Final = "advantages"
+"""Column of advantages that an environment gives itself, one a token. They are used as they are."""
 
 
 @dataclass(slots=True)
@@ -39,39 +51,77 @@ class Lesson:
 
 
 def study(
-    groups: Sequence[Group], config: TrainerConfig, bounds: Bounds, known: Container[str], seed: int
+    groups: Sequence[Group],
+    config: TrainerConfig,
+    bounds: Bounds,
+    known: Container[str],
+    seed: int,
+    version: PolicyVersion = PolicyVersion(),
 ) -> Lesson:
     """Judge the groups of a batch.
 
     Args:
         groups: The batch.
         config: How advantages are computed, and whether scores are shuffled first.
-        bounds: What the policy can read.
+        bounds: What the policy can read, and the loss needs.
         known: Ids of groups that were learned from already.
         seed: Of the shuffling.
+        version: The policy that will learn.
     """
     lesson = Lesson()
     for group in groups:
         if group.group_id in known:
             lesson.repeated.append(group.group_id)
-        elif fault := find_fault(group, bounds):
+        elif fault := find_fault(group, bounds) or find_fault_of_teacher(
+            group, config.distillation, bounds.vocabulary
+        ):
             lesson.rejected.append(Rejected(group_id=group.group_id, reason=fault))
         else:
-            _judge(lesson, group, config, seed)
+            judgement = _judged(group, config, seed)
+            if config.distillation.shuffle_teacher:
+                group = shuffled_teacher(group, config.distillation, seed)
+            _admit(lesson, group, judgement, version, config)
     return lesson
 
 
-def _judge(lesson: Lesson, group: Group, config: TrainerConfig, seed: int) -> None:
-    scores = group.columns["scores"].numbers()
-    if config.shuffle_rewards:
-        scores = shuffled(scores, seed, group.group_id)
-    judgement = judge(scores, config.advantage)
-    if judgement.verdict is Verdict.USABLE:
-        lesson.examples.append(Example(group, judgement.advantages))
+def _admit(
+    lesson: Lesson, group: Group, judgement: Judgement, version: PolicyVersion, config: TrainerConfig
+) -> None:
+    taught = judgement.verdict is Verdict.FILTERED and config.distillation.teaches
+    if judgement.verdict is Verdict.USABLE or taught:
+        staleness = version.distance(group.oldest)
+        judged = judgement.verdict is Verdict.USABLE
+        lesson.examples.append(Example(group, judgement.advantages, staleness, judged))
     elif judgement.verdict is Verdict.FILTERED:
         lesson.filtered.append(group)
     else:
         lesson.rejected.append(Rejected(group_id=group.group_id, reason=judgement.reason))
+
+
+def _judged(group: Group, config: TrainerConfig, seed: int) -> Judgement:
+    given = group.columns.get(ADVANTAGES)
+    if given is not None and not config.shuffle_rewards:
+        return judge_given(given.numbers(), trained_tokens(group))
+    scores = group.columns["scores"].numbers()
+    if config.shuffle_rewards:
+        scores = shuffled(scores, seed, group.group_id)
+    judgement = judge(scores, config.loss, _penalties(group, config.loss))
+    # One for each token from here on, whoever made them.
+    return replace(judgement, advantages=judgement.advantages.repeat(group.columns["tokens"].lengths[0]))
+
+
+def _penalties(group: Group, config: LossSection) -> NDArray[np.float64] | None:
+    """Return what each sequence loses for its distance to the reference, if that is a matter of the reward."""
+    if not config.kl or config.kl_in == "loss":
+        return None
+    sampled, reference = (group.columns[name].numbers() for name in ("inference_logprobs", "ref_logprobs"))
+    trained = trained_tokens(group)
+    difference = torch.from_numpy(np.where(trained, sampled - reference, 0.0))
+    estimate: NDArray[np.float64] = ESTIMATORS[config.kl_estimator](bounded(difference)).numpy()
+    rows = np.arange(group.sequences).repeat(group.columns["tokens"].lengths[0])
+    penalties = np.zeros(group.sequences)
+    np.add.at(penalties, rows, config.kl * estimate)
+    return penalties
 
 
 def mean_score(groups: Sequence[Group]) -> float:

@@ -15,16 +15,18 @@ no group is ever trained on twice, at the price of a few ids in memory.
 A batch without any signal is settled and is no step: the version stays and the next batch is pulled. After
 `BARREN_LIMIT` such batches in a row there is nothing to be learned, and the trainer fails and says so.
 
-Left out on purpose. A reference model and its KL: the clip and the staleness bound keep the policy near the one that
-sampled. Several optimizer steps a batch: off-policy drift for little. Overlap of pull and step: the pull of a waiting
+Left out on purpose. A reference model of its own: log-probabilities of one come with the groups, as `ref_logprobs`.
+Several optimizer steps a batch: off-policy drift for little. Overlap of pull and step: the pull of a waiting
 batch takes a millisecond. Autocast: it costs more than it brings at this size, and the weights have their type already.
-Not here yet: more than one rank, GPUs, other losses, sampling temperatures other than 1.
+Several ranks take each step together, in lockstep (`ranks`); a rank that is alone does the same with itself.
+Not here yet: GPUs, sampling temperatures other than 1.
 """
 
 import logging
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -35,35 +37,44 @@ import torch
 from rolloutmq.bus import topics
 from rolloutmq.bus.lifecycle import log_failure, set_up_logging
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.schemas.config import RunConfig, TrainerConfig
+from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
+    ConfigError,
     EndOfReplayError,
     LeaseLostError,
     NothingToLearnError,
 )
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.trainer import checkpoint
-from rolloutmq.trainer.account import Account
-from rolloutmq.trainer.collate import Bounds, MicroBatch, collate
+from rolloutmq.trainer.account import Account, Part
+from rolloutmq.trainer.adapters import Adapters
+from rolloutmq.trainer.collate import Bounds, collate
+from rolloutmq.trainer.gradient import leave_gradient
 from rolloutmq.trainer.journal import Journal
 from rolloutmq.trainer.lesson import Lesson, study
-from rolloutmq.trainer.loss import LossConfig, LossInputs, clipped_policy_gradient
+from rolloutmq.trainer.losses.registry import columns_needed
 from rolloutmq.trainer.model import (
     Policy,
     build_policy,
     policy_positions,
     policy_vocabulary,
-    score_tokens,
+    twin,
     write_identity,
 )
-from rolloutmq.trainer.optimizer import PolicyOptimizer, entropy_weight, learning_rate
+from rolloutmq.trainer.optimizer import PolicyOptimizer, learning_rate
 from rolloutmq.trainer.process import INTERRUPTED, Stop, StoppedError, stop_on_signals
+from rolloutmq.trainer.ranks import Lockstep, Ranks, Unshared, met
+from rolloutmq.trainer.scoring import Scorer
+from rolloutmq.trainer.sharding import Sharded
+from rolloutmq.trainer.teaching import columns_needed as columns_of_teacher
 from rolloutmq.trainer.uplink import PulledBatch, Uplink, connect
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +82,11 @@ BARREN_LIMIT: Final = 100
 """Batches in a row without any signal; a policy that still varies at all gives one long before."""
 
 
-Connect = Callable[[Path, RunInfo, PolicyVersion, TrainerConfig], AbstractContextManager[Uplink]]
-"""Joins the broker of a run directory as a trainer that has this version; see `trainer.uplink.connect`."""
+Connect = Callable[[Path, RunInfo, PolicyVersion, TrainerConfig, int], AbstractContextManager[Uplink]]
+"""Joins the broker of a run directory as a rank that has this version; see `trainer.uplink.connect`."""
 
 
-def main(run_dir: Path) -> int:
+def main(run_dir: Path, rank: int = 0) -> int:
     """Train the run in `run_dir` to its last step, from its newest checkpoint if it has one; return the exit code.
 
     0 says that the last step is taken, or the last batch of a replay; INTERRUPTED that a signal came before it. Blocks;
@@ -88,30 +99,57 @@ def main(run_dir: Path) -> int:
             torch.set_num_threads(config.trainer.threads)
             # Activations that have died out become subnormal numbers, on which a CPU is thirty times slower.
             torch.set_flush_denormal(True)
-            reached = train(config, layout, stop)
+            reached = PolicyVersion()
+            with suppress(StoppedError), ExitStack() as stack:
+                with stop.interrupting():
+                    ranks = stack.enter_context(met(layout.ranks, rank, config.trainer.ranks))
+                reached = train(config, layout, stop, ranks=ranks)
     except Exception as error:  # noqa: BLE001 - the task boundary of the process
         return log_failure("trainer", error)
     return INTERRUPTED if stop.asked and reached.step < config.trainer.steps else 0
 
 
-def train(config: RunConfig, layout: RunLayout, stop: Stop, join: Connect = connect) -> PolicyVersion:
+def train(
+    config: RunConfig,
+    layout: RunLayout,
+    stop: Stop,
+    join: Connect = connect,
+    ranks: Ranks = Ranks(),
+) -> PolicyVersion:
     """Take the steps of a run until the last one, or until asked to stop; return the version reached.
 
-    A signal may end it in order from within a wait. `join` is how the broker is reached.
+    A signal may end it in order from within a wait. `join` is how the broker is reached, `ranks` who takes part.
 
     Raises:
         NothingToLearnError: Too many batches in a row had no signal.
     """
     saved = checkpoint.latest(layout.checkpoints)
-    incarnation = checkpoint.next_incarnation(layout.checkpoints)
+    incarnation = ranks.most(checkpoint.next_incarnation(layout.checkpoints) if ranks.leads else 0)
     version = PolicyVersion(incarnation, saved.state.version.step if saved else 0)
+    if ranks.most(version.step) != version.step:
+        raise ConfigError(
+            "trainer.ranks", f"another rank has a newer checkpoint than that of step {version.step}"
+        )
     policy = build_policy(config.model, config.run.seed)
-    if saved:
+    lora = config.trainer.lora
+    adapters = Adapters(policy, lora, config.model.path) if lora else None
+    if saved and adapters:
+        adapters.restore(saved.adapters, saved.state.base, saved.state.alpha)
+    elif saved:
         checkpoint.restore_policy(saved, policy)
-    write_identity(policy, config.model, layout.model)
+    if ranks.leads:
+        write_identity(policy, config.model, layout.model)
 
-    with _shared(policy, layout, version) as share, closing(Journal(layout.trained)) as journal:
-        trainer = Trainer(config, layout, policy, share, journal, version)
+    fused = config.inference.kind == "vllm"  # the only one that has tensors of its own shapes
+    shared = _shared(policy, layout, version, fused=fused) if ranks.leads else nullcontext(Unshared())
+    # What the other ranks would write stands in the line of the one that leads.
+    journal_file = layout.trained if ranks.leads else Path(os.devnull)
+    with shared as share, closing(Journal(journal_file)) as journal:
+        if adapters:
+            policy = adapters.inject()
+        elif ranks.size > 1:
+            policy = twin(policy)  # the one that is shared stays whole
+        trainer = Trainer(config, layout, policy, share, journal, version, adapters, ranks)
         if saved:
             trainer.resume(saved)
         if incarnation:
@@ -119,7 +157,7 @@ def train(config: RunConfig, layout: RunLayout, stop: Stop, join: Connect = conn
         logger.info("ready incarnation=%d step=%d of=%d", *_pair(version), config.trainer.steps)
         with suppress(StoppedError), ExitStack() as stack:
             with stop.interrupting():
-                joining = join(layout.root, trainer.info(), version, config.trainer)
+                joining = join(layout.root, trainer.info(), version, config.trainer, ranks.rank)
                 uplink = stack.enter_context(joining)
             trainer.run(uplink, stop)
         logger.info("ended incarnation=%d step=%d", *_pair(trainer.version))
@@ -131,9 +169,14 @@ def _pair(version: PolicyVersion) -> tuple[int, int]:
 
 
 @contextmanager
-def _shared(policy: Policy, layout: RunLayout, version: PolicyVersion) -> Iterator[WeightShare]:
+def _shared(
+    policy: Policy, layout: RunLayout, version: PolicyVersion, *, fused: bool
+) -> Iterator[WeightShare]:
     """Share the weights. After an orderly end the segment is removed, after a failure the next life adopts it."""
-    share = WeightShare.create_or_adopt(policy, layout.weights, version=version)
+    tokenizer = directory_fingerprint(layout.model)
+    share = WeightShare.create_or_adopt(
+        policy, layout.weights, version=version, fused=fused, tokenizer=tokenizer
+    )
     orderly = False
     try:
         yield share
@@ -150,18 +193,37 @@ class Trainer:
         config: RunConfig,
         layout: RunLayout,
         policy: Policy,
-        share: WeightShare,
+        share: WeightShare | Unshared,
         journal: Journal,
         version: PolicyVersion,
+        adapters: Adapters | None,
+        ranks: Ranks,
     ) -> None:
         self._config = config.trainer
         self._run = config.run
         self._layout = layout
         self._policy = policy
+        self._scorer = Scorer(
+            policy, config.trainer.logits_bytes, recompute_blocks=config.trainer.recompute_blocks
+        )
         self._share = share
         self._journal = journal
-        self._optimizer = PolicyOptimizer(policy, config.trainer)
-        self._bounds = Bounds(policy_vocabulary(policy), policy_positions(policy))
+        self._adapters = adapters
+        self._ranks = ranks
+        self._lockstep: Lockstep[PulledBatch] = Lockstep(ranks)
+        self._sharded = Sharded(self._scorer, ranks) if ranks.size > 1 else None
+        computed = self._sharded or adapters
+        self._optimizer = PolicyOptimizer(
+            policy,
+            config.trainer,
+            computed.publish if computed else None,
+            masters=bool(self._sharded and self._sharded.masters),
+        )
+        self._bounds = Bounds(
+            policy_vocabulary(policy),
+            policy_positions(policy),
+            (*columns_needed(config.trainer.loss), *columns_of_teacher(config.trainer.distillation)),
+        )
         self.version = version
         """The policy that the shared weights are."""
         self._covered = version.step
@@ -199,18 +261,21 @@ class Trainer:
         if self._covered:
             self._commit(uplink)
         with suppress(StoppedError), self._to_the_end_of_a_replay():
-            while self.version.step < self._config.steps and not stop.asked:
+            while self.version.step < self._config.steps:
                 began = time.perf_counter()
-                with stop.interrupting():
-                    batch = self._pull(uplink)
+                batch = self._lockstep.pull(lambda: self._pull(uplink, stop))
                 if batch is None:
+                    uplink.progress()
                     continue
                 pulled, before = time.perf_counter(), self.version
-                lesson = study(batch.groups, self._config, self._bounds, self._unsettled, self._run.seed)
+                lesson = study(
+                    batch.groups, self._config, self._bounds, self._unsettled, self._run.seed, before
+                )
                 metrics = self._learn(lesson, uplink)
-                account = Account(batch, lesson, before, self.version, metrics)
-                wanted = self._settle(account, uplink, stop)
-                if metrics:
+                parts = self._ranks.every(Part.of(batch, lesson, before))
+                account = Account(parts, self.version, metrics)
+                wanted = self._settle(account, batch, lesson, uplink, stop)
+                if metrics and self._ranks.leads:
                     times = (pulled - began, time.perf_counter() - pulled)
                     uplink.publish(topics.STEP, account.event(self._run.name, time.time(), *times))
                 if wanted or self.version.step >= self._covered + self._config.checkpoint_interval:
@@ -224,20 +289,27 @@ class Trainer:
         except EndOfReplayError:
             logger.info("the replay is over step=%d of=%d", self.version.step, self._config.steps)
 
-    def _pull(self, uplink: Uplink) -> PulledBatch | None:
+    def _pull(self, uplink: Uplink, stop: Stop) -> PulledBatch | None:
         try:
-            return uplink.pull(self.version.step + 1, self.version)
+            with stop.interrupting():
+                return uplink.pull(self.version.step + 1, self.version)
         except BrokerUnavailableError as error:
             logger.warning("no broker error=%s", error)
             return None
 
     def _learn(self, lesson: Lesson, uplink: Uplink) -> dict[str, float]:
         """Take one optimizer step if there is anything to learn; return its metrics, or nothing if there was none."""
-        if not lesson.examples:
+        if not any(self._ranks.sums(len(lesson.examples))):
             return self._note_barren(lesson)
         step = self.version.step + 1
-        passes = collate(lesson.examples, self._config.micro_batch_sequences)
-        metrics = self._backward(passes, step, uplink)
+        tokens, pack = self._config.micro_batch_tokens, self._config.pack and self._scorer.packs
+        passes = collate(lesson.examples, tokens, self._bounds.columns, pack=pack) if lesson.examples else []
+
+        def after_each() -> None:
+            self._optimizer.take_gradients()
+            uplink.progress()
+
+        metrics = leave_gradient(passes, step, self._config, self._scorer, self._ranks, after_each)
         rate = learning_rate(self._config, step)
         after = PolicyVersion(self.version.incarnation, step)
         norm = self._optimizer.step(rate, self._share.writing(after))
@@ -249,24 +321,8 @@ class Trainer:
         self._barren = 0
         return metrics | {"learning_rate": rate, "grad_norm": norm}
 
-    def _backward(self, passes: Sequence[MicroBatch], step: int, uplink: Uplink) -> dict[str, float]:
-        """Leave the gradient of the batch in the policy; return the metrics of the loss."""
-        cfg = self._config
-        loss_config = LossConfig(cfg.clip_low, cfg.clip_high, entropy_weight(cfg, step))
-        tokens = sum(one.rows.numel() for one in passes)
-        totals: dict[str, torch.Tensor] = {}
-        for one in passes:
-            logprobs, entropy = score_tokens(self._policy, one.tokens, one.rows, one.positions)
-            inputs = LossInputs(logprobs, entropy, one.old_logprobs, one.advantages, tokens)
-            outputs = clipped_policy_gradient(inputs, loss_config)
-            outputs.loss.backward()  # type: ignore[no-untyped-call]
-            for name, part in outputs.metrics.items():
-                totals[name] = totals[name] + part if name in totals else part
-            uplink.progress()
-        return {name: float(total) for name, total in totals.items()} | {"trained_tokens": tokens}
-
     def _note_barren(self, lesson: Lesson) -> dict[str, float]:
-        if lesson.filtered or lesson.rejected:
+        if any(self._ranks.sums(len(lesson.filtered) + len(lesson.rejected))):
             self._barren += 1
             reason = lesson.rejected[0].reason if lesson.rejected else "all scores of each group are equal"
             logger.info("no signal in batch number=%d reason=%s", self._barren, reason)
@@ -274,43 +330,56 @@ class Trainer:
                 raise NothingToLearnError(self._barren, reason)
         return {}
 
-    def _settle(self, account: Account, uplink: Uplink, stop: Stop) -> bool:
+    def _settle(
+        self, account: Account, batch: PulledBatch, lesson: Lesson, uplink: Uplink, stop: Stop
+    ) -> bool:
         """Log what was learned from, then tell the broker; return whether it wants a checkpoint soon."""
         if line := account.line(time.time()):
             self._journal.write(line)
-        trained, repeated = account.trained, account.lesson.repeated
-        # Until the broker has answered, these may come again.
-        self._unsettled.update(trained)
+        # Until the broker has answered all ranks, these may come again, to any of them.
+        self._unsettled.update(account.trained)
+        self._ranks.most(0)  # nobody tells the broker what is not in the journal yet
         settle = partial(
             uplink.settle,
-            account.batch,
+            batch,
             version=account.after,
-            trained=[*trained, *repeated],
-            filtered=account.filtered,
-            rejected=account.lesson.rejected,
+            trained=[*(group.group_id for group in lesson.trained), *lesson.repeated],
+            filtered=[group.group_id for group in lesson.filtered],
+            rejected=lesson.rejected,
         )
+        lost = wanted = False
         try:
             wanted = _until_answered(settle, stop)
         except LeaseLostError as error:
-            logger.warning("lease lost step=%d groups=%d error=%s", account.after.step, len(trained), error)
-            return False
-        self._unsettled.difference_update(trained, repeated)
-        return wanted
+            lost = True
+            groups = len(lesson.trained)
+            logger.warning("lease lost step=%d groups=%d error=%s", account.after.step, groups, error)
+        except StoppedError:
+            lost = True  # whether it was settled is not known; the next pull ends the run in order
+        if not self._ranks.most(lost):
+            self._unsettled.difference_update(account.trained, account.repeated)
+        return bool(self._ranks.most(wanted))
 
     def _save(self, uplink: Uplink) -> None:
         """Write a checkpoint of the present version unless there is one, and tell the broker."""
         if self.version.step > self._covered:
             unsettled = tuple(sorted(self._unsettled))
             state = checkpoint.TrainerState(version=self.version, unsettled=unsettled)
-            path = checkpoint.save(
-                self._layout.checkpoints, self._layout.model, state, self._policy, self._optimizer
-            )
+            if self._ranks.leads:
+                weights = self._sharded.plain if self._sharded else self._policy
+                what = state, weights, self._optimizer, self._adapters
+                path = checkpoint.save(self._layout.checkpoints, self._layout.model, *what)
+                checkpoint.prune(self._layout.checkpoints, self._config.keep_checkpoints)
+                logger.info("checkpoint path=%s", path)
+            else:
+                self._optimizer.state()  # gathered together
+            self._ranks.most(0)  # nobody is done before it is on disk
             self._covered = self.version.step
-            checkpoint.prune(self._layout.checkpoints, self._config.keep_checkpoints)
-            logger.info("checkpoint path=%s", path)
         self._commit(uplink)
 
     def _commit(self, uplink: Uplink) -> None:
+        if not self._ranks.leads:
+            return
         try:
             uplink.commit(self.version)
         except BrokerUnavailableError as error:

@@ -2,16 +2,19 @@
 
 Shared weights of type float32 are themselves what is optimized, in place. Others (bfloat16) are too coarse for that:
 at the learning rates of RL most updates would round to nothing. For them a float32 master is kept here; it takes the
-step, and the shared weights get a rounded copy. Readers are kept out only while the shared weights change.
+step, and the shared weights get a rounded copy. Weights that are no parameters of their own, but computed from what is
+optimized (`adapters`), are published likewise. Readers are kept out only while the shared weights change.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rolloutmq.schemas.config import TrainerConfig
+from rolloutmq.schemas.training import TrainerConfig
 
 State = dict[str, Tensor]
 
@@ -26,14 +29,25 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
 
 def entropy_weight(config: TrainerConfig, step: int) -> float:
     """Return the weight of the entropy bonus at a step, counted from 1."""
-    end = config.entropy_until * config.steps
-    return config.entropy * max(0.0, 1 - (step - 1) / end) if end else 0.0
+    end = config.loss.entropy_until * config.steps
+    return config.loss.entropy * max(0.0, 1 - (step - 1) / end) if end else 0.0
 
 
 class PolicyOptimizer:
-    """AdamW over the parameters of one policy. Make it after the parameters were bound to what is shared."""
+    """AdamW over the parameters of one policy that are not frozen.
 
-    def __init__(self, policy: nn.Module, config: TrainerConfig) -> None:
+    Make it after the parameters were bound to what is shared. `publish` brings a step into the shared weights, where
+    they are others than those that take it; `masters` says that those which take it are finer, and to be remembered.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        config: TrainerConfig,
+        publish: Callable[[], None] | None = None,
+        *,
+        masters: bool = False,
+    ) -> None:
         named = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         self._names = list(named)
         self._shared: list[Tensor] = list(named.values())
@@ -43,6 +57,8 @@ class PolicyOptimizer:
             if self._own_master
             else self._shared
         )
+        self._keeps_master = masters or self._own_master
+        self._publish = self._round_into_shared if self._own_master else publish
         self._clip_norm = config.clip_norm
         self._adam = torch.optim.AdamW(
             self._master,
@@ -63,40 +79,63 @@ class PolicyOptimizer:
             The global norm of the gradient before it was scaled down. If it is not finite, no step was taken and
             `writing` was not entered.
         """
-        self._hand_over_gradients()
-        norm = float(nn.utils.clip_grad_norm_(self._master, self._clip_norm, foreach=True))
+        self.take_gradients()
+        norm = self._clip()
         if torch.isfinite(torch.tensor(norm)):
             self._adam.param_groups[0]["lr"] = lr
-            if self._own_master:
-                self._adam.step()
-                with writing, torch.no_grad():
-                    torch._foreach_copy_(self._shared, self._master)
-            else:
+            if self._publish is None:
                 with writing:
                     self._adam.step()
+            else:
+                self._adam.step()
+                with writing:
+                    self._publish()
         self.drop_gradients()
         return norm
+
+    def _clip(self) -> float:
+        """Scale the gradient down to its limit, and return its norm before."""
+        gradients = [p.grad for p in self._master if p.grad is not None]
+        norm = _whole(nn.utils.get_total_norm(gradients, foreach=True))
+        nn.utils.clip_grads_with_norm_(self._master, self._clip_norm, norm, foreach=True)
+        return float(norm)
+
+    def _round_into_shared(self) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._shared, self._master)
 
     def drop_gradients(self) -> None:
         """Forget the gradients."""
         for parameter in (*self._shared, *self._master):
             parameter.grad = None
 
-    def _hand_over_gradients(self) -> None:
+    def take_gradients(self) -> None:
+        """Add what a backward pass left to the gradients of the masters, in float32.
+
+        In the type of the shared weights the gradients of many passes would not add up.
+        """
         if not self._own_master:
             return
         for master, shared in zip(self._master, self._shared, strict=True):
-            master.grad = None if shared.grad is None else shared.grad.float()
+            if shared.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = shared.grad.float()
+            else:
+                master.grad += shared.grad
             shared.grad = None
 
     def state(self) -> State:
-        """Return everything that a checkpoint must hold besides the shared weights, by name. Copies nothing."""
+        """Return everything that a checkpoint must hold besides the shared weights, by name.
+
+        Copies nothing, unless parameters are sharded: then it gathers, and all ranks must call it.
+        """
         tensors: State = {}
         for name, master in zip(self._names, self._master, strict=True):
-            if self._own_master:
-                tensors[f"master.{name}"] = master.detach()
+            if self._keeps_master:
+                tensors[f"master.{name}"] = _whole(master.detach())
             for key, value in self._adam.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value
+                tensors[f"{key}.{name}"] = _whole(value)
         return tensors
 
     def restore(self, tensors: State) -> None:
@@ -106,9 +145,25 @@ class PolicyOptimizer:
             KeyError: It is the state of another model.
         """
         for name, master in zip(self._names, self._master, strict=True):
-            if self._own_master:
+            if self._keeps_master:
                 with torch.no_grad():
-                    master.copy_(tensors[f"master.{name}"])
+                    master.copy_(_part(tensors[f"master.{name}"], master))
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in tensors]
             if keys:
-                self._adam.state[master] = {key: tensors[f"{key}.{name}"].clone() for key in keys}
+                saved = {key: tensors[f"{key}.{name}"] for key in keys}
+                self._adam.state[master] = {
+                    key: _part(one, master) if one.dim() else one.clone() for key, one in saved.items()
+                }
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor itself, or what all ranks together have of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    """Return a copy of a saved tensor, or this rank's part of it."""
+    if not isinstance(like, DTensor):
+        return whole.clone()
+    # Every rank has read all of it: nobody has to be sent anything.
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -14,14 +14,14 @@ from typing import Any, Final, Protocol
 from rolloutmq.bus.consumer import BlockingBatch, BlockingConsumer, Consumer
 from rolloutmq.bus.endpoint import resolve_blocking
 from rolloutmq.bus.events import Publisher
-from rolloutmq.schemas.config import TrainerConfig
 from rolloutmq.schemas.delivery import Rejected, RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import BrokerUnavailableError
 from rolloutmq.schemas.message import Message
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 
-CONSUMER: Final = "trainer-0"
+CONSUMER: Final = "trainer-{rank}"
 COMMIT_PATIENCE_S: Final = 2.0
 """A commit that nobody heard costs nothing: the next one covers it."""
 
@@ -37,6 +37,10 @@ class PulledBatch(Protocol):
     def short(self) -> bool: ...
     @property
     def rewound(self) -> bool: ...
+    @property
+    def lease(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
 
 
 class Uplink(Protocol):
@@ -121,22 +125,25 @@ class _TimedConsumer(BlockingConsumer):
 
 @contextmanager
 def connect(
-    run_dir: Path, info: RunInfo, resume: PolicyVersion, config: TrainerConfig
+    run_dir: Path, info: RunInfo, resume: PolicyVersion, config: TrainerConfig, rank: int = 0
 ) -> Iterator[BrokerUplink]:
-    """Join the broker of a run as its trainer; waits for a broker as long as it takes.
+    """Join the broker of a run as its trainer, or one rank of it; waits for a broker as long as it takes.
 
     Args:
         run_dir: Run directory.
         info: What the run is.
         resume: The policy that the trainer has; batches of later steps come again.
-        config: How large a step is, in sequences or in tokens, and how long one pull waits.
+        config: How large a step is, in sequences or in tokens, how long one pull waits, and how many ranks there are.
+        rank: Which of them this is.
     """
     opening = partial(
         Consumer.open,
         run_dir,
         sequences=config.batch_sequences,
         tokens=config.batch_tokens,
-        consumer=CONSUMER,
+        consumer=CONSUMER.format(rank=rank),
+        rank=rank,
+        world_size=config.ranks,
         info=info,
         resume=resume,
     )

@@ -21,7 +21,7 @@ from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
 from rolloutmq.services.gateway.exchange import Receive, Scope, Send
-from rolloutmq.services.gateway.http import Application
+from rolloutmq.services.gateway.http import SWITCH_S, Application
 from rolloutmq.services.gateway.service import Gateway
 from rolloutmq.services.monitor.life import Life, fate_of
 
@@ -59,8 +59,14 @@ class Target:
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
             await send({"type": "lifespan.startup.complete"})
-            await receive()
-            self._application = None
+            try:
+                await receive()
+            except BaseException:
+                # The gateway failed beneath it. Servers take that for a target without a lifespan, and would go on.
+                signal.raise_signal(signal.SIGTERM)
+                raise
+            finally:
+                self._application = None
         await send({"type": "lifespan.shutdown.complete"})
 
     @asynccontextmanager
@@ -70,6 +76,7 @@ class Target:
             if fate_of(layout).life is not Life.LIVING:
                 await stack.enter_async_context(_broker(layout))
             run, _ = load_run(layout.root)
+            sys.setswitchinterval(SWITCH_S)
             gateway = await stack.enter_async_context(Gateway.opened(layout, run.gateway))
             application = Application(gateway, run.gateway)
             stack.callback(application.close)

@@ -5,6 +5,7 @@ but for numbers that are not finite: they would reach the trainer as a loss that
 dropped, as there.
 """
 
+import math
 import re
 from typing import Any, Final
 
@@ -32,6 +33,21 @@ class RefusedBodyError(RolloutMQError):
         self.kind = kind
 
 
+LARGEST: Final = 1 << 53
+"""Larger numbers stand for "no limit", such as the 1e30 of a tokenizer that knows none; no other program could count
+with them."""
+
+
+def _bound(struct: msgspec.Struct) -> None:
+    """Bring the whole numbers of what was decoded into what can be written down and passed on."""
+    for name in struct.__struct_fields__:
+        value = getattr(struct, name)
+        if isinstance(value, int):
+            msgspec.structs.force_setattr(struct, name, min(max(value, -LARGEST), LARGEST))
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is not finite")
+
+
 class Registration(msgspec.Struct, frozen=True):
     """`POST /register`: what a trainer says of its run."""
 
@@ -44,6 +60,9 @@ class Registration(msgspec.Struct, frozen=True):
     starting_step: int
     num_steps: int
 
+    def __post_init__(self) -> None:
+        _bound(self)
+
 
 class RegisterEnv(msgspec.Struct, frozen=True):
     """`POST /register-env`: what an environment says of itself."""
@@ -53,6 +72,9 @@ class RegisterEnv(msgspec.Struct, frozen=True):
     weight: float
     group_size: int
     min_batch_allocation: float | None = None
+
+    def __post_init__(self) -> None:
+        _bound(self)
 
 
 class EnvIdentifier(msgspec.Struct, frozen=True):
@@ -93,7 +115,7 @@ FIELDS: Final = ScoredData.__struct_fields__
 _MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
 _DECODERS: Final[dict[Any, msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(kind, strict=False)
-    for kind in (Registration, RegisterEnv, EnvIdentifier, ScoredData, list[ScoredData])
+    for kind in (Registration, RegisterEnv, EnvIdentifier, ScoredData, list[msgspec.Raw])
 }
 
 
@@ -104,6 +126,9 @@ def decode(body: bytes, kind: Any) -> Any:
         RefusedBodyError: It is not JSON, or not of this kind.
     """
     try:
+        if kind == list[ScoredData]:
+            # One by one: while a decoder is at work nobody else has the interpreter.
+            return [_DECODERS[ScoredData].decode(one) for one in _DECODERS[list[msgspec.Raw]].decode(body)]
         return _DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `")

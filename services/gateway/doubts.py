@@ -6,20 +6,25 @@ The same bytes, while the first are in doubt, get the same ids: the broker knows
 handed out to the trainer is known here. Without doubt the same bytes are another group, as ever.
 
 The same is so with a trainer's batch: it is settled at the broker a moment after its last byte went, and who is killed
-in that moment would hand it out again. So the groups of the last batch are written down in the very moment it went.
+in that moment would hand its groups out again, perhaps with others. So the groups of a batch are written down in the
+very moment it went, and struck out when they are settled.
 
-The file outlives this process, not a loss of power: it is not synced, for every post would wait for that.
+The file outlives this process, not a loss of power: it is not synced, for every post would wait for that. While the
+disk is full nothing is written down, and what is taken is delivered all the same.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
+
+logger = logging.getLogger(__name__)
 
 LASTS_S: Final = 1200.0
 """Clients give a post up long before: three attempts of at most 300 s."""
@@ -30,7 +35,7 @@ MOST: Final = 1 << 16
 CLOSED: Final = -1
 LEAST_LINES: Final = 4096
 """The file is written anew when it has so many lines, and most of them say what is over."""
-BEGUN, ENDED, CAME, WENT = "begun", "ended", "came", "went"
+BEGUN, ENDED, CAME, WENT, SETTLED = "begun", "ended", "came", "went", "settled"
 
 
 @dataclass(slots=True, eq=False)
@@ -71,12 +76,14 @@ class Doubts:
         self._posts: dict[str, Post] = {}
         self._alike: dict[str, list[Post]] = {}
         self._of_group: dict[str, Post] = {}
-        self.went: frozenset[str] = frozenset()
-        """The groups of the last batch that the trainer got."""
+        self._went: dict[str, None] = {}
         self._file = CLOSED
         self._lines = 0
         self._load(now)
-        self._rewrite()
+        try:
+            self._rewrite()
+        except OSError as error:
+            logger.error("what is in doubt cannot be written down path=%s error=%s", path, error)
 
     def __len__(self) -> int:
         return len(self._posts)
@@ -97,15 +104,19 @@ class Doubts:
             now: Monotonic.
         """
         alike = digest.hex()
-        post = await self._free(alike)
+        while (post := await self._free(alike)) is not None:
+            await post.busy.acquire()
+            if post.number in self._posts:
+                break
+            post.busy.release()  # another request with these bytes went first and ended it
         if post is None:
             ids = tuple(secrets.token_hex(ID_BYTES) for _ in range(groups))
             post = Post(secrets.token_hex(ID_BYTES), alike, ids, now, gone)
+            await post.busy.acquire()
             self._make_room()
             self._add(post)
             self._write(BEGUN, post.number, alike, *ids)
         post.gone, post.at = gone, now
-        await post.busy.acquire()
         return post
 
     def end(self, post: Post) -> None:
@@ -128,9 +139,28 @@ class Doubts:
 
     def hand_out(self, ids: Iterable[str]) -> None:
         """Note the groups of a batch of which the last byte is on its way to the trainer."""
-        self.went = frozenset(ids)
-        self._write(WENT, *self.went)
-        self.came(self.went)
+        went = tuple(ids)
+        self._went.update(dict.fromkeys(went))
+        while len(self._went) > MOST:
+            del self._went[next(iter(self._went))]
+        self._write(WENT, *went)
+        self.came(went)
+
+    @property
+    def went(self) -> Container[str]:
+        """The groups that the trainer got and that are not settled."""
+        return self._went
+
+    def settled(self, ids: Iterable[str]) -> None:
+        """Note that groups will not come again."""
+        struck = tuple(ids)
+        for one in struck:
+            self._went.pop(one, None)
+        self._write(SETTLED, *struck)
+
+    def forget_batches(self) -> None:
+        """Note that whatever went will not come again: the data were reset."""
+        self.settled(tuple(self._went))
 
     def forget_old(self, now: float) -> None:
         """Forget posts that nobody will send again."""
@@ -186,13 +216,16 @@ class Doubts:
                 case [word, one] if word == CAME and one in self._of_group:
                     self._of_group[one].came.add(one)
                 case [word, *ids] if word == WENT:
-                    self.went = frozenset(ids)
+                    self._went.update(dict.fromkeys(ids))
+                case [word, *ids] if word == SETTLED:
+                    for one in ids:
+                        self._went.pop(one, None)
 
     def _rewrite(self) -> None:
         """Write down what is in doubt, and no more."""
         made = self._path.with_suffix(".new")
         with made.open("w") as out:
-            out.write(" ".join((WENT, *self.went)) + "\n")
+            out.write(" ".join((WENT, *self._went)) + "\n")
             for post in self._posts.values():
                 out.write(" ".join((BEGUN, post.number, post.digest, *post.ids)) + "\n")
                 out.writelines(f"{CAME} {one}\n" for one in post.came)
@@ -204,7 +237,10 @@ class Doubts:
     def _write(self, *words: str) -> None:
         if self._file == CLOSED:
             return
-        os.write(self._file, (" ".join(words) + "\n").encode())
-        self._lines += 1
-        if self._lines > max(LEAST_LINES, 8 * len(self._posts)):
-            self._rewrite()
+        try:
+            os.write(self._file, (" ".join(words) + "\n").encode())
+            self._lines += 1
+            if self._lines > max(LEAST_LINES, 8 * len(self._posts)):
+                self._rewrite()
+        except OSError as error:
+            logger.error("what is in doubt cannot be written down path=%s error=%s", self._path, error)

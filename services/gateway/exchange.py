@@ -11,7 +11,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +35,18 @@ costs more there; it is worth it only where the loop would stand still for longe
 COMPRESS_BYTES: Final = 1000
 """Smaller answers are not compressed, as with Atropos."""
 INFLATE_CHUNK: Final = 1 << 20
+FED_BYTES: Final = 1 << 16
+"""What is not inflated yet is copied with each chunk."""
+MEMBERS_LIMIT: Final = 4096
+"""Clients send one. Each costs a copy of what is fed."""
+USUAL_RATIO: Final = 4
+"""Of a group as JSON to the same compressed."""
+UNTOLD_BYTES: Final = 1 << 20
+"""A body whose length is not announced is taken to be that large until it is here."""
+SMALL_BYTES: Final = 8 << 10
+"""Smaller work is done where it comes."""
+STALLED_S: Final = 60.0
+"""A client that takes nothing of its answer for that long is gone."""
 AHEAD_PARTS: Final = 2
 """So many parts of a stream are made while one is sent; each lies in memory until it is its turn."""
 LONG_CHECKSUM_BYTES: Final = 1 << 20
@@ -61,6 +73,21 @@ class Request:
     """Set when the client closed the connection."""
     post: Post | None = None
     """What it posted; its answer ends it."""
+    held: int = 0
+    """What it takes in memory, as far as it was counted."""
+
+    @property
+    def compressed(self) -> bool:
+        """Whether its body says that it is."""
+        return b"gzip" in self.headers.get(b"content-encoding", b"").lower()
+
+    @property
+    def announced_bytes(self) -> int:
+        """Return how large its body will be, about, from what is said before it comes."""
+        said = int(self.headers.get(b"content-length", b"0") or 0)
+        if not said and b"transfer-encoding" in self.headers:
+            return UNTOLD_BYTES
+        return said * USUAL_RATIO if self.compressed else said
 
 
 @dataclass(slots=True)
@@ -77,11 +104,52 @@ class TooLargeError(Exception):
     """A body is beyond its bound, as it came or inflated."""
 
 
-async def off(pool: Executor, size: int, work: Callable[[], Any], least: int = LARGE_BYTES) -> Any:
-    """Do it in a thread if it takes long: if its size in bytes is at least so much."""
-    if size < least:
+class Pool(ThreadPoolExecutor):
+    """Threads for what takes long, and the turn of what does not: one piece of work in each turn of the loop.
+
+    When many bodies come at once, who asks for a few numbers would otherwise wait for all of them, several times.
+    """
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads, thread_name_prefix="gateway")
+        self.turn = asyncio.Lock()
+
+
+class InHand:
+    """Bytes of the bodies, and of the groups in them, that are not answered yet: about what they take in memory.
+
+    Args:
+        most: While there are more, no other body is read; its client waits.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.nbytes = 0
+        self._most = most
+        self._fewer = asyncio.Event()
+
+    async def room(self) -> None:
+        """Wait until another body may be read."""
+        while self.nbytes >= self._most:
+            self._fewer.clear()
+            await self._fewer.wait()
+
+    def change(self, nbytes: int) -> None:
+        """Count more, or fewer."""
+        self.nbytes += nbytes
+        if self.nbytes < self._most:
+            self._fewer.set()
+
+
+async def off(pool: Pool, size: int, work: Callable[[], _T], least: int = LARGE_BYTES) -> _T:
+    """Do it in a thread if it takes long: if its size in bytes is at least so much. Otherwise in its turn."""
+    if size < SMALL_BYTES:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(pool, work)
+    if size >= least:
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+    async with pool.turn:
+        made = work()
+        await asyncio.sleep(0)
+    return made
 
 
 def in_turn(size: int, work: Callable[[], _T]) -> _T:
@@ -92,8 +160,8 @@ def in_turn(size: int, work: Callable[[], _T]) -> _T:
         return work()
 
 
-async def body_of(request: Request, receive: Receive, config: GatewayConfig, pool: Executor) -> bytes:
-    """Read a body and inflate it.
+async def body_of(request: Request, receive: Receive, config: GatewayConfig, pool: Pool) -> bytes:
+    """Read a body and inflate it. Blocks as long as the client takes to send it.
 
     Raises:
         TooLargeError: It is beyond a bound.
@@ -115,7 +183,7 @@ async def body_of(request: Request, receive: Receive, config: GatewayConfig, poo
         if not message.get("more_body", False):
             break
     body = b"".join(parts)
-    if b"gzip" not in request.headers.get(b"content-encoding", b"").lower() or not body:
+    if not request.compressed or not body:
         return body
     most = config.max_inflated_bytes
     whole: bytes = await off(pool, len(body), partial(inflated, body, most))
@@ -147,7 +215,7 @@ async def watch(receive: Receive, gone: asyncio.Event) -> None:
 class Out:
     """The way of an answer to its client, compressed if it takes that."""
 
-    def __init__(self, send: Send, request: Request, config: GatewayConfig, pool: Executor) -> None:
+    def __init__(self, send: Send, request: Request, config: GatewayConfig, pool: Pool) -> None:
         self.begun = False
         """Whether its status is on its way."""
         self._send = send
@@ -171,7 +239,11 @@ class Out:
         await self._send({"type": "http.response.body", "body": body})
 
     async def stream(self, parts: Iterable[Part]) -> None:
-        """Send parts while those after them are made; `end` says that it was all. Stops when the client goes."""
+        """Send parts while those after them are made; `end` says that it was all. Stops when the client goes.
+
+        Raises:
+            TimeoutError: The client is there and takes nothing.
+        """
         crc, size = 0, 0
         await self._start(200, JSON, [VARY, (b"content-encoding", b"gzip")] if self._takes_gzip else [VARY])
         head = GZIP_HEAD if self._takes_gzip else b""
@@ -179,7 +251,8 @@ class Out:
             async for part, body in made:
                 if self._gone.is_set():
                     return
-                await self._send({"type": "http.response.body", "body": head + body, "more_body": True})
+                async with asyncio.timeout(STALLED_S):
+                    await self._send({"type": "http.response.body", "body": head + body, "more_body": True})
                 head = b""
                 if self._takes_gzip:
                     crc = await _checksum(part, crc)
@@ -231,19 +304,34 @@ def inflated(body: bytes, most: int) -> bytes:
 
     Raises:
         zlib.error: It is no gzip, or was cut.
-        TooLargeError: It inflates beyond `most` bytes.
+        TooLargeError: It inflates beyond `most` bytes, or has very many members.
     """
-    parts, size = [], 0
-    while body:
-        press = zlib.decompressobj(wbits=31)
+    parts: list[bytes] = []
+    view, at, size = memoryview(body), 0, 0
+    for _ in range(MEMBERS_LIMIT):
+        press, fed = zlib.decompressobj(wbits=31), b""
         while not press.eof:
-            part = press.decompress(body, min(INFLATE_CHUNK, most + 1 - size))
-            body = press.unconsumed_tail
+            if not fed:
+                fed = bytes(view[at : at + FED_BYTES])
+                at += len(fed)
+            part = press.decompress(fed, min(INFLATE_CHUNK, most + 1 - size))
+            fed = press.unconsumed_tail
             size += len(part)
             if size > most:
                 raise TooLargeError(f"a body may inflate to {most} bytes")
-            if not part and not body and not press.eof:
+            if not (part or fed or press.eof) and at == len(view):
                 raise zlib.error("the end is missing")
             parts.append(part)
-        body = press.unused_data.lstrip(b"\0")
-    return b"".join(parts)
+        at = _behind_zeros(view, at - len(press.unused_data))
+        if at == len(view):
+            return b"".join(parts)
+    raise TooLargeError(f"a body may have {MEMBERS_LIMIT} members")
+
+
+def _behind_zeros(view: memoryview, at: int) -> int:
+    """Return where the padding ends that may follow a member."""
+    while part := bytes(view[at : at + FED_BYTES]):
+        if rest := part.lstrip(b"\0"):
+            return at + len(part) - len(rest)
+        at += len(part)
+    return at

@@ -3,12 +3,13 @@
 A batch is leased from the broker when it is asked for. It is settled as trained as soon as the last byte of the answer
 is on its way; until then it stays leased, and who asks next gets the same one. There is no better moment: the protocol
 knows no acknowledgement, and to wait for the next question would hand a batch out twice whenever this process dies.
-What went and was not settled when it died, the next life knows from `doubts`, and settles instead of handing it out.
+What went and was not settled, because this process died or because the lease was lost, is known from `doubts`; when the
+broker leases it again, with whatever other groups, it is settled and not handed out a second time.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
@@ -43,12 +44,19 @@ class Handout:
 
     Args:
         where: Run directory.
-        went: Returns the groups of the last batch that was delivered, also by an earlier life.
+        went: Returns the groups that were delivered and are not settled, also by an earlier life.
+        settled: Called with the groups of a batch when they are.
     """
 
-    def __init__(self, where: Where, went: Callable[[], Container[str]] = frozenset) -> None:
+    def __init__(
+        self,
+        where: Where,
+        went: Callable[[], Container[str]] = frozenset,
+        settled: Callable[[Iterable[str]], None] = lambda _: None,
+    ) -> None:
         self._where = where
         self._went = went
+        self._settled = settled
         self._turn = asyncio.Lock()
         self._stack: AsyncExitStack | None = None
         self._consumer: Consumer | None = None
@@ -95,14 +103,33 @@ class Handout:
 
     @asynccontextmanager
     async def next(self) -> AsyncIterator[Offer | None]:
-        """Yield the next batch, or None where there is none now. One at a time; it is settled if it was delivered."""
-        async with self._turn:
+        """Yield the next batch, or None where there is none now. It is settled if it was delivered.
+
+        One at a time: who asks while another is still reading is told in good time that there is nothing.
+        """
+        if not await self._my_turn():
+            yield None
+            return
+        try:
             offer = await self._take()
             yield offer
             if offer is not None and offer.delivered:
                 self._held = None
                 self._version = PolicyVersion(0, self._version.step + 1)
                 self._settling = asyncio.create_task(self._settle(offer.batch), name="settlement")
+        finally:
+            self._turn.release()
+
+    async def _my_turn(self) -> bool:
+        try:
+            async with asyncio.timeout(PULL_S):
+                return await self._turn.acquire()
+        except TimeoutError:
+            return False
+
+    def held(self) -> Sequence[Group]:
+        """Return the groups that are leased, and not handed out."""
+        return self._held.groups if self._held is not None else ()
 
     async def _take(self) -> Offer | None:
         if self._consumer is None:
@@ -141,8 +168,11 @@ class Handout:
             await batch.consumer.settle(batch, version=version)
             # This trainer never comes back to a checkpoint and asks for a batch again: nothing is kept for that.
             await batch.consumer.commit(version)
+            self._settled(group.group_id for group in batch.groups)
         except LeaseLostError:
-            logger.warning("the lease of step %d was lost: its groups will come again", batch.step)
+            logger.warning(
+                "the lease of step %d was lost: its groups come again, and only then end", batch.step
+            )
         except RolloutMQError as error:
             logger.error("step %d could not be settled error=%s", batch.step, error)
 

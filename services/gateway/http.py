@@ -10,15 +10,16 @@ import logging
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 from urllib.parse import parse_qs
 
 import msgspec
 
+from rolloutmq.bus.codec import group_bytes
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
+    ClosedError,
     GroupTooLargeError,
     RetryableError,
     RolloutMQError,
@@ -37,9 +38,12 @@ from rolloutmq.services.gateway.contract import (
 from rolloutmq.services.gateway.doubts import digest_of
 from rolloutmq.services.gateway.exchange import (
     LONG_BYTES,
+    SMALL_BYTES,
     Answer,
+    InHand,
     Out,
     Part,
+    Pool,
     Receive,
     Request,
     Scope,
@@ -52,14 +56,15 @@ from rolloutmq.services.gateway.exchange import (
 )
 from rolloutmq.services.gateway.metrics import exposition
 from rolloutmq.services.gateway.outlet import NoRoomError
-from rolloutmq.services.gateway.scored import UNNAMED, Posted, from_group, to_group
+from rolloutmq.services.gateway.scored import NOTHING_YET, UNNAMED, Posted, from_group, json_bytes, to_group
 from rolloutmq.services.gateway.service import Gateway, NotRegisteredError
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = b"2"
-TOKEN_BYTES: Final = 32
-"""About what a token is as text, with its label and its log-probability."""
+SWITCH_S: Final = 0.0005
+"""After so long a thread that decodes gives way to the loop, which has little to do and is waited for. By default it is
+ten times as long, and an answer takes several turns."""
 
 
 class BrokenAnswerError(Exception):
@@ -72,7 +77,8 @@ class Application:
     def __init__(self, gateway: Gateway, config: GatewayConfig) -> None:
         self._gateway = gateway
         self._config = config
-        self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="gateway")
+        self._pool = Pool(config.threads)
+        self._in_hand = InHand(config.max_in_hand_bytes)
         self._routes: dict[str, dict[str, Callable[[Request], Awaitable[Answer]]]] = {
             "/": {"GET": self._root},
             "/register": {"POST": self._register},
@@ -108,18 +114,29 @@ class Application:
         )
         out = Out(send, request, self._config, self._pool)
         try:
-            request.body = await body_of(request, receive, self._config, self._pool)
+            await self._exchange(request, receive, out)
         except TooLargeError as error:
             await out.answer(_refusal(413, str(error)))
-            return
         except zlib.error:
             await out.answer(Answer(b"Invalid gzip payload", 400, b"text/plain; charset=utf-8"))
-            return
+        finally:
+            self._hold(request, 0)
+
+    async def _exchange(self, request: Request, receive: Receive, out: Out) -> None:
+        if request.announced_bytes > SMALL_BYTES:
+            await self._in_hand.room()
+            self._hold(request, request.announced_bytes)
+        request.body = await body_of(request, receive, self._config, self._pool)
+        self._hold(request, max(request.held, len(request.body)))
         watching = asyncio.create_task(watch(receive, request.gone))
         try:
             await self._respond(request, out)
         finally:
             watching.cancel()
+
+    def _hold(self, request: Request, nbytes: int) -> None:
+        self._in_hand.change(nbytes - request.held)
+        request.held = nbytes
 
     async def _respond(self, request: Request, out: "Out") -> None:
         try:
@@ -131,9 +148,12 @@ class Application:
             answer = _refusal(error.status, error.reason, error)
         except GroupTooLargeError as error:
             answer = _refusal(413, str(error))
-        except (NoRoomError, BrokerUnavailableError, RetryableError) as error:
+        except (NoRoomError, BrokerUnavailableError, RetryableError, ClosedError) as error:
             answer = _refusal(503, str(error))
             answer.headers = ((b"retry-after", RETRY_AFTER_S),)
+        except TimeoutError:
+            logger.warning("the client takes nothing of its answer path=%s", request.path)
+            answer = _refusal(503, "too slow")
         except RolloutMQError as error:
             logger.exception("request failed path=%s", request.path)
             answer = _refusal(500, str(error))
@@ -171,7 +191,9 @@ class Application:
 
     async def _posted(self, request: Request, kind: Any) -> Posted:
         work = partial(_posted, request.body, kind)
-        made: Posted = await off(self._pool, len(request.body), work, LONG_BYTES)
+        made = await off(self._pool, len(request.body), work, LONG_BYTES)
+        request.body = b""
+        self._hold(request, made.nbytes)
         return made
 
     # What Atropos has
@@ -219,7 +241,12 @@ class Application:
         return _json({"status": "received", "groups_processed": len(posted.groups)})
 
     async def _latest_example(self, _request: Request) -> Answer:
-        return _json(await self._gateway.latest_example())
+        latest = await self._gateway.latest_example()
+        if latest is None:
+            return _json(NOTHING_YET)
+        size = json_bytes(latest)
+        work = partial(in_turn, size, partial(_encoded, latest, b""))
+        return Answer(await off(self._pool, size, work, LONG_BYTES))
 
     async def _reset_data(self, _request: Request) -> Answer:
         await self._gateway.reset_data()
@@ -267,7 +294,7 @@ def _built(digest: bytes, body: bytes, kind: Any) -> Posted:
     data, now = decode(body, kind), time.time()
     several = data if isinstance(data, list) else [data]
     groups = [to_group(one, UNNAMED, at=now) for one in several]
-    return Posted(digest, [one.env_id for one in several], groups)
+    return Posted(digest, [one.env_id for one in several], groups, sum(map(group_bytes, groups)))
 
 
 def _parts(groups: Sequence[Group]) -> Iterator[Part]:
@@ -276,7 +303,7 @@ def _parts(groups: Sequence[Group]) -> Iterator[Part]:
     The end is a part of its own: it is sent when the client has taken what was before it.
     """
     for number, group in enumerate(groups):
-        size, before = group.tokens * TOKEN_BYTES, b"," if number else b'{"batch":['
+        size, before = json_bytes(group), b"," if number else b'{"batch":['
         yield size, partial(in_turn, size, partial(_encoded, group, before))
     yield 0, partial(bytes, b"]}")
 

@@ -150,12 +150,12 @@ class Registry:
         part = env.max_tokens * max(0.0, env.weight) / weights if weights > 0.0 else 0.0
         sizes = [self.group_size(one) for one in self.book.environments if queued.get(one.lane)]
         largest, own = max(sizes, default=1), queued.get(env.lane, 0)
-        others = 0
-        for lane, sequences in queued.items():
-            if lane == env.lane or not sequences:
-                continue
-            kept = sum(int(batch * (one.min_share or 0.0)) for one in here if one.lane == lane)
-            others += max(0, math.ceil(sequences / largest) * largest - kept)
+        kept = {one.lane: int(batch * (one.min_share or 0.0)) for one in here}
+        others = sum(
+            max(0, math.ceil(sequences / largest) * largest - kept.get(lane, 0))
+            for lane, sequences in queued.items()
+            if sequences and lane != env.lane
+        )
         size = self.group_size(env)
         return {
             "current_step": step,

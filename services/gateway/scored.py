@@ -5,13 +5,13 @@ field was an empty list or which environment sent it, is in one column of the ga
 through the gateway has labels made of its mask.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.bus.opaque import encode_opaque
+from rolloutmq.bus.opaque import Encoded, encode_opaque, require_few
 from rolloutmq.schemas.envelope import Dtype
 from rolloutmq.schemas.errors import InvalidGroupError
 from rolloutmq.schemas.trajectory import Column, Group
@@ -28,16 +28,31 @@ NUMBERS: Final = (
     *("distill_token_ids", "distill_logprobs"),
 )
 OPAQUE: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
+NOTHING_YET: Final[Mapping[str, Any]] = {
+    name: []
+    for name in (
+        *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
+        *("inference_logprobs", "messages", "images"),
+    )
+}
+"""What is answered for the latest example while there is none."""
+TOKEN_BYTES: Final = 32
+"""About what a token is as text, with its label and its log-probability."""
+VALUE_BYTES: Final = 8
+"""About what any other value is, with its name."""
+LOOKED_AT_BYTES: Final = 256 << 10
+"""What is larger is large."""
 _FIELD_OF: Final = {"mask": "masks"}
 """Columns that have another name there."""
 
 
 class Posted(NamedTuple):
-    """One body: its groups, `UNNAMED` yet, and the environments that they name."""
+    """One body: its groups, `UNNAMED` yet, how large they are, and the environments that they name."""
 
     digest: bytes
     env_ids: Sequence[int | None]
     groups: Sequence[Group]
+    nbytes: int
 
 
 def to_group(data: ScoredData, group_id: str, *, at: float) -> Group:
@@ -55,21 +70,28 @@ def to_group(data: ScoredData, group_id: str, *, at: float) -> Group:
             empty.append(name)
         elif value is not None:
             columns[name] = value
-    columns[OWN_COLUMN] = Column.opaque({"env_id": data.env_id, "empty": empty})
+    columns[OWN_COLUMN] = {"env_id": data.env_id, "empty": empty}
     try:
-        for name in columns.keys() & set(OPAQUE):
-            encode_opaque(name, columns[name])  # here, where nothing has been taken yet
-        return Group.build(
+        # Here, in a thread, and before anything has been taken.
+        named = columns.keys() & {*OPAQUE, OWN_COLUMN}
+        opaque = {name: encode_opaque(name, columns[name]) for name in named}
+        require_few(opaque)
+        columns |= {name: Column.opaque(Encoded(block)) for name, block in opaque.items()}
+        group = Group.build(
             group_id, tokens=data.tokens, mask=data.masks, scores=data.scores, finished_at=at, **columns
         )
+        for name in NUMBERS:
+            if name in group and not np.isfinite(group.columns[name].values).all():
+                raise InvalidGroupError(name, "has a number that is not finite")  # it came as a text
     except InvalidGroupError as error:
         field = _FIELD_OF.get(error.column, error.column)
         raise RefusedBodyError(("body", field), f"{field} {error.problem}") from None
+    return group
 
 
 def from_group(group: Group) -> dict[str, Any]:
     """Return a group as Atropos' server answers it: every field is there, absent ones are None."""
-    own = group.columns[OWN_COLUMN].values if OWN_COLUMN in group else {}
+    own = _value(group, OWN_COLUMN) if OWN_COLUMN in group else {}
     answer: dict[str, Any] = dict.fromkeys(FIELDS)
     answer["tokens"] = _rows(group.columns["tokens"])
     answer["masks"] = _rows(_labels(group))
@@ -79,11 +101,32 @@ def from_group(group: Group) -> dict[str, Any]:
             answer[name] = _rows(group.columns[name])
     for name in OPAQUE:
         if name in group:
-            answer[name] = group.columns[name].values
+            answer[name] = _value(group, name)
     for name in own.get("empty", ()):
         answer[name] = []
     answer["env_id"] = own.get("env_id")
     return answer
+
+
+def _value(group: Group, name: str) -> Any:
+    value = group.columns[name].values
+    return value.value if isinstance(value, Encoded) else value
+
+
+def json_bytes(group: Group) -> int:
+    """Return about how many bytes a group is as JSON; what is very large is not looked at to its end."""
+    size = group.tokens * TOKEN_BYTES
+    rest = [group.columns[name].values for name in OPAQUE if name in group]
+    while rest and size < LOOKED_AT_BYTES:
+        value = rest.pop()
+        size += VALUE_BYTES
+        if isinstance(value, str | bytes):
+            size += len(value)
+        elif isinstance(value, dict):
+            rest += value.values()
+        elif isinstance(value, list | tuple):
+            rest += value
+    return size
 
 
 def _labels(group: Group) -> Column:

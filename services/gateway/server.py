@@ -20,7 +20,7 @@ from rolloutmq.bus.endpoint import http_url
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.schemas.records import GatewayAddress
-from rolloutmq.services.gateway.http import Application
+from rolloutmq.services.gateway.http import SWITCH_S, Application
 from rolloutmq.services.gateway.listener import BACKLOG, LISTEN_FD, bind, port_before
 from rolloutmq.services.gateway.service import Gateway
 from rolloutmq.services.runner import Stop, run_service
@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 GRACE_S: Final = 5
 """How long requests in hand may take when the gateway is asked to end."""
 KEEP_ALIVE_S: Final = 75
-SWITCH_S: Final = 0.0005
-"""After so long a thread that decodes gives way to the loop, which has little to do and is waited for. By default it is
-ten times as long, and an answer takes several turns."""
 
 
 class _Server(uvicorn.Server):

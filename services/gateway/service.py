@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final
@@ -18,7 +18,8 @@ from rolloutmq.bus import codec
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.schemas.control import Disconnect, LatestExample, LatestExampleReply, Reset, StatusReply
 from rolloutmq.schemas.delivery import GetInfo, InfoReply
-from rolloutmq.schemas.errors import BrokerUnavailableError, RefusedError
+from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.errors import BrokerUnavailableError, GroupTooLargeError, RefusedError, RolloutMQError
 from rolloutmq.schemas.gateway import GatewayConfig
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.trajectory import Group
@@ -26,15 +27,14 @@ from rolloutmq.services.gateway.contract import RefusedBodyError, RegisterEnv, R
 from rolloutmq.services.gateway.doubts import Doubts, Post
 from rolloutmq.services.gateway.handout import Handout, Offer, registration_of
 from rolloutmq.services.gateway.outlet import NoRoomError, Outlet
+from rolloutmq.services.gateway.outlets import Outlets
 from rolloutmq.services.gateway.registry import Book, Environment, Registry
-from rolloutmq.services.gateway.scored import Posted, from_group
+from rolloutmq.services.gateway.scored import Posted
 from rolloutmq.services.gateway.watch import FRESH_S, Watch
 from rolloutmq.services.lock import only_one
 
 logger = logging.getLogger(__name__)
 
-NOBODY: Final = "unregistered"
-"""Lane of the groups that name no environment."""
 OTHERS_S: Final = 0.02
 """How long an environment's status waits for what other environments did."""
 SWEEP_S: Final = 1.0
@@ -43,14 +43,6 @@ RESET_S: Final = 10.0
 INFO_S: Final = 2.0
 """Who asks whether there is a trainer asks again."""
 WAIT_FOR_TRAINER: Final = {"status": "wait for trainer to start"}
-NOTHING_YET: Final[Mapping[str, Any]] = {
-    name: []
-    for name in (
-        *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
-        *("inference_logprobs", "messages", "images"),
-    )
-}
-"""What is answered for the latest example while there is none."""
 
 
 class Gateway:
@@ -65,9 +57,11 @@ class Gateway:
         """Groups that were taken in this life of the gateway."""
         self.doubts = Doubts(layout.doubts, time.monotonic())
         self._layout = layout
-        self._outlets: dict[str, Outlet] = {}
-        self._handout = Handout(layout.root, lambda: self.doubts.went)
+        self._outlets = Outlets(layout.root, self.registry)
+        self._handout = Handout(layout.root, lambda: self.doubts.went, self.doubts.settled)
         self._latest: Group | None = None
+        self._unregistered = asyncio.Event()
+        self._unregistered.set()
         self._turn = asyncio.Lock()
         """One registration or reset at a time."""
         self._changed_at = float("-inf")
@@ -87,26 +81,30 @@ class Gateway:
             made = cls(layout, config, watch)
             stack.push_async_callback(made._close)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            sweep = tasks.create_task(made._sweep(), name="sweep")
-            back = tasks.create_task(made._go_on(), name="registration of the trainer")
+            own = (
+                tasks.create_task(made._sweep(), name="sweep"),
+                tasks.create_task(made._register_again(), name="registration of the trainer"),
+            )
             try:
                 yield made
             finally:
-                sweep.cancel()
-                back.cancel()
+                for task in own:
+                    task.cancel()
 
     async def _close(self) -> None:
         await self._handout.close()
-        await self._close_outlets()
+        await self._outlets.close()
         self.doubts.close()
 
-    async def _close_outlets(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for outlet in self._outlets.values():
-                tasks.create_task(outlet.close())
+    async def _register_again(self) -> None:
+        """Register the trainer of an earlier life, or of before a reset that failed, whenever it has to be."""
+        while True:
+            await self._unregistered.wait()
+            self._unregistered.clear()
+            await self._go_on()
 
     async def _go_on(self) -> None:
-        """Register the trainer of an earlier life again; a step that the broker knows and the book does not counts."""
+        """Register the trainer of the book; a step that the broker knows and the book does not counts."""
         async with self._turn:
             book = self.registry.book
             if book.trainer is None:
@@ -117,13 +115,20 @@ class Gateway:
             book.step = max(book.step, settled)
             # The last batch went, and its settlement died: its groups come for the same step, and are settled then.
             unsettled = settled == book.step - 1
-            await self._handout.open(book.trainer, settled if unsettled else book.step)
+            try:
+                await self._handout.open(book.trainer, settled if unsettled else book.step)
+            except RolloutMQError as error:  # others go on; the trainer may register again
+                logger.error("the trainer could not be registered again error=%s", error)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
             self._handout.keep()
             self.doubts.forget_old(time.monotonic())
+            for env in self.registry.here():
+                outlet = self._outlets.get(env.lane)
+                if outlet is not None and outlet.busy:
+                    self.registry.hear(env, time.monotonic())
             for env in self.registry.vanished(time.monotonic()):
                 logger.info("environment vanished name=%s", env.wandb_name)
                 await self._let_go(env)
@@ -141,10 +146,10 @@ class Gateway:
                     logger.info("another run begins: what is queued is discarded")
                     await self._reset("another run was registered")
                     book.started = False
-                if book.trainer != trainer:
-                    book.trainer, book.step = trainer, trainer.starting_step
+                step = book.step if book.trainer == trainer else trainer.starting_step
+                await self._handout.open(trainer, step)
+                book.trainer, book.step = trainer, step
                 self._write()
-                await self._handout.open(trainer, book.step)
         return {"uuid": uuid.uuid4().int}
 
     @asynccontextmanager
@@ -165,7 +170,10 @@ class Gateway:
             if offer is not None and offer.delivered:
                 self.doubts.hand_out(group.group_id for group in offer.batch.groups)
                 book.step += 1
-                self._write()
+                try:
+                    self._write()
+                except OSError as error:  # the batch went all the same
+                    logger.error("the step cannot be written down step=%d error=%s", book.step, error)
                 self._queue_changed()
 
     async def info(self) -> dict[str, Any]:
@@ -186,8 +194,8 @@ class Gateway:
         """Return the step and how many groups wait."""
         status = await self.watch.refresh()
         queued = status.pressure.queued_groups if status is not None else 0
-        waiting = sum(outlet.waiting()[0] for outlet in self._outlets.values())
-        return {"current_step": self.step(status), "queue_size": queued + waiting}
+        here = self._outlets.waiting_groups() + len(self._handout.held())
+        return {"current_step": self.step(status), "queue_size": queued + here}
 
     def step(self, status: StatusReply | None) -> int:
         """Return the step: what was handed out here, or where a trainer is that came over the bus."""
@@ -258,7 +266,7 @@ class Gateway:
         own = self._outlets.get(env.lane)
         posted_at = own.settled_at if own is not None else float("-inf")
         await self.watch.refresh(max(posted_at, self._changed_at, time.monotonic() - FRESH_S))
-        others_at = max((one.settled_at for one in self._outlets.values()), default=posted_at)
+        others_at = max((one.settled_at for one in self._outlets), default=posted_at)
         return await self.watch.refresh(others_at, OTHERS_S)
 
     def _queue_changed(self) -> None:
@@ -267,12 +275,13 @@ class Gateway:
         self.watch.look()
 
     def queued(self, status: StatusReply | None) -> dict[str, int]:
-        """Return the sequences that wait, by lane: those that the broker had, and those on their way or acked since."""
+        """Return the sequences that wait, by lane: at the broker, on their way or acked since, or about to go."""
         lanes = status.pressure.lanes if status is not None else ()
-        queued = {lane.env: lane.queued_sequences for lane in lanes}
-        for name, outlet in self._outlets.items():
-            since = outlet.waiting()[1] + outlet.acked_since(self.watch.asked_at)
-            queued[name] = queued.get(name, 0) + since
+        queued = {lane.env: lane.queued_sequences for lane in lanes if lane.split is Split.TRAIN}
+        for group in self._handout.held():
+            queued[group.env] = queued.get(group.env, 0) + group.sequences
+        for name, sequences in self._outlets.sequences_since(self.watch.asked_at).items():
+            queued[name] = queued.get(name, 0) + sequences
         return queued
 
     async def take(self, posted: Posted, gone: asyncio.Event) -> Post:
@@ -284,6 +293,7 @@ class Gateway:
 
         Raises:
             RefusedBodyError: One of them names an environment that nobody registered; none was taken.
+            GroupTooLargeError: One of them can never be sent; none was taken.
             NoRoomError: There was no room in time; none was taken, or what was is known when they come again.
         """
         environments = [
@@ -292,7 +302,7 @@ class Gateway:
         post = await self.doubts.begin(posted.digest, len(posted.groups), gone, time.monotonic())
         try:
             await self._send(posted.groups, environments, post)
-        except (RefusedBodyError, NoRoomError):
+        except (RefusedBodyError, GroupTooLargeError, NoRoomError):
             (self.doubts.leave if post.came else self.doubts.end)(post)
             raise
         except BaseException:
@@ -303,29 +313,33 @@ class Gateway:
     async def _send(
         self, groups: Sequence[Group], environments: Sequence[Environment | None], post: Post
     ) -> None:
-        by_lane: dict[str, list[Group]] = {}
+        by_outlet: dict[Outlet, list[Group]] = {}
         for made, env, group_id in zip(groups, environments, post.ids, strict=True):
             group = replace(made, group_id=group_id)
             if group_id not in post.came:
-                by_lane.setdefault(env.lane if env else NOBODY, []).append(group)
+                by_outlet.setdefault(self._outlets.of(env), []).append(group)
             if env is not None:
                 self.registry.hear(env, time.monotonic())
                 self.registry.saw(env, group.sequences)
-        for lane, groups in by_lane.items():
-            env = next((env for env in environments if env is not None and env.lane == lane), None)
-            await self._outlet(lane, env).deliver(groups, post.gone, self.config.post_wait_s)
-            self.doubts.came(group.group_id for group in groups)
-            self.posted_groups += len(groups)
-            self._latest = groups[-1]
+        if sum(map(len, by_outlet.values())) > 1:  # one alone is refused as it is sent
+            for outlet, groups in by_outlet.items():
+                await outlet.require_sendable(groups, post.gone, self.config.post_wait_s)
+        for outlet, groups in by_outlet.items():
+            await outlet.deliver(groups, post.gone, self.config.post_wait_s, self._came)
 
-    async def latest_example(self) -> Mapping[str, Any]:
+    def _came(self, group: Group) -> None:
+        self.doubts.came([group.group_id])
+        self.posted_groups += 1
+        self._latest = group
+
+    async def latest_example(self) -> Group | None:
         """Return the newest group, also that of an earlier life."""
         if self._latest is None:
             try:
                 self._latest = await self._stored_example()
             except (BrokerUnavailableError, RefusedError):
-                return NOTHING_YET
-        return from_group(self._latest) if self._latest is not None else NOTHING_YET
+                return None
+        return self._latest
 
     async def _stored_example(self) -> Group | None:
         reply, frames = await self.watch.request_frames(LatestExample(), RESET_S)
@@ -341,22 +355,6 @@ class Gateway:
             raise RefusedBodyError(("body", "env_id"), reason, status, kind="unknown_env")
         return env
 
-    def _outlet(self, lane: str, env: Environment | None) -> Outlet:
-        if lane not in self._outlets:
-            if env is None:
-                self._outlets[lane] = Outlet(self._layout.root, lane)
-            else:
-                registered = env
-                self._outlets[lane] = Outlet(
-                    self._layout.root,
-                    lane,
-                    group_size=env.group_size,
-                    weight=env.weight,
-                    max_tokens=env.max_tokens,
-                    share=lambda: self.registry.share(registered),
-                )
-        return self._outlets[lane]
-
     async def _let_go(self, env: Environment) -> None:
         """Give up what an environment claims; what it has queued is trained all the same."""
         outlet = self._outlets.get(env.lane)
@@ -365,7 +363,7 @@ class Gateway:
         await outlet.close()
         try:
             await self.watch.request(Disconnect(env=env.lane), RESET_S)
-        except (BrokerUnavailableError, RefusedError) as error:
+        except RolloutMQError as error:
             logger.warning("environment still counts at the broker name=%s error=%s", env.wandb_name, error)
 
     # Everything
@@ -379,10 +377,15 @@ class Gateway:
             self._write()
 
     async def _reset(self, why: str) -> None:
+        # Who outlived it would register again: a consumer with the step of before, a producer with its minimum share.
         await self._handout.close()
-        # A producer that outlived it would register itself again, and claim its minimum share for nobody.
-        await self._close_outlets()
-        await self.watch.request(Reset(reason=why), RESET_S)
+        await self._outlets.close()
+        try:
+            await self.watch.request(Reset(reason=why), RESET_S)
+        except BaseException:
+            self._unregistered.set()  # nothing has changed
+            raise
+        self.doubts.forget_batches()
         self._queue_changed()
 
     def _write(self) -> None:

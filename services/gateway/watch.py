@@ -112,12 +112,21 @@ class Watch:
 
     async def request_frames(self, message: Request, timeout_s: float) -> tuple[Reply, list[memoryview]]:
         """Like `request`, with the frames that follow."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.connected()
-        if self._client is None:
-            raise BrokerUnavailableError(str(self._where), timeout_s)
-        return await self._client.request_frames(message, timeout_s)
+        until = time.monotonic() + timeout_s
+        while (left := until - time.monotonic()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self.connected()
+            client = self._client
+            if client is None:
+                break
+            try:
+                return await client.request_frames(message, max(0.0, until - time.monotonic()))
+            except ClosedError:
+                if client is self._client:
+                    raise  # it is this watch that ends
+                # The broker did not answer somebody else, who closed it: it is asked again when it is back.
+        raise BrokerUnavailableError(str(self._where), timeout_s)
 
     def _connect(self) -> None:
         if self._connecting is None or self._connecting.done():

@@ -12,20 +12,30 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from rolloutmq.schemas.errors import ClosedError, RetryableError
-from rolloutmq.services.inference.generate import Job
 from rolloutmq.services.inference.protocol import ApiError
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-Generate = Callable[[Sequence[Job], Callable[[list[Job]], None]], None]
-"""`Generator.generate`."""
+
+class Work(Protocol):
+    """What waits: a job of the generator, or of another. Its results are put into it."""
+
+    cancelled: bool
+
+    @property
+    def rows(self) -> int:
+        """Sequences of it."""
+        ...
 
 
-class Batcher:
+_J = TypeVar("_J", bound=Work)
+
+
+class Batcher(Generic[_J]):
     """A queue of jobs and the thread that works on them. An async context; `run` is its one task.
 
     Args:
@@ -33,12 +43,18 @@ class Batcher:
         max_waiting: Jobs that may wait; beyond it they are refused.
     """
 
-    def __init__(self, generate: Generate, *, max_rows: int, max_waiting: int) -> None:
+    def __init__(
+        self,
+        generate: Callable[[Sequence[_J], Callable[[list[_J]], None]], None],
+        *,
+        max_rows: int,
+        max_waiting: int,
+    ) -> None:
         self._generate = generate
         self._max_rows = max_rows
         self._max_waiting = max_waiting
-        self._waiting: deque[Job] = deque()
-        self._futures: dict[Job, asyncio.Future[None]] = {}
+        self._waiting: deque[_J] = deque()
+        self._futures: dict[_J, asyncio.Future[None]] = {}
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="generate")
         self._closed = False
@@ -67,7 +83,7 @@ class Batcher:
                 future.set_exception(ClosedError())
         await asyncio.to_thread(self._thread.shutdown)
 
-    async def sample(self, job: Job) -> None:
+    async def sample(self, job: _J) -> None:
         """Wait until the job has its results. Cancelling it takes the job out of its batch.
 
         Raises:
@@ -89,7 +105,7 @@ class Batcher:
             if not future.done() or future.cancelled():
                 self._forget(job)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: _J) -> None:
         job.cancelled = True
         if job in self._waiting:
             self._waiting.remove(job)
@@ -107,17 +123,17 @@ class Batcher:
             else:
                 self._arrived.clear()
 
-    def _take(self) -> list[Job]:
+    def _take(self) -> list[_J]:
         batch, rows = [], 0
         while self._waiting and rows + self._waiting[0].rows <= self._max_rows:
             rows += self._waiting[0].rows
             batch.append(self._waiting.popleft())
         return batch
 
-    async def _work(self, batch: list[Job]) -> None:
+    async def _work(self, batch: list[_J]) -> None:
         loop = asyncio.get_running_loop()
 
-        def on_done(jobs: list[Job]) -> None:
+        def on_done(jobs: list[_J]) -> None:
             loop.call_soon_threadsafe(self._deliver, jobs)
 
         self._working_since = time.monotonic()
@@ -140,13 +156,13 @@ class Batcher:
             logger.warning("batches %s why=%s", "fail" if why else "succeed again", why or "restored")
         self._complaint = why
 
-    def _deliver(self, jobs: list[Job]) -> None:
+    def _deliver(self, jobs: list[_J]) -> None:
         for job in jobs:
             future = self._futures.get(job)
             if future is not None and not future.done():
                 future.set_result(None)
 
-    def _fail(self, jobs: list[Job], error: Exception) -> None:
+    def _fail(self, jobs: list[_J], error: Exception) -> None:
         for job in jobs:
             future = self._futures.get(job)
             if future is not None and not future.done():

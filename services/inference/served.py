@@ -5,12 +5,13 @@ was replaced by another is attached anew; until then the old weights are served,
 """
 
 import logging
-from typing import Any, Final
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from rolloutmq.bus import segments
+from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.sharing import SegmentGoneError, WeightsMismatchError
@@ -18,11 +19,9 @@ from rolloutmq.services.inference.generate import Generator
 from rolloutmq.services.inference.protocol import Limits
 from rolloutmq.services.inference.text import Text
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 logger = logging.getLogger(__name__)
-
-MODEL: Final = "policy"
-"""Name under which it is served."""
 
 
 class ServedPolicy:
@@ -52,7 +51,7 @@ class ServedPolicy:
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(config, dtype=config.dtype).eval()
         try:
-            share = WeightShare.attach(policy, layout.weights)
+            share = WeightShare.attach(policy, layout.weights, tokenizer=directory_fingerprint(layout.model))
         except SegmentGoneError:
             return None
         except WeightsMismatchError:
@@ -66,9 +65,10 @@ class ServedPolicy:
             share.version.step,
         )
         text = Text(layout.model)
+        run, _ = load_run(layout.root)
         sizes = config.get_text_config()
-        limits = Limits(MODEL, int(sizes.max_position_embeddings), int(sizes.vocab_size), max_rows)
-        generator = Generator(policy, share, _end_ids(layout, config), text.decode, seed)
+        limits = Limits(run.model.name, int(sizes.max_position_embeddings), int(sizes.vocab_size), max_rows)
+        generator = Generator(policy, share, end_ids(layout, config), text.decode, seed)
         return cls(policy, share, text, limits, generator)
 
     @property
@@ -97,7 +97,7 @@ def _owner_lives(layout: RunLayout) -> bool:
     return owner is not None and owner.alive()
 
 
-def _end_ids(layout: RunLayout, config: Any) -> list[int]:
+def end_ids(layout: RunLayout, config: Any) -> list[int]:
     """Return the tokens that end a sequence; what is said for generation goes before what is said of the model."""
     if (layout.model / "generation_config.json").is_file():
         said = GenerationConfig.from_pretrained(layout.model, local_files_only=True).eos_token_id

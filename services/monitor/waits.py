@@ -25,7 +25,24 @@ def trainer(pressure: Pressure) -> str:
 
 
 def workers(pressure: Pressure) -> str:
-    """Say why most of the workers that wait do so, and which other environments wait; empty if none does."""
+    """Say why most of the workers that wait do so, and which other environments wait; empty if none does.
+
+    Whoever waits for somebody else than the broker comes first: nothing of theirs has arrived here yet.
+    """
+    return "; ".join(filter(None, (_outside(pressure), _lanes(pressure))))
+
+
+def _outside(pressure: Pressure) -> str:
+    """Say whom workers wait for beside the broker, by the first of them."""
+    waiting = [worker for worker in pressure.workers if worker.waits_for]
+    if not waiting:
+        return ""
+    first, others = waiting[0], len(waiting) - 1
+    text = f"{TEACHER_AWAY}, worker {first.worker}: {first.waits_for}"
+    return f"{text}; {others} other worker{'s wait' if others > 1 else ' waits'} too" if others else text
+
+
+def _lanes(pressure: Pressure) -> str:
     lanes = [lane for lane in pressure.lanes if is_waiting(lane.wait)]
     if not lanes:
         return ""
@@ -139,6 +156,8 @@ def _bytes(pressure: Pressure) -> str:
 
 
 _READY: Final = WorkerState.READY
+TEACHER_AWAY: Final = "teacher_away"
+"""Rollouts are over, and the teacher has not said yet what it thinks of them."""
 TRAINER_WAITS: Final[Mapping[str, Callable[[Pressure], str]]] = {
     Wait.NO_BATCH: _no_batch,
     Wait.NO_EXACT_FIT: _no_exact_fit,

@@ -28,6 +28,7 @@ from rolloutmq.schemas.errors import (
     RolloutMQError,
     UsageError,
 )
+from rolloutmq.schemas.teaching import TeacherRefusedError
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.members import Members, drawn
@@ -77,6 +78,14 @@ class Tasks(Protocol):
         ...
 
 
+class Teacher(Protocol):
+    """What a rollout needs of a teacher; see `services.worker.teacher`."""
+
+    async def teach(self, group: Group) -> Group:
+        """Return the group with what the teacher says of it. Waits as long as it takes."""
+        ...
+
+
 class Rollouts:
     """Runs the rollouts of one worker in one event loop.
 
@@ -100,6 +109,7 @@ class Rollouts:
         clock: Callable[[], float] = time.time,
         tasks: Tasks | None = None,
         draining: asyncio.Event | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.worker = worker
         self.env = worker.rpartition("-")[0] or worker
@@ -109,6 +119,7 @@ class Rollouts:
         self._outlet = outlet
         self._tasks = tasks
         self._draining = draining
+        self._teacher = teacher
         self._seed = seed
         self._clock = clock
         self._life = secrets.token_hex(4)
@@ -128,6 +139,7 @@ class Rollouts:
 
         Raises:
             EnvironmentFailedError: Too many rollouts in a row came to nothing.
+            TokenizerMismatchError: The teacher is of another tokenizer than the policy.
             GivenUpError: The outlet can take no more, for example because a newer worker has its name.
         """
         try:
@@ -171,6 +183,8 @@ class Rollouts:
         attempt = Attempt(next(self._numbers), task)
         try:
             group = await self._group(attempt)
+            if group is not None and self._teacher is not None:
+                group = await self._taught(self._teacher, group, attempt)
             if group is not None:
                 await self._sent(group, permit, attempt)
         finally:
@@ -237,6 +251,14 @@ class Rollouts:
         if task is not None:
             return await environment.rollout_task(self._policy, task.payload, size, rng)
         return await environment.rollout(self._policy, size, rng)
+
+    async def _taught(self, teacher: Teacher, group: Group, attempt: "Attempt") -> Group | None:
+        """Have the teacher say what it thinks of the group, however long it takes; None if it will not."""
+        try:
+            return await teacher.teach(group)
+        except TeacherRefusedError as error:
+            self._failed(attempt, error, one_line(error))
+            return None
 
     async def _sent(self, group: Group, permit: Permit, attempt: "Attempt") -> None:
         try:

@@ -18,6 +18,7 @@ import os
 import random
 import signal
 import socket
+import time
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +39,7 @@ from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.line import Line
 from rolloutmq.services.worker.openai import OpenAIPolicy
 from rolloutmq.services.worker.rollouts import Rollouts, one_line
+from rolloutmq.services.worker.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ class Worker:
         self._starting: asyncio.Timeout | None = None
         self._producer: Producer | None = None
         self._rollouts: Rollouts | None = None
+        self._teacher: Teacher | None = None
         self._line = Line(self.layout, worker, self.beat, self.start_draining)
 
     def start_draining(self, reason: str = "SIGUSR1") -> None:
@@ -119,6 +122,7 @@ class Worker:
             blocked_s=self._producer.waits_s if self._producer else 0.0,
             error=self.error or (rollouts.error if rollouts else ""),
             late_members=rollouts.late_members if rollouts else 0,
+            waits_for=self._teacher.wait(time.monotonic()) if self._teacher else "",
         )
 
     async def run(self, stop: Stop) -> None:
@@ -191,6 +195,9 @@ class Worker:
                 policy = await self._policy(stack)
                 producer = await self._opened(stack)
                 tasks = await self._tasks(stack, producer)
+                if self.config.teacher.enabled:
+                    opening = Teacher.opened(self.config, self.layout)
+                    self._teacher = await stack.enter_async_context(opening)
         except TimeoutError:
             if not self._draining.is_set():
                 raise
@@ -207,6 +214,7 @@ class Worker:
             seed=self.config.run.seed,
             tasks=tasks,
             draining=self._draining,
+            teacher=self._teacher,
         )
         return producer, rollouts
 

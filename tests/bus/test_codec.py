@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rolloutmq.bus import codec
-from rolloutmq.bus.codec import decode_group, encode_group
-from rolloutmq.bus.opaque import VALUES_LIMIT
+from rolloutmq.bus.codec import decode_group, encode_group, group_bytes
+from rolloutmq.bus.opaque import VALUES_LIMIT, Encoded, encode_opaque
 from rolloutmq.schemas.envelope import (
     BIG_BLOCK_BYTES,
     ENVELOPE_LIMIT_BYTES,
@@ -267,6 +267,30 @@ def test_a_column_that_is_not_of_one_piece_is_laid_out_as_one_that_is() -> None:
     apart, whole = (Group.build("g", tokens=rows, mask=rows, scores=[0, 1], mine=one) for one in pieces)
     assert encode_group(apart, LIMIT) == encode_group(whole, LIMIT)
     assert encode_group(apart, LIMIT, Room()) == encode_group(whole, LIMIT, Room())
+
+
+def test_what_would_be_refused_at_its_end_is_refused_at_its_beginning() -> None:
+    half = [None] * (VALUES_LIMIT // 2)
+    group = Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0], messages=half, images=half)
+    with pytest.raises(InvalidGroupError, match="opaque values"):
+        encode_group(group, LIMIT)
+
+
+def test_an_encoded_value_travels_as_the_value_would() -> None:
+    images = {"a": [1, "b", None]}
+    kept = Column.opaque(Encoded(encode_opaque("images", images)))
+    plain, before = (
+        Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0], images=value) for value in (images, kept)
+    )
+    assert encode_group(before, LIMIT) == encode_group(plain, LIMIT)
+
+
+@pytest.mark.parametrize("size", [1, 5000])
+def test_the_size_of_a_group_is_known_before_it_is_laid_out(size: int) -> None:
+    group = Group.build("g", tokens=[[1] * size], mask=[[1] * size], scores=[0.0], images="x" * size * 100)
+    assert group_bytes(group) == encode_group(group, LIMIT).nbytes
+    with pytest.raises(GroupTooLargeError):
+        encode_group(group, group_bytes(group) - 1)
 
 
 @pytest.mark.parametrize("group", small_and_big(), ids=["small", "big"])

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutmq.bus.opaque import UNCOUNTED_BYTES, VALUES_LIMIT, _count, check_values, encode_opaque
+from rolloutmq.bus.opaque import (
+    UNCOUNTED_BYTES,
+    VALUES_LIMIT,
+    _count,
+    check_values,
+    encode_opaque,
+    require_few,
+)
 from rolloutmq.schemas.errors import InvalidGroupError, LimitExceededError
 
 
@@ -58,8 +65,9 @@ def test_too_many_values_are_refused_on_both_sides() -> None:
     check_values([data])
     with pytest.raises(LimitExceededError):
         check_values([data, b"\xc0"])
+    require_few({"mine": data})
     with pytest.raises(InvalidGroupError, match="mine"):
-        encode_opaque("mine", [*most, None])
+        require_few({"small": b"\xc0", "mine": data})
 
 
 def test_small_blocks_are_not_worth_counting() -> None:

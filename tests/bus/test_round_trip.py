@@ -16,12 +16,13 @@ from rolloutmq.bus import discovery, downlink, uplink
 from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.consumer import Consumer
 from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig, TrainerConfig
+from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig
 from rolloutmq.schemas.delivery import Durability, RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import DrainingError, LeaseLostError, SessionFencedError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import AckedGroup
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.server import running_broker
 

@@ -116,6 +116,43 @@ def test_whoever_maps_a_segment_keeps_it(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_an_heir_that_comes_while_it_is_swept_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = tmp_path / "weights.json"
+    path, nonce = left_by_the_dead(address)
+    heirs: list[segments.Segment] = []
+    look = segments.in_use
+
+    def look_and_be_late(swept: Path) -> bool:
+        found = look(swept)
+        heirs.append(segments.open_existing(path, nonce, writable=True))
+        return found
+
+    monkeypatch.setattr(segments, "in_use", look_and_be_late)
+    assert segments.sweep(address) == []
+    (heir,) = heirs
+    assert os.fstat(heir.fd).st_nlink == 1
+    os.close(heir.fd)
+
+
+def test_nobody_takes_over_what_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = tmp_path / "weights.json"
+    path, nonce = left_by_the_dead(address)
+    unlink, refused = Path.unlink, list[Path]()
+
+    def unlink_and_be_late(swept: Path, *, missing_ok: bool = False) -> None:
+        if swept == path:
+            with pytest.raises(SegmentGoneError, match="is being removed"):
+                segments.open_existing(path, nonce, writable=True)
+            refused.append(path)
+        unlink(swept, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_and_be_late)
+    assert segments.sweep(address) == [path]
+    assert refused == [path]
+
+
 def test_an_heir_claims_what_was_left(tmp_path: Path) -> None:
     address = tmp_path / "weights.json"
     path, nonce = left_by_the_dead(address)

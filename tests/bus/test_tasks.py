@@ -15,7 +15,7 @@ from rolloutmq.bus.consumer import Consumer
 from rolloutmq.bus.producer import Producer
 from rolloutmq.bus.taking import TaskTaker
 from rolloutmq.bus.tasks import Task, TaskClient
-from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig, TrainerConfig
+from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig
 from rolloutmq.schemas.control import GetStatus, Pressure, StatusReply
 from rolloutmq.schemas.envelope import PolicyVersion, Split
 from rolloutmq.schemas.errors import ClosedError, ErrorCode, RefusedError, SessionFencedError
@@ -31,6 +31,7 @@ from rolloutmq.schemas.tasks import (
     TaskState,
     TaskStatus,
 )
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.server import Broker, running_broker
 

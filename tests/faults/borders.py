@@ -21,13 +21,14 @@ from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.consumer import BlockingConsumer, Consumer
 from rolloutmq.bus.producer import Producer
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig, TrainerConfig
+from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig
 from rolloutmq.schemas.control import GetStatus, StatusReply
 from rolloutmq.schemas.delivery import DeclareTables, Registered, RegisterProducer, Request
 from rolloutmq.schemas.envelope import PROTOCOL_VERSION, Envelope, GroupHeader, Split
 from rolloutmq.schemas.errors import LeaseLostError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 
 LIMIT_S: Final = 15.0

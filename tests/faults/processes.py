@@ -32,12 +32,13 @@ from rolloutmq.bus.consumer import BlockingBatch, Consumer
 from rolloutmq.bus.endpoint import read_endpoints, resolve_blocking
 from rolloutmq.bus.producer import Producer
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig, TrainerConfig
+from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig
 from rolloutmq.schemas.control import GetStatus, StatusReply
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import LeaseLostError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import AckedGroup
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 
 ROOT: Final = Path(__file__).parents[2]

@@ -33,6 +33,13 @@ def test_parts_that_run_elsewhere_are_left_out() -> None:
     assert Role.ORCHESTRATOR in roles(environment={}, inference={"max_engines": 2})  # it keeps the second
 
 
+def test_a_teacher_of_its_own_is_started_and_that_of_another_run_is_not() -> None:
+    learning = {"distillation": {"kind": "top_k"}}
+    assert Role.TEACHER not in roles()
+    assert Role.TEACHER in roles(teacher={"path": "runs/x"}, trainer=learning)
+    assert Role.TEACHER not in roles(teacher={"url": "http://x"}, trainer=learning)
+
+
 def test_every_role_ends_once_and_the_broker_after_the_workers() -> None:
     ends = [role for together in STOP_ORDER for role in together]
     assert sorted(ends) == sorted(set(Role) - {Role.WORKER, Role.LAUNCHER})
@@ -45,3 +52,16 @@ def test_each_process_logs_to_its_own_file() -> None:
     specs = plan(config, RunLayout(Path("/run")), "python")
     assert specs[0].argv[-3:] == ("broker", "--run-dir", "/run")
     assert len({spec.log for spec in specs}) == len(specs)
+
+
+def test_further_ranks_of_the_trainer_are_processes_of_their_own() -> None:
+    config = validate({"environment": ENVIRONMENT, "trainer": {"ranks": 3}})
+    specs = plan(config, RunLayout(Path("/run")), "python")
+    found = {spec.name: spec.argv[-2:] for spec in specs if spec.role is Role.TRAINER}
+    assert found == {
+        "trainer": ("--run-dir", "/run"),
+        "trainer.rank1": ("--rank", "1"),
+        "trainer.rank2": ("--rank", "2"),
+    }
+    assert len({spec.log for spec in specs}) == len(specs)
+    assert len(roles(trainer={"ranks": 3, "enabled": False})) == len(roles()) - 1

@@ -32,6 +32,24 @@ def test_an_entry_that_is_not_there(tmp_path: Path) -> None:
     check(config(tmp_path, environment={"e": {"entry": "env:Env"}}))
 
 
+def test_a_teacher_that_is_not_there(tmp_path: Path) -> None:
+    def taught(**teacher: Any) -> RunConfig:
+        return config(tmp_path, teacher=teacher, trainer={"distillation": {"kind": "full"}})
+
+    model = tmp_path / "model"
+    with pytest.raises(ConfigError, match=r"teacher\.path: .*model is not a directory with a config\.json"):
+        check(taught(path=str(model)))
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model/tokenizer\.json: there is no such file"):
+        check(taught(path=str(model)))
+    words = tmp_path / "words"
+    words.mkdir()
+    (words / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    check(taught(path=str(model), tokenizer=str(words)))
+    check(taught(url="http://elsewhere"))
+
+
 def test_a_batch_that_groups_never_make(tmp_path: Path) -> None:
     groups = {"e": {"entry": "env.py:Env", "group_size": 16}}
     with pytest.raises(ConfigError, match=r"trainer\.batch_sequences: 100 .* whole groups of 16"):
@@ -57,6 +75,14 @@ def test_a_port_in_use_names_its_owner(tmp_path: Path) -> None:
             check(config(tmp_path, inference={"port": port}))
     assert f"127.0.0.1:{port}" in str(caught.value)
     assert f"process {os.getpid()}" in str(caught.value)
+
+
+def test_adapters_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
+    check(config(tmp_path))
+    with pytest.raises(MissingError, match=r"peft is missing: .*rolloutmq\[lora\]"):
+        check(config(tmp_path, trainer={"lora": {"rank": 4}}))
 
 
 def test_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,3 +159,52 @@ def test_engines_that_nobody_can_keep_are_refused(tree: dict[str, Any], complain
 def test_one_engine_is_what_there_is_unless_told_otherwise() -> None:
     assert (validate({}).inference.min_engines, validate({}).inference.max_engines) == (1, 1)
     assert validate({"inference": {"min_engines": 2, "max_engines": 4}}).inference.max_engines == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "named", "problem"),
+    [
+        (["name=gspo", "clip_lo=1"], "trainer.loss.clip_lo", "did you mean `clip_low`?"),
+        (["name=cispo", "clip_low=.3"], "trainer.loss.clip_low", "unknown key"),
+        (["name=no_such"], "trainer.loss", "'dapo', 'grpo'"),
+        (["kl=1", "kl_estimator=k1"], "trainer.loss.kl_estimator", "k1 has no gradient on average"),
+        (["correction.level=tokens"], "trainer.loss.correction.level", "'none', 'token' or 'sequence'"),
+        (["correction.hi=3"], "trainer.loss.correction.hi", "did you mean `high`?"),
+        (["correction.low=3"], "trainer.loss.correction.low", "must not be above high"),
+        (["name=decoupled_ppo", "correction.level=none"], "trainer.loss.correction.level", "makes it PPO"),
+    ],
+)
+def test_what_is_wrong_with_a_loss_is_named_as_it_is_written(
+    keys: list[str], named: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(None, environ={}, assignments=[f"trainer.loss.{key}" for key in keys])
+    assert str(caught.value).startswith(f"{named}: ")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "complaint"),
+    [
+        (
+            {"teacher": {"path": "x"}},
+            "trainer.distillation.kind: there is a teacher, and nobody learns from it",
+        ),
+        (
+            {"teacher": {"path": "x"}, "trainer": {"enabled": False, "distillation": {"kind": "full"}}},
+            "model.path: a teacher must know the tokenizer of the model that you train",
+        ),
+        ({"teacher": {"path": "x", "url": "http://y"}}, "teacher.url: and path"),
+    ],
+)
+def test_a_teacher_that_nobody_could_learn_from_is_refused(tree: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate(tree)
+    assert str(refused.value).startswith(complaint)
+
+
+def test_the_example_of_distillation_is_valid() -> None:
+    config = load(Path(__file__).parents[2] / "examples" / "distillation.toml", environ={})
+    assert config.teacher.enabled
+    assert config.trainer.distillation.teaches
+    assert config.trainer.distillation.rl_weight == 0.0

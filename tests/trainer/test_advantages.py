@@ -1,25 +1,44 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from numpy.typing import NDArray
 
-from rolloutmq.trainer.advantages import Method, Verdict, dr_grpo, grpo, judge, shuffled
+from rolloutmq.schemas.losses import DapoConfig, Method
+from rolloutmq.trainer.advantages import Judgement, Verdict, compare, judge, judge_given, shuffled
 
-METHODS: tuple[Method, ...] = ("dr_grpo", "grpo")
+METHODS: tuple[Method, ...] = ("dr_grpo", "grpo", "rloo")
+
+
+def judged(scores: Any, method: Method = "dr_grpo", **rest: Any) -> Judgement:
+    return judge(np.array(scores), DapoConfig(advantage=method), **rest)
+
+
+def compared(scores: list[float], method: Method, ddof: int = 1, floor: float = 1e-4) -> NDArray[np.float64]:
+    return compare(np.array(scores), method, ddof=ddof, floor=floor)
 
 
 def test_dr_grpo_centres_the_scores() -> None:
-    assert_array_equal(dr_grpo(np.array([0.0, 0.25, 1.0, 0.75])), [-0.5, -0.25, 0.5, 0.25])
+    assert_array_equal(compared([0.0, 0.25, 1.0, 0.75], "dr_grpo"), [-0.5, -0.25, 0.5, 0.25])
 
 
-def test_grpo_divides_by_the_standard_deviation_of_the_sample() -> None:
-    assert_allclose(grpo(np.array([1.0, 2.0, 3.0])), [-1, 0, 1], rtol=1e-15)
+@pytest.mark.parametrize(("ddof", "deviation"), [(1, 1.0), (0, (2 / 3) ** 0.5)])
+def test_grpo_divides_by_the_deviation_that_is_asked_for(ddof: int, deviation: float) -> None:
+    assert_allclose(compared([1.0, 2.0, 3.0], "grpo", ddof), np.array([-1, 0, 1]) / deviation, rtol=1e-15)
+
+
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
+    scores = [0.0, 0.25, 1.0, 0.75, 0.3]
+    others = [np.mean(scores[:n] + scores[n + 1 :]) for n in range(5)]
+    assert_allclose(compared(scores, "rloo"), np.array(scores) - others, rtol=1e-14)
 
 
 def test_float32_comes_out_of_float64() -> None:
     scores = np.array([1e9, 1e9 + 64, 1e9 + 2000])
-    judged = judge(scores, "dr_grpo")
-    assert judged.advantages.dtype == np.float32
-    assert_allclose(judged.advantages, scores - scores.mean(), rtol=1e-6)
+    found = judged(scores)
+    assert found.advantages.dtype == np.float32
+    assert_allclose(found.advantages, scores - scores.mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -28,29 +47,29 @@ def test_float32_comes_out_of_float64() -> None:
     [[0.3, 0.3, 0.3, 0.3000001], [1.0] * 8, [0.5], [-1e9, -1e9 - 100], [0, 0, 0], [True, True]],
 )
 def test_a_group_without_spread_is_filtered(scores: list[float], method: Method) -> None:
-    judged = judge(np.array(scores), method)
-    assert judged.verdict is Verdict.FILTERED
-    assert_array_equal(judged.advantages, np.zeros(len(scores)))
+    found = judged(scores, method)
+    assert found.verdict is Verdict.FILTERED
+    assert_array_equal(found.advantages, np.zeros(len(scores)))
 
 
 def test_a_nearly_flat_group_is_not_blown_up_to_full_size() -> None:
-    judged = judge(np.array([0.3, 0.3, 0.3, 0.300002]), "grpo")
-    assert judged.verdict is Verdict.USABLE
-    assert np.abs(judged.advantages).max() < 0.02  # a division by the true deviation gives 1.5
+    found = judged([0.3, 0.3, 0.3, 0.300002], "grpo")
+    assert found.verdict is Verdict.USABLE
+    assert np.abs(found.advantages).max() < 0.02  # a division by the true deviation gives 1.5
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_group_with_a_score_that_is_no_number_is_rejected(bad: float) -> None:
-    judged = judge(np.array([0.0, bad, 1.0]), "grpo")
-    assert judged.verdict is Verdict.REJECTED
-    assert judged.reason == "a score is not a finite number"
-    assert_array_equal(judged.advantages, np.zeros(3))
+    found = judged([0.0, bad, 1.0], "grpo")
+    assert found.verdict is Verdict.REJECTED
+    assert found.reason == "a score is not a finite number"
+    assert_array_equal(found.advantages, np.zeros(3))
 
 
 @pytest.mark.parametrize("dtype", ["i1", "?", "f4", "f2", "f8"])
 def test_scores_of_any_type(dtype: str) -> None:
-    judged = judge(np.array([0, 1, 1, 0]).astype(dtype), "dr_grpo")
-    assert_array_equal(judged.advantages, np.array([-0.5, 0.5, 0.5, -0.5], np.float32))
+    found = judged(np.array([0, 1, 1, 0]).astype(dtype))
+    assert_array_equal(found.advantages, np.array([-0.5, 0.5, 0.5, -0.5], np.float32))
 
 
 def test_shuffling_keeps_the_scores_and_repeats_itself() -> None:
@@ -64,6 +83,47 @@ def test_shuffling_keeps_the_scores_and_repeats_itself() -> None:
 
 
 def test_scores_without_a_finite_advantage_are_rejected_alone() -> None:
-    found = judge(np.array([1e300, -1e300, 1e300, 0.0]), "dr_grpo")
+    found = judged([1e300, -1e300, 1e300, 0.0])
     assert found.verdict is Verdict.REJECTED
     assert not found.advantages.any()
+
+
+def test_the_noise_of_a_flat_group_never_becomes_an_advantage() -> None:
+    # Divided by a floor of 1e-8, as some trainers do, these scores give -.58, -.58, -.58 and 1.73.
+    for method in METHODS:
+        assert not judged([0.3, 0.3, 0.3, 0.3000001], method).advantages.any()
+
+
+def test_penalties_are_compared_and_never_divided() -> None:
+    scores, penalties = [0.3, 0.3, 0.3, 0.300002], np.array([0.0, 0.1, 0.2, 0.5])
+    for method in METHODS:
+        scale = 4 / 3 if method == "rloo" else 1.0
+        plain = judged(scores, method)
+        found = judged(scores, method, penalties=penalties)
+        lost = (plain.advantages - found.advantages).astype(np.float64)
+        assert_allclose(lost, (penalties - 0.2) * scale, atol=1e-6)
+
+
+def test_penalties_alone_are_no_signal() -> None:
+    assert judged([1.0, 1.0], penalties=np.array([0.0, 9.0])).verdict is Verdict.FILTERED
+
+
+def test_penalties_that_are_no_numbers_reject_the_group() -> None:
+    assert judged([0.0, 1.0], penalties=np.array([0.0, np.inf])).verdict is Verdict.REJECTED
+
+
+def test_given_advantages_are_used_as_they_are_where_tokens_are_trained() -> None:
+    found = judge_given(np.array([np.nan, 0.5, -2.0, 7.0]), np.array([False, True, True, False]))
+    assert found.verdict is Verdict.USABLE
+    assert found.advantages.tolist() == [0.0, 0.5, -2.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e300])
+def test_given_advantages_that_are_no_numbers_reject_the_group(bad: float) -> None:
+    found = judge_given(np.array([1.0, bad]), np.array([True, True]))
+    assert found.verdict is Verdict.REJECTED
+    assert not found.advantages.any()
+
+
+def test_given_advantages_of_zero_are_no_signal() -> None:
+    assert judge_given(np.array([0.0, 9.0]), np.array([True, False])).verdict is Verdict.FILTERED

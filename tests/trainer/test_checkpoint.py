@@ -6,9 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from rolloutmq.schemas.config import ModelConfig, TrainerConfig
+from rolloutmq.schemas.config import ModelConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.checkpoint import TrainerState
 from rolloutmq.trainer.model import Policy, build_policy, write_identity

@@ -17,17 +17,20 @@ from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
+    ConfigError,
     EndOfReplayError,
     LeaseLostError,
     NothingToLearnError,
 )
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.schemas.training import LoraConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer import checkpoint, loop
 from rolloutmq.trainer.loop import train
-from rolloutmq.trainer.model import build_policy, score_tokens
+from rolloutmq.trainer.model import build_policy
 from rolloutmq.trainer.process import Stop, stop_on_signals
+from rolloutmq.trainer.scoring import Scorer
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 
@@ -80,7 +83,14 @@ def standing(layout: RunLayout) -> list[str]:
 def weights(layout: RunLayout) -> dict[str, torch.Tensor]:
     found = checkpoint.latest(layout.checkpoints)
     assert found is not None
-    return found.weights
+    return found.weights or found.adapters
+
+
+def optimizer_state(layout: RunLayout) -> dict[str, torch.Tensor]:
+    """Moments, masters and the state of the random numbers."""
+    found = checkpoint.latest(layout.checkpoints)
+    assert found is not None
+    return found.optimizer
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -131,11 +141,12 @@ def test_events_tell_raw_scores_and_what_the_step_was(layout: RunLayout) -> None
     assert {"ratio", "clipped", "kl", "entropy", "grad_norm", "trained_tokens"} <= last.extra.keys()
 
 
-def test_micro_batches_do_not_change_what_is_learned(layout: RunLayout, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pack", [False, True])
+def test_micro_batches_do_not_change_what_is_learned(layout: RunLayout, tmp_path: Path, pack: bool) -> None:
     config = run_config(steps=4)
     train(config, layout, Stop(), MemoryBroker(steady).connect)
     other = RunLayout(tmp_path / "other")
-    cut = run_config(steps=4, micro_batch_sequences=5)
+    cut = run_config(steps=4, micro_batch_tokens=40, pack=pack)
     broker = MemoryBroker(steady)
     train(cut, other, Stop(), broker.connect)
     whole, parts = weights(layout), weights(other)
@@ -144,12 +155,13 @@ def test_micro_batches_do_not_change_what_is_learned(layout: RunLayout, tmp_path
     assert not same(whole, {name: build_policy(config.model, 0).state_dict()[name] for name in whole})
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_killed_trainer_goes_on_as_if_it_had_never_stopped(
-    layout: RunLayout, tmp_path: Path, dtype: str
+    layout: RunLayout, tmp_path: Path, dtype: str, lora: dict[str, Any] | None
 ) -> None:
     def config_of(**trainer: Any) -> RunConfig:
-        base = run_config(steps=6, checkpoint_interval=2, **trainer)
+        base = run_config(steps=6, checkpoint_interval=2, lora=lora, **trainer)
         return base.model_copy(update={"model": base.model.model_copy(update={"dtype": dtype})})
 
     unbroken = RunLayout(tmp_path / "unbroken")
@@ -164,8 +176,9 @@ def test_a_killed_trainer_goes_on_as_if_it_had_never_stopped(
     assert train(config_of(), layout, Stop(), broker.connect) == PolicyVersion(1, 6)
 
     assert same(weights(layout), weights(unbroken))
-    losses = {event.step: event.loss for event in broker.events}
-    assert losses == {event.step: event.loss for event in undisturbed.events}
+    assert same(optimizer_state(layout), optimizer_state(unbroken))
+    told = {event.step: (event.loss, event.extra["learning_rate"]) for event in broker.events}
+    assert told == {e.step: (e.loss, e.extra["learning_rate"]) for e in undisturbed.events}
     assert broker.joined == [PolicyVersion(0, 0), PolicyVersion(1, 2)]
     assert [line.version for line in lines(layout) if line.resumed] == [PolicyVersion(1, 2)]
     assert [line.rewound for line in lines(layout) if line.version.incarnation == 1] == [
@@ -200,6 +213,43 @@ def test_the_next_life_puts_its_checkpoint_into_the_segment_that_was_left(layout
         broker.on_pull = lambda number: None if number < 5 else _expect(share, reader, layout)
         broker.on_pull(5)
         train(config, layout, Stop(), broker.connect)
+
+
+def test_with_adapters_readers_see_plain_weights_from_the_first_moment_of_a_life(layout: RunLayout) -> None:
+    config = run_config(steps=4, checkpoint_interval=2, lora={"rank": 4})
+    broker = MemoryBroker(steady)
+    seen: dict[PolicyVersion, dict[str, torch.Tensor]] = {}
+
+    def look(_number: int) -> None:
+        reader = build_policy(config.model, 9)
+        with closing(WeightShare.attach(reader, layout.weights)) as share, share.reading() as version:
+            seen[version] = {name: tensor.clone() for name, tensor in reader.state_dict().items()}
+
+    broker.on_pull = look
+    train(config, layout, Stop(), broker.connect)
+    start = build_policy(config.model, config.run.seed).state_dict()
+    assert same(seen[PolicyVersion(0, 0)], dict(start))
+    changed = {name for name in start if not torch.equal(seen[PolicyVersion(0, 3)][name], start[name])}
+    assert changed == {name for name in start if "proj" in name}
+
+    again = run_config(steps=5, checkpoint_interval=2, lora={"rank": 4})
+    train(again, layout, Stop(), broker.connect)
+    assert PolicyVersion(1, 4) in seen
+    assert not same(seen[PolicyVersion(1, 4)], seen[PolicyVersion(0, 3)])
+
+
+@pytest.mark.parametrize("had", [None, {"rank": 4}])
+def test_a_checkpoint_with_adapters_is_none_without_and_the_other_way_round(
+    layout: RunLayout, had: dict[str, Any] | None
+) -> None:
+    train(run_config(steps=1, lora=had), layout, Stop(), MemoryBroker(steady).connect)
+    with pytest.raises(ConfigError, match=r"trainer\.lora"):
+        train(
+            run_config(steps=2, lora=None if had else {"rank": 4}),
+            layout,
+            Stop(),
+            MemoryBroker(steady).connect,
+        )
 
 
 def _expect(share: WeightShare, reader: torch.nn.Module, layout: RunLayout) -> None:
@@ -258,13 +308,13 @@ def test_a_gradient_that_is_no_number_rejects_the_batch(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = MemoryBroker(steady)
-    scored = score_tokens
+    scored = Scorer.forward
 
-    def broken(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = scored(*given)
+    def broken(*given: Any, **further: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = scored(*given, **further)
         return (logprobs * float("nan"), entropy) if len(broker.pulls) == 2 else (logprobs, entropy)
 
-    monkeypatch.setattr(loop, "score_tokens", broken)
+    monkeypatch.setattr(Scorer, "forward", broken)
     assert train(run_config(steps=2), layout, Stop(), broker.connect) == PolicyVersion(0, 2)
     assert [one["version"].step for one in broker.settled] == [1, 1, 2]
     assert {one.reason for one in broker.settled[1]["rejected"]} == {"its gradient is not finite"}
@@ -366,7 +416,7 @@ def test_without_a_learning_rate_nothing_changes(layout: RunLayout) -> None:
 def test_the_exit_code_tells_whether_there_are_steps_left(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch, reached: int, code: int
 ) -> None:
-    def interrupted(_config: RunConfig, _layout: RunLayout, stop: Stop) -> PolicyVersion:
+    def interrupted(_config: RunConfig, _layout: RunLayout, stop: Stop, **_more: Any) -> PolicyVersion:
         stop.request("SIGTERM")
         return PolicyVersion(0, reached)
 
@@ -402,3 +452,18 @@ def test_it_learns_to_sort(layout: RunLayout) -> None:
     assert rewards[:20].mean() < 0.1
     assert rewards[-20:].mean() > 0.55
     assert {event.staleness_max for event in broker.events} == {0}
+
+
+@pytest.mark.slow
+def test_adapters_alone_learn_too(layout: RunLayout) -> None:
+    """On frozen random weights, so not as far; the digits are in the head and the embedding, which stay as they are."""
+    lora = LoraConfig(rank=16, alpha=32.0)
+    base = RunConfig()
+    trainer = base.trainer.model_copy(update={"lora": lora, "learning_rate": 5e-3})
+    config, stop = base.model_copy(update={"trainer": trainer}), Stop()
+    with closing(SortBroker(config, layout)) as broker:
+        broker.on_pull = on_call(81, lambda: stop.request("enough"))
+        assert train(config, layout, stop, broker.connect).step == 80
+    rewards = np.array([event.reward for event in broker.events])
+    assert rewards[:10].mean() < 0.1
+    assert rewards[-10:].mean() > rewards[:10].mean() + 0.1

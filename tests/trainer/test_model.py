@@ -8,14 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rolloutmq.schemas.config import ModelConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.trainer.model import (
-    build_policy,
-    character_tokenizer,
-    policy_positions,
-    policy_vocabulary,
-    score_tokens,
-    write_identity,
-)
+from rolloutmq.trainer.model import build_policy, policy_positions, policy_vocabulary, twin, write_identity
+from rolloutmq.trainer.tokenizer import character_tokenizer, write_tokenizer
 
 SMALL = ModelConfig(hidden_size=16, layers=1, mlp_size=16)
 
@@ -80,6 +74,21 @@ def test_a_model_from_a_directory(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(target).hidden_size == 16
 
 
+def test_a_tokenizer_from_another_directory(tmp_path: Path) -> None:
+    source, words, target = tmp_path / "source", tmp_path / "words", tmp_path / "target"
+    policy = build_policy(SMALL, 5)
+    write_identity(policy, SMALL, source)
+    (source / "generation_config.json").write_text("{}")
+    words.mkdir()
+    write_tokenizer(SMALL.model_copy(update={"alphabet": "ba"}), words)
+    config = SMALL.model_copy(update={"path": str(source), "tokenizer": str(words)})
+    write_identity(policy, config, target)
+    assert (target / "tokenizer.json").read_bytes() == (words / "tokenizer.json").read_bytes()
+    assert (target / "generation_config.json").is_file()
+    with pytest.raises(ValueError, match="tokenizer is for a model from path"):
+        ModelConfig(tokenizer=str(words))
+
+
 @pytest.mark.parametrize("content", [None, "{}", "not json"])
 def test_a_directory_without_a_model(tmp_path: Path, content: str | None) -> None:
     if content is not None:
@@ -88,18 +97,18 @@ def test_a_directory_without_a_model(tmp_path: Path, content: str | None) -> Non
         build_policy(SMALL.model_copy(update={"path": str(tmp_path)}), 0)
 
 
-def test_scores_are_those_of_a_full_softmax_and_padding_changes_nothing() -> None:
-    policy = build_policy(SMALL, 0).double()
-    tokens = torch.tensor([[1, 5, 6, 7, 2], [1, 9, 2, 0, 0]])
-    rows, positions = torch.tensor([0, 0, 1]), torch.tensor([1, 4, 2])
-    logprobs, entropy = score_tokens(policy, tokens, rows, positions)
-    for n, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
-        alone = policy(input_ids=tokens[row : row + 1, :position]).logits[0, -1].float().softmax(-1)
-        assert logprobs[n].item() == pytest.approx(alone[tokens[row, position]].log().item(), abs=1e-6)
-        assert entropy[n].item() == pytest.approx(-(alone * alone.log()).sum().item(), abs=1e-6)
-
-
 def test_bfloat16_weights_keep_their_rotations_in_float32() -> None:
     policy = build_policy(ModelConfig(dtype="bfloat16"), 0)
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.bfloat16}
     assert policy.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_twin_has_the_same_tensors_in_modules_of_its_own(tied: bool) -> None:
+    policy = build_policy(SMALL.model_copy(update={"tie_embeddings": tied}), 0)
+    other = twin(policy)
+    for (name, one), (same, two) in zip(policy.named_parameters(), other.named_parameters(), strict=True):
+        assert name == same
+        assert one is two
+    assert not {id(module) for module in policy.modules()} & {id(module) for module in other.modules()}
+    assert (other.get_input_embeddings().weight is other.get_output_embeddings().weight) is tied  # type: ignore[operator]

@@ -1,12 +1,13 @@
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 
-from rolloutmq.schemas.config import TrainerConfig
+from rolloutmq.schemas.losses import DapoConfig
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.trainer.optimizer import PolicyOptimizer, entropy_weight, learning_rate
 
 CONFIG = TrainerConfig(steps=100, warmup_steps=10, learning_rate=1e-3, final_lr_fraction=0.05)
@@ -64,11 +65,12 @@ def test_learning_rate_without_warm_up_and_beyond_the_end() -> None:
 
 
 def test_entropy_weight_falls_to_zero() -> None:
-    config = TrainerConfig(steps=100, entropy=0.02, entropy_until=0.6)
+    config = TrainerConfig(steps=100, loss=DapoConfig(entropy=0.02, entropy_until=0.6))
     assert entropy_weight(config, 1) == 0.02
     assert entropy_weight(config, 31) == pytest.approx(0.01)
     assert entropy_weight(config, 61) == entropy_weight(config, 100) == 0.0
-    assert entropy_weight(config.model_copy(update={"entropy_until": 0.0}), 1) == 0.0
+    at_once = config.model_copy(update={"loss": DapoConfig(entropy_until=0.0)})
+    assert entropy_weight(at_once, 1) == 0.0
 
 
 def test_float32_weights_are_optimized_in_place_as_adamw_does() -> None:
@@ -117,6 +119,45 @@ def test_bfloat16_weights_move_as_far_as_the_rate_says() -> None:
     stalled = (next(naive.parameters()).detach().float() - start).abs().mean().item()
     assert moved > 3 * stalled  # in place most updates round to nothing
     assert moved > 1e-4
+
+
+def test_gradients_of_many_passes_add_up_in_float32() -> None:
+    policy = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    optimizer = PolicyOptimizer(policy, CONFIG)
+    for _ in range(1024):
+        (policy.weight * 0.5).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.take_gradients()
+    # In bfloat16 the sum stands still at 128, where half of one is less than its last digit.
+    assert optimizer.step(1e-3, Gate(policy).writing()) == 512.0
+
+
+def test_at_the_rates_of_rl_the_movement_arrives_in_bfloat16_where_in_place_it_does_not() -> None:
+    """100 steps of 1e-6 in one direction: in place a step is a small part of the last digit of most weights."""
+
+    def moved(dtype: torch.dtype, *, in_place: bool = False) -> tuple[float, float]:
+        """Part of the weights that changed, and how far they came on average."""
+        policy = policy_of(dtype)
+        start = next(policy.parameters()).detach().double()
+        ours = None if in_place else PolicyOptimizer(policy, CONFIG)
+        adam = torch.optim.AdamW(policy.parameters(), lr=1e-6, betas=CONFIG.betas, weight_decay=0.0)
+        for _ in range(100):
+            backward(policy, 0)
+            if ours:
+                ours.step(1e-6, nullcontext())
+            else:
+                adam.step()
+                adam.zero_grad()
+        far = (next(policy.parameters()).detach().double() - start).abs()
+        return float((far > 0).double().mean()), float(far.mean())
+
+    _, whole = moved(torch.float32)
+    assert whole == pytest.approx(1e-4, rel=0.1)
+    changed, arrived = moved(torch.bfloat16)
+    assert changed > 0.8
+    assert arrived == pytest.approx(whole, rel=0.15)
+    stalled, lost = moved(torch.bfloat16, in_place=True)
+    assert stalled < 0.1
+    assert lost < 0.1 * whole
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

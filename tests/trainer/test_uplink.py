@@ -18,13 +18,14 @@ from rolloutmq.bus import topics
 from rolloutmq.bus.endpoint import resolve_blocking
 from rolloutmq.bus.events import BlockingSubscriber
 from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.config import EnvironmentConfig, RunConfig, TrainerConfig
+from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
 from rolloutmq.schemas.control import StepDone
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import BrokerUnavailableError, ClosedError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import AckedGroup, SettledBatch
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.process import StoppedError, stop_on_signals

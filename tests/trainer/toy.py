@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolloutmq.schemas.config import ModelConfig, RunConfig, TrainerConfig
+from rolloutmq.schemas.config import ModelConfig, RunConfig
 from rolloutmq.schemas.control import StepDone
 from rolloutmq.schemas.delivery import Rejected, RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import LeaseLostError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.message import Message
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer.model import Policy, build_policy
 from rolloutmq.trainer.weights.posix_shm import WeightShare
@@ -107,6 +108,8 @@ class MemoryBatch:
     rejected: tuple[Rejected, ...] = ()
     short: bool = False
     rewound: bool = False
+    lease: int = 0
+    generation: int = 0
 
 
 @dataclass
@@ -130,7 +133,7 @@ class MemoryBroker:
 
     @contextmanager
     def connect(
-        self, _run_dir: Path, info: RunInfo, version: PolicyVersion, _config: TrainerConfig
+        self, _run_dir: Path, info: RunInfo, version: PolicyVersion, _config: TrainerConfig, _rank: int
     ) -> Iterator["MemoryBroker"]:
         """Register a trainer that has this version."""
         assert info.starting_step == version.step

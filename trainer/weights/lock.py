@@ -16,10 +16,12 @@ Readers never write: they may map the page read-only. One share belongs to one t
 """
 
 import fcntl
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
+from pathlib import Path
 from typing import Final
 
 from rolloutmq.bus.segments import Owner
@@ -27,6 +29,7 @@ from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.sharing import WeightsBusyError, WeightsTornError
 
 PAGE_BYTES: Final = 4096
+LOCKS: Final = Path("/proc/locks")
 READ_PATIENCE_S: Final = 5.0
 """A write takes milliseconds; a writer that holds the lock for longer is stopped or hung."""
 WRITE_PATIENCE_S: Final = 60.0
@@ -47,6 +50,8 @@ class WeightLock:
         self._words = memoryview(memory)[:PAGE_BYTES].cast("q")
         self._fd = fd
         self._me = Owner.current()
+        self._known = -1, PolicyVersion()
+        """The last sequence that was read, and its version."""
 
     def close(self) -> None:
         """Let go of the page. The lock is free afterwards, as it always is outside the two blocks."""
@@ -76,6 +81,13 @@ class WeightLock:
         """Tell whether a write was begun and not finished, by a writer that is gone or failed in the middle."""
         return bool(self._words[_SEQUENCE] & 1) and not self._held_by_living_writer()
 
+    def write_at_hand(self) -> tuple[int, int] | None:
+        """Return who writes or waits to, and a number that is another for the next write; None if nobody does."""
+        words = self._words
+        if not (words[_SEQUENCE] & 1 or words[_PENDING]):
+            return None
+        return words[_WRITER], words[_SEQUENCE]
+
     def _held_by_living_writer(self) -> bool:
         return bool(self._words[_WRITER]) and self._writer().alive()
 
@@ -84,19 +96,41 @@ class WeightLock:
 
     @contextmanager
     def reading(self, patience_s: float = READ_PATIENCE_S) -> Iterator[PolicyVersion]:
-        """Hold the weights still and yield their version. Blocks the thread while a writer is at work.
+        """Hold the weights still and yield their version; see `begin_reading`."""
+        version = self.begin_reading(patience_s)
+        try:
+            yield version
+        finally:
+            self.end_reading()
+
+    def begin_reading(self, patience_s: float = READ_PATIENCE_S) -> PolicyVersion:
+        """Hold the weights still from now on and return their version. Blocks the thread while a writer is at work.
+
+        This is taken for every decoding step, whose caches are cold here: the way through it is kept short.
 
         Raises:
             WeightsTornError: A write was not finished; they are garbage until somebody restores them.
             WeightsBusyError: A living writer kept them for longer than `patience_s`.
         """
-        self._take(fcntl.LOCK_SH, patience_s, self._writer_waits)
-        try:
-            if self._words[_SEQUENCE] & 1:
-                raise WeightsTornError(self.version)
-            yield self.version
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        words = self._words
+        if words[_PENDING]:
+            self._take(fcntl.LOCK_SH, patience_s, self._writer_waits)
+        else:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._take(fcntl.LOCK_SH, patience_s, self._writer_waits)
+        sequence = words[_SEQUENCE]
+        if sequence & 1:
+            self.end_reading()
+            raise WeightsTornError(self.version)
+        if sequence != self._known[0]:
+            self._known = sequence, self.version
+        return self._known[1]
+
+    def end_reading(self) -> None:
+        """Let the weights go."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     @contextmanager
     def writing(
@@ -157,9 +191,24 @@ class WeightLock:
                     pass
             started = started or time.monotonic()
             if waited > patience_s:
-                raise WeightsBusyError(self._words[_WRITER] if kind == fcntl.LOCK_SH else 0, waited)
+                if kind == fcntl.LOCK_SH:
+                    raise WeightsBusyError(self._words[_WRITER], waited)
+                raise WeightsBusyError(0, waited, holders(self._fd))
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE_S)
+
+
+def holders(fd: int) -> tuple[int, ...]:
+    """Return the process ids that have a flock on an open file, as far as the kernel tells them here."""
+    info = os.fstat(fd)
+    file = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    try:
+        locks = [line.split() for line in LOCKS.read_text().splitlines()]
+    except OSError:
+        return ()
+    # number, FLOCK, ADVISORY, READ or WRITE, pid, file; a lock that is waited for has an arrow in second place
+    pids = {int(lock[4]) for lock in locks if lock[1] == "FLOCK" and lock[5] == file}
+    return tuple(sorted(pid for pid in pids if pid > 0))
 
 
 def _slot(sequence: int) -> int:

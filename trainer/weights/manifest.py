@@ -1,76 +1,62 @@
 """What shared weights consist of, and the proof that a model means exactly the same.
 
 A manifest lists every parameter and every persistent buffer by its name in the state dict, once for each storage, with
-the names that are tied to it, and those facts of the configuration that change the output but no shape (RoPE, norm,
-activation). Two sides agree on all of it or not at all: there is no coverage in per cent, no conversion and no
+the names that are tied to it; the facts of the model that change its output but no shape (`facts`); and a fingerprint
+of its tokenizer. Two sides agree on all of it or not at all: there is no coverage in per cent, no conversion and no
 default. Models are inspected by duck typing, so nothing here imports torch.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from rolloutmq.schemas.sharing import WeightsMismatchError
+from rolloutmq.trainer.weights import placement
+from rolloutmq.trainer.weights.facts import config_facts, require_reached, require_same_config
+from rolloutmq.trainer.weights.placement import PhysicalTensor, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-FORMAT: Final = 1
-ALIGNMENT: Final = 256
-"""Bytes; what vector loads and a later copy to a device like."""
+FORMAT: Final = 2
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "int8", "bool")
-CONFIG_KEYS: Final = (
-    "model_type",
-    "rope_parameters",
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "hidden_act",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "sliding_window",
-    "tie_word_embeddings",
-)
-"""What no shape proves: equal tensors under another of these give other tokens."""
-
-
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor: where it lies in the segment and what its bytes mean. `stride` is in elements."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    nbytes: int
-    ties: tuple[str, ...] = ()
-    """Other names of the same storage."""
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     """All tensors in the order of their offsets."""
 
     format: int = FORMAT
+    base: int = 0
+    """Where offset 0 is: bytes in front of the tensors in the memory that holds them."""
     tensors: tuple[TensorSpec, ...]
+    fused: tuple[PhysicalTensor, ...] = ()
+    """Every tensor as a server with fused projections has it; empty if they are not laid out for one."""
     config: dict[str, Any]
-    """Values of `CONFIG_KEYS`, as JSON has them."""
+    """The configuration, as JSON has it, without what has no influence on the output."""
     derived: dict[str, str] = {}
-    """Digest of each buffer that is computed and not shared (RoPE tables): both sides must have computed the same."""
+    """Digest of what is computed and not shared (RoPE tables, scalings): both sides must have computed the same."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer, empty where the owner has none."""
 
     @property
     def end(self) -> int:
         """Offset behind the last tensor, in bytes."""
-        last = self.tensors[-1]
-        return last.offset + last.nbytes
+        placed: list[TensorSpec | PhysicalTensor] = [*self.tensors, *self.fused]
+        return max(one.offset + one.nbytes for one in placed)
 
 
-def describe(model: "nn.Module") -> WeightManifest:
+def describe(model: "nn.Module", *, fused: bool = False) -> WeightManifest:
     """Describe the weights of a model, built or on meta, with offsets from 0.
+
+    Args:
+        fused: Lay them out for a server with fused projections as well, see `placement`.
 
     Raises:
         WeightsMismatchError: A tensor cannot be shared: not dense, of an unknown type, or a hidden view of another.
     """
+    require_reached(model)
     names: dict[int, list[str]] = {}
     first: dict[int, Tensor] = {}
     for name, tensor in named_tensors(model):
@@ -78,19 +64,23 @@ def describe(model: "nn.Module") -> WeightManifest:
         first.setdefault(id(tensor), tensor)
     if not first:
         raise WeightsMismatchError("model", "has no tensors")
-    specs, offset, storages = [], 0, dict[int, str]()
+    specs, ranges = list[TensorSpec](), list[tuple[int, int, str]]()
     for key, tensor in first.items():
-        spec = _spec(names[key], tensor, offset)
+        spec = _spec(names[key], tensor)
         if not tensor.is_meta and spec.nbytes:
-            storage = tensor.untyped_storage().data_ptr()
-            if other := storages.get(storage):
-                raise WeightsMismatchError(
-                    spec.name, f"is another tensor on the storage of {other}: tie them"
-                )
-            storages[storage] = spec.name
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + spec.nbytes, spec.name))
         specs.append(spec)
-        offset = align(offset + spec.nbytes)
-    return WeightManifest(tensors=tuple(specs), config=_config_facts(model))
+    _require_apart(ranges)
+    placed, physical = placement.fused(specs) if fused else (placement.in_a_row(specs), ())
+    return WeightManifest(tensors=placed, fused=physical, config=config_facts(model))
+
+
+def _require_apart(ranges: list[tuple[int, int, str]]) -> None:
+    order = {name: number for number, (_, _, name) in enumerate(ranges)}
+    for (_, end, left), (start, _, right) in itertools.pairwise(sorted(ranges)):
+        if start < end:
+            first, second = sorted((left, right), key=order.__getitem__)
+            raise WeightsMismatchError(second, f"is another tensor on the storage of {first}: tie them")
 
 
 def named_tensors(model: "nn.Module") -> Iterator[tuple[str, "Tensor"]]:
@@ -105,12 +95,7 @@ def named_tensors(model: "nn.Module") -> Iterator[tuple[str, "Tensor"]]:
                 yield dot + name, buffer
 
 
-def align(offset: int) -> int:
-    """Return the next offset at which a tensor may begin."""
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def _spec(names: list[str], tensor: "Tensor", offset: int) -> TensorSpec:
+def _spec(names: list[str], tensor: "Tensor") -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise WeightsMismatchError(names[0], f"type {dtype} cannot be shared")
@@ -121,17 +106,10 @@ def _spec(names: list[str], tensor: "Tensor", offset: int) -> TensorSpec:
         dtype=dtype,
         shape=tuple(tensor.shape),
         stride=tuple(tensor.stride()),
-        offset=offset,
+        offset=0,
         nbytes=tensor.numel() * tensor.element_size(),
         ties=tuple(names[1:]),
     )
-
-
-def _config_facts(model: "nn.Module") -> dict[str, Any]:
-    config = getattr(model, "config", None)
-    facts = {key: getattr(config, key) for key in CONFIG_KEYS if hasattr(config, key)}
-    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(facts))
-    return plain
 
 
 def require_equal(shared: WeightManifest, mine: WeightManifest) -> None:
@@ -144,20 +122,25 @@ def require_equal(shared: WeightManifest, mine: WeightManifest) -> None:
         raise WeightsMismatchError("format", f"{shared.format} in the segment, this side knows {mine.format}")
     theirs = {spec.name: spec for spec in shared.tensors}
     ours = {spec.name: spec for spec in mine.tensors}
-    aliases = {alias: spec.name for spec in shared.tensors for alias in spec.ties}
-    for name in ours.keys() - theirs.keys():
-        tied = (
-            f"is tied to {aliases[name]} in the segment only" if name in aliases else "is not in the segment"
-        )
-        raise WeightsMismatchError(name, tied)
-    for name in theirs.keys() - ours.keys():
-        raise WeightsMismatchError(name, "is in the segment, but not (or only as a tie) in the model")
+    _require_same_names(theirs, ours)
     for name, spec in theirs.items():
         _require_same(spec, ours[name])
-    for key in sorted(shared.config.keys() | mine.config.keys()):
-        left, right = shared.config.get(key), mine.config.get(key)
-        if left != right:
-            raise WeightsMismatchError(f"config.{key}", f"{left!r} in the segment, {right!r} in the model")
+    if shared.fused != mine.fused:
+        raise WeightsMismatchError("fused", "the tensors are laid out for another server")
+    require_same_config(shared.config, mine.config)
+
+
+def _require_same_names(theirs: dict[str, TensorSpec], ours: dict[str, TensorSpec]) -> None:
+    aliases = {alias: spec.name for spec in theirs.values() for alias in spec.ties}
+    own_aliases = {alias: spec.name for spec in ours.values() for alias in spec.ties}
+    for name in sorted(ours.keys() - theirs.keys()):
+        tied = f"is tied to {aliases.get(name)} in the segment only"
+        raise WeightsMismatchError(name, tied if name in aliases else "is not in the segment")
+    for name in sorted(theirs.keys() - ours.keys()):
+        tied = f"is tied to {own_aliases.get(name)} in the model, but not in the segment"
+        raise WeightsMismatchError(
+            name, tied if name in own_aliases else "is in the segment, not in the model"
+        )
 
 
 def require_derived(shared: dict[str, str], mine: dict[str, str]) -> None:
@@ -173,7 +156,7 @@ def require_derived(shared: dict[str, str], mine: dict[str, str]) -> None:
 
 
 def _require_same(theirs: TensorSpec, mine: TensorSpec) -> None:
-    for fact in ("dtype", "shape", "stride", "ties", "offset"):
+    for fact in ("dtype", "shape", "stride", "ties", "nbytes", "offset"):
         left, right = getattr(theirs, fact), getattr(mine, fact)
         if left != right:
             raise WeightsMismatchError(theirs.name, f"{fact} is {left} in the segment, {right} in the model")

@@ -19,7 +19,7 @@ from rolloutmq.bus import codec, endpoint, sockets, topics
 from rolloutmq.bus.client import BlockingClient
 from rolloutmq.bus.events import BlockingSubscriber
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig, TrainerConfig
+from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig
 from rolloutmq.schemas.control import GetStatus, Pressure, Shutdown, StatusReply
 from rolloutmq.schemas.delivery import (
     Ack,
@@ -53,6 +53,7 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.journal.disk import Disk

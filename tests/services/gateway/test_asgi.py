@@ -1,5 +1,6 @@
 """`uvicorn rolloutmq.services.gateway.asgi:app`, as a user would start it."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +70,36 @@ async def test_without_a_lifespan_it_says_so(run_dir: Path) -> None:
 
     with pytest.raises(RuntimeError, match="lifespan"):
         await Target(run_dir)({"type": "http"}, receive, send)
+
+
+async def test_a_gateway_that_fails_beneath_its_server_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server takes an error of the lifespan for a target that has none, and would serve on without a gateway."""
+    raised: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    target = Target(tmp_path)
+
+    async def fail() -> None:
+        raise OSError("no space left")
+
+    @asynccontextmanager
+    async def failing() -> AsyncIterator[Any]:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+            yield object()
+
+    monkeypatch.setattr(target, "_opened", failing)
+    words = ["lifespan.startup"]
+
+    async def receive() -> Any:
+        return {"type": words.pop()} if words else await asyncio.Event().wait()
+
+    async def send(_: Any) -> None:
+        pass
+
+    with pytest.raises(ExceptionGroup):
+        await target({"type": "lifespan"}, receive, send)
+    assert raised == [signal.SIGTERM]
+    with pytest.raises(RuntimeError):
+        await target({"type": "http"}, receive, send)

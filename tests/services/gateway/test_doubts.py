@@ -1,6 +1,7 @@
 """What may have happened when a gateway was killed is known to its next life, and nothing else is."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,9 +94,43 @@ async def test_a_batch_that_went_is_known(one: Doubts, path: Path) -> None:
     one.hand_out(["y"])
     one.hand_out([*post.ids, "x"])
     assert post.came == {*post.ids}
-    known = again(path)
-    assert known.went == {*post.ids, "x"}
-    assert again(path).went == known.went
+    one.settled(["y"])
+    for _ in range(2):
+        known = again(path)
+        assert [name in known.went for name in ("y", "x", *post.ids)] == [False, True, True]
+
+
+async def test_what_went_before_a_reset_is_forgotten(one: Doubts, path: Path) -> None:
+    one.hand_out(["x", "y"])
+    one.forget_batches()
+    assert not any(name in again(path).went for name in ("x", "y"))
+
+
+async def test_two_requests_with_the_bytes_of_one_post_are_one_post_and_another(one: Doubts) -> None:
+    gone = asyncio.Event()
+    first = await one.begin(b"body", 1, gone, 0.0)
+    gone.set()
+    coming = [asyncio.create_task(one.begin(b"body", 1, HERE, 0.0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    one.leave(first)
+    done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+    (again,) = (task.result() for task in done)
+    assert again.ids == first.ids
+    one.end(again)
+    both = [await task for task in coming]
+    assert len({post.ids for post in both}) == 2
+
+
+async def test_a_full_disk_stops_nobody(one: Doubts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as now:
+        now.setattr(os, "write", full)
+        post = await one.begin(b"body", 1, HERE, 0.0)
+        one.hand_out(post.ids)
+        one.end(post)
+    assert post.ids[0] in one.went
 
 
 @pytest.mark.parametrize(

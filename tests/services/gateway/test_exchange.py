@@ -3,27 +3,36 @@ import gzip
 import threading
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rolloutmq.schemas.gateway import GatewayConfig
+from rolloutmq.services.gateway import exchange
 from rolloutmq.services.gateway.exchange import (
     AHEAD_PARTS,
     COMPRESS_BYTES,
     LONG_BYTES,
     LONG_CHECKSUM_BYTES,
+    MEMBERS_LIMIT,
+    SMALL_BYTES,
+    UNTOLD_BYTES,
+    USUAL_RATIO,
     Answer,
+    InHand,
     Message,
     Out,
     Part,
+    Pool,
     Request,
     TooLargeError,
     body_of,
     in_turn,
     inflated,
+    off,
     watch,
 )
 
@@ -31,8 +40,8 @@ CONFIG = GatewayConfig(max_body_bytes=1000, max_inflated_bytes=100_000, cors_ori
 
 
 @pytest.fixture
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(1) as made:
+def pool() -> Iterator[Pool]:
+    with Pool(1) as made:
         yield made
 
 
@@ -41,7 +50,7 @@ def request(**headers: bytes) -> Request:
     return Request("POST", "/", {}, named)
 
 
-async def read(parts: list[bytes], one: Request, pool: Executor) -> bytes:
+async def read(parts: list[bytes], one: Request, pool: Pool) -> bytes:
     messages = [
         {"type": "http.request", "body": part, "more_body": number + 1 < len(parts)}
         for number, part in enumerate(parts)
@@ -71,14 +80,14 @@ class Sent:
         return b"".join(message["body"] for message in self.messages[1:])
 
 
-async def test_a_body_is_put_together_and_inflated(pool: Executor) -> None:
+async def test_a_body_is_put_together_and_inflated(pool: Pool) -> None:
     assert await read([b"ab", b"", b"c"], request(), pool) == b"abc"
     pressed = gzip.compress(b"x" * 5000)
     assert await read([pressed[:9], pressed[9:]], request(content_encoding=b"GZIP"), pool) == b"x" * 5000
     assert await read([b""], request(content_encoding=b"gzip"), pool) == b""
 
 
-async def test_bodies_beyond_a_bound_are_refused_before_they_are_read(pool: Executor) -> None:
+async def test_bodies_beyond_a_bound_are_refused_before_they_are_read(pool: Pool) -> None:
     with pytest.raises(TooLargeError, match="1000 bytes"):
         await read([b""], request(content_length=b"1001"), pool)
     with pytest.raises(TooLargeError, match="1000 bytes"):
@@ -87,7 +96,7 @@ async def test_bodies_beyond_a_bound_are_refused_before_they_are_read(pool: Exec
         await read([gzip.compress(bytes(10_000_000))[:900]], request(content_encoding=b"gzip"), pool)
 
 
-async def test_a_client_that_goes_while_it_sends_is_gone(pool: Executor) -> None:
+async def test_a_client_that_goes_while_it_sends_is_gone(pool: Pool) -> None:
     one = request()
 
     async def receive() -> Message:
@@ -116,7 +125,7 @@ def test_what_cannot_be_inflated_is_said(cut: int) -> None:
 
 
 @pytest.mark.parametrize("size", [COMPRESS_BYTES - 1, COMPRESS_BYTES, 100_000])
-async def test_answers_are_compressed_if_the_client_takes_that(size: int, pool: Executor) -> None:
+async def test_answers_are_compressed_if_the_client_takes_that(size: int, pool: Pool) -> None:
     for takes in (b"", b"gzip, deflate"):
         sent = Sent()
         await Out(sent.send, request(accept_encoding=takes), CONFIG, pool).answer(Answer(b"x" * size))
@@ -138,9 +147,66 @@ def test_what_takes_long_is_done_one_at_a_time(size: int, at_once: int) -> None:
             return False
         return True
 
-    with ThreadPoolExecutor(2) as pool:
+    with Pool(2) as pool:
         both = [pool.submit(in_turn, size, met) for _ in range(2)]
     assert [one.result() for one in both] == [at_once == 2] * 2
+
+
+async def test_what_takes_a_little_is_done_in_turn(pool: Pool) -> None:
+    """Who has less to do waits for one piece of work, not for all that came at once."""
+    order: list[int] = []
+    heavy = [
+        asyncio.create_task(off(pool, SMALL_BYTES, partial(order.append, number), LONG_BYTES))
+        for number in range(5)
+    ]
+    await asyncio.sleep(0)
+    await off(pool, SMALL_BYTES - 1, partial(order.append, 99), LONG_BYTES)
+    await asyncio.gather(*heavy)
+    assert order == [0, 99, 1, 2, 3, 4]
+
+
+async def test_no_body_is_read_while_too_much_is_in_hand() -> None:
+    in_hand = InHand(100)
+    await in_hand.room()
+    in_hand.change(150)
+    waiting = [asyncio.create_task(in_hand.room()) for _ in range(2)]
+    await asyncio.sleep(0)
+    in_hand.change(-50)
+    await asyncio.sleep(0)
+    assert not any(one.done() for one in waiting)
+    in_hand.change(-1)
+    await asyncio.gather(*waiting)
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"content_length": b"50"}, 50),
+        ({"content_length": b"50", "content_encoding": b"GZIP"}, 50 * USUAL_RATIO),
+        ({"transfer_encoding": b"chunked"}, UNTOLD_BYTES),
+        ({}, 0),
+    ],
+)
+def test_it_is_known_before_about_how_large_a_body_is(headers: dict[str, bytes], expected: int) -> None:
+    assert request(**headers).announced_bytes == expected
+
+
+def test_members_without_end_are_refused() -> None:
+    with pytest.raises(TooLargeError, match="members"):
+        inflated(gzip.compress(b"") * (MEMBERS_LIMIT + 1), 1000)
+
+
+@given(
+    st.lists(
+        st.tuples(st.binary(max_size=300), st.integers(1, 2000), st.integers(0, 3)), min_size=1, max_size=5
+    )
+)
+def test_members_come_out_as_they_went_in(members: list[tuple[bytes, int, int]]) -> None:
+    plain = [data * times for data, times, _ in members]
+    packed = b"".join(
+        gzip.compress(data) + b"\0" * zeros for data, (_, _, zeros) in zip(plain, members, strict=True)
+    )
+    assert inflated(packed, sum(map(len, plain))) == b"".join(plain)
 
 
 def parts(size: int = 50_000, count: int = 3) -> Iterator[Part]:
@@ -150,7 +216,7 @@ def parts(size: int = 50_000, count: int = 3) -> Iterator[Part]:
 
 @pytest.mark.parametrize("takes", [b"", b"gzip"])
 @pytest.mark.parametrize("size", [1, 50_000, LONG_CHECKSUM_BYTES])
-async def test_a_stream_is_whole_only_with_its_end(takes: bytes, size: int, pool: Executor) -> None:
+async def test_a_stream_is_whole_only_with_its_end(takes: bytes, size: int, pool: Pool) -> None:
     sent = Sent()
     out = Out(sent.send, request(accept_encoding=takes), CONFIG, pool)
     await out.stream(parts(size=size))
@@ -163,7 +229,7 @@ async def test_a_stream_is_whole_only_with_its_end(takes: bytes, size: int, pool
     assert body == b"A" * size + b"B" * size + b"C" * size
 
 
-async def test_a_stream_tells_of_a_part_that_cannot_be_made(pool: Executor) -> None:
+async def test_a_stream_tells_of_a_part_that_cannot_be_made(pool: Pool) -> None:
     def broken() -> bytes:
         raise ValueError("no such group")
 
@@ -173,7 +239,7 @@ async def test_a_stream_tells_of_a_part_that_cannot_be_made(pool: Executor) -> N
     assert len(sent.body) == 150_000
 
 
-async def test_a_stream_is_ahead_by_few_parts(pool: Executor) -> None:
+async def test_a_stream_is_ahead_by_few_parts(pool: Pool) -> None:
     asked: list[Part] = []
 
     def asking() -> Iterator[Part]:
@@ -191,7 +257,20 @@ async def test_a_stream_is_ahead_by_few_parts(pool: Executor) -> None:
     assert max(ahead) == AHEAD_PARTS
 
 
-async def test_a_stream_stops_when_its_client_goes(pool: Executor) -> None:
+async def test_a_stream_gives_up_a_client_that_takes_nothing(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "STALLED_S", 0.01)
+
+    async def stalled(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await Out(stalled, request(), CONFIG, pool).stream(parts())
+
+
+async def test_a_stream_stops_when_its_client_goes(pool: Pool) -> None:
     sent, one = Sent(), request()
 
     async def send(message: Message) -> None:
@@ -204,7 +283,7 @@ async def test_a_stream_stops_when_its_client_goes(pool: Executor) -> None:
 
 
 @pytest.mark.parametrize(("origin", "allowed"), [(b"http://a", True), (b"http://b", False), (b"", False)])
-async def test_other_origins_get_no_leave(origin: bytes, allowed: Any, pool: Executor) -> None:
+async def test_other_origins_get_no_leave(origin: bytes, allowed: Any, pool: Pool) -> None:
     sent = Sent()
     await Out(sent.send, request(origin=origin), CONFIG, pool).answer(Answer(b"{}"))
     assert (b"access-control-allow-origin" in sent.headers) == allowed

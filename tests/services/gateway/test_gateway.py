@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import io
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,11 @@ from tests.services.gateway.site import ENVIRONMENT, TRAINER, Opened, configured
 from rolloutmq.bus.consumer import Consumer
 from rolloutmq.bus.producer import Producer
 from rolloutmq.schemas.delivery import RunInfo
+from rolloutmq.schemas.errors import BrokerUnavailableError
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.server import running_broker
-from rolloutmq.services.gateway import http
+from rolloutmq.services.gateway import handout, http
+from rolloutmq.services.gateway.watch import Watch
 
 if TYPE_CHECKING:
     from rolloutmq.schemas.layout import RunLayout
@@ -253,6 +256,7 @@ async def test_a_client_that_goes_while_it_waits_has_sent_nothing(site: Opened) 
             return bool((await one.get("/status"))["queue_size"] == tag)
 
         await until(noticed)
+        assert (await one.get("/global-status"))["ledger"]["accepted"] == tag
         taken = []
         while (more := await one.tags()) is not None:
             taken += more
@@ -395,6 +399,152 @@ async def test_a_group_that_is_too_large_is_said_to_be(site: Opened) -> None:
     async with site({"max_group_bytes": 1 << 16}) as one:
         answer = await one.post("/scored_data", scored(1, images="x" * 100_000), 413)
         assert "bytes" in answer["detail"]
+
+
+async def test_of_a_list_with_a_group_that_is_too_large_none_is_taken(site: Opened) -> None:
+    async with site({"max_group_bytes": 1 << 16}) as one:
+        await one.begin()
+        env = await one.enrol()
+        several = [scored(1, env_id=env), scored(2), scored(3, images="x" * 100_000)]
+        await one.post("/scored_data_list", several, 413)
+        assert (await one.get("/status"))["queue_size"] == 0
+        await one.post("/scored_data_list", several[:2])
+        assert sorted(await one.tags() or ()) == [1, 2]
+
+
+async def test_numbers_beyond_all_bounds_stand_for_none_and_no_restart_falls_over_them(
+    site: Opened, run_dir: Path
+) -> None:
+    endless = int(1e30)
+    async with site() as one:
+        await one.begin(max_token_len=endless, num_steps=endless, batch_size=4)
+        env = await one.enrol(max_token_length=endless, group_size=endless)
+        await one.post("/scored_data", scored(1, env_id=env))
+        for field in ("weight", "min_batch_allocation"):
+            await one.post("/register-env", {**ENVIRONMENT, field: "inf"}, 422)
+        assert (await one.get("/info"))["max_token_len"] >= 1 << 50
+    with running_broker(configured(), one.layout):
+        async with listening(run_dir) as later:
+            await later.post("/scored_data", scored(2, env_id=env))
+            assert await later.tags() == [1, 2]
+
+
+async def test_what_went_never_comes_again_though_it_is_leased_with_others(
+    site: Opened, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def died(*_: object) -> None:
+        """What a gateway does that is killed before the broker hears of its batch."""
+
+    async with site() as one:
+        await one.begin()
+        envs = [await one.enrol() for _ in range(3)]
+        for tag in range(9):
+            await one.post("/scored_data", scored(tag, env_id=envs[tag % 3]))
+        with monkeypatch.context() as killed:
+            killed.setattr(handout.Handout, "_settle", died)
+            taken = await one.tags() or []
+            assert len(taken) == 2
+    with running_broker(configured(), one.layout):
+        async with listening(run_dir) as later:
+            filler = 100
+            while not {*taken} >= {*range(9)}:
+                await later.post("/scored_data", scored(filler, env_id=envs[0]))
+                filler += 1
+                taken += await later.tags() or []
+            ledger = (await later.get("/global-status"))["ledger"]
+    assert len(taken) == len({*taken})
+    assert ledger["discarded"] == ledger["expired"] == ledger["dead"] == 0
+
+
+async def test_a_reset_that_fails_changes_nothing(site: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site() as one:
+        await one.begin()
+        await one.post("/scored_data_list", [scored(1), scored(2)])
+
+        async def away(*_: object) -> None:
+            raise BrokerUnavailableError("serve", 10.0)
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Watch, "request", away)
+            async with one.session.get("/reset_data") as answer:
+                assert answer.status == 503
+        taken: list[int] | None = None
+
+        async def came() -> bool:
+            nonlocal taken
+            taken = await one.tags()
+            return taken is not None
+
+        await until(came)
+        assert taken == [1, 2]
+
+
+async def test_a_post_that_waits_keeps_its_environment_and_survives_its_leaving(site: Opened) -> None:
+    async with site(
+        {"high_bytes": 4 << 20, "max_group_bytes": 1 << 20}, absent_s=0.5, post_wait_s=600.0
+    ) as one:
+        await one.begin()
+        env = await one.enrol()
+        posts = [
+            asyncio.create_task(one.post("/scored_data", scored(tag, env_id=env, images="x" * 500_000)))
+            for tag in range(12)
+        ]
+
+        async def full() -> bool:
+            return bool((await one.get("/status"))["queue_size"] == len(posts))
+
+        await until(full)
+        await asyncio.sleep(1.0)  # twice as long as one who says nothing is there
+        assert (await one.get("/global-status"))["num_connected_envs"] == 1
+        assert not all(post.done() for post in posts)
+        await one.post("/disconnect-env", {"env_id": env})
+        taken = list[int]()
+        while len(taken) < len(posts):
+            taken += await one.tags() or ()
+        assert sorted(taken) == list(range(len(posts)))
+        assert [(await post)["status"] for post in posts] == ["received"] * len(posts)
+
+
+async def test_who_asks_while_another_reads_hears_in_good_time_that_there_is_nothing(
+    site: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handout, "PULL_S", 0.2)
+    async with site({"high_bytes": 1 << 30}) as one:
+        await one.begin(batch_size=8)
+        env = await one.enrol(group_size=8)
+        wide = scored(1, 8, env_id=env) | {"images": "x" * (24 << 20)}
+        async with one.session.post("/scored_data", data=io.BytesIO(json.dumps(wide).encode())) as posted:
+            assert posted.status == 200
+        async with one.session.get("/batch", headers={"Accept-Encoding": "identity"}) as slow:
+            assert await slow.content.read(1000)
+            assert await one.tags() is None
+            assert (await one.get("/status"))["queue_size"] == 1, "it is not handed out yet"
+            rest = await slow.content.read()
+        assert len(rest) + 1000 > 24 << 20
+        assert (await one.get("/status"))["queue_size"] == 0
+
+
+async def test_a_very_large_batch_begins_to_come_at_once_and_the_others_go_on(site: Opened) -> None:
+    async with site({"high_bytes": 1 << 30}) as one:
+        await one.begin(batch_size=128)
+        env = await one.enrol(group_size=16)
+        row = list(range(32_000, 40_192))
+        wide = {"tokens": [row] * 16, "masks": [row] * 16, "inference_logprobs": [[-0.123456789] * 8192] * 16}
+        body = json.dumps(scored(1, 16, env_id=env) | wide).encode()
+        for _ in range(8):
+            async with one.session.post("/scored_data", data=io.BytesIO(body)) as posted:
+                assert posted.status == 200
+        begun = time.monotonic()
+        async with one.session.get("/batch", headers={"Accept-Encoding": "identity"}) as answer:
+            size = len(await answer.content.readany())
+            first_byte_s = time.monotonic() - begun
+            async for part in answer.content.iter_any():
+                size += len(part)
+            whole_s = time.monotonic() - begun
+        assert size > 8 * 0.7 * len(body), "about 40 MB, all of it"
+        assert first_byte_s < min(10.0, whole_s / 2), (
+            "as Atropos' trainers wait, and it does not grow with the batch"
+        )
 
 
 async def test_environments_may_be_theirs_while_the_trainer_pulls_from_the_bus(site: Opened) -> None:

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutmq.bus.codec import decode_group, encode_group, header_of
+from rolloutmq.bus.opaque import VALUES_LIMIT
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.gateway.contract import FIELDS, RefusedBodyError, ScoredData, decode
-from rolloutmq.services.gateway.scored import from_group, to_group
+from rolloutmq.services.gateway.scored import LOOKED_AT_BYTES, from_group, json_bytes, to_group
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 opaque = st.recursive(
@@ -84,6 +85,8 @@ def test_every_field_comes_back_as_it_went(data: dict[str, Any]) -> None:
         ({"tokens": [], "masks": [], "scores": []}, "scores"),
         ({"tokens": [[2**63, 2], [3]]}, "tokens"),
         ({"images": [2**80]}, "images"),
+        ({"advantages": [["nan", 2.0], [1.0]]}, "advantages"),
+        ({"inference_logprobs": [["-inf", 2.0], [1.0]]}, "inference_logprobs"),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_field(changes: dict[str, Any], field: str) -> None:
@@ -92,6 +95,28 @@ def test_what_contradicts_itself_is_refused_by_field(changes: dict[str, Any], fi
         through_the_bus(to_group(decode(json.dumps(data).encode(), ScoredData), "g", at=1.0))
     assert refused.value.place == ("body", field)
     assert refused.value.status == 422
+
+
+def test_more_values_than_can_be_decoded_are_refused_here() -> None:
+    half: list[None] = [None] * (VALUES_LIMIT // 2)
+    data = ScoredData([[1]], [[1]], [1.0], generation_params={"a": half}, images=half)
+    with pytest.raises(RefusedBodyError, match="opaque"):
+        to_group(data, "g", at=1.0)
+
+
+@pytest.mark.parametrize(
+    ("images", "least", "most"),
+    [
+        (None, 64, 200),
+        ("x" * 100_000, 100_000, 110_000),
+        ([{"url": "x" * 1000}] * 50, 50_000, 60_000),
+        ([[0] * 1000] * 1000, LOOKED_AT_BYTES, 2 << 20),
+    ],
+)
+def test_it_is_known_about_how_large_a_group_is_as_text(images: Any, least: int, most: int) -> None:
+    data = ScoredData([[1], [2]], [[1], [2]], [1.0, 1.0], images=images)
+    for group in (made := to_group(data, "g", at=1.0)), through_the_bus(made):
+        assert least <= json_bytes(group) <= most
 
 
 def test_a_score_beyond_all_numbers_is_refused() -> None:

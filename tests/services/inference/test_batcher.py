@@ -39,7 +39,7 @@ def job(n: int = 1) -> Job:
 
 
 @asynccontextmanager
-async def running(puppet: Puppet, max_rows: int = 8, max_waiting: int = 3) -> AsyncIterator[Batcher]:
+async def running(puppet: Puppet, max_rows: int = 8, max_waiting: int = 3) -> AsyncIterator[Batcher[Job]]:
     async with Batcher(puppet.generate, max_rows=max_rows, max_waiting=max_waiting) as batcher:
         task = asyncio.create_task(batcher.run())
         try:
@@ -49,7 +49,7 @@ async def running(puppet: Puppet, max_rows: int = 8, max_waiting: int = 3) -> As
             puppet.ends.put(None)
 
 
-def ask(batcher: Batcher, *jobs: Job) -> list[asyncio.Task[None]]:
+def ask(batcher: Batcher[Job], *jobs: Job) -> list[asyncio.Task[None]]:
     return [asyncio.create_task(batcher.sample(one)) for one in jobs]
 
 

@@ -23,8 +23,9 @@ from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import InferenceAddress
+from rolloutmq.services.inference.listener import listening
 from rolloutmq.services.inference.served import ServedPolicy
-from rolloutmq.services.inference.tiny import TinyServer, listening, serve
+from rolloutmq.services.inference.tiny import TinyServer, serve
 from rolloutmq.services.runner import Stop
 from rolloutmq.trainer.model import build_policy, write_identity
 from rolloutmq.trainer.weights.posix_shm import WeightShare
@@ -242,6 +243,19 @@ async def test_errors_are_those_of_openai(trainer: Trainer) -> None:
             assert (found, set(answer)) == (status, {"error"})
         status, answer = await client.get("/v1/models")
         assert (status, answer["data"][0]["id"]) == (200, "policy")
+
+
+async def test_it_serves_under_the_name_that_it_was_given(run_dir: Path) -> None:
+    named = Trainer(run_dir, RunConfig.model_validate({"model": {"name": "apprentice"}}))
+    named.start()
+    try:
+        async with serving(named) as client:
+            status, answer = await client.get("/v1/models")
+            assert (status, answer["data"][0]["id"]) == (200, "apprentice")
+            assert (await client.complete(model="apprentice"))["model"] == "apprentice"
+            assert (await client.post("/v1/completions", {"prompt": "1=", "model": "policy"}))[0] == 404
+    finally:
+        named.stop()
 
 
 async def test_requests_at_once_are_generated_together(trainer: Trainer) -> None:

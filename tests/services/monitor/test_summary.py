@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from rolloutmq.schemas.config import EnvironmentConfig, RunConfig, TrainerConfig
+from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import DamagedFileError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import AckedGroup, DroppedGroup, SettledBatch
+from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.services.monitor.bounds import bounds_in_force
 from rolloutmq.services.monitor.metrics import read_metrics
 from rolloutmq.services.monitor.report import bound_text, key_figures

@@ -27,6 +27,20 @@ def test_no_worker_is_said_where_nobody_waits(make_pressure: MakePressure) -> No
     assert waits.explain(make_pressure()) == "no worker is ready"
 
 
+def test_whoever_waits_for_a_teacher_comes_first(
+    make_pressure: MakePressure, make_worker: MakeWorker, make_lane: MakeLane
+) -> None:
+    told = "2 groups for the teacher, the longest for 9 s: http://x: status 503"
+    workers = (make_worker("w-0"), make_worker("w-1", waits_for=told))
+    lanes = (make_lane("a", wait="stale_guard", waiting=1),)
+    assert waits.workers(make_pressure(workers=workers)) == f"teacher_away, worker w-1: {told}"
+    both = waits.workers(make_pressure(workers=workers, lanes=lanes))
+    assert both.startswith(f"teacher_away, worker w-1: {told}; stale_guard, environment a: ")
+    more = tuple(make_worker(f"w-{number}", waits_for=told) for number in range(3))
+    assert waits.workers(make_pressure(workers=more)).endswith("; 2 other workers wait too")
+    assert waits.workers(make_pressure(workers=more[:2])).endswith("; 1 other worker waits too")
+
+
 def test_no_batch_tells_what_is_missing_and_who_works(
     make_pressure: MakePressure, make_worker: MakeWorker
 ) -> None:

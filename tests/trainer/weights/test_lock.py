@@ -62,12 +62,22 @@ def test_readers_do_not_exclude_each_other(page: Page) -> None:
 
 def test_a_writer_waits_for_readers_and_they_for_it(page: Page) -> None:
     writer, reader = page.open(), page.open()
-    with reader.reading(), pytest.raises(WeightsBusyError, match="a reader keeps them"):
+    with reader.reading(), pytest.raises(WeightsBusyError, match=f"reader {os.getpid()} keeps them"):
         writer.writing(V(0, 1), patience_s=0.01).__enter__()
     assert reader.version == V(0, 0)
     assert not reader.is_torn()
     with writer.writing(V(0, 1)), pytest.raises(WeightsBusyError, match=f"writer {os.getpid()} keeps"):
         reader.reading(patience_s=0.01).__enter__()
+
+
+def test_where_the_kernel_does_not_tell_there_is_a_reader_all_the_same(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = page.open(), page.open()
+    monkeypatch.setattr("rolloutmq.trainer.weights.lock.LOCKS", page.path.with_name("nothing"))
+    with reader.reading(), pytest.raises(WeightsBusyError, match="a reader keeps them"):
+        writer.writing(V(0, 1), patience_s=0.01).__enter__()
+    assert "reader 3 and reader 4 keep them" in str(WeightsBusyError(0, 1.0, (3, 4)))
 
 
 def fail_in_mid_write(writer: WeightLock) -> None:

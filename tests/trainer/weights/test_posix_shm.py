@@ -1,7 +1,9 @@
 """Sharing in one process, where everything can be looked at; `test_processes` has the real thing."""
 
 import copy
+import errno
 import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -260,6 +262,28 @@ def test_replaced_tells_of_another_segment(shared: Shared, tmp_path: Path) -> No
 def test_too_little_memory_is_said_before_it_is_used() -> None:
     with pytest.raises(MissingError, match="shared memory"):
         segments.create("weights", 1 << 50)
+
+
+def test_what_cannot_be_mapped_is_removed(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    create = segments.create
+
+    def noted(kind: str, nbytes: int) -> segments.Segment:
+        segment = create(kind, nbytes)
+        made.append(segment.path)
+        return segment
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    opened = set(Path("/proc/self/fd").iterdir())
+    monkeypatch.setattr(segments, "create", noted)
+    monkeypatch.setattr(mmap, "mmap", refused)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        shared.create(policy())
+    (path,) = made
+    assert not path.exists()
+    assert set(Path("/proc/self/fd").iterdir()) == opened
 
 
 def test_a_damaged_manifest_is_a_mismatch(shared: Shared) -> None:

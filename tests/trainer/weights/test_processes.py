@@ -1,6 +1,7 @@
 """Owner and readers as processes that die: what is read is whole, and what the dead leave is adopted or removed."""
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from torch import nn
 
 from rolloutmq.bus import segments
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import WeightsTornError
+from rolloutmq.schemas.sharing import WeightsMismatchError, WeightsTornError
+from rolloutmq.trainer.weights import posix_shm
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion
@@ -125,6 +127,25 @@ def run(run_dir: Path) -> Iterator[Run]:
     segments.sweep(made.address)
 
 
+def test_a_reader_that_is_stopped_in_mid_pass_does_not_keep_an_heir_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(posix_shm, "ADOPT_PATIENCE_S", 0.05)
+    owner = run.own()
+    _, stopped = run.read()
+    stopped.reading().__enter__()  # and never goes on
+    owner.kill()
+    model = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
+    heir = WeightShare.create_or_adopt(model, run.address, version=V(1, 0))
+    assert (heir.adopted, heir.path != owner.path, owner.path.exists()) == (False, True, False)
+    assert f"reader {os.getpid()} keeps them" in caplog.text
+    assert stopped.is_replaced()
+    _, reader = run.read()
+    with reader.reading() as version:
+        assert version == V(1, 0)
+    heir.close(unlink=True)
+
+
 def values(model: nn.Module) -> set[float]:
     return {value for parameter in model.parameters() for value in set(parameter.flatten().tolist())}
 
@@ -206,3 +227,11 @@ def test_a_segment_is_swept_when_nobody_needs_it(run: Run) -> None:
     assert not owner.path.exists()
     assert not run.address.exists()
     assert segments.sweep(run.address) == []
+
+
+def test_an_attach_that_fails_holds_nothing(run: Run) -> None:
+    owner = run.own()
+    with pytest.raises(WeightsMismatchError):
+        run.read(width=32)
+    owner.kill()
+    assert segments.sweep(run.address) == [owner.path]

@@ -1,0 +1,138 @@
+"""From the optimizer's step to the first token of the new weights: a vLLM that maps them beside one that is sent them.
+
+The clock starts when the step may write, and stops when a completion of one token has come back that was drawn from
+the version written. Both have the same step, the same model (20 million parameters in float32) and an idle vLLM of
+their own; the rival's weights go by vLLM's own transfer, through a file in memory.
+Compared is the way, not vLLM.
+
+    python -m benchmarks lending
+"""
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from benchmarks.row import Row, within
+from rolloutmq.schemas.config import ModelConfig, RunConfig
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.inference.sampling import Sampling
+from rolloutmq.services.inference.vllm.client import VllmClient
+from rolloutmq.services.inference.vllm.process import Vllm, running
+from rolloutmq.trainer.model import build_policy, write_identity
+from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.vllm_http import SentWeights
+
+PYTHON: Final = Path(".venv-vllm/bin/python")
+MODEL: Final = ModelConfig(
+    hidden_size=512, layers=4, heads=8, mlp_size=1536, vocab_size=8192, max_positions=512
+)
+PROMPT: Final = [1, 5, 6, 7]
+READY_S: Final = 300.0
+ROUNDS: Final = 7
+
+
+def missing() -> str:
+    """Say why this cannot be measured, or nothing."""
+    return "" if PYTHON.exists() else "make .venv-vllm/.installed"
+
+
+def rows() -> Iterator[Row]:
+    """One row: milliseconds."""
+    with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory, asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        try:
+            ours, theirs = runner.run(_both(stack, Path(directory)))
+            parameters = sum(one.numel() for one in ours.policy.parameters())
+            yield within(
+                "weights, from the optimizer's step to the first token of the new version in vLLM, ms",
+                f"{parameters / 1e6:.0f} M parameters, float32",
+                partial(_updated, runner.run, ours),
+                partial(_updated, runner.run, theirs),
+                "vLLM's own transfer over HTTP",
+                None,
+                ROUNDS,
+            )
+            ours.close()
+            theirs.close()
+        finally:
+            runner.run(stack.aclose())
+            gc.collect()
+
+
+class Side:
+    """One way for the weights, with a vLLM at its end."""
+
+    def __init__(self, policy: Any, weights: Any, client: VllmClient) -> None:
+        self.policy = policy
+        self.weights = weights
+        self._client = client
+        self._step = 0
+
+    def write(self) -> PolicyVersion:
+        """Change every parameter, as an optimizer does."""
+        self._step += 1
+        version = PolicyVersion(0, self._step)
+        with self.weights.writing(version), torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.mul_(1.0001)
+        return version
+
+    async def first(self) -> PolicyVersion:
+        """Return the version of one token."""
+        (found,) = await self._client.generate(PROMPT, Sampling(max_tokens=1), [2])
+        return found.spans[0].version
+
+    def close(self) -> None:
+        self.weights.close(unlink=True)
+
+
+def _updated(run: Callable[[Coroutine[Any, Any, PolicyVersion]], PolicyVersion], side: Side) -> float:
+    began = time.perf_counter()
+    version = side.write()
+    while run(side.first()) != version:
+        pass
+    return 1e3 * (time.perf_counter() - began)
+
+
+async def _both(stack: AsyncExitStack, directory: Path) -> tuple[Side, Side]:
+    shared, vllm, client = await _started(stack, directory / "shared")
+    layout = RunLayout(directory / "shared")
+    share = WeightShare.create_or_adopt(shared, layout.weights, fused=True)
+    said = await client.call("attach_weights", str(layout.weights))
+    if "error" in said:
+        raise RuntimeError(said["error"])
+    ours = Side(shared, share, client)
+    sent, vllm, client = await _started(stack, directory / "sent")
+    weights = await asyncio.to_thread(SentWeights.create, sent, f"unix:{vllm.socket}", Path("/dev/shm"))
+    theirs = Side(sent, weights, client)
+    for side in (ours, theirs):
+        await side.first()
+    return ours, theirs
+
+
+async def _started(stack: AsyncExitStack, root: Path) -> tuple[Any, Vllm, VllmClient]:
+    layout = RunLayout(root)
+    root.mkdir(mode=0o700)
+    policy = build_policy(MODEL, 0)
+    write_identity(policy, MODEL, layout.model)
+    config = RunConfig.model_validate(
+        {
+            "run": {"dir": str(root)},
+            "inference": {"kind": "vllm", "max_batch": 16, "vllm": {"python": str(PYTHON.absolute())}},
+        }
+    )
+    vllm = await stack.enter_async_context(running(config, layout, "inference", 0))
+    client = await stack.enter_async_context(VllmClient.opened(vllm.socket))
+    async with asyncio.timeout(READY_S):
+        while not await client.answers():  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.2)
+    return policy, vllm, client

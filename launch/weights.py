@@ -1,0 +1,145 @@
+"""`rolloutmq doctor --weights`: the ladder of proofs on a living run, from a process that is neither of its two sides.
+
+It attaches a model of its own to what the trainer shares, which proves the manifest; looks where every tensor lies;
+asks the trainer a question through the scratch page, which it answers at its next step; takes the digests of a version;
+and lets the inference server continue a prompt, to compare the log-probabilities with those of its own model under the
+very version that the server says it sampled from. The last rung is what it is all for: what is sampled is what is
+trained.
+"""
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rolloutmq.bus.rundir import read_json
+from rolloutmq.launch.doctor import Finding, tell
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import RolloutMQError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import InferenceAddress
+from rolloutmq.schemas.sharing import WeightsSilentError
+from rolloutmq.trainer.weights import backends
+from rolloutmq.trainer.weights.share import Level, Proof, SharedWeights
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
+
+ANSWER_PATIENCE_S: Final = 10.0
+REQUEST_PATIENCE_S: Final = 10.0
+TOKENS: Final = 4
+ATTEMPTS: Final = 20
+"""Of a comparison with the server: the weights change between its answer and ours."""
+DIFFERENCE_NATS: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+"""How far a log-probability of a step with a cache may be from that of a whole pass, by type of the weights."""
+PROMPT: Final = (0, 1, 2)
+
+
+def report(run_dir: Path, *, as_json: bool) -> int:
+    """Climb the ladder on a run and print each rung; returns 1 if one does not hold."""
+    layout = RunLayout(run_dir)
+    try:
+        model, share = _attach(layout)
+    except (RolloutMQError, OSError, ValueError) as error:
+        return tell([_broken("manifest", error)], as_json=as_json)
+    try:
+        return tell(list(_climb(layout, model, share)), as_json=as_json)
+    finally:
+        share.close()
+
+
+def _attach(layout: RunLayout) -> tuple[Any, SharedWeights]:
+    config = AutoConfig.from_pretrained(layout.model, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype).eval()
+    return model, backends.attach(model, layout.weights, tokenizer=directory_fingerprint(layout.model))
+
+
+def _climb(layout: RunLayout, model: Any, share: SharedWeights) -> Iterator[Finding]:
+    for level in (Level.MANIFEST, Level.ALIASING, Level.NONCE, Level.DIGESTS):
+        yield _rung(share, level)
+    yield _served(layout, model, share)
+
+
+def _rung(share: SharedWeights, level: Level) -> Finding:
+    what = level.name.lower()
+    try:
+        proof = share.verify(level, patience_s=ANSWER_PATIENCE_S)
+    except WeightsSilentError as error:
+        remedy = "a trainer that waits for a batch takes no step: try again while it trains"
+        return Finding(what, fine=False, found=str(error), remedy=remedy, needed=level == Level.NONCE)
+    except RolloutMQError as error:
+        return _broken(what, error)
+    return Finding(what, fine=True, found=_found(proof))
+
+
+def _found(proof: Proof) -> str:
+    match proof.level:
+        case Level.MANIFEST:
+            return f"{proof.tensors} tensors, {proof.nbytes / 2**20:.1f} MiB, version {_short(proof.version)}"
+        case Level.ALIASING:
+            return "every tensor lies where the manifest says"
+        case Level.NONCE:
+            asked = proof.answered_s
+            return "nobody is asked: the files are whole" if asked is None else f"answered in {asked:.2f} s"
+        case _:
+            return f"{len(proof.digests)} tensors of version {_short(proof.version)}"
+
+
+def _served(layout: RunLayout, model: Any, share: SharedWeights) -> Finding:
+    address = read_json(layout.inference, InferenceAddress)
+    if address is None:
+        return Finding("served", fine=False, found="no inference server", remedy="start one", needed=False)
+    for _ in range(ATTEMPTS):
+        try:
+            choice = _continue(address.url)
+            spans = {
+                (span["version"]["incarnation"], span["version"]["step"])
+                for span in choice["weight_versions"]
+            }
+            with share.reading() as version:
+                if spans == {(version.incarnation, version.step)}:
+                    return _compared(model, choice, version)
+        except (RolloutMQError, OSError, KeyError, msgspec.DecodeError) as error:
+            return _broken("served", error)
+    found = f"the weights changed between both in {ATTEMPTS} attempts"
+    return Finding("served", fine=False, found=found, remedy="try again while steps are slower", needed=False)
+
+
+def _continue(url: str) -> dict[str, Any]:
+    asked = {
+        "prompt": [list(PROMPT)],
+        "max_tokens": TOKENS,
+        "temperature": 1.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", msgspec.json.encode(asked), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=REQUEST_PATIENCE_S) as answer:
+        choice: dict[str, Any] = msgspec.json.decode(answer.read())["choices"][0]
+    return choice
+
+
+@torch.no_grad()
+def _compared(model: Any, choice: dict[str, Any], version: PolicyVersion) -> Finding:
+    sampled = choice["token_ids"]
+    tokens = torch.tensor([[*PROMPT, *sampled]])
+    logprobs = model(input_ids=tokens[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
+    mine = logprobs[len(PROMPT) - 1 :].gather(-1, torch.tensor(sampled)[:, None])[:, 0]
+    worst = float((mine - torch.tensor(choice["logprobs"]["token_logprobs"])).abs().max())
+    found = f"log-probabilities of version {_short(version)} differ by {worst:.1e} at most"
+    fine = worst <= DIFFERENCE_NATS.get(model.dtype, 0.0)
+    return Finding("served", fine, found, "the server samples from other weights: restart it")
+
+
+def _broken(what: str, error: Exception) -> Finding:
+    return Finding(what, fine=False, found=str(error), remedy="do not train on what is sampled from it")
+
+
+def _short(version: PolicyVersion) -> str:
+    return f"{version.incarnation}.{version.step}"

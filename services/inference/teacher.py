@@ -1,0 +1,167 @@
+"""The teacher of a run: a model from a local directory, asked by the workers what it says of the students' tokens.
+
+    [teacher] path --> Scorer <--(thread)-- Batcher <-- POST /v1/token_logprobs <-- workers
+
+It is a process of its own with an address file of its own, `teacher.json`, and its weights never change. It serves only
+students of its own tokenizer: its own run's is compared before it listens, and each request says whose it is. It goes
+back to the port that it had before; where it is away, workers keep what they rolled out and wait.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+from aiohttp import web
+
+from rolloutmq.bus.endpoint import http_url
+from rolloutmq.bus.rundir import FILE_POLL_S, load_run
+from rolloutmq.bus.tokenizer import FILE, fingerprint, student_directory
+from rolloutmq.schemas.config import ModelConfig, RunConfig
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.teaching import (
+    TEACH_PATH,
+    TeacherConfig,
+    TeachReply,
+    TeachRequest,
+    TokenizerMismatchError,
+)
+from rolloutmq.services.inference import answers
+from rolloutmq.services.inference.batcher import Batcher
+from rolloutmq.services.inference.listener import Handler, application, listening, port_before, replied
+from rolloutmq.services.inference.presence import Presence
+from rolloutmq.services.inference.protocol import ApiError
+from rolloutmq.services.inference.scoring import Question, Reach, Scorer, question_of
+from rolloutmq.services.runner import Stop, run_service
+from rolloutmq.trainer.model import build_policy, policy_positions, policy_vocabulary
+
+logger = logging.getLogger(__name__)
+
+MSGPACK: Final = "application/msgpack"
+_decoder: Final = msgspec.msgpack.Decoder(TeachRequest)
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class TeacherServer:
+    """The HTTP side of one teacher."""
+
+    def __init__(self, scorer: Scorer, reach: Reach, config: TeacherConfig) -> None:
+        self.batcher = Batcher[Question](
+            scorer.answer, max_rows=config.max_batch, max_waiting=config.max_waiting
+        )
+        self.in_hand = 0
+        self._reach = reach
+        self._name = config.name
+        self._created = int(time.time())
+        self._routes: dict[str, tuple[str, Handler]] = {
+            TEACH_PATH: ("POST", self._teach),
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+        }
+
+    def app(self) -> web.Application:
+        """Make the application."""
+        return application(self._routes)
+
+    async def _teach(self, request: web.Request) -> web.Response:
+        try:
+            asked = _decoder.decode(await request.read())
+        except msgspec.MsgspecError as error:
+            raise ApiError(400, f"the request is not valid: {error}") from None
+        question = question_of(asked, self._reach)
+        self.in_hand += 1
+        try:
+            await self.batcher.sample(question)
+        finally:
+            self.in_hand -= 1
+        reply = TeachReply(
+            model=self._name,
+            k=question.k,
+            token_ids=question.token_ids.astype("<i4").tobytes(),
+            logprobs=question.logprobs.astype("<f4").tobytes(),
+        )
+        return replied(_encode(reply), kind=MSGPACK)
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        return replied(answers.models(self._name, self._created, self._reach.positions))
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return replied(answers.health("ok", PolicyVersion()))
+
+
+def load(config: TeacherConfig) -> TeacherServer:
+    """Load the teacher from its directory. Blocks.
+
+    Raises:
+        ConfigError: There is no model that transformers can load, or no tokenizer beside it.
+    """
+    told = fingerprint(Path(config.tokenizer or config.path))
+    try:
+        model = build_policy(ModelConfig(path=config.path, dtype=config.dtype), seed=0)
+    except ConfigError as error:
+        raise ConfigError("teacher.path", error.problem) from error
+    reach = Reach(told, policy_vocabulary(model), policy_positions(model), config.max_batch)
+    logger.info("loaded name=%s path=%s tokenizer=%s", config.name, config.path, told[:16])
+    return TeacherServer(Scorer(model, config.pass_tokens), reach, config)
+
+
+async def serve(run_dir: Path, stop: Stop) -> None:
+    """Serve the teacher of a run until asked to stop.
+
+    Raises:
+        ConfigError: This run has no teacher of its own, or there is no model in its directory.
+        TokenizerMismatchError: Its tokenizer is not the student's.
+        AddressInUseError: Somebody else has the configured port.
+    """
+    run, layout = load_run(run_dir)
+    config = run.teacher
+    if not config.path:
+        raise ConfigError("teacher.path", "this run has no teacher of its own")
+    server = load(config)
+    mine = fingerprint(Path(config.tokenizer or config.path))
+    student = await _student(run, layout, stop)
+    if student is None:
+        return
+    if student != mine:
+        raise TokenizerMismatchError.of(mine, student)
+    async with server.batcher, asyncio.TaskGroup() as tasks:
+        work = tasks.create_task(server.batcher.run())
+        async with listening(server.app(), config.host, config.port, port_before(layout.teacher)) as port:
+            url = http_url(config.host, port)
+            presence = Presence(
+                layout.teacher,
+                Role.TEACHER.value,
+                url,
+                lambda: server.batcher.busy_s,
+                lambda: server.in_hand,
+            )
+            telling = tasks.create_task(presence.run(), name="presence")
+            logger.info("serving name=%s url=%s", config.name, url)
+            await stop.event.wait()
+            telling.cancel()
+        work.cancel()
+
+
+async def _student(run: RunConfig, layout: RunLayout, stop: Stop) -> str | None:
+    """Wait for the student's tokenizer, which the trainer writes, and return its fingerprint; None if asked to stop."""
+    directory = student_directory(run, layout)
+    while not (directory / FILE).is_file():
+        if stop.event.is_set():
+            return None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.event.wait(), FILE_POLL_S)
+    return fingerprint(directory)
+
+
+def main(run_dir: Path) -> int:
+    """Run the teacher as a process; return its exit code."""
+    run, _ = load_run(run_dir)
+    torch.set_num_threads(run.teacher.threads)
+    return run_service(Role.TEACHER.value, lambda stop: serve(run_dir, stop))

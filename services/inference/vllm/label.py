@@ -1,0 +1,16 @@
+"""A policy version as vLLM carries it: a text that it does not look into."""
+
+from rolloutmq.schemas.envelope import PolicyVersion
+
+
+def of(version: PolicyVersion) -> str:
+    """Return the label of a version."""
+    return f"{version.incarnation}.{version.step}"
+
+
+def version(text: str) -> PolicyVersion | None:
+    """Return the version of a label, or None if it is none of ours, such as the `default` of a fresh server."""
+    incarnation, dot, step = text.partition(".")
+    if not (dot and incarnation.isdecimal() and step.isdecimal()):
+        return None
+    return PolicyVersion(int(incarnation), int(step))

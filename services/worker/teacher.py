@@ -1,0 +1,221 @@
+"""The teacher, as a worker sees it: a finished group goes in, the same group with what the teacher said comes out.
+
+It is asked once the rollout is over, so that its pace is nobody's deadline. A teacher that is away costs a pause and no
+group: the group stays in hand, is asked for again with growing pauses for as long as the worker lives, and the worker
+tells what it waits for. What no pause can heal ends the worker (another tokenizer) or costs the group (a refusal).
+
+A group that has the columns already, because its environment asked a teacher itself, is left as it is.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Final
+
+import aiohttp
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.tokenizer import FILE, fingerprint, student_directory
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.envelope import Dtype
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import InferenceAddress
+from rolloutmq.schemas.teaching import (
+    IDS_COLUMN,
+    LOGPROBS_COLUMN,
+    TEACH_PATH,
+    DistillationConfig,
+    TeacherRefusedError,
+    TeachReply,
+    TeachRequest,
+    TokenizerMismatchError,
+)
+from rolloutmq.schemas.trajectory import Column, Group
+from rolloutmq.services.worker import dialect
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S: Final = 0.05
+"""First pause before another attempt; doubles, up to `teacher.retry_s`."""
+CONNECT_S: Final = 5.0
+SILENT_S: Final = 600.0
+"""A teacher that says nothing for so long is gone, and what was asked is asked again: that costs nothing but time."""
+"""A connection attempt into silence ends after this."""
+SLOW_S: Final = 2.0
+"""An answer that takes longer is told as a wait, so that a teacher that hangs or is too slow is seen as well."""
+LOG_EVERY_S: Final = 5.0
+"""How often it is said that the teacher is away."""
+REQUEST_TOKENS: Final = 400_000
+"""Most tokens of one request, unless one sequence alone has more: 2 MB, half of what the teacher takes."""
+MISMATCH: Final = 409
+RETRIED: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses that pass by themselves, or may: a group is too dear to be given up for a defect of the teacher."""
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_reply: Final = msgspec.msgpack.Decoder(TeachReply)
+
+
+class Teacher:
+    """Asks the teacher of a run. Made by `opened`; for one event loop, any number of groups at once.
+
+    Attributes:
+        retries: Attempts that failed and were made again.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, run: RunConfig, layout: RunLayout) -> None:
+        self._session = session
+        self._config = run.teacher
+        self._asked: DistillationConfig = run.trainer.distillation
+        self._layout = layout
+        self._student = student_directory(run, layout)
+        self._fingerprint = ""
+        self._waiting: dict[int, float] = {}
+        """When each question that is under way was first asked."""
+        self._why = ""
+        self._said_at = -LOG_EVERY_S
+        self.retries = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, run: RunConfig, layout: RunLayout) -> AsyncIterator["Teacher"]:
+        """Open a client for as long as the block lasts."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENT_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
+        ) as session:
+            yield cls(session, run, layout)
+
+    def wait(self, now: float) -> str:
+        """Say what groups wait for here, and how many for how long; empty if all are answered soon."""
+        late = [now - at for at in self._waiting.values() if now - at > SLOW_S]
+        if not late:
+            return ""
+        why = self._why or "it has not answered yet"
+        return f"{len(late)} groups for the teacher, the longest for {max(late):.0f} s: {why}"
+
+    async def teach(self, group: Group) -> Group:
+        """Return the group with what the teacher says of its trained tokens. Waits as long as it takes.
+
+        Raises:
+            TokenizerMismatchError: The teacher is of another tokenizer than the student.
+            TeacherRefusedError: It does not accept the sequences, for example since they are too long for it.
+        """
+        if IDS_COLUMN in group:
+            return group
+        (lengths,) = group.columns["tokens"].lengths
+        tokens = group.columns["tokens"].values.astype("<i4")
+        wanted = group.columns["mask"].values.astype(bool)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        wanted[(ends - lengths)[lengths > 0]] = False  # nothing predicts a first token
+        ids, logprobs, k = [], [], 1
+        for rows in self._parts(lengths):
+            there = slice(int(ends[rows.start] - lengths[rows.start]), int(ends[rows.stop - 1]))
+            reply = await self._answered(tokens[there], lengths[rows], wanted[there])
+            k = reply.k
+            ids.append(np.frombuffer(reply.token_ids, "<i4"))
+            logprobs.append(np.frombuffer(reply.logprobs, "<f4"))
+        cells = np.where(wanted, k, 0).astype(np.uint32)
+        told = {
+            IDS_COLUMN: Column(Dtype.I32, np.concatenate(ids), (lengths, cells)),
+            LOGPROBS_COLUMN: Column(Dtype.F32, np.concatenate(logprobs), (lengths, cells)),
+        }
+        taught = replace(group, columns={**group.columns, **told})
+        taught.check()
+        return taught
+
+    def _parts(self, lengths: NDArray[np.uint32]) -> Iterator[slice]:
+        """Yield the sequences of each request: as many as the teacher takes at once."""
+        start, held = 0, 0
+        for row, length in enumerate(lengths.tolist()):
+            if row > start and (row - start >= self._config.max_batch or held + length > REQUEST_TOKENS):
+                yield slice(start, row)
+                start, held = row, 0
+            held += length
+        yield slice(start, len(lengths))
+
+    async def _answered(
+        self, tokens: NDArray[np.int32], lengths: NDArray[np.uint32], wanted: NDArray[np.bool_]
+    ) -> TeachReply:
+        """Ask until there is an answer, and check that it is one."""
+        number = max(self._waiting, default=0) + 1
+        self._waiting[number] = time.monotonic()
+        longest_s = BACKOFF_S
+        try:
+            while True:
+                reply = await self._attempt(tokens, lengths, wanted)
+                if not isinstance(reply, str):
+                    self._why = ""
+                    return _checked(reply, int(wanted.sum()))
+                self._complain(reply)
+                await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
+                longest_s = min(2 * longest_s, self._config.retry_s)
+        finally:
+            del self._waiting[number]
+
+    async def _attempt(
+        self, tokens: NDArray[np.int32], lengths: NDArray[np.uint32], wanted: NDArray[np.bool_]
+    ) -> TeachReply | str:
+        """Ask once; return the answer, or why it is to be asked again."""
+        url = self._url()
+        if not url:
+            return "it has not said yet where it is"
+        if not self._fingerprint and not (self._student / FILE).is_file():
+            return f"there is no {self._student / FILE} yet"
+        self._fingerprint = self._fingerprint or fingerprint(self._student)
+        request = TeachRequest(
+            tokenizer=self._fingerprint,
+            lore=self._asked.lore,
+            top_k=self._asked.top_k,
+            tokens=tokens.tobytes(),
+            lengths=tuple(lengths.tolist()),
+            wanted=wanted.tobytes(),
+        )
+        try:
+            async with self._session.post(url + TEACH_PATH, data=_encode(request)) as response:
+                body = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
+            return f"{url}: {type(error).__name__} {error}"
+        if response.status == 200:
+            return _decoded(body)
+        said = dialect.error_text(body)
+        if response.status in RETRIED:
+            return f"{url}: status {response.status}, {said}"
+        if response.status == MISMATCH:
+            raise TokenizerMismatchError(said)
+        raise TeacherRefusedError(response.status, said)
+
+    def _url(self) -> str:
+        if self._config.url:
+            return self._config.url.rstrip("/").removesuffix("/v1")
+        found = read_json(self._layout.teacher, InferenceAddress)
+        return found.url if found is not None else ""
+
+    def _complain(self, why: str) -> None:
+        """Note why the teacher does not answer, and say it once in a while."""
+        self._why = " ".join(why.split())[:300]
+        self.retries += 1
+        now = time.monotonic()
+        if now - self._said_at >= LOG_EVERY_S:
+            self._said_at = now
+            logger.warning("teacher away groups=%d why=%s", len(self._waiting), self._why)
+
+
+def _decoded(body: bytes) -> TeachReply:
+    try:
+        return _reply.decode(body)
+    except msgspec.MsgspecError as error:
+        raise TeacherRefusedError(200, f"its answer is not of the protocol: {error}") from None
+
+
+def _checked(reply: TeachReply, wanted: int) -> TeachReply:
+    if reply.k < 1 or not len(reply.token_ids) == len(reply.logprobs) == 4 * wanted * reply.k:
+        raise TeacherRefusedError(200, f"its answer has not {reply.k} entries for each of {wanted} tokens")
+    return reply

@@ -1,0 +1,58 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolloutmq.bus.tokenizer import fingerprint, fingerprint_of
+from rolloutmq.schemas.errors import ConfigError
+
+
+def tokenizer(**changed: Any) -> dict[str, Any]:
+    return {
+        "added_tokens": [{"id": 0, "content": "<pad>", "special": True}],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": None,
+        "model": {"type": "BPE", "vocab": {"<pad>": 0, "a": 1, "b": 2}, "merges": []},
+        **changed,
+    }
+
+
+def model(**changed: Any) -> dict[str, Any]:
+    return {"model": {**tokenizer()["model"], **changed}}
+
+
+def test_the_order_of_what_is_written_means_nothing() -> None:
+    other = tokenizer(**model(vocab={"b": 2, "a": 1, "<pad>": 0}))
+    assert fingerprint_of(dict(reversed(other.items()))) == fingerprint_of(tokenizer())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        model(vocab={"<pad>": 0, "a": 2, "b": 1}),
+        model(vocab={"<pad>": 0, "a": 1}),
+        {"added_tokens": [{"id": 0, "content": "<pad>", "special": False}]},
+        {"added_tokens": [{"id": 0, "content": "<pad>", "special": True}, {"id": 3, "content": "<think>"}]},
+        {"normalizer": {"type": "NFD"}},
+        {"pre_tokenizer": {"type": "ByteLevel"}},
+    ],
+)
+def test_what_an_id_means_is_in_it(changed: dict[str, Any]) -> None:
+    assert fingerprint_of(tokenizer(**changed)) != fingerprint_of(tokenizer())
+
+
+def test_a_vocabulary_may_be_a_list_of_pieces_with_scores() -> None:
+    pieces = tokenizer(**model(vocab=[["<pad>", 0.0], ["a", -1.5], ["b", -2.0]]))
+    scored = tokenizer(**model(vocab=[["<pad>", 0.0], ["a", -9.5], ["b", -2.0]]))
+    assert fingerprint_of(pieces) == fingerprint_of(scored) == fingerprint_of(tokenizer())
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file"):
+        fingerprint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    with pytest.raises(ConfigError, match="is no tokenizer"):
+        fingerprint(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer()))
+    assert fingerprint(tmp_path) == fingerprint_of(tokenizer())

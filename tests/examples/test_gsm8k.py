@@ -1,0 +1,133 @@
+"""Problems are scored by their number, and a run takes models, tokenizers and names from what it is told."""
+
+import json
+import random
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trainer.saved import save_model
+
+from benchmarks import scenario
+from rolloutmq.launch.settings import load
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.worker.entry import load_environment
+from rolloutmq.services.worker.environment import Environment
+from rolloutmq.services.worker.scripted import ScriptedPolicy, play
+
+CONFIG = Path(__file__).parents[2] / "examples" / "gsm8k" / "gsm8k.toml"
+LETTERS = "".join(map(chr, range(32, 127))) + "\n"
+SMALL: dict[str, Any] = {"hidden_size": 16, "mlp_size": 16, "max_positions": 160, "vocab_size": 128}
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    path = tmp_path / "problems.jsonl"
+    made = [
+        {"question": f"{a} and {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
+        for a, b in [(1, 2), (3, 4), (900, 334)]
+    ]
+    path.write_text("\n".join(map(json.dumps, made)) + "\n\n")
+    return path
+
+
+def environment(problems: Path, **options: Any) -> Environment:
+    told = [f'environment.gsm8k.options={{ problems = "{problems}" }}']
+    told += [f"environment.gsm8k.options.{key}={json.dumps(value)}" for key, value in options.items()]
+    config = load(CONFIG, environ={}, assignments=told)
+    return load_environment("gsm8k", config.environment["gsm8k"], config.base_dir)
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("{} #### {}", 1.0),
+        ("it is {}.0", 1.0),
+        ("{}, no, 7777", 0.1),
+        ("-{}", 0.1),
+        ("0-{}", 1.0),
+        ("no idea", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_reply_is_worth_its_last_number(problems: Path, reply: str, score: float) -> None:
+    def answer(prompt: str) -> str:
+        a, _, b = prompt.removeprefix("Question: ").partition("?")[0].partition(" and ")
+        return reply.replace("{}", f"{int(a) + int(b):,}")
+
+    group = play(environment(problems, max_tokens=64), ScriptedPolicy(answer), size=2)
+    assert list(group.scores) == [score] * 2
+
+
+def test_a_question_may_be_a_message(problems: Path) -> None:
+    policy = ScriptedPolicy("3")
+    group = play(environment(problems, chat=True, prompt="Tell: {question}"), policy, size=1)
+    assert policy.prompts[0].startswith("Tell: ")
+    assert group["messages"][0][-1]["content"] == "3"
+
+
+def test_answers_with_and_without_a_mark(problems: Path) -> None:
+    made: Any = environment(problems)
+    assert {one.number for one in made.problems} == {Decimal(3), Decimal(7), Decimal(1234)}
+    assert made.task(random.Random(0)) in made.problems
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "holds no problem"),
+        ('{"question": "a"}', "problems.jsonl:1: is no object with `question` and `answer`"),
+        ('{"question": "a", "answer": "1"}\n[]', "problems.jsonl:2: is no object"),
+        ('{"question": "a", "answer": "none"}', "problems.jsonl:1: its answer has no number"),
+    ],
+)
+def test_a_file_that_is_wrong_is_said_with_the_line(problems: Path, text: str, why: str) -> None:
+    problems.write_text(text)
+    with pytest.raises(Exception, match="raised ValueError") as refused:
+        environment(problems)
+    assert why in str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "alphabet", "kind", "apart"),
+    [("sage", LETTERS, "top_k", False), ("oracle", LETTERS[::-1], "sampled", True)],
+    ids=["sage", "oracle"],
+)
+def test_twenty_steps_with_models_names_and_tokenizers_of_ones_own(
+    problems: Path, tmp_path: Path, name: str, alphabet: str, kind: str, apart: bool
+) -> None:
+    student = save_model(tmp_path / f"student-of-{name}", 1, **SMALL, alphabet=alphabet)
+    teacher = save_model(tmp_path / name, 2, **SMALL, alphabet=alphabet, initializer_range=0.3)
+    told = [f"model.name=student-of-{name}"]
+    words = student
+    if apart:
+        for owner, model in (("teacher", teacher), ("model", student)):
+            words = tmp_path / f"words-of-{owner}"
+            words.mkdir()
+            for file in model.glob("tokenizer*"):
+                file.rename(words / file.name)
+            told.append(f"{owner}.tokenizer={words}")
+    code, summary = scenario.run(
+        tmp_path / "run",
+        [
+            *(f"model.path={student}", "model.dtype=float32", f"run.name=learns-from-{name}"),
+            *(f"teacher.path={teacher}", f"teacher.name={name}", f"trainer.distillation.kind={kind}"),
+            f'environment.gsm8k.options={{ problems = "{problems}", max_tokens = 12, prompt = "{{question}}" }}',
+            *("trainer.steps=20", "trainer.batch_sequences=16", "trainer.learning_rate=1e-3", *told),
+        ],
+        config=CONFIG,
+    )
+    assert code == 0
+    assert summary["steps"] == 20
+    assert summary["groups_lost"] == summary["groups_trained_twice"] == summary["groups_dead"] == 0
+    layout = RunLayout(tmp_path / "run")
+    steps = [json.loads(line) for line in layout.metrics.read_text().splitlines()]
+    learned = [one["extra"]["distill_kl"] for one in steps if one["topic"] == "step"]
+    assert len(learned) == 20
+    if kind == "top_k":  # of `sampled` twenty steps show noise
+        assert sum(learned[-5:]) < sum(learned[:5])
+    assert f"name={name} path={teacher}" in layout.log("teacher").read_text()
+    saved = max(layout.checkpoints.glob("step-*"))
+    assert (saved / "tokenizer.json").read_bytes() == (words / "tokenizer.json").read_bytes()

@@ -1,0 +1,142 @@
+"""The ladder on a run that lives: a trainer in a process of its own, a server in this one, the doctor beside them."""
+
+import asyncio
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rolloutmq.bus import segments
+from rolloutmq.launch import weights
+from rolloutmq.launch.doctor import Finding
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.services.inference.tiny import serve
+from rolloutmq.services.runner import Stop
+from rolloutmq.trainer.model import build_policy
+
+DEADLINE_S = 60.0
+TRAINER = """
+import sys, time
+from pathlib import Path
+import torch
+from rolloutmq.bus.rundir import load_run
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.trainer.model import build_policy, write_identity
+from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
+config, layout = load_run(Path(sys.argv[1]))
+policy = build_policy(config.model, 0)
+write_identity(policy, config.model, layout.model)
+share = WeightShare.create_or_adopt(policy, layout.weights, tokenizer=directory_fingerprint(layout.model))
+print("ready", flush=True)
+step, pause = 0, float(sys.argv[2])
+while pause:
+    step += 1
+    with share.writing(PolicyVersion(0, step)), torch.no_grad():
+        policy.lm_head.weight.mul_(1.001)
+    time.sleep(pause)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def layout(run_dir: Path) -> Iterator[RunLayout]:
+    found = RunLayout(run_dir)
+    found.config.write_text(RunConfig().model_dump_json())
+    yield found
+    gc.collect()  # what the server had mapped in this process
+    segments.sweep(found.weights)
+
+
+def trainer(layout: RunLayout, pause_s: float) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", TRAINER, str(layout.root), str(pause_s)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.fixture
+def training(layout: RunLayout) -> Iterator["subprocess.Popen[str]"]:
+    with trainer(layout, 0.25) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def idle(layout: RunLayout) -> Iterator["subprocess.Popen[str]"]:
+    with trainer(layout, 0.0) as process:
+        yield process
+        process.kill()
+
+
+@asynccontextmanager
+async def serving(layout: RunLayout) -> AsyncIterator[None]:
+    stop = Stop()
+    task = asyncio.create_task(serve(layout.root, stop))
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while not layout.inference.exists():
+                assert not task.done()
+                await asyncio.sleep(0.02)
+        yield
+    finally:
+        stop.request("the test is over")
+        await task
+
+
+@pytest.mark.usefixtures("training")
+async def test_every_rung_holds_on_a_run_that_trains(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(layout):
+        code = await asyncio.to_thread(weights.report, layout.root, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert [one["what"] for one in found] == ["manifest", "aliasing", "nonce", "digests", "served"]
+    assert all(one["fine"] for one in found), found
+    assert code == 0
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_trainer_that_takes_no_step_is_no_proof(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(weights, "ANSWER_PATIENCE_S", 0.05)
+    assert weights.report(layout.root, as_json=False) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("ok      manifest: ")
+    assert lines[2].startswith("MISSING nonce: the owner did not answer within")
+    assert lines[4] == "advice  served: no inference server; start one"
+
+
+def test_a_run_without_weights(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert weights.report(layout.root, as_json=False) == 1
+    assert capsys.readouterr().out.startswith("MISSING manifest: ")
+
+
+def answered(policy: Any, shift: float) -> Finding:
+    choice = {"token_ids": [3, 4], "logprobs": {"token_logprobs": [0.0, 0.0]}}
+    first = weights._compared(policy, choice, PolicyVersion(1, 2))
+    assert not first.fine
+    with torch.no_grad():
+        logits = policy(input_ids=torch.tensor([[*weights.PROMPT, 3]]), use_cache=False).logits[0]
+    spread = logits.log_softmax(-1)[len(weights.PROMPT) - 1 :]
+    choice["logprobs"] = {"token_logprobs": [float(spread[0, 3]), float(spread[1, 4]) + shift]}
+    return weights._compared(policy, choice, PolicyVersion(1, 2))
+
+
+def test_a_server_with_other_weights_is_told() -> None:
+    policy = build_policy(RunConfig().model, 0)
+    assert answered(policy, 0.0).fine
+    found = answered(policy, 0.01)
+    assert not found.fine
+    assert "version 1.2 differ by 1.0e-02" in found.found

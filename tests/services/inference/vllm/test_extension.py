@@ -1,0 +1,275 @@
+"""What runs inside vLLM, around a scheduler that is made up: when it samples, and when it ends what was asked."""
+
+import contextlib
+import importlib
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from tests.services.inference.vllm.lent import model_of
+from tests.services.inference.vllm.test_matching import as_vllm_has_it
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.sharing import WeightsMismatchError
+from rolloutmq.trainer.weights.posix_shm import WeightShare
+
+V = PolicyVersion
+OURS = "rolloutmq.services.inference.vllm"
+
+
+class EngineCore:
+    """The part of vLLM's engine that the extension knows."""
+
+    batched = False
+
+    def __init__(self) -> None:
+        self.scheduler: Any = Scheduler()
+        self.sampled: list[str] = []
+        self.aborted: list[str] = []
+        self._weight_version = ""
+        self.step_fn = self.step_with_batch_queue if self.batched else self.step
+
+    def step(self) -> tuple[dict[int, Any], bool]:
+        if self.scheduler.waiting:
+            self.sampled.append(self._weight_version)
+        return {}, True
+
+    def step_with_batch_queue(self) -> tuple[dict[int, Any], bool]:
+        self.sampled.append("without a lock")
+        return {}, True
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[Any]:
+        return [method, timeout, args, kwargs]
+
+    def _send_abort_outputs(self, ended: list[str]) -> None:
+        self.aborted += ended
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.waiting = ["one"]
+        self.resets = 0
+
+    def has_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def finish_requests(self, _which: None, _status: str) -> list[str]:
+        ended, self.waiting = self.waiting, []
+        return ended
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool) -> None:
+        self.resets += reset_running_requests
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The extension, loaded into this process beside a vLLM that is made up."""
+    core = type("EngineCore", (EngineCore,), {})
+
+    def module(name: str, **members: Any) -> None:
+        made = ModuleType(name)
+        vars(made).update(members)
+        monkeypatch.setitem(sys.modules, name, made)
+
+    factory = SimpleNamespace(register_engine=lambda *_: None)
+    bases = {name: type(name, (), {}) for name in ("WeightTransferInitInfo", "WeightTransferUpdateInfo")}
+    layers = ModuleType("vllm.model_executor.layers.utils")
+    for name in ("", ".v1", ".v1.engine", ".model_executor", ".model_executor.model_loader", ".distributed"):
+        module(f"vllm{name}")
+    module("vllm.model_executor.layers", utils=layers)
+    module("vllm.model_executor.layers.utils")
+    module("vllm.logger", init_logger=logging.getLogger)
+    module("vllm.v1.engine.core", EngineCore=core)
+    module("vllm.v1.request", RequestStatus=SimpleNamespace(FINISHED_ABORTED="aborted"))
+    module("vllm.distributed.weight_transfer", WeightTransferEngineFactory=factory)
+    module("vllm.distributed.weight_transfer.base", WeightTransferEngine=object, **bases)
+    module(
+        "vllm.model_executor.model_loader.reload",
+        finalize_layerwise_reload=None,
+        initialize_layerwise_reload=None,
+    )
+    for name in ("extension", "transfer"):
+        monkeypatch.delitem(sys.modules, f"{OURS}.{name}", raising=False)
+    found: Any = importlib.import_module(f"{OURS}.extension")
+    found.core = core
+    monkeypatch.setattr(found, "WATCH_S", 0.0)
+    yield found
+    if found.reader.share is not None:
+        found.reader.share.close()
+    vars(found.reader).clear()
+    for name in ("extension", "transfer"):
+        sys.modules.pop(f"{OURS}.{name}", None)
+
+
+class Lent:
+    """A trainer's segment and a worker of vLLM that is to have it."""
+
+    def __init__(self, root: Path, extension: Any, tokenizer: str = "") -> None:
+        self.address = root / "weights.json"
+        self.model = model_of("qwen2")
+        self.share = self.shared(self.model, tokenizer)
+        runner = SimpleNamespace(get_model=lambda: self.theirs)
+        facts = SimpleNamespace(hf_config=self.model.config)
+        self.theirs: Any = as_vllm_has_it(self.model)
+        self.worker = SimpleNamespace(model_runner=runner, model_config=facts)
+        self.extension = extension
+
+    def shared(self, model: Any, tokenizer: str = "") -> WeightShare:
+        return WeightShare.create_or_adopt(
+            model, self.address, version=V(1, 0), fused=True, tokenizer=tokenizer
+        )
+
+    def attach(self, core: Any, *more: str) -> dict[str, Any]:
+        core.collective_rpc("attach_weights")
+        said: dict[str, Any] = self.extension.SharedWeights.attach_weights(
+            self.worker, str(self.address), *more
+        )
+        return said
+
+
+@pytest.fixture
+def lent(tmp_path: Path, extension: Any) -> Iterator[Lent]:
+    made = Lent(tmp_path, extension)
+    yield made
+    made.share.close(unlink=True)
+    del made.model, made.theirs
+
+
+def test_a_step_is_one_read(lent: Lent, extension: Any) -> None:
+    core = extension.core()
+    assert lent.attach(core)["version"] == "1.0"
+    core.step()
+    with lent.share.writing(V(1, 1)):
+        pass
+    core.step()
+    assert core.sampled == ["1.0", "1.1"]
+    assert core.scheduler.resets == 2
+
+
+def test_another_segment_that_does_not_fit_is_refused_for_good(lent: Lent, extension: Any) -> None:
+    """Not once, and then the weights that were there before."""
+    core = extension.core()
+    lent.attach(core)
+    extension.WATCH_S = 3600.0
+    core.step()
+    assert core.sampled == ["1.0"]
+    lent.share.close(unlink=True)
+    lent.share = lent.shared(model_of("qwen3"))
+    extension.reader._look_at = 0.0
+    for number in range(1, 4):
+        core.scheduler.waiting = ["another"]
+        core.step()
+        assert len(core.aborted) == number
+    assert core.sampled == ["1.0"]
+    # One that fits is followed.
+    lent.share.close(unlink=True)
+    lent.share = lent.shared(model_of("qwen2", seed=4))
+    core.scheduler.waiting = ["another"]
+    core.step()
+    assert core.sampled == ["1.0", "1.0"]
+
+
+def test_the_tokenizer_is_proven_before_anything_is_bound_and_ever_after(
+    tmp_path: Path, extension: Any
+) -> None:
+    lent, core = Lent(tmp_path, extension, tokenizer="a" * 64), extension.core()
+    before = [one.data_ptr() for one in lent.theirs.parameters()]
+    assert "tokenizer" in lent.attach(core, "b" * 64)["error"]
+    assert [one.data_ptr() for one in lent.theirs.parameters()] == before
+    assert "segment" in lent.attach(core, "a" * 64)
+    core.step()
+    # The trainer comes back with a model of the same shapes, that reads other tokens.
+    lent.share.close(unlink=True)
+    lent.share = lent.shared(model_of("qwen2"), "b" * 64)
+    core.step()
+    assert core.sampled == ["1.0"]
+    assert core.aborted == ["one"]
+    lent.share.close(unlink=True)
+
+
+def test_a_writer_that_stops_in_mid_write_is_waited_for_so_long(
+    lent: Lent, extension: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "PATIENCE_S", 0.01)
+    core = extension.core()
+    lent.attach(core)
+    with stopped(lent.share):
+        core.step()
+        assert (core.sampled, core.aborted) == ([], []), "a write takes its time"
+        monkeypatch.setattr(extension, "GIVE_UP_S", 0.0)
+        core.step()
+        assert (core.sampled, core.aborted) == ([], ["one"])
+    core.scheduler.waiting = ["another"]
+    core.step()
+    assert core.sampled == ["1.1"]
+    # What was waited for is no part of the next wait.
+    monkeypatch.setattr(extension, "GIVE_UP_S", 60.0)
+    with stopped(lent.share):
+        core.step()
+    assert core.aborted == ["one"]
+
+
+@contextlib.contextmanager
+def stopped(share: WeightShare) -> Iterator[None]:
+    """Keep a writer in the middle of its write."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with share.writing(V(1, 1)):
+            inside.set()
+            go_on.wait()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    inside.wait()
+    try:
+        yield
+    finally:
+        go_on.set()
+        writer.join()
+
+
+def test_a_call_goes_to_the_worker_as_it_came(extension: Any) -> None:
+    """vLLM passes on as many arguments as the method has parameters with a name."""
+    core = extension.core()
+    names = [
+        list(inspect.signature(one).parameters) for one in (core.collective_rpc, EngineCore().collective_rpc)
+    ]
+    assert names[0] == names[1]
+    assert core.collective_rpc("do", 1.0, ("x",), {"y": 2}) == ["do", 1.0, ("x",), {"y": 2}]
+
+
+def test_a_worker_without_its_scheduler_is_refused(lent: Lent, extension: Any) -> None:
+    """In a process of workers alone nobody asks but from outside: no step there takes the lock."""
+    said = extension.SharedWeights.attach_weights(lent.worker, str(lent.address))
+    assert "must be in one process" in said["error"]
+    assert "segment" in lent.attach(extension.core())
+
+
+def test_an_engine_of_several_steps_at_a_time_is_refused(lent: Lent, extension: Any) -> None:
+    extension.core.batched = True
+    core = extension.core()
+    assert "one step at a time" in lent.attach(core)["error"]
+    with pytest.raises(RuntimeError, match="one step at a time"):
+        core.step_fn()
+    assert core.sampled == []
+
+
+def test_nothing_is_sent_to_a_vllm_that_shares(lent: Lent, extension: Any) -> None:
+    transfer = importlib.import_module(f"{OURS}.transfer").FileTransfer()
+    transfer.start_weight_update()
+    manifest = msgspec.json.encode(lent.share.manifest()).decode()
+    assert extension.SharedWeights.match_weights(lent.worker, manifest) == {}
+    lent.attach(extension.core())
+    assert "shared" in extension.SharedWeights.match_weights(lent.worker, manifest)["problem"]
+    with pytest.raises(WeightsMismatchError, match="shared with a trainer"):
+        transfer.start_weight_update()

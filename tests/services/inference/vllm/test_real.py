@@ -1,0 +1,200 @@
+"""A real vLLM with the trainer's own weights: what it samples is what a forward pass of transformers says.
+
+Each family has one vLLM for all its tests: a start takes half a minute. `make test-vllm` runs them.
+"""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.services.inference.vllm.lent import (
+    FAMILIES,
+    Engine,
+    Lender,
+    lent,
+    long_prompt,
+    missing,
+    worst,
+)
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.trainer.weights.share import Level
+
+pytestmark = [pytest.mark.rival, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+EXACT = 1e-5
+"""Nats, in float32: the same sums in another order."""
+Pair = tuple[Lender, Engine]
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with lent(tmp_path_factory.mktemp(request.param) / "run", request.param) as made:
+        yield made
+
+
+def version_of(span: dict[str, Any]) -> PolicyVersion:
+    return PolicyVersion(span["version"]["incarnation"], span["version"]["step"])
+
+
+def only_version(choices: list[dict[str, Any]]) -> PolicyVersion:
+    spans = [span for choice in choices for span in choice["weight_versions"]]
+    assert len({version_of(span) for span in spans}) == 1, spans
+    return version_of(spans[0])
+
+
+def test_logprobs_are_those_of_a_forward_pass_after_every_step(pair: Pair) -> None:
+    trainer, engine = pair
+    before = None
+    for seed in range(3):
+        choices = engine.complete(n=8)
+        assert only_version(choices) == trainer.version
+        assert max(worst(trainer.model, choice) for choice in choices) < EXACT
+        if before is not None:  # the step was no trifle: the old weights say something else
+            assert max(worst(before, choice) for choice in choices) > 100 * EXACT
+        before = trainer.kept()
+        trainer.step(seed)
+
+
+def test_a_long_prompt_is_read_anew_by_new_weights(pair: Pair) -> None:
+    """A prompt of 300 tokens fills two blocks of the prefix cache, which the next request would find."""
+    trainer, engine = pair
+    prompt = long_prompt(7, 300)
+    for seed in range(3):
+        for _ in range(2):  # the second is answered out of the cache
+            choices = engine.complete(prompt=prompt, n=2)
+            assert only_version(choices) == trainer.version
+            assert max(worst(trainer.model, choice) for choice in choices) < EXACT
+        trainer.step(10 + seed)
+
+
+def test_a_sequence_under_way_has_each_token_from_the_version_that_it_says(pair: Pair) -> None:
+    trainer, engine = pair
+    models = {trainer.version: trainer.kept()}
+    found: list[dict[str, Any]] = []
+    asking = threading.Thread(
+        target=lambda: found.extend(engine.complete(prompt=long_prompt(8, 140), n=4, max_tokens=360))
+    )
+    asking.start()
+    time.sleep(0.2)
+    seed = 20
+    while asking.is_alive() and seed < 40:
+        version = trainer.step(seed)
+        models[version] = trainer.kept()
+        seed += 1
+        time.sleep(0.05)
+    asking.join()
+    assert max(len(choice["weight_versions"]) for choice in found) > 1, "nothing was under way"
+    for choice in found:
+        at = 0
+        for span in choice["weight_versions"]:
+            assert span["start"] == at
+            at = span["end"]
+            assert worst(models[version_of(span)], choice, span["start"], at) < EXACT
+        assert at == len(choice["token_ids"])
+
+
+def test_both_sides_answer_each_other(pair: Pair) -> None:
+    """The owner's question is answered by vLLM itself, in the memory that both map."""
+    trainer, engine = pair
+    asking = threading.Thread(target=lambda: engine.complete(max_tokens=200))
+    asking.start()
+    proof = trainer.share.verify(Level.NONCE)
+    asking.join()
+    assert proof.answered_s is not None
+
+
+def test_conversations_greedy_answers_and_stops(pair: Pair) -> None:
+    trainer, engine = pair
+    asked = {
+        "messages": [{"role": "user", "content": "12+7="}],
+        "logprobs": True,
+        "return_token_ids": True,
+        "max_tokens": 8,
+        "n": 2,
+    }
+    status, answer = engine.ask("POST", "/v1/chat/completions", asked)
+    assert status == 200, answer
+    for choice in answer["choices"]:
+        assert choice["prompt_token_ids"][0] == 1
+        told = [token["logprob"] for token in choice["logprobs"]["content"]]
+        assert worst(trainer.model, {**choice, "logprobs": {"token_logprobs": told}}) < EXACT
+    first, second = engine.complete(n=2, temperature=0)
+    assert first["token_ids"] == second["token_ids"]
+    assert worst(trainer.model, first) < EXACT
+    stops = engine.complete(n=8, stop=list("0123456789"), max_tokens=200)
+    ended = [choice for choice in stops if choice["finish_reason"] == "stop"]
+    assert ended
+    assert all(worst(trainer.model, choice) < EXACT for choice in ended)
+    assert not any(set(choice["text"]) & set("0123456789") for choice in ended)
+
+
+def test_temperature_is_in_the_logprobs(pair: Pair) -> None:
+    trainer, engine = pair
+    (choice,) = engine.complete(temperature=0.5)
+    assert worst(trainer.model, choice) > 100 * EXACT
+    with torch.no_grad():
+        tokens = torch.tensor([[*choice["prompt_token_ids"], *choice["token_ids"]]])
+        logits = trainer.model(input_ids=tokens, use_cache=False).logits[0] / 0.5
+    start = len(choice["prompt_token_ids"])
+    own = logits.log_softmax(-1)[start - 1 : -1].gather(-1, tokens[0, start:, None])[:, 0]
+    assert float((torch.tensor(choice["logprobs"]["token_logprobs"]) - own).abs().max()) < EXACT
+
+
+def test_what_cannot_be_served_exactly_is_refused(pair: Pair) -> None:
+    _, engine = pair
+    assert engine.status(top_k=5) == 400
+    assert engine.status(prompt=[98, 99]) == 400, "row 99 is only there to fill up"
+    assert engine.status(prompt=[1] * 511, max_tokens=2) == 400
+    assert engine.status(model="another") == 404
+
+
+WRITER = """
+import mmap, os, signal, sys
+from pathlib import Path
+from rolloutmq.bus import segments
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.trainer.weights.lock import WeightLock
+address = segments.read_address(Path(sys.argv[1]))
+segment = segments.open_existing(Path(address.path), address.nonce, writable=True)
+memory = mmap.mmap(segment.fd, 0)
+with WeightLock(memory, segment.fd).writing(PolicyVersion(0, 999)):
+    memory[20000:30000] = b"x" * 10000
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_killed_in_mid_write_is_refused_until_a_restore(pair: Pair) -> None:
+    trainer, engine = pair
+    kept = trainer.kept()
+    statuses: list[int] = []
+    asking = threading.Thread(
+        target=lambda: statuses.append(engine.status(prompt=long_prompt(9, 60), max_tokens=440, n=8))
+    )
+    asking.start()
+    time.sleep(0.2)
+    writer = subprocess.run([sys.executable, "-c", WRITER, str(trainer.layout.weights)], check=False)
+    assert writer.returncode == -signal.SIGKILL
+    assert engine.status() == 503
+    status, health = engine.ask("GET", "/health")
+    assert (status, health["status"]) == (503, "torn")
+    asking.join()
+    assert statuses == [503], "what was under way ends, and with nothing"
+    log = trainer.layout.log("inference-vllm").read_text()
+    assert 1 <= log.count("requests ended") < 5, "vLLM rests, it does not end the same again and again"
+
+    version = PolicyVersion(1, trainer.version.step)
+    with trainer.share.writing(version, restoring=True), torch.no_grad():
+        for mine, whole in zip(trainer.model.parameters(), kept.parameters(), strict=True):
+            mine.copy_(whole)
+    trainer.version = version
+    choices = engine.complete(n=2)
+    assert only_version(choices) == version
+    assert max(worst(trainer.model, choice) for choice in choices) < EXACT
+    assert engine.ask("GET", "/health")[0] == 200

@@ -1,0 +1,134 @@
+"""vLLM's own weight transfer: a real vLLM with a copy, sent over its HTTP interface. `make test-vllm` runs them."""
+
+import asyncio
+import copy
+import gc
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.services.inference.vllm.lent import Lender, forward, long_prompt, missing, model_of
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.sharing import WeightsMismatchError, WeightsNotSentError, WeightsTornError
+from rolloutmq.services.inference.generate import Continuation
+from rolloutmq.services.inference.sampling import Sampling
+from rolloutmq.services.inference.vllm.client import EngineFailedError, VllmClient
+from rolloutmq.services.inference.vllm.process import running
+from rolloutmq.trainer.weights.parcel import Parcel
+from rolloutmq.trainer.weights.share import Level
+from rolloutmq.trainer.weights.vllm_http import SentWeights
+
+pytestmark = [pytest.mark.rival, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+EXACT = 1e-5
+V = PolicyVersion
+
+
+def worst(model: Any, prompt: list[int], found: list[Continuation]) -> float:
+    return max(
+        float((torch.tensor(one.logprobs) - forward(model, prompt, one.token_ids)).abs().max())
+        for one in found
+    )
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, sent: SentWeights, version: PolicyVersion) -> None:
+    tokens = torch.randint(3, 40, (4, 24), generator=torch.Generator().manual_seed(version.step))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    with sent.writing(version):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Lender]:
+    trainer = Lender(tmp_path / "run", "qwen2")
+    yield trainer
+    trainer.close()
+
+
+async def ready(client: VllmClient) -> None:
+    async with asyncio.timeout(300):
+        while not await client.answers():  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(0.2)
+
+
+WHOLE = Parcel.write
+
+
+def damaged(parcel: Parcel, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Leave one tensor out of the file."""
+    left = {name: one for name, one in tensors.items() if name != "model.layers.1.self_attn.k_proj.weight"}
+    WHOLE(parcel, left, metadata)
+
+
+async def test_a_tied_model_is_sent_and_sent_again(
+    made: Lender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One start: steps, caches, what is under way, files that do not fit, a transfer that fails and is restored."""
+    run, layout = made.config, made.layout
+    short, long = [1, 6, 7, 8], long_prompt(3, 300)
+    async with running(run, layout, "inference", 0) as vllm, VllmClient.opened(vllm.socket) as client:
+        await ready(client)
+        url = f"unix:{vllm.socket}"
+
+        async def ask(prompt: list[int], n: int = 4, tokens: int = 24) -> list[Continuation]:
+            return await client.generate(prompt, Sampling(n=n, max_tokens=tokens), [2])
+
+        # Nothing was sent yet: the dummy weights that it started with are never sampled from.
+        with pytest.raises(EngineFailedError):
+            await ask(short)
+
+        model = model_of("qwen2", seed=3)
+        sent = await asyncio.to_thread(SentWeights.create, model, url, tmp_path, version=V(2, 0))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        for number in range(1, 4):
+            for prompt in (short, long, long):
+                found = await ask(prompt)
+                assert {span.version for one in found for span in one.spans} == {V(2, number - 1)}
+                assert worst(model, prompt, found) < EXACT
+            await asyncio.to_thread(step, model, optimizer, sent, V(2, number))
+        assert len(sent.verify(Level.DIGESTS, exact=True).digests) == len(sent.manifest().fused)
+
+        # What is under way goes on with the new weights, all of it read anew.
+        asking = asyncio.create_task(ask(long_prompt(4, 140), tokens=360))
+        await asyncio.sleep(0.2)
+        before = copy.deepcopy(model)
+        await asyncio.to_thread(step, model, optimizer, sent, V(2, 4))
+        models = {V(2, 3): before, V(2, 4): model}
+        spans = 0
+        for one in await asking:
+            own = {v: forward(m, long_prompt(4, 140), one.token_ids) for v, m in models.items()}
+            for span in one.spans:
+                told = torch.tensor(one.logprobs[span.start : span.end])
+                assert float((told - own[span.version][span.start : span.end]).abs().max()) < EXACT
+            spans = max(spans, len(one.spans))
+        assert spans > 1, "nothing was under way"
+
+        # A model that does not fit is refused, by the name of its tensor, and nothing of it was loaded.
+        with pytest.raises(WeightsMismatchError, match=r"model\.layers\.0\.self_attn"):
+            await asyncio.to_thread(SentWeights.create, model_of("qwen3"), url, tmp_path, version=V(9, 9))
+        assert worst(model, short, await ask(short)) < EXACT
+        del before, models
+
+        # A file that was damaged on its way: vLLM stays paused, and answers again after a restore only.
+        monkeypatch.setattr(Parcel, "write", damaged)
+        with pytest.raises(WeightsNotSentError, match="/update_weights: status 500"), sent.writing(V(2, 5)):
+            pass
+        monkeypatch.undo()
+        assert sent.is_torn()
+        with pytest.raises(WeightsTornError), sent.writing(V(2, 5)):
+            pass
+        waiting = asyncio.create_task(ask(short))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        assert not list(tmp_path.glob("rolloutmq-*"))
+        with sent.writing(V(2, 5), restoring=True):
+            pass
+        found = await waiting
+        assert worst(model, short, found) < EXACT
+        assert found[0].spans[0].version == V(2, 5)
+        sent.close()
+    gc.collect()

@@ -1,0 +1,282 @@
+"""A worker and its teacher: what is asked, what a teacher that is away costs, what ends the worker, what is seen."""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import pytest
+from aiohttp import web
+
+from rolloutmq.bus.client import BrokerClient
+from rolloutmq.bus.consumer import Consumer
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.tokenizer import fingerprint
+from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.control import GetStatus, Pressure, StatusReply, WorkerState
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import EnvironmentFailedError
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import InferenceAddress
+from rolloutmq.schemas.teaching import (
+    IDS_COLUMN,
+    LOGPROBS_COLUMN,
+    Lore,
+    TeacherRefusedError,
+    TeachReply,
+    TeachRequest,
+    TokenizerMismatchError,
+)
+from rolloutmq.schemas.trajectory import Group
+from rolloutmq.services.broker.server import running_broker
+from rolloutmq.services.monitor import waits
+from rolloutmq.services.runner import Stop
+from rolloutmq.services.worker.runtime import Worker
+from rolloutmq.services.worker.teacher import Teacher
+
+if TYPE_CHECKING:
+    from tests.services.worker.conftest import FakeServer
+
+DEADLINE_S = 10.0
+ENVIRONMENT = """
+from rolloutmq import SingleTurn
+
+class Echo(SingleTurn):
+    def task(self, rng):
+        return "q"
+
+    def prompt(self, task):
+        return task
+
+    def score(self, task, completion):
+        return float(len(completion.text))
+"""
+
+
+class FakeTeacher:
+    """Says of every place that its token and the next one are likely.
+
+    Attributes:
+        failures: Statuses that the next requests get instead of an answer.
+        away: Status that every request gets until it is 0.
+        asked: The requests so far.
+        k: Entries that it claims to give.
+    """
+
+    def __init__(self) -> None:
+        self.failures: list[int] = []
+        self.away = 0
+        self.asked: list[TeachRequest] = []
+        self.k = 2
+        self.url = ""
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["FakeTeacher"]:
+        app = web.Application()
+        app.router.add_post("/v1/token_logprobs", self._teach)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _teach(self, request: web.Request) -> web.Response:
+        asked = msgspec.msgpack.decode(await request.read(), type=TeachRequest)
+        self.asked.append(asked)
+        status = self.away or (self.failures.pop(0) if self.failures else 0)
+        if status:
+            return web.Response(
+                status=status, body=json.dumps({"error": {"message": f"told {status}"}}).encode()
+            )
+        tokens = np.frombuffer(asked.tokens, "<i4")[np.frombuffer(asked.wanted, np.uint8).astype(bool)]
+        ids = np.stack([tokens, tokens + 1], -1).astype("<i4")
+        reply = TeachReply(
+            model="fake",
+            k=self.k,
+            token_ids=ids.tobytes(),
+            logprobs=np.full(ids.shape, -1.0, "<f4").tobytes(),
+        )
+        return web.Response(body=msgspec.msgpack.encode(reply))
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeTeacher]:
+    async with FakeTeacher().listening() as made:
+        yield made
+
+
+def configured(layout: RunLayout, url: str, **changed: Any) -> RunConfig:
+    config = RunConfig.model_validate(
+        {
+            "environment": {
+                "echo": {"entry": "env.py:Echo", "group_size": 4, "concurrency": 2, "pacing": False} | changed
+            },
+            "teacher": {"url": url, "retry_s": 0.02},
+            "trainer": {"distillation": {"kind": "top_k", "top_k": 2}},
+            "orchestrator": {"drain_deadline_s": 5.0},
+            "base_dir": str(layout.root),
+        }
+    )
+    write_json(layout.config, config)
+    (layout.root / "env.py").write_text(ENVIRONMENT)
+    layout.model.mkdir()
+    (layout.model / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    return config
+
+
+@pytest.fixture
+def layout(run_dir: Path) -> RunLayout:
+    return RunLayout(run_dir)
+
+
+def some_group() -> Group:
+    return Group.build("g", tokens=[[1, 2, 3], [4, 5]], mask=[[1, 0, 1], [0, 1]], scores=[0.0, 1.0])
+
+
+async def test_it_asks_for_the_trained_tokens_in_its_students_name(
+    layout: RunLayout, fake: FakeTeacher
+) -> None:
+    config = configured(layout, fake.url + "/v1/")
+    async with Teacher.opened(config, layout) as teacher:
+        group = await teacher.teach(some_group())
+    (asked,) = fake.asked
+    assert (asked.tokenizer, asked.lore, asked.top_k) == (fingerprint(layout.model), Lore.TOP_K, 2)
+    assert asked.wanted == b"\0\0\1\0\1"  # nothing predicts a first token
+    assert [[cell.tolist() for cell in row] for row in group[IDS_COLUMN]] == [[[], [], [3, 4]], [[], [5, 6]]]
+    assert [len(row) for row in group[LOGPROBS_COLUMN]] == [3, 2]
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+async def test_what_passes_by_itself_is_waited_for(layout: RunLayout, fake: FakeTeacher, status: int) -> None:
+    fake.failures = [status] * 3
+    async with Teacher.opened(configured(layout, fake.url), layout) as teacher:
+        assert IDS_COLUMN in await teacher.teach(some_group())
+        assert teacher.retries == 3
+
+
+async def test_a_teacher_without_an_address_and_a_student_without_a_tokenizer_are_waited_for(
+    layout: RunLayout, fake: FakeTeacher
+) -> None:
+    config = configured(layout, "")
+    config = config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": "some"})})
+    tokenizer = layout.model / "tokenizer.json"
+    text = tokenizer.read_text()
+    tokenizer.unlink()
+    async with Teacher.opened(config, layout) as teacher, asyncio.timeout(DEADLINE_S):
+        waiting = asyncio.create_task(teacher.teach(some_group()))
+        await until(lambda: "not said yet where" in teacher.wait(float("inf")))
+        write_json(layout.teacher, InferenceAddress(url=fake.url, pid=1))
+        await until(lambda: "tokenizer.json yet" in teacher.wait(float("inf")))
+        tokenizer.write_text(text)
+        assert IDS_COLUMN in await waiting
+
+
+async def test_refusals_are_told_from_other_tokenizers(layout: RunLayout, fake: FakeTeacher) -> None:
+    fake.failures = [400, 409]
+    async with Teacher.opened(configured(layout, fake.url), layout) as teacher:
+        with pytest.raises(TeacherRefusedError, match="status 400: told 400"):
+            await teacher.teach(some_group())
+        with pytest.raises(TokenizerMismatchError, match="teacher: told 409"):
+            await teacher.teach(some_group())
+        fake.k = 3
+        with pytest.raises(TeacherRefusedError, match="not 3 entries for each of 2 tokens"):
+            await teacher.teach(some_group())
+        assert teacher.wait(float("inf")) == ""
+
+
+async def test_a_wait_is_told_once_it_lasts(layout: RunLayout, fake: FakeTeacher) -> None:
+    fake.away = 503
+    async with Teacher.opened(configured(layout, fake.url), layout) as teacher, asyncio.timeout(DEADLINE_S):
+        waiting = [asyncio.create_task(teacher.teach(some_group())) for _ in range(3)]
+        await until(lambda: teacher.retries > 2)
+        now = time.monotonic()
+        assert teacher.wait(now - 60) == ""
+        told = teacher.wait(now + 60)
+        assert told.startswith("3 groups for the teacher, the longest for 60 s: ")
+        assert told.endswith(f"{fake.url}: status 503, told 503")
+        fake.away = 0
+        await asyncio.gather(*waiting)
+        assert teacher.wait(now + 60) == ""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - of other tasks
+        await asyncio.sleep(0.005)
+
+
+async def pressure_of(endpoint: str) -> Pressure:
+    async with BrokerClient(endpoint) as client:
+        reply = await client.request(GetStatus())
+    assert isinstance(reply, StatusReply)
+    return reply.pressure
+
+
+async def test_a_teacher_that_is_away_is_seen_and_costs_no_group(
+    layout: RunLayout, fake: FakeTeacher, server: "FakeServer", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolloutmq.services.worker.teacher.SLOW_S", 0.0)
+    fake.away = 503
+    config = configured(layout, fake.url, rollout_timeout_s=0.5)  # no deadline of a rollout is the teacher's
+    write_json(layout.inference, InferenceAddress(url=server.url, pid=os.getpid()))
+    with running_broker(config, layout) as broker:
+        worker = Worker(layout.root, "echo-0")
+        living = asyncio.create_task(worker.run(Stop()))
+        async with asyncio.timeout(2 * DEADLINE_S):
+            while True:
+                pressure = await pressure_of(broker.endpoints.serve)
+                if pressure.workers and "for 1 s" in pressure.workers[0].waits_for:
+                    break
+            assert "workers wait: teacher_away, worker echo-0: 2 groups for the teacher" in waits.explain(
+                pressure
+            )
+            assert pressure.workers[0].state is WorkerState.READY
+            assert pressure.ledger.accepted == 0
+            fake.away = 0
+            async with Consumer.open(layout.root, sequences=8) as consumer:
+                batch = await consumer.pull(1, PolicyVersion())
+            for group in batch.groups:
+                assert group.columns[IDS_COLUMN].lengths[1].tolist() == [0, 0, 0, 2, 2] * 4
+                tokens = group.columns["tokens"].values.reshape(4, 5)[:, 3:]
+                np.testing.assert_array_equal(
+                    group.columns[IDS_COLUMN].values.reshape(4, 2, 2)[:, :, 0], tokens
+                )
+            worker.start_draining()
+            await living
+    assert worker.beat().abandoned == 0
+    assert worker.state is WorkerState.GONE
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "told"),
+    [
+        (409, TokenizerMismatchError, "told 409"),
+        (400, EnvironmentFailedError, "the teacher refused, status 400: told 400"),
+    ],
+)
+async def test_what_no_pause_can_heal_ends_the_worker_with_the_reason(
+    layout: RunLayout,
+    fake: FakeTeacher,
+    server: "FakeServer",
+    status: int,
+    error: type[Exception],
+    told: str,
+) -> None:
+    fake.away = status
+    config = configured(layout, fake.url, failure_limit=3)
+    write_json(layout.inference, InferenceAddress(url=server.url, pid=os.getpid()))
+    with running_broker(config, layout):
+        worker = Worker(layout.root, "echo-0")
+        with pytest.raises(error, match=told):
+            async with asyncio.timeout(DEADLINE_S):
+                await worker.run(Stop())
+    assert worker.state is WorkerState.FAILED
+    assert told in worker.beat().error

@@ -1,0 +1,81 @@
+"""The loop with losses other than the usual one."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.trainer.test_loop import steady
+from tests.trainer.toy import MemoryBroker, run_config
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.trajectory import Column, Group
+from rolloutmq.trainer.loop import train
+from rolloutmq.trainer.process import Stop
+
+
+@pytest.fixture
+def layout(run_dir: Path) -> RunLayout:
+    return RunLayout(run_dir)
+
+
+def referred(step: int, version: PolicyVersion) -> list[Group]:
+    """Groups that come with what a reference says of them."""
+    chance = np.random.default_rng(step)
+    groups = []
+    for group in steady(step, version):
+        sampled = group["inference_logprobs"]
+        reference = [row + 0.1 * chance.standard_normal(row.size).astype(np.float32) for row in sampled]
+        column = Column.build("ref_logprobs", reference, 1)
+        groups.append(replace(group, columns={**group.columns, "ref_logprobs": column}))
+    return groups
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"name": "grpo", "kl": 0.1},
+        {"name": "gspo", "kl": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+        {"name": "rloo"},
+        {"name": "decoupled_ppo"},
+    ],
+    ids=lambda loss: loss["name"],
+)
+def test_micro_batches_do_not_change_what_another_loss_learns(tmp_path: Path, loss: dict[str, Any]) -> None:
+    # The weights hide much: Adam divides by the size of the gradient. Its norm and the metrics do not.
+    told = []
+    for name, most in (("whole", 4096), ("cut", 40)):
+        broker = MemoryBroker(referred)
+        config = run_config(steps=2, micro_batch_tokens=most, loss=loss)
+        train(config, RunLayout(tmp_path / name), Stop(), broker.connect)
+        told.append([event.extra | {"loss": event.loss} for event in broker.events])
+    for whole, cut in zip(*told, strict=True):
+        assert cut == pytest.approx(whole, rel=2e-3, abs=1e-5)
+
+
+def test_groups_without_what_the_loss_needs_are_rejected(layout: RunLayout) -> None:
+    def half(step: int, version: PolicyVersion) -> list[Group]:
+        return [*referred(step, version)[:2], *steady(step, version)[2:]]
+
+    broker = MemoryBroker(half)
+    train(run_config(steps=1, loss={"name": "grpo", "kl": 0.1}), layout, Stop(), broker.connect)
+    (settled,) = broker.settled
+    assert len(settled["trained"]) == len(settled["rejected"]) == 2
+    assert {one.reason for one in settled["rejected"]} == {"no ref_logprobs: the loss cannot do without"}
+
+
+def test_what_is_too_stale_for_the_loss_teaches_nothing(layout: RunLayout) -> None:
+    old = PolicyVersion(0, 0)
+    broker = MemoryBroker(lambda step, _: steady(step, old))
+    correction = {"level": "token", "from_staleness": 1, "max_staleness": 1}
+    train(
+        run_config(steps=3, loss={"entropy": 0.0, "correction": correction}), layout, Stop(), broker.connect
+    )
+    assert [event.extra["masked"] for event in broker.events] == [0, 0, 1]
+    weight = [event.extra["weight"] for event in broker.events]
+    assert weight[0] == 1
+    assert weight[1] not in (0, 1)
+    assert weight[2] == 0
+    assert broker.events[2].extra["grad_norm"] == 0

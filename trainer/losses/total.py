@@ -1,0 +1,66 @@
+"""From what a loss makes of each token to one number. Pure.
+
+    total = mean over the step of  weight * loss  +  kl weight * kl  -  entropy weight * entropy
+
+All three parts go through the same mean. A token whose weight is 0 still counts in it: otherwise masking half of a
+step would double what the other half does.
+"""
+
+import torch
+from torch import Tensor
+
+from rolloutmq.schemas.losses import LossSection
+from rolloutmq.trainer.losses.inputs import LossInputs, LossOutputs, Objective
+from rolloutmq.trainer.losses.kl import divergence, k3
+from rolloutmq.trainer.losses.ratio import bounded, weights
+
+
+def total(objective: Objective, inputs: LossInputs, config: LossSection) -> LossOutputs:
+    """Return this pass's part of the loss of the step.
+
+    Metrics, each a mean over the tokens of the step once the parts are added: `ratio` of the learning policy to the
+    sampling one, `clipped` (fraction of tokens whose gradient the loss has cut), `kl` (of the learning policy from the
+    sampling one, estimated by ratio - 1 - log ratio), `entropy`, `weight` (of the correction), `masked` (fraction of
+    tokens with weight 0), and `kl_ref` if there is a reference. And `loss`, which has the loss's own mean.
+    """
+    weight = weights(inputs, config.correction)
+    per_token = weight * objective.losses - config.entropy * inputs.entropy  # (N,)
+    if config.kl and config.kl_in == "loss":
+        reference = _required(inputs.ref_logprobs)
+        per_token = per_token + config.kl * divergence(inputs.logprobs, reference, config.kl_estimator)
+    loss = reduce(per_token, inputs, config)
+    return LossOutputs(loss, _metrics(objective, inputs, weight) | {"loss": loss.detach()})
+
+
+def _required(ref_logprobs: Tensor | None) -> Tensor:
+    if ref_logprobs is None:
+        raise ValueError("a loss with a KL term has no ref_logprobs")
+    return ref_logprobs
+
+
+def reduce(per_token: Tensor, inputs: LossInputs, config: LossSection) -> Tensor:
+    """Add up values `(N,)` and divide them by what the mean says, of the whole step."""
+    match config.mean:
+        case "tokens":
+            return per_token.sum() / inputs.step.tokens
+        case "sequences":
+            return (per_token / inputs.lengths()[inputs.sequences]).sum() / inputs.step.sequences
+        case "constant":
+            return per_token.sum() / (inputs.step.sequences * config.length)
+
+
+@torch.no_grad()
+def _metrics(objective: Objective, inputs: LossInputs, weight: Tensor) -> dict[str, Tensor]:
+    drift = bounded(inputs.logprobs - inputs.behaviour_logprobs)
+    ratio = drift.exp()
+    parts = {
+        "ratio": ratio,
+        "clipped": objective.cut.to(ratio.dtype),
+        "kl": ratio - 1 - drift,
+        "entropy": inputs.entropy,
+        "weight": weight,
+        "masked": (weight == 0).to(ratio.dtype),
+    }
+    if inputs.ref_logprobs is not None:
+        parts["kl_ref"] = k3(bounded(inputs.logprobs - inputs.ref_logprobs))
+    return {name: part.sum() / inputs.step.tokens for name, part in parts.items()}

@@ -1,0 +1,237 @@
+"""The ranks of one trainer: processes that take each step together, each on its own part of the batch.
+
+Rank 0 owns what there is once: the shared weights, the journal, the checkpoints. All ranks hold a shard of the
+parameters and of the optimizer (`sharding`), pull under one lease, which gives them disjoint groups, and settle each
+for itself. Whatever is decided is decided by all, in the same place of the loop, or one would wait for ever for the
+others: whether there is a batch, whether there is anything to learn, whether to stop.
+
+They meet at a store that rank 0 opens on this host; its address lies in the run directory. If one of them dies the
+others' next word to it is an error, and they end too; all are started again, and go on from the checkpoint.
+"""
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.errors import ConfigError, EndOfReplayError
+from rolloutmq.trainer.process import StoppedError
+
+T = TypeVar("T", bound=msgspec.Struct)
+B = TypeVar("B")
+
+HOST: Final = "127.0.0.1"
+LOOK_S: Final = 0.05
+JOIN_S: Final = 5.0
+"""How long one attempt to reach the store may take."""
+PATIENCE_S: Final = 1800.0
+"""Longest time between two words of a rank. It computes meanwhile; if it dies, that shows at once."""
+
+
+class Ranks:
+    """A rank that is alone."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that owns what there is once."""
+        return self.rank == 0
+
+    def sums(self, *values: int) -> list[int]:
+        """Add up numbers over all ranks."""
+        return list(values)
+
+    def most(self, value: int) -> int:
+        """Return the largest number of any rank."""
+        return value
+
+    def every(self, own: T) -> list[T]:
+        """Tell all ranks something, and return what each of them tells, by rank."""
+        return [own]
+
+
+class ManyRanks(Ranks):
+    """One of several. Every method waits for the others, who must call the same."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    def sums(self, *values: int) -> list[int]:
+        """Add up numbers over all ranks."""
+        total = torch.tensor(values)
+        dist.all_reduce(total)
+        return [int(value) for value in total]
+
+    def most(self, value: int) -> int:
+        """Return the largest number of any rank."""
+        found = torch.tensor(value)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def every(self, own: T) -> list[T]:
+        """Tell all ranks something, and return what each of them tells, by rank."""
+        data = msgspec.msgpack.encode(own)
+        size = self.most(len(data))
+        padded = torch.zeros(size + 8, dtype=torch.uint8)
+        padded[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
+        padded[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        told = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(told, padded)
+        return [msgspec.msgpack.decode(_unpadded(one), type=type(own)) for one in told]
+
+
+def _unpadded(told: torch.Tensor) -> bytes:
+    raw = told.numpy().tobytes()
+    return raw[8 : 8 + int.from_bytes(raw[:8], "little")]
+
+
+class _Outcome(IntEnum):
+    """What a pull came to; the largest of all ranks holds for all."""
+
+    BATCH = 0
+    NOTHING = 1
+    OVER = 2
+    STOPPED = 3
+
+
+class Lockstep(Generic[B]):
+    """Pulls of all ranks: either all have their part of the same step, or none goes on."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._held: B | None = None
+
+    def pull(self, ask: Callable[[], B | None]) -> B | None:
+        """Return this rank's part of a batch when all ranks have theirs; None if they have to ask once more.
+
+        Args:
+            ask: Waits for the part, for a bounded time.
+
+        Raises:
+            StoppedError, EndOfReplayError: `ask` raised it, here or at another rank.
+        """
+        error: BaseException | None = None
+        if self._held is None:
+            try:
+                self._held = ask()
+            except (StoppedError, EndOfReplayError) as raised:
+                error = raised
+        worst = self._ranks.most(self._outcome(error))
+        if worst == _Outcome.STOPPED:
+            raise error if isinstance(error, StoppedError) else StoppedError
+        if worst == _Outcome.OVER:
+            raise error or EndOfReplayError("another rank has come to the end")
+        if not self._all_of_one_lease() or worst == _Outcome.NOTHING:
+            return None
+        batch, self._held = self._held, None
+        return batch
+
+    def _outcome(self, error: BaseException | None) -> _Outcome:
+        if isinstance(error, StoppedError):
+            return _Outcome.STOPPED
+        if error is not None:
+            return _Outcome.OVER
+        return _Outcome.NOTHING if self._held is None else _Outcome.BATCH
+
+    def _all_of_one_lease(self) -> bool:
+        """Where parts are of different leases, let go of all: whose lease is alive gets its part again.
+
+        The number tells nothing of that: a broker that keeps nothing begins anew with it.
+        """
+        if self._ranks.size == 1:
+            return True
+        newest = self._ranks.most(_lease(self._held))
+        if self._ranks.most(int(self._held is not None and _lease(self._held) != newest)):
+            self._held = None
+        return self._ranks.most(int(self._held is None)) == 0
+
+
+def _lease(batch: Any) -> int:
+    return -1 if batch is None else int(batch.lease << 20) + int(batch.generation)
+
+
+class Unshared:
+    """What a rank that does not own the shared weights has in their place."""
+
+    def writing(self, _version: PolicyVersion) -> AbstractContextManager[None]:
+        """Keep nobody out: nobody reads here."""
+        return nullcontext()
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """`ranks.json`."""
+
+    port: int
+    nonce: str
+
+
+@contextmanager
+def met(file: Path, rank: int, size: int) -> Iterator[Ranks]:
+    """Meet the other ranks of a run, however late they come, and leave them at the end.
+
+    `file` is where the first says where.
+
+    KeyboardInterrupt and its children end the wait.
+
+    Raises:
+        ConfigError: There is no such rank.
+    """
+    if rank >= size:
+        raise ConfigError("trainer.ranks", f"is {size}: there is no rank {rank}")
+    if size == 1:
+        yield Ranks()
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = _opened(file) if rank == 0 else _found(file)
+    store.set(f"here/{rank}", "")
+    while not store.check([f"here/{each}" for each in range(size)]):
+        time.sleep(LOOK_S)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE_S)
+    )
+    try:
+        yield ManyRanks(rank, size)
+    finally:
+        dist.destroy_process_group()
+
+
+def _opened(file: Path) -> Any:
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    address = _Address(store.port, secrets.token_hex(8))
+    write_json(file, address)
+    return PrefixStore(address.nonce, store)
+
+
+def _found(file: Path) -> Any:
+    while True:
+        address = read_json(file, _Address)
+        if address is not None and _listens(address.port):
+            with suppress(dist.DistError, RuntimeError):
+                store = TCPStore(HOST, address.port, is_master=False, timeout=timedelta(seconds=JOIN_S))
+                return PrefixStore(address.nonce, store)
+        time.sleep(LOOK_S)
+
+
+def _listens(port: int) -> bool:
+    """Tell whether anybody is there: the address may be of a life that is over, and torch would make many words."""
+    try:
+        socket.create_connection((HOST, port), JOIN_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,62 @@
+"""A policy in shards: each rank has a part of every parameter, of its gradient, and of the optimizer's moments (FSDP2).
+
+Parameters are gathered block by block while they are computed with. Gradients are summed over the ranks, not averaged:
+each rank's loss is divided by the size of the whole step already. Shards are float32; weights that are shared with
+servers in bfloat16 are computed with in bfloat16, and the shards are their masters.
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from rolloutmq.trainer.checkpoint import own_tensors
+from rolloutmq.trainer.ranks import Ranks
+from rolloutmq.trainer.scoring import Scorer
+
+
+class Sharded:
+    """The shards of the policy of one scorer, a twin of the shared one. Make it before the optimizer."""
+
+    def __init__(self, scorer: Scorer, ranks: Ranks) -> None:
+        self._policy = scorer.policy
+        self.plain: dict[str, Tensor] = {}
+        """The shared weights by name, each once; at the rank that owns them."""
+        if ranks.leads:
+            self.plain = own_tensors(self._policy)
+        coarse = {p.dtype for p in self._policy.parameters()} - {torch.float32}
+        self.masters = bool(coarse)
+        """Whether the shards are finer than what is shared."""
+        mixed = MixedPrecisionPolicy()
+        if coarse:
+            (dtype,) = coarse
+            _widen(self._policy)
+            mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (ranks.size,))
+        blocks = [module for module in scorer.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for module in (*blocks, scorer):
+            sharded = fully_shard(module, mesh=mesh, mp_policy=mixed)
+            assert isinstance(sharded, FSDPModule)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+
+    def publish(self) -> None:
+        """Write the parameters into what is shared. All ranks take part; the owner is under the write lock."""
+        with torch.no_grad():
+            for name, parameter in self._policy.named_parameters():
+                assert isinstance(parameter, DTensor)
+                whole = parameter.full_tensor()
+                if self.plain:
+                    self.plain[name].copy_(whole)
+
+
+def _widen(policy: torch.nn.Module) -> None:
+    """Give a policy float32 parameters of its own; what was tied stays tied."""
+    wide: dict[int, torch.nn.Parameter] = {}
+    for module in policy.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                own = wide.setdefault(id(parameter), torch.nn.Parameter(parameter.detach().float()))
+                module._parameters[name] = own

@@ -1,0 +1,98 @@
+"""The tokenizer of a policy, written so that whoever serves it can read it.
+
+transformers 5 names a class in `tokenizer_config.json` that no transformers 4 has, and keeps the chat template in a
+file of its own; servers and evaluations still run on 4. What is left in a run and in each checkpoint, both read alike.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from rolloutmq.schemas.config import ModelConfig
+
+PAD: Final = "<pad>"
+BEGIN: Final = "<bos>"
+END: Final = "<eos>"
+SPECIAL: Final = (PAD, BEGIN, END)
+"""Their ids are 0, 1 and 2; the alphabet follows in its order."""
+CHAT_TEMPLATE: Final = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""A model without a notion of turns: the contents follow each other."""
+CONFIG: Final = "tokenizer_config.json"
+TEMPLATE: Final = "chat_template.jinja"
+CLASS: Final = "PreTrainedTokenizerFast"
+"""What every version calls a tokenizer that is all in `tokenizer.json`."""
+NEW_CLASS: Final = "TokenizersBackend"
+"""What version 5 calls it."""
+NEW_KEYS: Final = ("backend", "is_local", "local_files_only")
+"""What only version 5 writes, and nobody needs."""
+FILES: Final = (
+    *("tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", TEMPLATE),
+)
+"""What a directory with a tokenizer may hold, beside its configuration."""
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy a tokenizer, whatever version of transformers wrote it."""
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+    if (source / CONFIG).is_file():
+        template = source / TEMPLATE
+        told = json.loads((source / CONFIG).read_bytes())
+        text = template.read_text(encoding="utf-8") if template.is_file() else None
+        replace(directory / CONFIG, json.dumps(portable(told, text), indent=2, ensure_ascii=False))
+
+
+def portable(told: dict[str, Any], template: str | None) -> dict[str, Any]:
+    """Return the configuration of a tokenizer as versions 4 and 5 read it alike; `template` is that of its own file."""
+    plain = {key: value for key, value in told.items() if key not in NEW_KEYS}
+    if plain.get("tokenizer_class") == NEW_CLASS:
+        plain["tokenizer_class"] = CLASS
+    if isinstance(plain.get("extra_special_tokens"), list):
+        plain["additional_special_tokens"] = plain.pop("extra_special_tokens")
+    if template is not None:
+        plain.setdefault("chat_template", template)
+    return plain
+
+
+def write_tokenizer(config: ModelConfig, directory: Path) -> None:
+    """Write a tokenizer with one token for each character of the alphabet."""
+    replace(directory / "tokenizer.json", character_tokenizer(config.alphabet).to_str(pretty=True))
+    description = {
+        "tokenizer_class": CLASS,
+        "pad_token": PAD,
+        "bos_token": BEGIN,
+        "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.max_positions,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    replace(directory / CONFIG, json.dumps(description, indent=2))
+
+
+def character_tokenizer(alphabet: str) -> Any:
+    """Return a `tokenizers.Tokenizer`: `<bos>`, then one token a character. An unknown character is an error."""
+    known = dict.fromkeys((*SPECIAL, *alphabet))
+    vocabulary = {token: number for number, token in enumerate(known)}
+    # No unknown token: it would let a prompt that the policy cannot read pass for one that it can.
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A",
+        pair=f"{BEGIN} $A $B",
+        special_tokens=[(BEGIN, vocabulary[BEGIN])],
+    )
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,216 @@
+"""Weights by way of a directory: for a server that shares no memory with the trainer, only a file system.
+
+A reader has a copy of its own: when it enters `reading` and the address names another version, it reads that one whole,
+proves it, and only then copies it in, so that it has the old weights or the new ones, never a mixture; the version that
+`reading` yields is the one that it copied. A write that fails publishes nothing, and the owner refuses the next one
+until it restores. How versions lie on the disk, and when they go, is `versions`' matter.
+"""
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.sharing import WeightsMismatchError, WeightsTornError
+from rolloutmq.trainer.weights import versions
+from rolloutmq.trainer.weights.binding import adopt, manifest_of, prove
+from rolloutmq.trainer.weights.lock import READ_PATIENCE_S, WRITE_PATIENCE_S
+from rolloutmq.trainer.weights.manifest import WeightManifest, named_tensors
+from rolloutmq.trainer.weights.proof import logits_digest, tensor_digests
+from rolloutmq.trainer.weights.share import Level, Proof
+
+
+class DiskShare:
+    """One side of weights that are published as files. Make it by `create` or `attach`."""
+
+    def __init__(self, model: nn.Module, address_file: Path, manifest: WeightManifest, *, run: str) -> None:
+        self._model = model
+        self._address_file = address_file
+        self._manifest = manifest
+        self._run = run
+        """Of the owner's life; for a reader, of the version that it has."""
+        self._tokenizer = ""
+        self._version = PolicyVersion()
+        self._torn = False
+        self._directory = ""
+        """Of the version that this side has."""
+        self._writes = 0
+        self._lock: int | None = None
+        self._seen: tuple[int, int] | None = None
+        """Inode and time of the address file that was read last."""
+
+    @classmethod
+    def create(
+        cls,
+        model: nn.Module,
+        address_file: Path,
+        *,
+        version: PolicyVersion = PolicyVersion(),
+        tokenizer: str = "",
+    ) -> Self:
+        """Publish the weights of a model as `version`; what earlier owners left is kept as long as any old version.
+
+        Raises:
+            SegmentInUseError: A living process publishes there.
+            WeightsMismatchError: The model has tensors that cannot be shared.
+        """
+        manifest = manifest_of(model, tokenizer=tokenizer)
+        share = cls(model, address_file, manifest, run=secrets.token_hex(8))
+        share._tokenizer = tokenizer
+        share._lock = versions.own(address_file.parent / versions.DIRECTORY)
+        try:
+            with share.writing(version, restoring=True):
+                pass
+        except BaseException:
+            share.close()
+            raise
+        return share
+
+    @classmethod
+    def attach(cls, model: nn.Module, address_file: Path, *, tokenizer: str = "") -> Self:
+        """Fill a model, on meta or built, with the newest version.
+
+        Raises:
+            SegmentGoneError: Nothing was published yet.
+            WeightsMismatchError: The model means other tensors; names the first that differs. It is unchanged.
+        """
+        seen = versions.seen(address_file)
+        found = versions.newest(address_file)
+        tensors = found.tensors
+        computed = prove(model, found.manifest, tokenizer)
+        adopt(model, found.manifest, tensors, computed)
+        share = cls(model, address_file, found.manifest, run=found.address.run)
+        share._tokenizer, share._version, share._seen = tokenizer, found.address.version, seen
+        share._directory = found.address.directory
+        return share
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Version that this side has."""
+        return self._version
+
+    def manifest(self) -> WeightManifest:
+        """Return what the weights consist of."""
+        return self._manifest
+
+    def is_torn(self) -> bool:
+        """Tell whether a write of this owner failed in the middle. What readers have is whole."""
+        return self._torn
+
+    def is_replaced(self) -> bool:
+        """Tell whether the newest version is of another life than the one that this side has. Reads the file."""
+        address = versions.read_address(self._address_file)
+        return address is not None and address.run != self._run
+
+    @contextmanager
+    def reading(self, patience_s: float = READ_PATIENCE_S) -> Iterator[PolicyVersion]:  # noqa: ARG002 - never waits
+        """Take over a newer version if there is one, and yield the version that this side has.
+
+        Raises:
+            SegmentGoneError: Versions were removed faster than they could be read.
+            WeightsMismatchError: The newer version is of another model; the old one stays.
+            WeightsTornError: This owner's own write failed in the middle.
+        """
+        if self._torn:
+            raise WeightsTornError(self._version)
+        self._refresh()
+        yield self._version
+
+    def _refresh(self) -> None:
+        seen = versions.seen(self._address_file)
+        if seen is None or seen == self._seen:
+            return
+        address = versions.read_address(self._address_file)
+        if address is not None and address.directory != self._directory:
+            self._take(versions.newest(self._address_file))
+        self._seen = seen
+
+    def _take(self, found: versions.Found) -> None:
+        if found.manifest != self._manifest:
+            prove(self._model, found.manifest, self._tokenizer)
+        mine = dict(named_tensors(self._model))
+        with torch.no_grad():
+            for name, tensor in found.tensors.items():
+                mine[name].copy_(tensor)
+        self._manifest, self._version = found.manifest, found.address.version
+        self._directory, self._run = found.address.directory, found.address.run
+
+    @contextmanager
+    def writing(
+        self,
+        version: PolicyVersion,
+        *,
+        restoring: bool = False,
+        patience_s: float = WRITE_PATIENCE_S,  # noqa: ARG002 - nobody is waited for
+    ) -> Iterator[None]:
+        """Let the block change the weights, then publish them as `version`; blocks for as long as the disk takes.
+
+        Raises:
+            WeightsTornError: An earlier block failed and this one is no restore.
+        """
+        if self._torn and not restoring:
+            raise WeightsTornError(self._version)
+        self._torn = True
+        yield
+        self._publish(version)
+        self._torn, self._version = False, version
+
+    def _publish(self, version: PolicyVersion) -> None:
+        self._writes += 1
+        name = f"{version.incarnation}.{version.step}.{self._run}-{self._writes}"
+        own = dict(named_tensors(self._model))
+        tensors = {spec.name: own[spec.name].detach() for spec in self._manifest.tensors}
+        versions.publish(self._address_file, name, version, self._run, self._manifest, tensors)
+        self._directory = name
+
+    def verify(
+        self,
+        level: Level,
+        *,
+        inputs: Tensor | None = None,
+        patience_s: float = 0.0,  # noqa: ARG002 - nobody is asked
+        exact: bool = False,
+    ) -> Proof:
+        """Climb the ladder to `level`; see `SharedWeights.verify`.
+
+        Without shared memory there is no aliasing to prove and nobody to ask: in their place stands that the files
+        of the version which this side has hold the very bytes of the model.
+        """
+        prove(self._model, self._manifest, self._tokenizer)
+        digests, logits = dict[str, str](), ""
+        with self.reading() as version:
+            if level >= Level.ALIASING:
+                self._require_published()
+            if level >= Level.DIGESTS:
+                digests = tensor_digests(self._model, self._manifest, exact=exact)
+            if level >= Level.LOGITS:
+                if inputs is None:
+                    raise ValueError("LOGITS needs inputs")
+                logits = logits_digest(self._model, inputs)
+        manifest = self._manifest
+        return Proof(level, version, len(manifest.tensors), manifest.end, None, digests, logits)
+
+    def _require_published(self) -> None:
+        found = versions.newest(self._address_file)
+        if found.address.version != self._version:
+            return  # a newer one was published this moment; the bytes of this one may be gone
+        mine = dict(named_tensors(self._model))
+        for name, tensor in found.tensors.items():
+            if not torch.equal(mine[name].detach().cpu(), tensor):
+                raise WeightsMismatchError(name, "differs from the file of this version")
+
+    def close(self, *, unlink: bool = False) -> None:
+        """Let go of the weights; with `unlink`, remove the address file and every version. May be called twice."""
+        if unlink and not self.is_replaced():
+            self._address_file.unlink(missing_ok=True)
+            shutil.rmtree(self._address_file.parent / versions.DIRECTORY, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None

@@ -1,0 +1,216 @@
+"""Versions of the weights as directories: how they are written, found, kept from going, and removed.
+
+    weights/                        beside the address file
+      0.7.3f2a...-8/                a version: model.safetensors, manifest.json; there whole or not at all
+      owner                         locked by the owner for its life; holds its pid
+    weights.json                    where the newest version is, and the sha256 of its manifest
+
+A writer forces a hidden directory to disk and renames it, then replaces the address file.
+
+The two newest versions are kept, and any that a reader holds (a shared lock on its manifest, for as long as it reads).
+A reader that comes too late all the same finds the version gone, and looks at the address again. What a dead owner
+published stays good: it is whole.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.sharing import SegmentGoneError, SegmentInUseError, WeightsMismatchError
+from rolloutmq.trainer.weights.manifest import WeightManifest
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY: Final = "weights"
+TENSORS: Final = "model.safetensors"
+MANIFEST: Final = "manifest.json"
+OWNER: Final = "owner"
+KEPT: Final = 2
+"""A reader that has read the address of one version finds it for as long as no two newer ones are published."""
+ATTEMPTS: Final = 5
+"""Versions that may be pruned under a reader before it gives up: the writer is faster than the disk is read."""
+
+
+class DiskAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`weights.json` of this backend."""
+
+    directory: str
+    """Name of the version's directory, below `weights/` beside this file."""
+    """Each write has another."""
+    version: PolicyVersion
+    manifest: str
+    """Sha256 of its manifest.json."""
+    run: str
+    """Nonce of the life that wrote it."""
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A version, read whole."""
+
+    address: DiskAddress
+    manifest: WeightManifest
+    tensors: dict[str, Tensor]
+
+
+def read_address(path: Path) -> DiskAddress | None:
+    """Read an address file, or None where there is none (yet), or that of another backend."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DiskAddress)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def own(root: Path) -> int:
+    """Become the only owner of a directory of versions, until the descriptor that is returned is closed."""
+    root.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(root / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = int(os.pread(fd, 20, 0) or b"0")
+        os.close(fd)
+        raise SegmentInUseError(str(root), pid) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
+
+
+def newest(address_file: Path) -> Found:
+    """Read the newest version whole."""
+    for _ in range(ATTEMPTS):
+        address = read_address(address_file)
+        if address is None:
+            raise SegmentGoneError(str(address_file), "no version was published yet")
+        directory = address_file.parent / DIRECTORY / address.directory
+        with suppress(FileNotFoundError), held(directory):
+            return _read(address, directory)
+    raise SegmentGoneError(str(address_file), "versions were removed before they could be read")
+
+
+def _read(address: DiskAddress, directory: Path) -> Found:
+    encoded = (directory / MANIFEST).read_bytes()
+    if hashlib.sha256(encoded).hexdigest() != address.manifest:
+        raise WeightsMismatchError("manifest", f"of {directory} is not the one that was published")
+    try:
+        manifest = msgspec.json.decode(encoded, type=WeightManifest)
+        tensors = load_file(directory / TENSORS)
+    except (msgspec.DecodeError, SafetensorError) as error:
+        raise WeightsMismatchError("files", f"of {directory}: {error}") from None
+    for spec in manifest.tensors:
+        tensor = tensors.get(spec.name)
+        if tensor is None:
+            raise WeightsMismatchError(spec.name, f"is not in {directory / TENSORS}")
+        found = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if found != (spec.dtype, spec.shape):
+            raise WeightsMismatchError(spec.name, f"is {found} in the file, the manifest says {spec.dtype}")
+    for name in sorted(tensors.keys() - {spec.name for spec in manifest.tensors}):
+        raise WeightsMismatchError(name, "is in the file and not in its manifest")
+    return Found(address, manifest, tensors)
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Keep a version from being pruned."""
+    fd = os.open(directory / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink == 0:
+            raise FileNotFoundError(directory)
+        yield
+    finally:
+        os.close(fd)
+
+
+def publish(
+    address_file: Path,
+    name: str,
+    version: PolicyVersion,
+    run: str,
+    manifest: WeightManifest,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Write a version whole, name it in the address file, and remove old ones. Blocks for as long as the disk takes.
+
+    What cannot be removed stays until the next version: this one is published all the same.
+    """
+    root = address_file.parent / DIRECTORY
+    partial = root / f".{name}.partial"
+    partial.mkdir(mode=0o700)
+    encoded = msgspec.json.encode(manifest)
+    save_file(dict(tensors), partial / TENSORS, metadata={"format": "pt"})
+    (partial / MANIFEST).write_bytes(encoded)
+    for path in (partial / TENSORS, partial / MANIFEST, partial):
+        _force(path)
+    partial.rename(root / name)
+    _force(root)
+    digest = hashlib.sha256(encoded).hexdigest()
+    address = DiskAddress(directory=name, version=version, manifest=digest, run=run)
+    _replace(address_file, msgspec.json.encode(address) + b"\n")
+    try:
+        prune(root, keep=name)
+    except OSError as error:
+        logger.warning("old versions not removed directory=%s error=%s", root, error)
+
+
+def prune(root: Path, *, keep: str) -> None:
+    """Remove old versions, and what a killed writer left; the newest stay, and those that somebody reads."""
+    others = [path for path in root.iterdir() if path.is_dir() and path.name != keep]
+    whole = sorted((path for path in others if not path.name.startswith(".")), key=_written)
+    for path in [*whole[: max(0, len(whole) - (KEPT - 1))], *(set(others) - set(whole))]:
+        if not _is_read(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _written(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _is_read(directory: Path) -> bool:
+    try:
+        # Over NFS an exclusive lock needs a descriptor that may write.
+        fd = os.open(directory / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def seen(path: Path) -> tuple[int, int] | None:
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        return None
+    return info.st_ino, info.st_mtime_ns
+
+
+def _replace(path: Path, data: bytes) -> None:
+    written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    written.write_bytes(data)
+    _force(written)
+    written.replace(path)
+    _force(path.parent)
+
+
+def _force(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
