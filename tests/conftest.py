@@ -71,10 +71,12 @@ SHARES_MEMORY = (
     "benchmarks/test_weights.py",
     "bus/test_segments.py",
     "examples/",
+    "faults/test_orchestrator_faults.py::test_an_orchestrator_that_is_killed_in_a_run",
     "launch/",
     "services/inference/",
-    "test_readme.py",
     "test_distillation.py",
+    "test_gpu_run.py",
+    "test_readme.py",
     "test_run.py",
     "trainer/",
 )
@@ -91,7 +93,8 @@ PROBES: dict[str, Callable[[], set[int] | set[str]]] = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests that use shared memory together: what the dead leave there has no owner to tell whose it is."""
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(SHARES_MEMORY):
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        if f"{file}::{item.name}".startswith(SHARES_MEMORY):
             item.add_marker(pytest.mark.xdist_group("shared memory"))
 
 

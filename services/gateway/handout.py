@@ -9,6 +9,7 @@ broker leases it again, with whatever other groups, it is settled and not handed
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
@@ -54,6 +55,8 @@ class Handout:
         went: Callable[[], Container[str]] = frozenset,
         settled: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
+        self.leased_at = float("-inf")
+        """When the last batch came, monotonic: what the broker counted before may have its groups in it."""
         self._where = where
         self._went = went
         self._settled = settled
@@ -151,8 +154,9 @@ class Handout:
         while True:
             if self._held is None:
                 self._held = await self._consumer.pull(self._version.step + 1, self._version, 0.0)
-            if self._held is None:
-                return []
+                if self._held is None:
+                    return []
+                self.leased_at = time.monotonic()
             went = self._went()
             groups = [group for group in self._held.groups if group.group_id not in went]
             if groups or not self._held.groups:

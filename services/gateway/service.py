@@ -35,8 +35,6 @@ from rolloutmq.services.lock import only_one
 
 logger = logging.getLogger(__name__)
 
-OTHERS_S: Final = 0.02
-"""How long an environment's status waits for what other environments did."""
 SWEEP_S: Final = 1.0
 """How often it is looked who has vanished."""
 RESET_S: Final = 10.0
@@ -150,6 +148,7 @@ class Gateway:
                 await self._handout.open(trainer, step)
                 book.trainer, book.step = trainer, step
                 self._write()
+                self._queue_changed()  # what counts as promised depends on the size of a batch
         return {"uuid": uuid.uuid4().int}
 
     @asynccontextmanager
@@ -166,6 +165,8 @@ class Gateway:
             book.started = True
             self._write()
         async with self._handout.next() as offer:
+            if offer is not None:
+                self.watch.look()  # so that whoever asks when it has gone need not wait for the answer
             yield offer
             if offer is not None and offer.delivered:
                 self.doubts.hand_out(group.group_id for group in offer.batch.groups)
@@ -174,7 +175,6 @@ class Gateway:
                     self._write()
                 except OSError as error:  # the batch went all the same
                     logger.error("the step cannot be written down step=%d error=%s", book.step, error)
-                self._queue_changed()
 
     async def info(self) -> dict[str, Any]:
         """Return the size of a batch and the longest sequence, -1 while nobody has said."""
@@ -261,13 +261,12 @@ class Gateway:
     async def _state_for(self, env: Environment) -> StatusReply | None:
         """Return the state as an environment must see it: with its own groups, and the queue that belongs to the step.
 
-        What others posted, it sees too, if that does not keep it waiting; otherwise their groups are counted here.
+        What others posted, or what was handed out meanwhile, keeps nobody waiting: those groups are counted here.
         """
         own = self._outlets.get(env.lane)
         posted_at = own.settled_at if own is not None else float("-inf")
-        await self.watch.refresh(max(posted_at, self._changed_at, time.monotonic() - FRESH_S))
-        others_at = max((one.settled_at for one in self._outlets), default=posted_at)
-        return await self.watch.refresh(others_at, OTHERS_S)
+        since = max(posted_at, self._handout.leased_at, self._changed_at, time.monotonic() - FRESH_S)
+        return await self.watch.refresh(since)
 
     def _queue_changed(self) -> None:
         """Note that whoever asks from now on must see it."""

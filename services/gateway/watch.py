@@ -69,12 +69,11 @@ class Watch:
             assert self._connecting is not None
             await asyncio.shield(self._connecting)
 
-    async def refresh(self, since: float | None = None, wait_s: float | None = None) -> StatusReply | None:
+    async def refresh(self, since: float | None = None) -> StatusReply | None:
         """Return the state as it was at `since` or later, or, while the broker is away, the newest that is known.
 
         Args:
             since: Monotonic; by default now. What the caller itself did before, the answer takes into account.
-            wait_s: Longest wait; then, too, the newest that is known is returned. By default as long as it takes.
         """
         now = time.monotonic()
         since = now if since is None else since
@@ -86,8 +85,7 @@ class Watch:
                 if self.asked_at < now - FRESH_S / 2:
                     self.look()
                 break
-            left = None if wait_s is None else max(0.0, now + wait_s - time.monotonic())
-            await asyncio.wait({self._question(self._client)}, timeout=left)
+            await asyncio.wait({self._question(self._client)})
         return self.status
 
     def look(self) -> None:

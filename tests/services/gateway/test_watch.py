@@ -88,15 +88,6 @@ async def test_what_the_caller_did_is_seen(opened: Opened) -> None:
         assert asked.times == 2
 
 
-async def test_who_will_not_wait_gets_what_is_known(opened: Opened) -> None:
-    async with opened() as (watch, asked):
-        known = await watch.refresh()
-        asked.open.clear()
-        assert await watch.refresh(wait_s=0.01) is known
-        asked.open.set()
-        assert await watch.refresh() is not known
-
-
 async def test_what_gets_old_is_asked_for_while_it_is_told(opened: Opened) -> None:
     async with opened() as (watch, asked):
         await watch.refresh()
