@@ -84,7 +84,8 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 		trl==1.16.0 pytest --editable '.[trainer]'
 	touch $@
 
-accept: $(VENV)/.installed .venv-atropos/.installed .venv-vllm/.installed ## every figure that is promised, met or unmet
+accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-transformers4/.installed \
+	.venv-vllm/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
 clean:
