@@ -3,7 +3,8 @@
 Both are spoken to in the same way, with the same bytes: what Atropos' clients send is encoded beforehand, once, and the
 trainer reads a batch to its end and looks into it when the clock has stopped. So the servers are measured, not the JSON
 of the client; it counts in the last row, which is the client of `benchmarks.atropos`, as theirs is. Sixteen posts are
-under way at once. Both servers hold what they have in memory, and are started as their documentation says.
+under way at once. Both servers hold what they have in memory, unless a row says otherwise of ours, and are started as
+their documentation says.
 
 While this goes on, `GET /status-env` is sent as their environments send it: with a body, over a connection of its own,
 and again a tenth of a second after the answer. An environment whose answer is late asks less often, so the late answers
@@ -20,7 +21,6 @@ import gzip
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -32,10 +32,11 @@ import aiohttp
 import numpy as np
 import uvloop
 
-from benchmarks import atropos, stage, workload
+from benchmarks import atropos, scratch, stage, workload
 from benchmarks.atropos import Coding
 from benchmarks.row import Row, compare, near
 from benchmarks.workload import Shape
+from rolloutmq.schemas.delivery import Durability
 
 Side = Literal["our", "their"]
 
@@ -70,7 +71,7 @@ STOP_S: Final = 20.0
 
 
 def rows() -> Iterator[Row]:
-    """Every shape both ways, then the status, then the client as it is."""
+    """Every shape both ways, one of them on the disk too, which theirs has nothing like; the status; the client."""
     for shape in SHAPES:
         for coding in RIVAL:
             yield compare(
@@ -81,6 +82,14 @@ def rows() -> Iterator[Row]:
                 RIVAL[coding],
                 RATE_GOAL,
             )
+    for coding in RIVAL:
+        yield compare(
+            f"trajectories/s over HTTP, {coding}, disk",
+            str(ASKED),
+            partial(rate, "our", ASKED, coding, durability=Durability.DISK),
+            partial(rate, "their", ASKED, coding),
+            RIVAL[coding],
+        )
     for coding in RIVAL:
         yield near(
             f"p99 of a status under that load, ms, {coding}, memory",
@@ -112,10 +121,16 @@ def groups_of(side: Side, shape: Shape, coding: Coding) -> int:
     return max(2, ROUND_TOKENS[side, coding] // batch) * BATCH_SEQUENCES // shape.sequences
 
 
-def rate(side: Side, shape: Shape, coding: Coding, groups: int | None = None) -> float:
+def rate(
+    side: Side,
+    shape: Shape,
+    coding: Coding,
+    groups: int | None = None,
+    durability: Durability = Durability.MEMORY,
+) -> float:
     """Run one round, and return trajectories a second."""
     count = groups or groups_of(side, shape, coding)
-    with server(side) as url, _load(url, shape, count, coding) as load:
+    with server(side, durability) as url, _load(url, shape, count, coding) as load:
         return count * shape.sequences / load()
 
 
@@ -160,27 +175,27 @@ def step_rate(side: Side, groups: int = atropos.THEIR_GROUPS) -> float:
 
 
 @contextlib.contextmanager
-def server(side: Side) -> Iterator[str]:
-    """Run ours or theirs on a free port, and yield its address."""
+def server(side: Side, durability: Durability = Durability.MEMORY) -> Iterator[str]:
+    """Run ours or theirs, which has everything in memory, on a free port, and yield its address."""
     if side == "their":
         with atropos.server() as url:
             yield url
         return
-    with _ours() as (url, _):
+    with _ours(durability) as (url, _):
         yield url
 
 
 @contextlib.contextmanager
-def _ours() -> Iterator[tuple[str, str]]:
+def _ours(durability: Durability = Durability.MEMORY) -> Iterator[tuple[str, str]]:
     """Run a gateway, and yield its address and its run directory."""
-    with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory:
-        about = ["--port", "0", "--run-dir", directory, "--set", "broker.durability=memory"]
+    with scratch.directory() as directory:
+        about = ["--port", "0", "--run-dir", str(directory), "--set", f"broker.durability={durability}"]
         command = [sys.executable, "-m", "rolloutmq.launch.cli", "gateway", *about]
         with (
-            (Path(directory) / "bench.out").open("ab") as log,
+            (directory / "bench.out").open("ab") as log,
             stage.ended(subprocess.Popen(command, stdout=log, stderr=log)) as process,
         ):
-            yield _address(Path(directory) / GATEWAY_FILE, process), directory
+            yield _address(directory / GATEWAY_FILE, process), str(directory)
             process.terminate()
             process.wait(STOP_S)
 

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import atropos, gateway, workload
 from benchmarks.workload import Shape
+from rolloutmq.schemas.delivery import Durability
 
 SHAPE = Shape(8, 64)
 BATCH = [atropos.scored_data(workload.lists(SHAPE, number % 2), 0) for number in range(8)]
@@ -43,6 +44,10 @@ def test_a_batch_that_is_not_what_was_posted_is_seen(batch: list[dict[str, objec
 @codings
 def test_ours_brings_every_group_to_the_trainer(coding: atropos.Coding) -> None:
     assert gateway.rate("our", SHAPE, coding, GROUPS) > 0
+
+
+def test_ours_brings_every_group_over_the_disk() -> None:
+    assert gateway.rate("our", SHAPE, "gzip", GROUPS, Durability.DISK) > 0
 
 
 def test_ours_answers_environments_meanwhile() -> None:
