@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import io
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,13 +14,14 @@ import aiohttp
 import pytest
 from tests.services.gateway.site import ENVIRONMENT, TRAINER, Opened, configured, listening, scored
 
+from rolloutmq.bus.client import BrokerClient
 from rolloutmq.bus.consumer import Consumer
 from rolloutmq.bus.producer import Producer
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.errors import BrokerUnavailableError
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.server import running_broker
-from rolloutmq.services.gateway import handout, http
+from rolloutmq.services.gateway import exchange, handout, http, service, watch
 from rolloutmq.services.gateway.watch import Watch
 
 if TYPE_CHECKING:
@@ -45,6 +47,49 @@ async def test_batches_come_first_in_first_out_and_the_step_counts_them(site: Op
         assert await one.tags() == [4, 5]
         assert await one.tags() is None
         assert await one.get("/status") == {"current_step": 3, "queue_size": 0}
+
+
+async def test_what_others_did_keeps_nobody_waiting_and_is_counted(
+    site: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "FRESH_S", 60.0)
+    monkeypatch.setattr(watch, "FRESH_S", 120.0)
+    asks, answered, encodes = asyncio.Event(), asyncio.Event(), threading.Event()
+    asks.set()
+    ask, encoded = Watch._ask, http._encoded
+
+    async def held(self: Watch, client: BrokerClient) -> None:
+        await asks.wait()
+        await ask(self, client)
+        answered.set()
+
+    def slow(group: Group, before: bytes) -> bytes:
+        assert encodes.wait(10)
+        return encoded(group, before)
+
+    monkeypatch.setattr(Watch, "_ask", held)
+    monkeypatch.setattr(http, "_encoded", slow)
+    monkeypatch.setattr(exchange, "SMALL_BYTES", 0)  # all of it in threads
+    monkeypatch.setattr(exchange, "LARGE_BYTES", 0)
+    async with site() as one:
+        await one.begin()
+        env, other = await one.enrol(), await one.enrol()
+        assert (await one.standing(env))["queue_size"] == 0
+        asks.clear()
+        await one.post("/scored_data_list", [scored(tag, env_id=other) for tag in range(3)])
+        async with asyncio.timeout(5):
+            assert (await one.standing(env))["queue_size"] == 3
+        asks.set()
+        answered.clear()
+        batch = asyncio.create_task(one.tags())
+        await answered.wait()
+        asks.clear()
+        encodes.set()
+        assert await batch == [0, 1]
+        async with asyncio.timeout(5):
+            now = await one.standing(env)
+        assert (now["queue_size"], now["current_step"]) == (1, 1)
+        asks.set()
 
 
 async def test_the_step_begins_where_the_trainer_begins(site: Opened) -> None:
