@@ -75,7 +75,6 @@ SHARES_MEMORY = (
     "launch/",
     "services/inference/",
     "test_distillation.py",
-    "test_gpu_run.py",
     "test_readme.py",
     "test_run.py",
     "trainer/",
