@@ -38,6 +38,7 @@ COLUMN_DEPTH: Final[Mapping[str, int]] = {
     "inference_logprobs": 1,
     "ref_logprobs": 1,
     "advantages": 1,
+    "temperatures": 1,
     "distill_token_ids": 2,
     "distill_logprobs": 2,
 }
@@ -48,7 +49,7 @@ DEPTH_LIMIT: Final = 2
 ID_CHARS: Final = 128
 _COLUMN_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,47}")
 
-_ALIGNED_WITH_TOKENS: Final = ("mask", "inference_logprobs", "ref_logprobs", "advantages")
+_ALIGNED_WITH_TOKENS: Final = ("mask", "inference_logprobs", "ref_logprobs", "advantages", "temperatures")
 
 _NUMPY_OF: Final[Mapping[Dtype, np.dtype[Any]]] = {
     Dtype.BOOL: np.dtype("|b1"),

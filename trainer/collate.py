@@ -20,6 +20,8 @@ from rolloutmq.trainer.packing import Pass, plan
 
 IGNORED_LABEL: Final = -100
 """What a label that is not trained on has by convention."""
+TEMPERATURES: Final = "temperatures"
+"""Column of what the logits were divided by before a token was drawn. Absent: by 1."""
 PADDING: Final = {True: -1, False: -np.inf}
 """What fills up `[k]` where a token has fewer than others: ids (True) that are none, log-probabilities of nothing."""
 
@@ -67,6 +69,7 @@ class MicroBatch:
         advantages: `(N,)` f32.
         staleness: `(N,)` i64, of the token's group.
         judged: `(N,)` bool, whether rewards say anything of it.
+        temperatures: `(N,)` f32, that the tokens were sampled at; None if all were at 1.
         columns: Further columns at the trained tokens, `(N,)`, or `(N, K)` padded on the right (`PADDING`).
     """
 
@@ -81,6 +84,7 @@ class MicroBatch:
     judged: Tensor
     columns: Mapping[str, Tensor]
     position_ids: Tensor | None = None
+    temperatures: Tensor | None = None
 
     @property
     def judged_sequences(self) -> int:
@@ -106,6 +110,9 @@ def find_fault(group: Group, bounds: Bounds) -> str:
             return fault
     if not np.isfinite(logprobs.numbers()[trained]).all():
         return "an inference_logprob of a trained token is not finite"
+    warm = temperatures(group)[trained]
+    if not (np.isfinite(warm) & (warm > 0)).all():
+        return "a temperature of a trained token is not above 0"
     return ""
 
 
@@ -132,6 +139,14 @@ def trained_tokens(group: Group) -> NDArray[np.bool_]:
     starts, lengths = _starts(group.columns["tokens"].lengths[0])
     trained[starts[lengths > 0]] = False
     return trained
+
+
+def temperatures(group: Group) -> NDArray[np.float32]:
+    """Return for each of the group's flat tokens at which temperature it was sampled: 1 unless the group says so."""
+    column = group.columns.get(TEMPERATURES)
+    if column is None:
+        return np.ones(group.tokens, np.float32)
+    return column.numbers().astype(np.float32)
 
 
 def _starts(lengths: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -163,6 +178,9 @@ def collate(
             bool
         ),
         columns={name: flat_column([group.columns[name] for group in groups], trained) for name in columns},
+        temperatures=np.concatenate([temperatures(group) for group in groups])
+        if any(TEMPERATURES in group for group in groups)
+        else None,
         lengths=lengths,
     )
     read = _lengths_to_read(flat)
@@ -194,6 +212,7 @@ class _Flat:
     staleness: NDArray[np.int64]
     judged: NDArray[np.bool_]
     columns: Mapping[str, NDArray[Any]]
+    temperatures: NDArray[np.float32] | None
     lengths: NDArray[np.uint32]
 
 
@@ -245,4 +264,5 @@ def _micro_batch(flat: _Flat, read: NDArray[np.int64], one: Pass) -> MicroBatch:
         judged=torch.from_numpy(flat.judged[trained]),
         columns={name: torch.from_numpy(values[trained]) for name, values in flat.columns.items()},
         position_ids=torch.from_numpy(places) if one.shared else None,
+        temperatures=None if flat.temperatures is None else torch.from_numpy(flat.temperatures[trained]),
     )

@@ -50,7 +50,9 @@ def leave_gradient(
     for one in passes:
         told = taught(one, teacher)
         also = told.asked if told else None
-        scores, entropy = scorer(one.tokens, one.rows, one.positions, one.position_ids, also)
+        scores, entropy = scorer(
+            one.tokens, one.rows, one.positions, one.position_ids, also, one.temperatures
+        )
         logprobs, student = apart(scores, also)
         outputs = loss.compute(_loss_inputs(one, logprobs, entropy, size), settings)
         if told is not None:

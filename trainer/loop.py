@@ -19,7 +19,7 @@ Left out on purpose. A reference model of its own: log-probabilities of one come
 Several optimizer steps a batch: off-policy drift for little. Overlap of pull and step: the pull of a waiting
 batch takes a millisecond. Autocast: it costs more than it brings at this size, and the weights have their type already.
 Several ranks take each step together, in lockstep (`ranks`); a rank that is alone does the same with itself.
-Not here yet: GPUs, sampling temperatures other than 1.
+Not here yet: GPUs.
 """
 
 import logging

@@ -47,6 +47,7 @@ class Scorer(nn.Module):
         positions: Tensor,
         position_ids: Tensor | None = None,
         also: Tensor | None = None,
+        temperatures: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Tell how likely some tokens were, and how undecided the policy was about them.
 
@@ -59,6 +60,7 @@ class Scorer(nn.Module):
             position_ids: `(B, T)` place of each token in its own sequence, if rows hold several; it begins anew with
                 each. No sequence sees another.
             also: `(N, K)` other tokens that could stand in the place of each.
+            temperatures: `(N,)` float32, what the logits before each are divided by; None: by 1.
 
         Returns:
             `(N,)` log-probabilities and `(N,)` entropies in nats, float32 or wider, with gradient. With `also` the
@@ -71,10 +73,10 @@ class Scorer(nn.Module):
         if also is not None:
             asked = torch.cat([asked[:, None], also], -1)  # (N, 1 + K)
         if not self._takes_head_apart:
-            return score_logits(self.policy(**inputs).logits[rows, before], asked)
+            return score_logits(self.policy(**inputs).logits[rows, before], asked, temperatures)
         hidden = self.policy.base_model(**inputs).last_hidden_state  # type: ignore[operator]  # (B, T - 1, H)
         head = self.policy.get_output_embeddings()  # type: ignore[operator]
-        return score_hidden(hidden[rows, before], head, asked, self._logits_bytes)
+        return score_hidden(hidden[rows, before], head, asked, self._logits_bytes, temperatures)
 
     def idle(self) -> None:
         """Take part in a pass without a token to learn from: its gradients are zero."""
@@ -89,9 +91,12 @@ def score_tokens(policy: nn.Module, tokens: Tensor, rows: Tensor, positions: Ten
     return score_logits(logits[rows, positions - 1], tokens[rows, positions])
 
 
-def score_logits(logits: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
+def score_logits(logits: Tensor, asked: Tensor, temperatures: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Score tokens `(N,)` or `(N, A)` by the logits `(N, V)` before them."""
-    logprobs = _wide(logits).log_softmax(-1)  # (N, V)
+    logits = _wide(logits)
+    if temperatures is not None:
+        logits = logits / temperatures[:, None]
+    logprobs = logits.log_softmax(-1)  # (N, V)
     chosen = logprobs.gather(-1, _table(asked)).view(asked.shape)
     return chosen, -(logprobs.exp() * logprobs).sum(-1)
 
@@ -142,14 +147,16 @@ def _can_share_rows(policy: nn.Module) -> bool:
     return True
 
 
-def score_hidden(hidden: Tensor, head: nn.Linear, asked: Tensor, logits_bytes: int) -> tuple[Tensor, Tensor]:
+def score_hidden(
+    hidden: Tensor, head: nn.Linear, asked: Tensor, logits_bytes: int, temperatures: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Score tokens `(N,)` or `(N, A)` by the hidden states `(N, H)` before them.
 
     At most `logits_bytes` of logits exist at once.
     """
     each = head.out_features * max(hidden.element_size(), torch.float32.itemsize)
     chunk = max(1, logits_bytes // each)
-    return _ChunkedScores.apply(hidden, head.weight, head.bias, asked, chunk)  # type: ignore[no-any-return,no-untyped-call]
+    return _ChunkedScores.apply(hidden, head.weight, head.bias, asked, temperatures, chunk)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -158,18 +165,26 @@ class _ChunkedScores(torch.autograd.Function):
     With logits z, L = log sum exp z, log-probabilities l = z - L, p = exp l and the entropy E = -sum p l:
 
         d l[a] / d z = 1[a] - p                d E / d z = -p (l + E)
+
+    At a temperature T, z are the logits of the head over T, and their gradient is divided by T once more.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Tensor, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        asked: Tensor,
+        temperatures: Tensor | None,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         kind = torch.promote_types(hidden.dtype, torch.float32)
         table = _table(asked)  # (N, A)
         sums, entropy = (hidden.new_empty(len(asked), dtype=kind) for _ in range(2))
         chosen = hidden.new_empty(table.shape, dtype=kind)
         for part in _cuts(len(asked), chunk):
-            logits = _wide(functional.linear(hidden[part], weight, bias))  # (C, V)
+            logits = _logits(hidden, weight, bias, temperatures, part)
             highest = logits.amax(-1, keepdim=True)
             chosen[part] = logits.gather(-1, table[part])
             weights = logits.sub_(highest).exp()
@@ -178,14 +193,14 @@ class _ChunkedScores(torch.autograd.Function):
             inner = torch.bmm(weights[:, None], logits[:, :, None]).flatten()
             entropy[part] = total.log() - inner / total
         chosen -= sums[:, None]
-        ctx.save_for_backward(hidden, weight, bias, asked, sums, entropy)
+        ctx.save_for_backward(hidden, weight, bias, asked, temperatures, sums, entropy)
         ctx.chunk = chunk
         return chosen.view(asked.shape), entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_chosen: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, asked, sums, entropy = ctx.saved_tensors
+        hidden, weight, bias, asked, temperatures, sums, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         # Sums over chunks are kept wide: rounded to bfloat16 after each, small parts would be lost.
         by_weight = torch.zeros_like(weight, dtype=sums.dtype) if wants_weight else None
@@ -194,7 +209,7 @@ class _ChunkedScores(torch.autograd.Function):
         undecided = bool(to_entropy.any())
         table, to_table = _table(asked), to_chosen.reshape(len(asked), -1)  # (N, A)
         for part in _cuts(len(asked), ctx.chunk):
-            logprobs = _wide(functional.linear(hidden[part], weight, bias)).sub_(sums[part, None])  # (C, V)
+            logprobs = _logits(hidden, weight, bias, temperatures, part).sub_(sums[part, None])  # (C, V)
             pull = to_table[part].sum(-1, keepdim=True)
             if undecided:
                 slope = to_entropy[part, None]
@@ -204,6 +219,8 @@ class _ChunkedScores(torch.autograd.Function):
             else:
                 slopes = logprobs.exp_().mul_(-pull)
             slopes.scatter_add_(-1, table[part], to_table[part])
+            if temperatures is not None:
+                slopes /= temperatures[part, None]
             if by_bias is not None:
                 by_bias += slopes.sum(0)
             slopes = slopes.to(hidden.dtype)
@@ -217,7 +234,16 @@ class _ChunkedScores(torch.autograd.Function):
             None if by_bias is None else by_bias.to(bias.dtype),
             None,
             None,
+            None,
         )
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None, part: slice
+) -> Tensor:
+    """Return the logits `(C, V)` of a part of the places, in memory of their own."""
+    wide = _wide(functional.linear(hidden[part], weight, bias))
+    return wide if temperatures is None else wide.div_(temperatures[part, None])
 
 
 def _add_product(total: Tensor, slopes: Tensor, hidden: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN, DistillationConfig, Lore
 from rolloutmq.schemas.trajectory import Group
-from rolloutmq.trainer.collate import MicroBatch, trained_tokens
+from rolloutmq.trainer.collate import MicroBatch, temperatures, trained_tokens
 
 SUM_SLACK: Final = 1e-3
 """By so much the probabilities of one place may exceed 1: rounding, also of a server that answers in half precision."""
@@ -33,6 +33,8 @@ def find_fault(group: Group, config: DistillationConfig, vocabulary: int) -> str
     """
     if config.lore is Lore.NONE:
         return ""
+    if (temperatures(group)[trained_tokens(group)] != 1).any():
+        return "sampled at a temperature other than 1, of which the teacher says nothing"
     ids, logprobs = group.columns[IDS_COLUMN], group.columns[LOGPROBS_COLUMN]
     if ids.values.dtype.kind not in "iu":
         return f"{IDS_COLUMN} are not integers"

@@ -2,7 +2,8 @@
 
 Beyond OpenAI's own: the token ids of prompt and continuation if asked for, since what is trained on must be the very
 tokens that were sampled, and always `weight_versions`: spans of the sampled tokens with the policy version that each
-was drawn from.
+was drawn from. Where tokens were sampled at another `temperature` than 1, or within a nucleus (`top_p`), the choice
+says so: its log-probabilities are of that distribution, and who trains on them has to know it.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import msgspec
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.services.inference.generate import Continuation, Job
 from rolloutmq.services.inference.protocol import ChatRequest, TextRequest
+from rolloutmq.services.inference.sampling import Sampling
 
 encode: Final = msgspec.json.Encoder().encode
 
@@ -56,6 +58,8 @@ class _Choice(msgspec.Struct, kw_only=True, gc=False):
     finish_reason: str
     logprobs: _Logprobs | _TokenLogprobs | None = None
     weight_versions: list[_Span]
+    temperature: float | msgspec.UnsetType = msgspec.UNSET
+    top_p: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Usage(msgspec.Struct, gc=False):
@@ -92,7 +96,7 @@ def answer(
     chat = isinstance(request, ChatRequest)
     n = job.sampling.n
     choices = [
-        _choice(request, index, job.prompts[index // n], result, job.sampling.stop, words)
+        _choice(request, index, job.prompts[index // n], result, job.sampling, words)
         for index, result in enumerate(job.results)
     ]
     prompt_tokens = sum(map(len, job.prompts))
@@ -114,10 +118,10 @@ def _choice(
     index: int,
     prompt: list[int],
     result: Continuation,
-    stops: Sequence[str],
+    sampling: Sampling,
     words: Words,
 ) -> _Choice:
-    text = cut(words.decode(result.token_ids), stops)
+    text = cut(words.decode(result.token_ids), sampling.stop)
     ids = bool(request.return_token_ids)
     choice = _Choice(
         index=index,
@@ -126,6 +130,10 @@ def _choice(
         finish_reason="stop" if result.stopped else "length",
         weight_versions=[_Span(span.start, span.end, _version(span.version)) for span in result.spans],
     )
+    if (temperature := sampling.reported_temperature) != 1:
+        choice.temperature = temperature
+    if sampling.temperature and sampling.top_p < 1:
+        choice.top_p = sampling.top_p
     if isinstance(request, TextRequest):
         choice.text = text
         if request.logprobs is not None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 _TINY: Final = 1e-30
-COLDEST: Final = 1e-4
-"""A lower temperature would overflow; at this one the likeliest token is as good as certain already."""
+COLDEST: Final = 1e-2
+"""A lower temperature is taken for this one, as vLLM does; the likeliest token is as good as certain already."""
 NARROWEST: Final = 1e-6
 """A smaller nucleus would round to nothing; this one has one token already."""
 
@@ -39,6 +39,11 @@ class Sampling:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+
+    @property
+    def reported_temperature(self) -> float:
+        """That the log-probabilities are of."""
+        return max(self.temperature, COLDEST) if self.temperature else 1.0
 
 
 class Sampler:

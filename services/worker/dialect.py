@@ -2,7 +2,9 @@
 
 What is asked for beyond OpenAI's own: `return_token_ids`, since what is trained on must be the very tokens that were
 sampled, and never text that was tokenised again. What may come beyond it: `weight_versions`, spans of the sampled
-tokens with the policy version that sampled each. A server that does not tell is given the version known here.
+tokens with the policy version that sampled each. A server that does not tell is given the version known here. So is one
+that does not tell at which `temperature` it sampled; a trainer has to score the tokens at the same one. Of a nucleus
+(`top_p`) no trainer knows which tokens were in it, and such answers are refused.
 """
 
 from collections.abc import Sequence
@@ -62,6 +64,8 @@ class _Choice(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
     finish_reason: str | None = None
     weight_versions: list[_Span] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
 
 
 class _TextChoice(_Choice):
@@ -117,12 +121,15 @@ def chat_request(model: str, messages: Sequence[ChatMessage], **sampling: Any) -
     return _encode({"model": model, "messages": list(messages), "logprobs": True, **BEYOND, **sampling})
 
 
-def text_completions(body: bytes, known: tuple[PolicyVersion, PolicyVersion]) -> list[Completion]:
+def text_completions(
+    body: bytes, known: tuple[PolicyVersion, PolicyVersion], temperature: float = 1.0
+) -> list[Completion]:
     """Decode the answer of `/v1/completions`.
 
     Args:
         body: JSON.
         known: Policy versions before and after the call, for a server that does not tell.
+        temperature: That was asked for, for a server that does not tell.
 
     Raises:
         PolicyRefusedError: The answer lacks what training needs.
@@ -139,12 +146,15 @@ def text_completions(body: bytes, known: tuple[PolicyVersion, PolicyVersion]) ->
             choice.logprobs.token_logprobs if choice.logprobs else None,
             (choice.logprobs.tokens if choice.logprobs else None) or [],
             known,
+            temperature,
         )
         for choice in answer.choices
     ]
 
 
-def chat_completions(answered: Any, known: tuple[PolicyVersion, PolicyVersion]) -> list[Completion]:
+def chat_completions(
+    answered: Any, known: tuple[PolicyVersion, PolicyVersion], temperature: float = 1.0
+) -> list[Completion]:
     """Decode the answer of `/v1/chat/completions`, see `text_completions`; or take what a client decoded, as it is."""
     try:
         if isinstance(answered, bytes):
@@ -161,6 +171,7 @@ def chat_completions(answered: Any, known: tuple[PolicyVersion, PolicyVersion]) 
             [token.logprob for token in choice.logprobs.content] if choice.logprobs else None,
             [token.token for token in choice.logprobs.content] if choice.logprobs else [],
             known,
+            temperature,
         )
         for choice in answer.choices
     ]
@@ -189,11 +200,15 @@ def _completion(
     logprobs: list[float] | None,
     tokens: list[str],
     known: tuple[PolicyVersion, PolicyVersion],
+    temperature: float,
 ) -> Completion:
     if choice.token_ids is None or prompt_token_ids is None:
         raise PolicyRefusedError(200, "its answer has no token ids: it must know `return_token_ids`")
     if logprobs is None or len(logprobs) != len(choice.token_ids):
         raise PolicyRefusedError(200, "its answer has not one log-probability for each token")
+    if choice.top_p is not None and choice.top_p < 1:
+        why = "its log-probabilities are of the nucleus alone, which no trainer can compute; leave top_p at 1"
+        raise PolicyRefusedError(200, f"it sampled with top_p {choice.top_p:g}: {why}")
     oldest, newest = _versions(choice.weight_versions, known)
     return Completion(
         text,
@@ -204,6 +219,7 @@ def _completion(
         newest,
         choice.finish_reason or "",
         tokens,
+        (temperature if choice.temperature is None else choice.temperature) or 1.0,
     )
 
 

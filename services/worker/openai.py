@@ -105,7 +105,7 @@ class OpenAIPolicy:
         body = await self._ask(
             dialect.COMPLETIONS, lambda model: dialect.text_request(model, prompt, **sampling)
         )
-        return _counted(n, dialect.text_completions(body, (before, max(before, self._known()))))
+        return _counted(n, dialect.text_completions(body, (before, max(before, self._known())), temperature))
 
     async def chat(
         self,
@@ -120,7 +120,7 @@ class OpenAIPolicy:
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
         body = await self._ask(dialect.CHAT, lambda model: dialect.chat_request(model, messages, **sampling))
-        return _counted(n, dialect.chat_completions(body, (before, max(before, self._known()))))
+        return _counted(n, dialect.chat_completions(body, (before, max(before, self._known())), temperature))
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:

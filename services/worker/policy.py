@@ -31,6 +31,7 @@ class Completion:
         logprobs: Of each sampled token, under the distribution that it was sampled from.
         oldest, newest: Policy versions of the first and the last sampled token.
         finish_reason: `stop` if the model ended it, `length` if `max_tokens` did.
+        temperature: That its log-probabilities are of: that of the sampling, but 1 where the likeliest token was taken.
         tokens: The text of each sampled token, special ones included: what counts places, since a token without a
             text leaves no trace in `text`. Empty if the server does not tell.
     """
@@ -43,6 +44,7 @@ class Completion:
     newest: PolicyVersion = PolicyVersion()
     finish_reason: str = "stop"
     tokens: list[str] = field(default_factory=list)
+    temperature: float = 1.0
 
 
 class Policy(Protocol):

@@ -49,13 +49,13 @@ class ScriptedPolicy:
         *,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
-        temperature: float = 1.0,  # noqa: ARG002 - a script has none
+        temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """Answer `n` times; see `Policy.complete`."""
         text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
         self.prompts.append(text)
-        return [self._completion(text, self._answer(text), max_tokens, stop) for _ in range(n)]
+        return [self._completion(text, self._answer(text), max_tokens, stop, temperature) for _ in range(n)]
 
     async def chat(
         self,
@@ -83,7 +83,7 @@ class ScriptedPolicy:
         return self._answers[(self._given - 1) % len(self._answers)]
 
     def _completion(
-        self, prompt: str, answer: str, max_tokens: int, stop: str | Sequence[str] | None
+        self, prompt: str, answer: str, max_tokens: int, stop: str | Sequence[str] | None, temperature: float
     ) -> Completion:
         stops = [stop] if isinstance(stop, str) else list(stop or ())
         cut = min((at for text in stops if (at := answer.find(text)) >= 0), default=len(answer))
@@ -99,6 +99,7 @@ class ScriptedPolicy:
             newest=self.version,
             finish_reason="stop" if ended else "length",
             tokens=[*text, *(["</s>"] if ended else [])],
+            temperature=temperature or 1.0,
         )
 
 

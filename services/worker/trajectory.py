@@ -31,6 +31,7 @@ class Trajectory:
         oldest, newest: Policy versions of the first and the last sampled token.
         finish_reason: How the last turn ended, `stop` or `length`; or how the whole did, in words of the environment.
         messages: The conversation, for people and for logs.
+        temperatures: Of each token, that its log-probability is of; None says 1 for all of them.
         columns: Rows of further columns, such as `ref_logprobs`; all sequences of a rollout have the same names.
     """
 
@@ -42,6 +43,7 @@ class Trajectory:
     newest: PolicyVersion = PolicyVersion()
     finish_reason: str = ""
     messages: Sequence[ChatMessage] | None = None
+    temperatures: Sequence[float] | NDArray[Any] | None = None
     columns: Mapping[str, Any] | None = None
 
     @classmethod
@@ -62,6 +64,9 @@ class Trajectory:
             newest=completion.newest,
             finish_reason=completion.finish_reason,
             messages=messages,
+            temperatures=None
+            if completion.temperature == 1
+            else [1.0] * len(given) + [completion.temperature] * len(sampled),
         )
 
     def then(self, completion: Completion) -> "Trajectory":
@@ -83,7 +88,13 @@ class Trajectory:
             oldest=min(self.oldest, completion.oldest),
             newest=max(self.newest, completion.newest),
             finish_reason=completion.finish_reason,
+            temperatures=None
+            if self.temperatures is None and turn.temperatures is None
+            else [*self._each_temperature(), *turn._each_temperature()[before:]],
         )
+
+    def _each_temperature(self) -> Sequence[float] | NDArray[Any]:
+        return [1.0] * len(self.token_ids) if self.temperatures is None else self.temperatures
 
     def scored(
         self, score: float, messages: Sequence[ChatMessage] | None = None, finish_reason: str = ""
@@ -132,6 +143,7 @@ def group_of(
             "mask": mask,
             "scores": _scores(trajectories),
             "inference_logprobs": logprobs,
+            **_temperatures(trajectories),
             **_further(trajectories),
             **({} if members is None else {"members": Column.opaque(members)}),
         },
@@ -167,6 +179,13 @@ def _ragged(name: str, dtype: Dtype, rows: list[Any]) -> Column:
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidGroupError(name, f"must be sequences of {kind.name}: {error}") from None
     return Column(dtype, values, (lengths,))
+
+
+def _temperatures(trajectories: Sequence[Trajectory]) -> dict[str, Column]:
+    if all(one.temperatures is None for one in trajectories):
+        return {}
+    rows = [one._each_temperature() for one in trajectories]
+    return {"temperatures": _ragged("temperatures", Dtype.F32, rows)}
 
 
 def _scores(trajectories: Sequence[Trajectory]) -> Column:

@@ -72,6 +72,28 @@ def test_passes_are_bounded_and_only_as_wide_as_they_must_be() -> None:
     assert firsts[-1] == len(lengths)
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_temperatures_stay_with_their_tokens_and_are_one_where_nobody_says_so(pack: bool) -> None:
+    plain, other = examples(2)
+    told = other.group["inference_logprobs"]  # any number that tells the tokens apart
+    warm = some_group("g1", [0.0, 1.0, 0.5, 0.25], seed=7, temperatures=[1 - row for row in told])
+    passes = collate([plain, Example(warm, other.advantages, staleness=1)], 24, pack=pack)
+    assert len(passes) > 1
+    for one in passes:
+        assert one.temperatures is not None
+        expected = torch.where(one.staleness == 1, 1 - one.behaviour_logprobs, 1.0)
+        torch.testing.assert_close(one.temperatures, expected)
+    assert all(one.temperatures is None for one in collate([plain, other], 24, pack=pack))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_temperature_that_is_none_is_a_fault_at_trained_tokens_only(value: float) -> None:
+    mask = some_group("g", [0, 1])["mask"]
+    for spoilt, fault in ((True, "a temperature of a trained token is not above 0"), (False, "")):
+        rows = [[value if bool(m) == spoilt else 1.0 for m in row] for row in mask]
+        assert find_fault(some_group("g", [0, 1], temperatures=rows), BOUNDS) == fault
+
+
 def test_types() -> None:
     (one,) = collate(examples(), 1000)
     assert one.tokens.dtype == one.rows.dtype == one.positions.dtype == torch.int64

@@ -84,14 +84,43 @@ def test_chunks_give_the_values_and_gradients_of_the_plain_way(
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=tolerance * scale, msg=name)
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 7, 1000])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("beside", [0, 3])
+def test_each_token_is_scored_at_its_own_temperature(rows_at_once: int, bias: bool, beside: int) -> None:
+    torch.manual_seed(3)
+    head = nn.Linear(6, VOCABULARY, bias=bias).double()
+    hidden = torch.randn(25, 6, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(VOCABULARY, (25, 1 + beside) if beside else (25,))
+    temperatures = torch.linspace(0.3, 2.5, 25)
+
+    def gradients_of(scores: tuple[Tensor, Tensor]) -> list[Tensor]:
+        chosen, entropy = scores
+        total = (chosen * torch.linspace(-1, 2, chosen.numel()).view_as(chosen)).sum() + (entropy**2).sum()
+        return list(torch.autograd.grad(total, [hidden, *head.parameters()], retain_graph=True))
+
+    logprobs = (head(hidden) / temperatures.double()[:, None]).log_softmax(-1)
+    expected = (
+        logprobs.gather(-1, tokens.view(25, -1)).view(tokens.shape),
+        -(logprobs.exp() * logprobs).sum(-1),
+    )
+    found = score_hidden(hidden, head, tokens, rows_at_once * 2 * ROW_BYTES, temperatures)
+    whole = scoring.score_logits(head(hidden), tokens, temperatures)
+    for scores in (found, whole):
+        for ours, plain in zip(scores, expected, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-12)
+        for ours, plain in zip(gradients_of(scores), gradients_of(expected), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
+
+
 def test_gradients_agree_with_finite_differences() -> None:
     torch.manual_seed(2)
     head = nn.Linear(4, 11).double()
     hidden = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
-    tokens = torch.randint(11, (6,))
+    tokens, temperatures = torch.randint(11, (6,)), torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
 
     def scores(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        return scoring._ChunkedScores.apply(hidden, weight, bias, tokens, 4)  # type: ignore[no-untyped-call]
+        return scoring._ChunkedScores.apply(hidden, weight, bias, tokens, temperatures, 4)  # type: ignore[no-untyped-call]
 
     assert torch.autograd.gradcheck(scores, (hidden, head.weight, head.bias))
 

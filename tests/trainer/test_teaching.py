@@ -56,6 +56,16 @@ def group_with(**columns: Any) -> Group:
     return some_group("g", SCORES, **columns)
 
 
+def test_what_was_sampled_at_another_temperature_is_not_for_a_teacher() -> None:
+    mask = group_with()["mask"]
+    cold = [[0.5 if m else 1.0 for m in row] for row in mask]
+    assert fault(taught_group(temperatures=cold)) == (
+        "sampled at a temperature other than 1, of which the teacher says nothing"
+    )
+    given = [[1.0 if m else 0.5 for m in row] for row in mask]
+    assert fault(taught_group(temperatures=given)) == ""
+
+
 def fault(group: Group, config: DistillationConfig = TOP) -> str:
     bounds = Bounds(VOCABULARY, 16, columns_needed(config))
     return find_plain_fault(group, bounds) or find_fault(group, config, VOCABULARY)

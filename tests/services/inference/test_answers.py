@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import pytest
 
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.services.inference import answers, protocol
@@ -66,6 +67,25 @@ def test_completions() -> None:
         ],
         "usage": {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8},
     }
+
+
+@pytest.mark.parametrize(
+    ("sampling", "told"),
+    [
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"temperature": 1e-5}, {"temperature": 0.01}),
+        ({"temperature": 0.0, "top_p": 0.5}, {}),  # the likeliest, and at 1
+        ({"top_p": 0.5}, {"top_p": 0.5}),
+        ({}, {}),
+    ],
+)
+def test_how_it_was_sampled_is_said_where_log_probabilities_depend_on_it(
+    sampling: dict[str, float], told: dict[str, float]
+) -> None:
+    request = protocol.text_request(b'{"prompt": [7, 8]}')
+    made = Job([[7, 8]], Sampling(n=2, max_tokens=3, **sampling), results=RESULTS)  # type: ignore[arg-type]
+    for choice in answer(request, made)["choices"]:
+        assert {name: choice[name] for name in ("temperature", "top_p") if name in choice} == told
 
 
 def test_chat() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import random
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +29,12 @@ from rolloutmq.services.inference.listener import listening
 from rolloutmq.services.inference.served import ServedPolicy
 from rolloutmq.services.inference.tiny import TinyServer, serve
 from rolloutmq.services.runner import Stop
+from rolloutmq.services.worker.engines import Engines
+from rolloutmq.services.worker.openai import OpenAIPolicy
+from rolloutmq.services.worker.trajectory import Trajectory, group_of
+from rolloutmq.trainer.collate import Example, collate
 from rolloutmq.trainer.model import build_policy, write_identity
+from rolloutmq.trainer.scoring import Scorer
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion
@@ -158,6 +165,28 @@ async def test_completions_are_sampled_from_the_shared_weights(trainer: Trainer)
             {"start": 0, "end": len(choice["token_ids"]), "version": {"incarnation": 1, "step": 7}}
         ]
     assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) > 10
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+async def test_a_trainer_finds_what_was_sampled_as_likely_as_the_server_did(
+    trainer: Trainer, temperature: float
+) -> None:
+    trainer.start()
+    # So that the policy prefers something: an untrained one is as undecided at any temperature.
+    with torch.no_grad(), trainer.share.writing(V(0, 1)):
+        for parameter in trainer.policy.parameters():
+            parameter.mul_(3)
+    async with serving(trainer) as client:
+        there = InferenceAddress(url=client.url, pid=0)
+        async with OpenAIPolicy.opened(Engines(lambda: [there], random.Random(0))) as policy:
+            sampled = await policy.complete("312=", n=16, max_tokens=8, temperature=temperature)
+    group = group_of("g", [Trajectory.of(one, float(len(one.text))) for one in sampled])
+    (one,) = collate([Example(group, np.ones(group.tokens, np.float32))], 1 << 20)
+    scorer = Scorer(trainer.policy, 1 << 20)
+    found, _ = scorer(one.tokens, one.rows, one.positions, one.position_ids, temperatures=one.temperatures)
+    torch.testing.assert_close(found.detach(), one.behaviour_logprobs, rtol=0, atol=2e-4)
+    plain, _ = scorer(one.tokens, one.rows, one.positions, one.position_ids)
+    assert (temperature == 1) == bool(torch.allclose(plain, one.behaviour_logprobs, atol=1e-2))
 
 
 async def test_chat_goes_through_the_template(trainer: Trainer) -> None:

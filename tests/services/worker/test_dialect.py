@@ -63,6 +63,22 @@ def test_versions_are_the_oldest_and_newest_told_or_else_known(
     assert (completion.oldest, completion.newest) == expected
 
 
+@pytest.mark.parametrize(
+    ("said", "asked", "found"), [(None, 0.5, 0.5), (None, 0.0, 1.0), (0.7, 1.0, 0.7), (1.0, 0.0, 1.0)]
+)
+def test_the_temperature_is_that_of_the_server_or_else_that_asked_for(
+    said: float | None, asked: float, found: float
+) -> None:
+    (completion,) = dialect.text_completions(text_answer(temperature=said), KNOWN, asked)
+    assert completion.temperature == found
+
+
+def test_what_came_from_a_nucleus_is_refused() -> None:
+    assert one(text_answer(top_p=1.0)).temperature == 1.0
+    with pytest.raises(PolicyRefusedError, match=r"top_p 0\.5: .* no trainer can compute"):
+        one(text_answer(top_p=0.5))
+
+
 def test_a_chat_answer_is_read() -> None:
     choice = {
         "index": 0,

@@ -1,5 +1,6 @@
 """Trajectories and the groups made of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,19 @@ def test_a_turn_is_appended_with_what_was_given_between() -> None:
     assert both.logprobs == [0.0, 0.0, -0.5, 0.0, 0.0, -0.5, -0.5]
     assert (both.oldest, both.newest, both.score) == (V[2], V[4], 1.0)
     assert first.token_ids == [1, 2, 7]
+
+
+def test_each_turn_keeps_the_temperature_it_was_sampled_at() -> None:
+    cold, warm = (replace(completion([1, 2], [7]), temperature=t) for t in (0.5, 1.0))
+    later = completion([1, 2, 7, 50], [8])
+    assert Trajectory.of(cold).temperatures == [1.0, 1.0, 0.5]
+    assert Trajectory.of(warm).temperatures is None
+    assert Trajectory.of(cold).then(later).temperatures == [1.0, 1.0, 0.5, 1.0, 1.0]
+    both = Trajectory.of(warm).then(replace(later, temperature=2.0))
+    assert both.temperatures == [1.0, 1.0, 1.0, 1.0, 2.0]
+    group = group_of("g", [both, Trajectory.of(warm)])
+    assert [row.tolist() for row in group["temperatures"]] == [[1, 1, 1, 1, 2], [1, 1, 1]]
+    assert "temperatures" not in group_of("g", [Trajectory.of(warm), Trajectory.of(warm).then(later)])
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], [1, 2, 8], [9, 1, 2, 7]])
