@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.trainer.rank_player import STEPS, UNEVEN, config_of, groups_of
+from tests.trainer.rank_player import STEPS, UNEVEN, config_of, groups_of, taught_by
 from tests.trainer.test_uplink import config_of as run_of
 from tests.trainer.test_uplink import ids, producing, wait_until
 from tests.trainer.toy import MemoryBroker
@@ -24,6 +24,7 @@ from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError, EndOfReplayError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.schemas.teaching import Lore
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.checkpoint import Checkpoint
@@ -45,12 +46,14 @@ def process(*words: object) -> Iterator["subprocess.Popen[bytes]"]:
             started.kill()
 
 
-def play(root: Path, size: int, dtype: str = "float32", dies_at: int = 0) -> list[int]:
+def play(
+    root: Path, size: int, dtype: str = "float32", dies_at: int = 0, lore: Lore = Lore.NONE
+) -> list[int]:
     """Run all ranks to their end, and return their exit codes."""
     root.mkdir(exist_ok=True)
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(process("tests.trainer.rank_player", root, rank, size, dtype, dies_at))
+            stack.enter_context(process("tests.trainer.rank_player", root, rank, size, dtype, dies_at, lore))
             for rank in range(size)
         ]
         return [one.wait(PATIENCE_S) for one in ranks]
@@ -78,12 +81,23 @@ def standing(root: Path) -> dict[int, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_come_to_where_one_comes(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("lore", "dtype"),
+    [
+        (Lore.NONE, "float32"),
+        (Lore.NONE, "bfloat16"),
+        (Lore.TOP_K, "float32"),
+        (Lore.TOP_K, "bfloat16"),
+        (Lore.FULL, "float32"),
+        (Lore.SAMPLED, "float32"),
+    ],
+)
+def test_two_ranks_come_to_where_one_comes(tmp_path: Path, lore: Lore, dtype: str) -> None:
+    """Also from a teacher, of whom one rank learns beside rewards and the other without any."""
     alone = RunLayout(tmp_path / "alone")
-    broker = MemoryBroker(groups_of(0, 1))
-    train(config_of(dtype), alone, Stop(), broker.connect)
-    assert play(tmp_path / "two", 2, dtype) == [0, 0]
+    broker = MemoryBroker(groups_of(0, 1, lore))
+    train(config_of(dtype, distillation=taught_by(lore)), alone, Stop(), broker.connect)
+    assert play(tmp_path / "two", 2, dtype, lore=lore) == [0, 0]
 
     one, two = newest(alone.root), newest(tmp_path / "two")
     assert two.state.version == one.state.version == PolicyVersion(0, STEPS)
@@ -103,10 +117,11 @@ def test_two_ranks_come_to_where_one_comes(tmp_path: Path, dtype: str) -> None:
     leads, other = told(tmp_path / "two", 0), told(tmp_path / "two", 1)
     expected = {str(event.step): event.loss for event in broker.events}
     assert leads["losses"] == pytest.approx(expected, rel=1e-3 if dtype == "float32" else 0.1, abs=1e-3)
-    assert leads["norms"] == pytest.approx(
-        {str(event.step): event.extra["grad_norm"] for event in broker.events},
-        rel=1e-3 if dtype == "float32" else 0.1,
-    )
+    for event in broker.events:
+        assert leads["metrics"][str(event.step)] == pytest.approx(
+            event.extra, rel=1e-3 if dtype == "float32" else 0.1, abs=1e-3
+        )
+        assert ("distill_kl" in event.extra) == (lore is not Lore.NONE)
     assert leads["groups"] == {str(step): 4 for step in range(1, STEPS + 1)}
     assert other["losses"] == {}
     assert (leads["commits"][-1], other["commits"]) == (STEPS, [])

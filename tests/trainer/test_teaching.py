@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.trainer.sayings import said
 from tests.trainer.toy import some_group
 
 from rolloutmq.schemas.losses import DapoConfig
@@ -24,31 +25,9 @@ FULL = DistillationConfig(kind="full")
 SAMPLED = DistillationConfig(kind="sampled")
 
 
-def said(group: Group, k: int = K, *, prompts: bool = False, seed: int = 0) -> dict[str, Any]:
-    """What a teacher could say: for each trained token its own id and others, and their log-probabilities."""
-    rng = np.random.default_rng(seed)
-    trained = trained_tokens(group)
-    ids: list[list[int]] = []
-    logprobs: list[list[float]] = []
-    for token, wanted in zip(group.columns["tokens"].values, trained, strict=True):
-        if not (wanted or prompts):
-            ids.append([])
-            logprobs.append([])
-            continue
-        others = [one for one in rng.permutation(VOCABULARY).tolist() if one != token]
-        drawn = rng.normal(size=VOCABULARY)
-        spread = drawn - np.log(np.exp(drawn).sum())
-        ids.append([*others[: k - 1], int(token)])
-        logprobs.append(spread[:k].tolist())
-    ends = np.cumsum(group.columns["tokens"].lengths[0]).tolist()
-    starts = [0, *ends][:-1]
-    cut = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
-    return {IDS_COLUMN: [ids[c] for c in cut], LOGPROBS_COLUMN: [logprobs[c] for c in cut]}
-
-
 def taught_group(name: str = "g", scores: tuple[float, ...] = SCORES, **changed: Any) -> Group:
     plain = some_group(name, scores)
-    return some_group(name, scores, **(said(plain, seed=len(name)) | changed))
+    return some_group(name, scores, **(said(plain, K, VOCABULARY, seed=len(name)) | changed))
 
 
 def group_with(**columns: Any) -> Group:
@@ -85,7 +64,7 @@ def first_trained(group: Group) -> tuple[int, int]:
 def with_entry(ids: Any = None, logprobs: Any = None) -> Group:
     """A group in which the entries of one trained token are others."""
     plain = group_with()
-    columns, (sequence, position) = said(plain), first_trained(plain)
+    columns, (sequence, position) = said(plain, K, VOCABULARY), first_trained(plain)
     if ids is not None:
         columns[IDS_COLUMN][sequence][position] = ids
     if logprobs is not None:
@@ -96,7 +75,7 @@ def with_entry(ids: Any = None, logprobs: Any = None) -> Group:
 def test_what_a_teacher_said_is_usable_with_and_without_the_prompts() -> None:
     plain = group_with()
     assert fault(taught_group()) == ""
-    assert fault(group_with(**said(plain, prompts=True))) == ""
+    assert fault(group_with(**said(plain, K, VOCABULARY, prompts=True))) == ""
     assert fault(taught_group(), SAMPLED) == ""
     assert fault(plain, DistillationConfig()) == ""
 
@@ -130,7 +109,7 @@ def test_what_contradicts_itself_is_refused_with_the_reason(group: Group, reason
 
 
 def test_rows_of_another_length_than_the_tokens_are_refused() -> None:
-    columns = said(group_with())
+    columns = said(group_with(), K, VOCABULARY)
     for rows in columns.values():
         rows[0] = rows[0][:-1]
     assert "other lengths than tokens" in fault(group_with(**columns))
@@ -138,20 +117,20 @@ def test_rows_of_another_length_than_the_tokens_are_refused() -> None:
 
 def test_what_is_not_trained_is_not_looked_at() -> None:
     plain = group_with()
-    columns = said(plain)
+    columns = said(plain, K, VOCABULARY)
     for odd in ([-7, 10**6], [-7, 10**6, 1, 2, 3, 4, 5, 6, 7]):  # fewer and more than is asked for
         columns[IDS_COLUMN][0][0] = odd
         columns[LOGPROBS_COLUMN][0][0] = [float("nan"), *[5.0] * (len(odd) - 1)]
         group = group_with(**columns)
         assert fault(group) == ""
-        assert read([group], TOP) == read([group_with(**said(plain))], TOP)
+        assert read([group], TOP) == read([group_with(**said(plain, K, VOCABULARY))], TOP)
 
 
 def test_a_whole_vocabulary_is_whole() -> None:
     plain = group_with()
-    assert fault(group_with(**said(plain, VOCABULARY)), FULL) == ""
+    assert fault(group_with(**said(plain, VOCABULARY, VOCABULARY)), FULL) == ""
     assert fault(taught_group(), FULL) == "3 tokens of the teacher for a trained one, 20 expected"
-    assert fault(group_with(**said(plain, VOCABULARY)), TOP) != ""
+    assert fault(group_with(**said(plain, VOCABULARY, VOCABULARY)), TOP) != ""
 
 
 def test_the_sampled_token_must_be_told_of() -> None:
