@@ -9,6 +9,7 @@
     │   ├── SessionFencedError         a newer session of this producer took over
     │   ├── LeaseLostError             the step went back to the queue; its work is void
     │   ├── EndOfReplayError           every recorded batch was served
+    │   ├── RankLostError              another rank of the trainer ended
     │   ├── DrainingError              told to stop: start nothing new
     │   └── ClosedError                the client was closed
     ├── UsageError                the caller's own data or code is wrong

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from benchmarks import scenario
 from benchmarks.scenario import LiveRun
 from rolloutmq.bus.engines import engines_of
+from rolloutmq.launch.ledger import check
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import SettledBatch
 from rolloutmq.services.orchestrator.identity import alive, find_marked
 
 pytestmark = pytest.mark.slow
@@ -33,7 +36,11 @@ Summary = dict[str, Any]
 
 
 def run(
-    run_dir: Path, *assignments: str, fault: Callable[[LiveRun], None] | None = None, resume: bool = False
+    run_dir: Path,
+    *assignments: str,
+    fault: Callable[[LiveRun], None] | None = None,
+    resume: bool = False,
+    within_s: float = ENDED_WITHIN_S,
 ) -> tuple[int, Summary]:
     """Run to the end; whatever it was, no group is lost and no process is left."""
     flags = ["--resume"] if resume else []
@@ -44,13 +51,19 @@ def run(
         if fault is not None:
             fault(live)
 
-    code, summary = scenario.run(run_dir, assignments, flags=flags, fault=watched, deadline_s=ENDED_WITHIN_S)
+    code, summary = scenario.run(run_dir, assignments, flags=flags, fault=watched, deadline_s=within_s)
     assert summary["groups_lost"] == 0
     assert summary["groups_trained_twice"] == 0
     assert not find_marked(f"{tokens[0]}/")
     assert not RunLayout(run_dir).weights.exists()
     assert not list(RunLayout(run_dir).sockets.glob("[!l]*"))
     return code, summary
+
+
+def accounted_for(summary: Summary) -> int:
+    """Return how many groups are in any of the states of which a group is in one."""
+    states = ("trained", "filtered", "expired", "dead", "discarded", "in_flight")
+    return sum(summary[f"groups_{state}"] for state in states)
 
 
 def test_it_learns_and_ends_by_itself(tmp_path: Path) -> None:
@@ -61,10 +74,7 @@ def test_it_learns_and_ends_by_itself(tmp_path: Path) -> None:
     assert summary["reward_first"] < 0.4
     assert summary["reward_last"] > 0.85
     assert summary["staleness_max"] <= summary["staleness_bound"] == 2
-    assert summary["groups_accepted"] == sum(
-        summary[f"groups_{state}"]
-        for state in ("trained", "filtered", "expired", "dead", "discarded", "in_flight")
-    )
+    assert summary["groups_accepted"] == accounted_for(summary)
     layout = RunLayout(tmp_path / "run")
     assert layout.report.read_bytes().startswith(b"\x89PNG")
     topics = {json.loads(line)["topic"] for line in layout.metrics.read_text().splitlines()}
@@ -105,6 +115,41 @@ def test_killed_processes_cost_a_pause_and_no_group(tmp_path: Path) -> None:
     assert code == 0
     assert summary["steps"] == 80
     assert summary["trainer_resumes"] == 1
+
+
+def test_a_killed_rank_of_the_trainer_takes_the_others_along_and_no_group_is_lost(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+
+    def kill_each(live: LiveRun) -> None:
+        for step, victim in ((12, "trainer.rank1"), (25, "trainer")):
+            live.wait_for_step(step)
+            live.kill(victim, signal.SIGKILL)
+
+    code, summary = run(
+        layout.root,
+        "trainer.ranks=2",
+        "trainer.steps=40",
+        "trainer.checkpoint_interval=5",
+        fault=kill_each,
+        within_s=2 * ENDED_WITHIN_S,  # three starts, of two ranks that wait for each other
+    )
+    assert code == 0
+    assert (summary["steps"], summary["trainer_resumes"]) == (40, 2)
+    assert summary["groups_accepted"] == accounted_for(summary)
+    assert check(layout).problems == []
+    lines = [
+        msgspec.json.decode(line, type=SettledBatch) for line in layout.trained.read_bytes().splitlines()
+    ]
+    lives = {life: [line for line in lines if line.version.incarnation == life] for life in (0, 1, 2)}
+    assert [life[0].resumed for life in lives.values()] == [False, True, True]
+    for life in lives.values():
+        steps = [line.version.step for line in life]
+        assert steps == list(range(steps[0], steps[-1] + 1))
+    # The groups know the policy that sampled them: behind the one that learns, and not too far.
+    staleness = {one for line in lines for one in line.staleness}
+    assert max(staleness) in (1, 2)
+    for rank in ("trainer", "trainer.rank1"):
+        assert "error: another rank of the trainer is gone, its log says why" in layout.log(rank).read_text()
 
 
 def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ for itself. Whatever is decided is decided by all, in the same place of the loop
 others: whether there is a batch, whether there is anything to learn, whether to stop.
 
 They meet at a store that rank 0 opens on this host; its address lies in the run directory. If one of them dies the
-others' next word to it is an error, and they end too; all are started again, and go on from the checkpoint.
+others' next word to it is an error, and they end too; all are started again, and go on from the checkpoint. Whoever is
+back before rank 0 has noticed finds a meeting that has begun without him, and waits for the next.
 """
 
+import logging
 import os
 import secrets
 import socket
@@ -27,8 +29,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import ConfigError, EndOfReplayError
+from rolloutmq.schemas.errors import ConfigError, EndOfReplayError, GivenUpError
 from rolloutmq.trainer.process import StoppedError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 B = TypeVar("B")
@@ -39,6 +43,17 @@ JOIN_S: Final = 5.0
 """How long one attempt to reach the store may take."""
 PATIENCE_S: Final = 1800.0
 """Longest time between two words of a rank. It computes meanwhile; if it dies, that shows at once."""
+
+
+_BEGUN: Final = "begun"
+"""Key that the first rank sets when all have met."""
+
+
+class RankLostError(GivenUpError):
+    """The ranks cannot hear each other any more: all of them begin again."""
+
+    def __str__(self) -> str:
+        return "another rank of the trainer is gone, its log says why"
 
 
 class Ranks:
@@ -191,6 +206,7 @@ def met(file: Path, rank: int, size: int) -> Iterator[Ranks]:
 
     Raises:
         ConfigError: There is no such rank.
+        RankLostError: Another rank ended meanwhile; also in place of what was raised inside because of it.
     """
     if rank >= size:
         raise ConfigError("trainer.ranks", f"is {size}: there is no rank {rank}")
@@ -198,17 +214,32 @@ def met(file: Path, rank: int, size: int) -> Iterator[Ranks]:
         yield Ranks()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = _opened(file) if rank == 0 else _found(file)
-    store.set(f"here/{rank}", "")
-    while not store.check([f"here/{each}" for each in range(size)]):
-        time.sleep(LOOK_S)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE_S)
-    )
+    with _noticing_losses():
+        store = _opened(file) if rank == 0 else _found(file)
+        store.set(f"here/{rank}", "")
+        while not store.check([f"here/{each}" for each in range(size)]):
+            time.sleep(LOOK_S)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE_S)
+        )
+        if rank == 0:
+            store.set(_BEGUN, "")
+        try:
+            yield ManyRanks(rank, size)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _noticing_losses() -> Iterator[None]:
+    """Say of an error of torch that it means the end of another rank. Most of them have no class of their own."""
     try:
-        yield ManyRanks(rank, size)
-    finally:
-        dist.destroy_process_group()
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            logger.warning("rank lost error=%s", error)
+            raise RankLostError from error
+        raise
 
 
 def _opened(file: Path) -> Any:
@@ -219,12 +250,15 @@ def _opened(file: Path) -> Any:
 
 
 def _found(file: Path) -> Any:
+    """Wait for a meeting that has not begun."""
     while True:
         address = read_json(file, _Address)
         if address is not None and _listens(address.port):
             with suppress(dist.DistError, RuntimeError):
                 store = TCPStore(HOST, address.port, is_master=False, timeout=timedelta(seconds=JOIN_S))
-                return PrefixStore(address.nonce, store)
+                meeting = PrefixStore(address.nonce, store)
+                if not meeting.check([_BEGUN]):
+                    return meeting
         time.sleep(LOOK_S)
 
 

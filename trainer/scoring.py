@@ -182,20 +182,21 @@ class _ChunkedScores(torch.autograd.Function):
         kind = torch.promote_types(hidden.dtype, torch.float32)
         table = _table(asked)  # (N, A)
         sums, entropy = (hidden.new_empty(len(asked), dtype=kind) for _ in range(2))
-        chosen = hidden.new_empty(table.shape, dtype=kind)
+        chosen = hidden.new_empty(asked.shape, dtype=kind)
+        by_place = _table(chosen)  # (N, A)
         for part in _cuts(len(asked), chunk):
             logits = _logits(hidden, weight, bias, temperatures, part)
             highest = logits.amax(-1, keepdim=True)
-            chosen[part] = logits.gather(-1, table[part])
+            by_place[part] = logits.gather(-1, table[part])
             weights = logits.sub_(highest).exp()
             total = weights.sum(-1)
             sums[part] = total.log() + highest.squeeze(-1)
             inner = torch.bmm(weights[:, None], logits[:, :, None]).flatten()
             entropy[part] = total.log() - inner / total
-        chosen -= sums[:, None]
+        by_place -= sums[:, None]
         ctx.save_for_backward(hidden, weight, bias, asked, temperatures, sums, entropy)
         ctx.chunk = chunk
-        return chosen.view(asked.shape), entropy
+        return chosen, entropy
 
     @staticmethod
     @once_differentiable

@@ -27,6 +27,7 @@ from rolloutmq.schemas.records import SettledBatch
 from rolloutmq.schemas.teaching import Lore
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.trainer import checkpoint
+from rolloutmq.trainer import ranks as meeting
 from rolloutmq.trainer.checkpoint import Checkpoint
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.process import Stop, StoppedError
@@ -36,10 +37,12 @@ PATIENCE_S = 120.0
 
 
 @contextmanager
-def process(*words: object) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", *map(str, words)]
+def process(*words: object, log: Path | None = None) -> Iterator["subprocess.Popen[bytes]"]:
+    command = [sys.executable, "-W", "error:FSDP2-wrapped:UserWarning", "-m", *map(str, words)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, env=env) as started:
+    with ExitStack() as stack:
+        errors = stack.enter_context(log.open("wb")) if log else None
+        started = stack.enter_context(subprocess.Popen(command, env=env, stderr=errors))
         try:
             yield started
         finally:
@@ -183,10 +186,15 @@ def test_a_rank_that_dies_takes_the_others_along_and_all_come_back(tmp_path: Pat
     layout.config.write_text(config.model_dump_json())
     words = "rolloutmq.launch.cli", "trainer", "--run-dir", layout.root, "--rank"
     with running_broker(config, layout), producing(layout):
-        with process(*words, 0) as first, process(*words, 1) as second:
+        with process(*words, 0, log=tmp_path / "said") as first, process(*words, 1) as second:
             wait_until(lambda: checkpoint.latest(layout.checkpoints) is not None)
             second.kill()
             assert first.wait(PATIENCE_S) == 1
+        assert (
+            (tmp_path / "said")
+            .read_text()
+            .endswith("error: another rank of the trainer is gone, its log says why\n")
+        )
         with process(*words, 1) as second, process(*words, 0) as first:  # in any order
             assert [first.wait(PATIENCE_S), second.wait(PATIENCE_S)] == [0, 0]
     assert newest(layout.root).state.version == PolicyVersion(1, 30)
@@ -286,6 +294,30 @@ def test_a_rank_that_is_alone_agrees_with_itself() -> None:
     assert Lockstep[Part](Ranks()).pull(lambda: part) is part
     assert Lockstep[Part](Ranks()).pull(lambda: None) is None
     assert Ranks().sums(1, 2) == [1, 2]
+
+
+def test_whoever_comes_back_too_early_waits_for_the_next_meeting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank still has the old meeting open, and has not noticed yet that its fellow is gone."""
+    old = meeting._opened(file := tmp_path / "ranks.json")
+    old.set("which", "old")
+    old.set(meeting._BEGUN, "")
+    looks, listens = threading.Semaphore(0), meeting._listens
+
+    def noted(port: int) -> bool:
+        looks.release()
+        return listens(port)
+
+    monkeypatch.setattr(meeting, "_listens", noted)
+    with ThreadPoolExecutor(1) as pool:
+        finding = pool.submit(meeting._found, file)
+        assert looks.acquire(timeout=20.0)
+        looked_again = looks.acquire(timeout=5.0)
+        new = meeting._opened(file)
+        new.set("which", "new")
+        assert finding.result(20.0).get("which") == b"new"
+        assert looked_again
 
 
 def test_there_are_no_more_ranks_than_was_said(tmp_path: Path) -> None:
