@@ -7,10 +7,13 @@ probabilities, and the gradient of both. Here only the logits of one chunk exist
 backward pass computes them again, which costs one product of matrices more and saves as much in passes over memory.
 
 A head that is more than a linear layer (Gemma cuts its logits off, Cohere scales them) would mean something else if it
-were taken apart: two tokens are tried when the scorer is made, and such a policy is asked whole.
+were taken apart: two tokens are tried when the scorer is made. Such a policy is asked whole, but its head is shown the
+hidden states of the trained tokens alone.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -72,10 +75,12 @@ class Scorer(nn.Module):
         asked, before = tokens[rows, positions], positions - 1  # (N,)
         if also is not None:
             asked = torch.cat([asked[:, None], also], -1)  # (N, 1 + K)
-        if not self._takes_head_apart:
-            return score_logits(self.policy(**inputs).logits[rows, before], asked, temperatures)
-        hidden = self.policy.base_model(**inputs).last_hidden_state  # type: ignore[operator]  # (B, T - 1, H)
         head = self.policy.get_output_embeddings()  # type: ignore[operator]
+        if not self._takes_head_apart:
+            with _shown_only(head, rows, before):
+                (logits,) = self.policy(**inputs).logits  # (N, V)
+            return score_logits(logits, asked, temperatures)
+        hidden = self.policy.base_model(**inputs).last_hidden_state  # type: ignore[operator]  # (B, T - 1, H)
         return score_hidden(hidden[rows, before], head, asked, self._logits_bytes, temperatures)
 
     def idle(self) -> None:
@@ -83,6 +88,24 @@ class Scorer(nn.Module):
         tokens, rows, positions = torch.zeros(1, 2, dtype=torch.long), torch.tensor([0]), torch.tensor([1])
         logprobs, entropy = self(tokens, rows, positions)
         (0.0 * (logprobs.sum() + entropy.sum())).backward()
+
+
+@contextmanager
+def _shown_only(head: nn.Module, rows: Tensor, places: Tensor) -> Iterator[None]:
+    """Let a head see some hidden states alone, as one row `(1, N, H)`: what a policy does behind it is by token.
+
+    transformers has `logits_to_keep` for it, which takes the same places in all rows.
+    """
+
+    def chosen(_head: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
+        (hidden,) = given
+        return hidden[None, rows, places]
+
+    hook = head.register_forward_pre_hook(chosen)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def score_tokens(policy: nn.Module, tokens: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +136,8 @@ def _has_plain_head(policy: nn.Module) -> bool:
     """Tell whether the logits of a policy are what its head makes of the hidden states, and nothing more."""
     head = policy.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
-        logger.info("the head is not linear, all logits are kept at once kind=%s", type(head).__name__)
+        kind = type(head).__name__
+        logger.info("the head is not linear, logits of all trained tokens are kept at once kind=%s", kind)
         return False
     with torch.no_grad():
         probe = {"input_ids": torch.tensor(_PROBE, device=head.weight.device), "use_cache": False}
@@ -121,7 +145,9 @@ def _has_plain_head(policy: nn.Module) -> bool:
         parts = head(policy.base_model(**probe).last_hidden_state).float()  # type: ignore[operator]
     # Bit for bit: what bends logits bends small ones by little.
     if not torch.equal(whole, parts):
-        logger.info("the policy changes its logits behind the head, all of them are kept at once")
+        logger.info(
+            "the policy changes its logits behind the head, those of all trained tokens are kept at once"
+        )
         return False
     return True
 

@@ -141,17 +141,23 @@ def test_logits_far_from_zero_stay_numbers() -> None:
 def test_no_more_logits_exist_at_once_than_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = model()
     scorer = Scorer(policy, 7 * ROW_BYTES + ROW_BYTES // 2)
+    made = rows_of_logits(monkeypatch)
+    gradients(policy, scorer(*asked()))
+    assert made == [7, 7, 7, 4] * 2
+
+
+def rows_of_logits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note of how many places logits are computed at once."""
     made: list[int] = []
     linear = torch.nn.functional.linear
 
-    def noted(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def noted(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if weight.shape[0] == VOCABULARY:
-            made.append(len(hidden))
+            made.append(hidden.shape[:-1].numel())
         return linear(hidden, weight, bias)
 
     monkeypatch.setattr(torch.nn.functional, "linear", noted)
-    gradients(policy, scorer(*asked()))
-    assert made == [7, 7, 7, 4] * 2
+    return made
 
 
 def test_padding_changes_nothing() -> None:
@@ -167,13 +173,24 @@ def test_padding_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("cap", [2.0, 30.0])
-def test_a_head_that_is_more_than_linear_is_not_taken_apart(cap: float) -> None:
-    """A cap that small logits hardly feel, too: they grow."""
+def test_a_head_that_is_more_than_linear_is_not_taken_apart(
+    cap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cap that small logits hardly feel, too: they grow. No logits are made but those that are asked for."""
     policy = model(Gemma2Config, final_logit_softcapping=cap, initializer_range=0.02)
     scorer = Scorer(policy, ROW_BYTES)
     assert not scorer._takes_head_apart
-    for ours, theirs in zip(scorer(*asked()), score_tokens(policy, *asked()), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    plain = score_tokens(policy, *asked())
+    expected = gradients(policy, plain)
+    made = rows_of_logits(monkeypatch)
+    scores = scorer(*asked())
+    assert made == [25]
+    torch.testing.assert_close(scores, plain)
+    found = gradients(policy, scores)
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    assert policy(input_ids=asked()[0]).logits.shape == (5, 9, VOCABULARY)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
