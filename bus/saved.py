@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from rolloutmq.bus.codec import checksum
+from rolloutmq.bus.durability import force
 from rolloutmq.bus.session import Session
 from rolloutmq.bus.spool import Entry
 from rolloutmq.schemas.delivery import RegisterProducer
@@ -197,16 +198,7 @@ def _save(path: Path, session: Session) -> None:
     except OSError:
         written.unlink(missing_ok=True)
         raise
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    """Make names in a directory survive a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    force(path.parent)
 
 
 def _nbytes(frame: Any) -> int:

@@ -13,7 +13,6 @@ beside the checkpoints: it grows with each life of the trainer, and is on disk b
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rolloutmq.bus.durability import force
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.trainer.adapters import ADAPTERS, Adapters
@@ -78,9 +78,9 @@ def next_incarnation(directory: Path) -> int:
     number = int(path.read_text()) + 1 if path.exists() else 0
     partial = directory / f".{INCARNATIONS}.partial"
     partial.write_text(f"{number}\n")
-    _force(partial)
+    force(partial)
     partial.replace(path)
-    _force(directory)
+    force(directory)
     return number
 
 
@@ -128,19 +128,11 @@ def _becoming(final: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     yield partial
     for file in partial.iterdir():
-        _force(file)
-    _force(partial)
+        force(file)
+    force(partial)
     shutil.rmtree(final, ignore_errors=True)  # of an earlier life, whose later steps are void
     partial.rename(final)
-    _force(final.parent)
-
-
-def _force(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    force(final.parent)
 
 
 def own_tensors(policy: nn.Module) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rolloutmq.bus.durability import force
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.sharing import SegmentGoneError, SegmentInUseError, WeightsMismatchError
 from rolloutmq.trainer.weights.manifest import WeightManifest
@@ -152,9 +153,9 @@ def publish(
     save_file(dict(tensors), partial / TENSORS, metadata={"format": "pt"})
     (partial / MANIFEST).write_bytes(encoded)
     for path in (partial / TENSORS, partial / MANIFEST, partial):
-        _force(path)
+        force(path)
     partial.rename(root / name)
-    _force(root)
+    force(root)
     digest = hashlib.sha256(encoded).hexdigest()
     address = DiskAddress(directory=name, version=version, manifest=digest, run=run)
     _replace(address_file, msgspec.json.encode(address) + b"\n")
@@ -203,14 +204,6 @@ def seen(path: Path) -> tuple[int, int] | None:
 def _replace(path: Path, data: bytes) -> None:
     written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     written.write_bytes(data)
-    _force(written)
+    force(written)
     written.replace(path)
-    _force(path.parent)
-
-
-def _force(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    force(path.parent)

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from rolloutmq.bus.durability import force
 from rolloutmq.services.broker.groups import StoredGroup
 from rolloutmq.services.broker.journal.facts import GroupMeta
 from rolloutmq.services.broker.journal.segment import (
@@ -213,7 +214,7 @@ class DeadStore:
         finally:
             unfinished.unlink(missing_ok=True)
         if self._sync:
-            _sync_directory(self._directory)
+            force(self._directory)
         return nbytes
 
 
@@ -248,11 +249,3 @@ def _meta(group: StoredGroup) -> GroupMeta:
         table=group.table,
         at=group.accepted_wall,
     )
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -27,6 +27,7 @@ import google_crc32c
 import numpy as np
 
 from rolloutmq.bus.codec import checksum
+from rolloutmq.bus.durability import force
 
 FILE_MAGIC: Final = b"RMQSEG\r\n"
 RECORD_MAGIC: Final = b"\xa7RMQ"
@@ -196,7 +197,7 @@ def write_segment(path: Path, records: Iterable[tuple[int, bytes, Sequence[Buffe
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+    force(path.parent)
     return count
 
 
@@ -208,14 +209,6 @@ def read_segment(path: Path) -> Iterator[Record | Damage]:
 def is_end(data: Buffer) -> bool:
     """Whether the `END_BYTES` at the place of a record, or all that there are, are zeros."""
     return not np.frombuffer(data, np.uint8).any()
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def nonce_of(view: Buffer) -> bytes | None:
