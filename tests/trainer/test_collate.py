@@ -204,13 +204,20 @@ def test_no_sequence_is_cut(size: int) -> None:
     assert sorted(lengths) == sorted(int(row[1:].sum()) for row in masks)
 
 
-def test_further_columns_are_carried_to_the_tokens_they_are_of() -> None:
-    group = some_group(
+def two_sequences(**columns: Any) -> Group:
+    """A group of three tokens and of two, the first of each untrained."""
+    return some_group(
         "g",
         [0, 1],
         tokens=[[5, 6, 7], [8, 9]],
         mask=[[0, 1, 1], [0, 1]],
         inference_logprobs=[[0.0] * 3, [0.0] * 2],
+        **columns,
+    )
+
+
+def test_further_columns_are_carried_to_the_tokens_they_are_of() -> None:
+    group = two_sequences(
         ref_logprobs=[[0.0, -1, -2], [0.0, -3]],
         distill_token_ids=[[[1], [2, 3], [4]], [[5], [6, 7, 8]]],
         distill_logprobs=[[[0.0], [-0.5, -1], [-2.0]], [[0.0], [-1.0, -2, -3]]],
@@ -238,26 +245,12 @@ def test_further_columns_are_carried_to_the_tokens_they_are_of() -> None:
     ],
 )
 def test_columns_that_the_loss_needs_are_asked_for(rows: Any, fault: str) -> None:
-    group = some_group(
-        "g",
-        [0, 1],
-        tokens=[[1, 2, 3], [4, 5]],
-        mask=[[0, 1, 1], [0, 1]],
-        inference_logprobs=[[0.0] * 3, [0.0] * 2],
-        ref_logprobs=rows,
-    )
+    group = two_sequences(ref_logprobs=rows)
     assert find_fault(group, Bounds(32, 16, ("ref_logprobs",))) == fault
 
 
 def test_cells_of_other_lengths_than_the_tokens_are_a_fault() -> None:
-    group = some_group(
-        "g",
-        [0, 1],
-        tokens=[[1, 2, 3], [4, 5]],
-        mask=[[0, 1, 1], [0, 1]],
-        inference_logprobs=[[0.0] * 3, [0.0] * 2],
-        distill_logprobs=[[[0.0]], [[0.0]]],
-    )
+    group = two_sequences(distill_logprobs=[[[0.0]], [[0.0]]])
     fault = "distill_logprobs has other lengths than tokens"
     assert find_fault(group, Bounds(32, 16, ("distill_logprobs",))) == fault
 

@@ -1,20 +1,19 @@
 """Sharing in one process, where everything can be looked at; `test_processes` has the real thing."""
 
-import copy
 import errno
-import gc
 import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.trainer.weights.conftest import Shares
+from tests.trainer.weights.models import TOKENS, logits, on_meta
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rolloutmq.bus import segments
@@ -26,62 +25,20 @@ from rolloutmq.trainer.model import build_policy
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion
-TOKENS = torch.tensor([[1, 5, 9, 3, 13], [1, 4, 4, 8, 13]])
 
 
 def policy(seed: int = 0, **changes: Any) -> Any:
     return build_policy(ModelConfig(**changes), seed)
 
 
-def on_meta(like: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(like.config), dtype=like.dtype).eval()
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(input_ids=TOKENS, use_cache=False).logits
-    return found
-
-
-class Shared:
-    """A run directory, and the shares made in it."""
-
-    def __init__(self, root: Path) -> None:
-        self.address = root / "weights.json"
-        self._open: list[WeightShare] = []
-
-    def create(self, model: nn.Module, version: PolicyVersion = V()) -> WeightShare:
-        share = WeightShare.create_or_adopt(model, self.address, version=version)
-        self._open.append(share)
-        return share
-
-    def attach(self, model: nn.Module) -> WeightShare:
-        share = WeightShare.attach(model, self.address)
-        self._open.append(share)
-        return share
-
-    def close(self) -> None:
-        for share in reversed(self._open):
-            share.close(unlink=True)
-
-
-@pytest.fixture
-def shared(run_dir: Path) -> Iterator[Shared]:
-    made = Shared(run_dir)
-    yield made
-    made.close()
-    gc.collect()
-
-
 @pytest.mark.parametrize("tie", [False, True])
-def test_owner_and_reader_compute_the_same_on_the_same_bytes(shared: Shared, tie: bool) -> None:
+def test_owner_and_reader_compute_the_same_on_the_same_bytes(shares: Shares, tie: bool) -> None:
     model = policy(tie_embeddings=tie)
     before = logits(model)
-    owner = shared.create(model, V(1, 7))
+    owner = shares.create(model, V(1, 7))
     assert torch.equal(logits(model), before)
-    reading = on_meta(model)
-    reader = shared.attach(reading)
+    reading = on_meta(model.config, model.dtype)
+    reader = shares.attach(reading)
     assert reader.version == V(1, 7)
     assert not any(tensor.is_meta for tensor in [*reading.parameters(), *reading.buffers()])
     assert not any(parameter.requires_grad for parameter in reading.parameters())
@@ -101,29 +58,29 @@ def test_owner_and_reader_compute_the_same_on_the_same_bytes(shared: Shared, tie
             assert not torch.equal(logits(reading), before)
 
 
-def test_bfloat16_is_shared_as_it_is(shared: Shared) -> None:
+def test_bfloat16_is_shared_as_it_is(shares: Shares) -> None:
     config = policy().config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    shared.create(model)
-    reading = on_meta(model)
-    shared.attach(reading)
+    shares.create(model)
+    reading = on_meta(model.config, model.dtype)
+    shares.attach(reading)
     assert reading.lm_head.weight.dtype == torch.bfloat16
     assert reading.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(logits(reading), logits(model))
 
 
-def test_modules_in_lists_and_persistent_buffers_are_reached(shared: Shared) -> None:
+def test_modules_in_lists_and_persistent_buffers_are_reached(shares: Shares) -> None:
     def build() -> nn.Module:
         inner = nn.ModuleList([nn.Linear(3, 2), nn.BatchNorm1d(2)])
         return nn.ModuleDict({"list": nn.ModuleList([inner])})
 
     model = build()
-    owner = shared.create(model)
+    owner = shares.create(model)
     names = {spec.name for spec in owner.manifest().tensors}
     assert names == set(model.state_dict())
     with torch.device("meta"):
         reading = build()
-    shared.attach(reading)
+    shares.attach(reading)
     with owner.writing(V(0, 1)), torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.add_(1)
@@ -137,9 +94,9 @@ def changed_config(model: Any, **changes: Any) -> Any:
     return model
 
 
-def test_what_is_not_the_same_model_is_refused(shared: Shared) -> None:
+def test_what_is_not_the_same_model_is_refused(shares: Shares) -> None:
     model = policy()
-    shared.create(model)
+    shares.create(model)
     wrong: list[tuple[Any, str, str]] = [
         (policy(hidden_size=32), "model.embed_tokens.weight", "shape"),
         (policy().to(torch.bfloat16), "model.embed_tokens.weight", "dtype"),
@@ -156,76 +113,76 @@ def test_what_is_not_the_same_model_is_refused(shared: Shared) -> None:
     for other, tensor, problem in wrong:
         before = dict(other.named_parameters())
         with pytest.raises(WeightsMismatchError) as caught:
-            shared.attach(other)
+            shares.attach(other)
         assert any(part in str(caught.value) for part in tensor.split("|"))
         assert problem in str(caught.value)
         after = dict(other.named_parameters())
         assert all(after[name] is parameter for name, parameter in before.items())
 
 
-def test_a_rounded_rope_table_is_refused(shared: Shared) -> None:
+def test_a_rounded_rope_table_is_refused(shares: Shares) -> None:
     """`model.to(bfloat16)` rounds the table too; a reader that computes it anew would turn by other angles."""
-    shared.create(policy().to(torch.bfloat16))
+    shares.create(policy().to(torch.bfloat16))
     model = AutoModelForCausalLM.from_config(policy().config, dtype=torch.bfloat16).eval()
     with pytest.raises(WeightsMismatchError, match=r"rotary_emb\.inv_freq: was computed as torch.bfloat16"):
-        shared.attach(model)
+        shares.attach(model)
 
 
-def test_a_buffer_that_nobody_can_compute_is_refused(shared: Shared) -> None:
+def test_a_buffer_that_nobody_can_compute_is_refused(shares: Shares) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(2, 2)
             self.table = nn.Buffer(torch.arange(4.0), persistent=False)
 
-    shared.create(Odd())
+    shares.create(Odd())
     with torch.device("meta"):
         model = Odd()
     with pytest.raises(WeightsMismatchError, match="table: is on meta and cannot be computed"):
-        shared.attach(model)
-    shared.attach(Odd())
+        shares.attach(model)
+    shares.attach(Odd())
 
 
-def test_hidden_views_are_refused(shared: Shared) -> None:
+def test_hidden_views_are_refused(shares: Shares) -> None:
     model = policy()
     model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach())
     with pytest.raises(WeightsMismatchError, match=r"lm_head.weight: is another tensor on the storage"):
-        shared.create(model)
+        shares.create(model)
     model.lm_head.weight = nn.Parameter(torch.zeros(64, 32).T)
     with pytest.raises(WeightsMismatchError, match=r"lm_head.weight: stride"):
-        shared.create(model)
-    assert not shared.address.exists()
+        shares.create(model)
+    assert not shares.address.exists()
 
 
-def test_a_reader_without_an_owner_is_told_to_try_again(shared: Shared) -> None:
+def test_a_reader_without_an_owner_is_told_to_try_again(shares: Shares) -> None:
     with pytest.raises(SegmentGoneError, match="no address"):
-        shared.attach(policy())
-    owner = shared.create(policy())
-    stale = shared.address.read_bytes()
+        shares.attach(policy())
+    owner = shares.create(policy())
+    stale = shares.address.read_bytes()
     owner.close(unlink=True)
-    assert not shared.address.exists()
-    shared.address.write_bytes(stale)
+    assert not shares.address.exists()
+    shares.address.write_bytes(stale)
     with pytest.raises(SegmentGoneError, match="No such file"):
-        shared.attach(policy())
+        shares.attach(policy())
     address = msgspec.json.decode(stale)
-    owner = shared.create(policy())
-    shared.address.write_bytes(msgspec.json.encode({"path": str(owner.path), "nonce": address["nonce"]}))
+    owner = shares.create(policy())
+    shares.address.write_bytes(msgspec.json.encode({"path": str(owner.path), "nonce": address["nonce"]}))
     with pytest.raises(SegmentGoneError, match="nonce"):
-        shared.attach(policy())
-    segments.write_address(shared.address, owner._segment)
+        shares.attach(policy())
+    segments.write_address(shares.address, owner._segment)
 
 
-def test_a_living_owner_keeps_its_segment(shared: Shared) -> None:
-    owner = shared.create(policy())
+def test_a_living_owner_keeps_its_segment(shares: Shares) -> None:
+    owner = shares.create(policy())
     with pytest.raises(SegmentInUseError, match=f"process {os.getpid()}"):
-        shared.create(policy(1))
-    assert segments.sweep(shared.address) == []
+        shares.create(policy(1))
+    assert segments.sweep(shares.address) == []
     assert owner.path.exists()
 
 
-def test_segments_are_private_and_readers_cannot_write(shared: Shared) -> None:
+def test_segments_are_private_and_readers_cannot_write(shares: Shares) -> None:
     model = policy()
-    owner = shared.create(model)
+    owner = shares.create(model)
     assert owner.path.stat().st_mode & 0o777 == 0o600
     script = (
         "import sys, torch\n"
@@ -239,23 +196,23 @@ def test_segments_are_private_and_readers_cannot_write(shared: Shared) -> None:
         "model.lm_head.weight.fill_(0.0)\n"
     )
     before = model.lm_head.weight.clone()
-    done = subprocess.run([sys.executable, "-c", script, shared.address], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, shares.address], capture_output=True, text=True)
     assert done.stdout == "attached\n"
     assert done.returncode == -11
     assert torch.equal(model.lm_head.weight, before)
 
 
-def test_replaced_tells_of_another_segment(shared: Shared, tmp_path: Path) -> None:
+def test_replaced_tells_of_another_segment(shares: Shares, tmp_path: Path) -> None:
     model = policy()
-    shared.create(model)
-    reader = shared.attach(on_meta(model))
+    shares.create(model)
+    reader = shares.attach(on_meta(model.config, model.dtype))
     assert not reader.is_replaced()
     other = tmp_path / "other.json"
     share = WeightShare.create_or_adopt(policy(1), other)
-    mine = shared.address.read_bytes()
-    shared.address.write_bytes(other.read_bytes())
+    mine = shares.address.read_bytes()
+    shares.address.write_bytes(other.read_bytes())
     assert reader.is_replaced()
-    shared.address.write_bytes(mine)
+    shares.address.write_bytes(mine)
     share.close(unlink=True)
 
 
@@ -264,7 +221,7 @@ def test_too_little_memory_is_said_before_it_is_used() -> None:
         segments.create("weights", 1 << 50)
 
 
-def test_what_cannot_be_mapped_is_removed(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_mapped_is_removed(shares: Shares, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
     create = segments.create
 
@@ -280,18 +237,18 @@ def test_what_cannot_be_mapped_is_removed(shared: Shared, monkeypatch: pytest.Mo
     monkeypatch.setattr(segments, "create", noted)
     monkeypatch.setattr(mmap, "mmap", refused)
     with pytest.raises(OSError, match="Cannot allocate"):
-        shared.create(policy())
+        shares.create(policy())
     (path,) = made
     assert not path.exists()
     assert set(Path("/proc/self/fd").iterdir()) == opened
 
 
-def test_a_damaged_manifest_is_a_mismatch(shared: Shared) -> None:
-    owner = shared.create(policy())
+def test_a_damaged_manifest_is_a_mismatch(shares: Shares) -> None:
+    owner = shares.create(policy())
     offset, nbytes = owner._lock.manifest_range
     for place in [(0, nbytes), (offset, nbytes + 1), (offset, 0), (offset, -1), (offset, nbytes - 1)]:
         owner._lock.place_manifest(*place)
         with pytest.raises(WeightsMismatchError, match="manifest"):
-            shared.attach(policy())
+            shares.attach(policy())
     owner._lock.place_manifest(offset, nbytes)
-    shared.attach(policy())
+    shares.attach(policy())

@@ -4,7 +4,7 @@ import copy
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,22 +25,31 @@ V = PolicyVersion
 
 
 @contextmanager
-def stepping(share: WeightShare, *, owner: bool) -> Iterator[None]:
-    """Let a side take its turns in a thread, as its process would."""
+def repeating(act: Callable[[], None]) -> Iterator[None]:
+    """Do something again and again in a thread meanwhile, as another process would."""
     ended = threading.Event()
 
-    def steps() -> None:
+    def acts() -> None:
         while not ended.wait(0.002):
-            with share.writing(V(0, 1)) if owner else share.reading():
-                pass
+            act()
 
-    thread = threading.Thread(target=steps)
+    thread = threading.Thread(target=acts)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
+
+
+def turns_of(share: WeightShare, *, owner: bool) -> Callable[[], None]:
+    """What a side does all day: it writes, or it reads."""
+
+    def turn() -> None:
+        with share.writing(V(0, 1)) if owner else share.reading():
+            pass
+
+    return turn
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -52,7 +61,7 @@ def test_both_sides_prove_the_same(shares: Shares, family: str) -> None:
     for one, other, is_owner in [(owner, reader, False), (reader, owner, True)]:
         for level in (Level.MANIFEST, Level.ALIASING):
             assert one.verify(level).level == level
-        with stepping(other, owner=is_owner):  # type: ignore[arg-type]
+        with repeating(turns_of(other, owner=is_owner)):  # type: ignore[arg-type]
             found.append(one.verify(Level.LOGITS, inputs=TOKENS, patience_s=5.0))
     mine, theirs = found
     assert mine.answered_s is not None
@@ -90,7 +99,7 @@ def test_two_readers_ask_one_after_the_other(shares: Shares) -> None:
     owner = shares.create(built(config("llama")))
     readers = [shares.attach(on_meta(config("llama"))) for _ in range(3)]
     answered = []
-    with stepping(owner, owner=True):
+    with repeating(turns_of(owner, owner=True)):
         threads = [
             threading.Thread(target=lambda one=one: answered.append(one.verify(Level.NONCE, patience_s=5.0)))
             for one in readers
@@ -132,7 +141,7 @@ def test_a_tie_that_broke_is_named(shares: Shares) -> None:
 def test_logits_need_something_to_compute_them_from(shares: Shares) -> None:
     owner = shares.create(built(config("llama")))
     with (
-        stepping(shares.attach(on_meta(config("llama"))), owner=False),
+        repeating(turns_of(shares.attach(on_meta(config("llama"))), owner=False)),
         pytest.raises(ValueError, match="inputs"),
     ):
         owner.verify(Level.LOGITS, patience_s=5.0)
@@ -209,26 +218,10 @@ def test_two_processes_prove_the_same_after_every_step(
         reader.stdin.flush()
         # Both ask and both answer while they wait for the other.
         mine = owner.verify(Level.LOGITS, inputs=TOKENS, patience_s=20.0, exact=True)
-        answered = threading.Event()
-        with answering(owner, answered):
+        with repeating(owner._answer):
             theirs = msgspec.json.decode(reader.stdout.readline(), type=Proof)
         mine.require_same(theirs)
         assert mine.version == V(0, step)
         assert mine.logits == digest(logits(model).contiguous(), exact=True)
         seen.append(mine)
     assert all(seen[0].digests[name] != seen[1].digests[name] for name in seen[0].digests)
-
-
-@contextmanager
-def answering(share: WeightShare, ended: threading.Event) -> Iterator[None]:
-    def answer() -> None:
-        while not ended.wait(0.002):
-            share._answer()
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
