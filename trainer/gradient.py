@@ -36,7 +36,7 @@ def leave_gradient(
         config: Names the loss, and what is learned from a teacher beside it.
         scorer: Asks the policy.
         ranks: Who takes the step.
-        after_each: Called after the backward pass of each.
+        after_each: Called after each backward pass, idle ones too: nobody is to take this rank for one that hangs.
     """
     loss, teacher = find_loss(config.loss), config.distillation
     settings = config.loss.model_copy(update={"entropy": entropy_weight(config, step)})
@@ -64,6 +64,7 @@ def leave_gradient(
         after_each()
     for _ in range(longest - len(passes)):
         scorer.idle()
+        after_each()
     own = Metrics({name: float(total) for name, total in totals.items()})
     return total_of(ranks.every(own)) | {"trained_tokens": tokens}
 
