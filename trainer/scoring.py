@@ -120,7 +120,8 @@ def score_logits(logits: Tensor, asked: Tensor, temperatures: Tensor | None = No
     if temperatures is not None:
         logits = logits / temperatures[:, None]
     logprobs = logits.log_softmax(-1)  # (N, V)
-    chosen = logprobs.gather(-1, _table(asked)).view(asked.shape)
+    # No view: FSDP could not guard one.
+    chosen = logprobs.gather(-1, _table(asked)).view(asked.shape).clone()
     return chosen, -(logprobs.exp() * logprobs).sum(-1)
 
 

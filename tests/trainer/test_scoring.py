@@ -113,6 +113,16 @@ def test_each_token_is_scored_at_its_own_temperature(rows_at_once: int, bias: bo
             torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config])
+@pytest.mark.parametrize("others", [0, 2])
+def test_scores_are_no_views(kind: type[PretrainedConfig], others: int) -> None:
+    """What wraps the scorer for several ranks could not guard the backward pass of one."""
+    tokens, rows, positions = asked()
+    also = torch.ones(len(rows), others, dtype=torch.long) if others else None
+    scores = Scorer(model(kind), 1 << 20)(tokens, rows, positions, also=also)
+    assert not any(one._is_view() for one in scores)
+
+
 def test_gradients_agree_with_finite_differences() -> None:
     torch.manual_seed(2)
     head = nn.Linear(4, 11).double()
