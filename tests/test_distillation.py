@@ -18,13 +18,15 @@ pytestmark = pytest.mark.slow
 STEPS = 60
 
 
-def test_a_student_learns_over_the_bus_and_a_killed_teacher_costs_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_student_learns_over_the_bus_and_a_killed_teacher_costs_nothing(tmp_path: Path, ranks: int) -> None:
     def kill(live: LiveRun) -> None:
         live.wait_for_step(20)
         live.kill("teacher", signal.SIGKILL)
 
     teacher = save_model(tmp_path / "teacher", 11, initializer_range=0.15)
     told = [f"teacher.path={teacher}", f"trainer.steps={STEPS}", "trainer.batch_sequences=128"]
+    told.append(f"trainer.ranks={ranks}")
     code, summary = scenario.run(tmp_path / "run", told, config=EXAMPLE, fault=kill)
     assert code == 0
     assert summary["steps"] == STEPS
