@@ -1,12 +1,12 @@
 """`rolloutmq doctor --sweep`: what dead processes left behind, removed; what belongs to anybody alive stays.
 
-Looked at are shared memory of this user, and in run directories the address of the weights, the broker's sockets and
-its address. Each has its own proof that its owner is dead, and none goes without it: shared memory names its owner
-(pid, start time, pid namespace) and is locked by all who map it; an address names its segment by a nonce; sockets
-belong to the lock that a broker holds for its life. A run whose launcher lives is left alone altogether, and so is the
-shared memory that its address names: its trainer may be on its way back. That holds for the runs that are named and for
-those below `runs/`; of others nothing is known, and there a trainer that is back finds its segment gone and makes a new
-one, to which the servers attach anew.
+Looked at are shared memory of this user, and in run directories the address of the weights, their versions on disk, the
+broker's sockets and its address. Each has its own proof that its owner is dead, and none goes without it: shared memory
+names its owner (pid, start time, pid namespace) and is locked by all who map it; an address names its segment by a
+nonce; versions and sockets belong to locks that a trainer and a broker hold for their lives. A run whose launcher lives
+is left alone altogether, and so is the shared memory that its address names: its trainer may be on its way back. That
+holds for the runs that are named and for those below `runs/`; of others nothing is known, and there a trainer that is
+back finds its segment gone and makes a new one, to which the servers attach anew.
 """
 
 import logging
@@ -61,7 +61,7 @@ def sweep_run(root: Path) -> list[Path]:
 
 def _handles(layout: RunLayout) -> list[Path]:
     sockets = [layout.sockets / name for name in SOCKETS]
-    return [layout.weights, layout.endpoints, *sockets, *place.left(layout)]
+    return [layout.weights, layout.versions, layout.endpoints, *sockets, *place.left(layout)]
 
 
 def _below_runs() -> list[Path]:

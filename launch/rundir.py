@@ -24,6 +24,7 @@ from rolloutmq.services.broker.journal.trimming import trim
 from rolloutmq.services.inference.vllm import place
 from rolloutmq.services.orchestrator.identity import alive, identify
 from rolloutmq.services.orchestrator.processes import end_strays
+from rolloutmq.trainer.weights import address
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,12 @@ def give_back(layout: RunLayout) -> None:
 
 
 def clear(config: RunConfig, layout: RunLayout) -> None:
-    """Remove what killed processes of a run left: shared memory, sockets, addresses. None of them may live any more."""
+    """Remove what killed processes of a run left: shared memory, versions of the weights on disk, sockets, addresses.
+
+    None of them may live any more.
+    """
     sweep(layout.weights)
+    address.sweep(layout.weights)
     place.clear(layout)
     with suppress(RolloutMQError), claim(layout), bindings(config.broker, layout):
         layout.endpoints.unlink(missing_ok=True)

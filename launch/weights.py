@@ -25,6 +25,7 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.schemas.sharing import WeightsSilentError
 from rolloutmq.trainer.weights import backends
+from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.share import Level, Proof, SharedWeights
 from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
@@ -73,14 +74,16 @@ def _rung(share: SharedWeights, level: Level) -> Finding:
         return Finding(what, fine=False, found=str(error), remedy=remedy, needed=level == Level.NONCE)
     except RolloutMQError as error:
         return _broken(what, error)
-    return Finding(what, fine=True, found=_found(proof))
+    return Finding(what, fine=True, found=_found(proof, mapped=not isinstance(share, DiskShare)))
 
 
-def _found(proof: Proof) -> str:
+def _found(proof: Proof, *, mapped: bool) -> str:
     match proof.level:
         case Level.MANIFEST:
             return f"{proof.tensors} tensors, {proof.nbytes / 2**20:.1f} MiB, version {_short(proof.version)}"
         case Level.ALIASING:
+            if not mapped:
+                return "nothing is mapped: every tensor is the one in the files of its version"
             return "every tensor lies where the manifest says"
         case Level.NONCE:
             asked = proof.answered_s

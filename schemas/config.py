@@ -23,7 +23,7 @@ from rolloutmq.schemas.orchestration import MIB, HardwareConfig, OrchestratorCon
 from rolloutmq.schemas.section import Fraction, NameText, Section
 from rolloutmq.schemas.serving import VllmConfig
 from rolloutmq.schemas.teaching import Lore, TeacherConfig
-from rolloutmq.schemas.training import TrainerConfig
+from rolloutmq.schemas.training import TrainerConfig, WeightsConfig
 
 SEQUENCE_BYTES: Final = 13
 """The shortest sequence there is: one token, its mask and its score. No batch is smaller than that."""
@@ -174,8 +174,8 @@ class InferenceConfig(Section):
     """`[inference]`: the server that samples from the policy."""
 
     kind: Literal["tiny", "vllm", "external", "none"] = "tiny"
-    """`tiny` runs the policy of `[model]` in this run, `vllm` does so by a vLLM that maps the trainer's weights;
-    `external` is the server at `url`; `none`: nobody asks."""
+    """`tiny` runs the policy of `[model]` in this run, `vllm` does so by a vLLM (`weights.backend` says how the weights
+    get there); `external` is the server at `url`; `none`: nobody asks."""
     url: str = ""
     """Base address of an external OpenAI-compatible server, for example `http://127.0.0.1:8000/v1`."""
     host: str = "127.0.0.1"
@@ -266,6 +266,7 @@ class RunConfig(Section):
     inference: InferenceConfig = InferenceConfig()
     model: ModelConfig = ModelConfig()
     trainer: TrainerConfig = TrainerConfig()
+    weights: WeightsConfig = WeightsConfig()
     teacher: TeacherConfig = TeacherConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -289,6 +290,21 @@ class RunConfig(Section):
             least_s = 2 * self.telemetry.interval_s
             if self.hardware.stale_s < least_s:
                 raise ValueError(f"hardware.stale_s: less than two telemetry.interval_s, {least_s:g} s")
+        return self
+
+    @model_validator(mode="after")
+    def _reach_who_samples(self) -> Self:
+        backend, kind = self.weights.backend, self.inference.kind
+        if backend == "vllm_http" and kind != "vllm":
+            raise ValueError(
+                f"weights.backend: `vllm_http` is vLLM's own interface, and inference.kind is `{kind}`"
+            )
+        if backend == "disk" and kind == "vllm":
+            raise ValueError(
+                "weights.backend: vLLM reads no `disk`: it maps the weights (`posix_shm`) or is sent them (`vllm_http`)"
+            )
+        if backend == "disk" and kind != "tiny" and not self.trainer.enabled:
+            raise ValueError("weights.backend: nobody in this run writes or reads weights on `disk`")
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ gateway.json         where the HTTP interface is                        gateway,
 registrations.json   its trainer and environments, and its step         gateway
 doubts.log           posts that may not have been answered              gateway
 weights.json         where the shared weights lie                       trainer
+weights/             their versions, where they go by way of the disk   trainer
 ranks.json           where its ranks meet, if there are several         trainer
 model/               configuration and tokenizer of the policy          trainer
 checkpoints/         step-000050/ ...                                   trainer
@@ -52,6 +53,7 @@ class RunLayout:
         self.registrations = root / "registrations.json"
         self.doubts = root / "doubts.log"
         self.weights = root / "weights.json"
+        self.versions = root / "weights"
         self.ranks = root / "ranks.json"
         self.model = root / "model"
         self.checkpoints = root / "checkpoints"

@@ -55,6 +55,18 @@ class WeightsAddress(msgspec.Struct, frozen=True, kw_only=True):
     nonce: str
 
 
+class DiskAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`weights.json` where weights are published as files: which version is the newest."""
+
+    directory: str
+    """Name of the version's directory, below `weights/` beside this file. Each write has another."""
+    version: PolicyVersion
+    manifest: str
+    """Sha256 of its manifest.json."""
+    run: str
+    """Nonce of the life that wrote it."""
+
+
 class AckedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """`acks/<worker>.jsonl`: one group that the broker accepted, and what it is like.
 

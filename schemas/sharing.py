@@ -55,6 +55,17 @@ class WeightsSilentError(RetryableError):
         return f"{self.who} did not answer within {self.waited_s:.1f} s"
 
 
+class WeightsDamagedError(RetryableError):
+    """The files of a version of the weights are not what was published; they are refused until there is a newer one."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"the weights in {self.path} are damaged: {self.problem}"
+
+
 class WeightsMismatchError(UsageError):
     """A model and a set of shared weights are not of the same tensors; nothing was attached."""
 
@@ -65,6 +76,17 @@ class WeightsMismatchError(UsageError):
 
     def __str__(self) -> str:
         return f"{self.tensor}: {self.problem}"
+
+
+class WeightsNotWrittenError(ResourceError):
+    """A version of the weights could not be written to disk; what was published before is still good."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"the weights could not be written to {self.path}: {self.why}"
 
 
 class WeightsNotSentError(RetryableError):

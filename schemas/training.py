@@ -1,6 +1,6 @@
-"""What is learned from a batch, and how: the `[trainer]` of a run."""
+"""What is learned from a batch, and how it reaches who samples: the `[trainer]` and the `[weights]` of a run."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     NonNegativeFloat,
@@ -102,3 +102,12 @@ class TrainerConfig(Section):
         if bool(self.batch_sequences) == bool(self.batch_tokens):
             raise ValueError("batch_tokens and batch_sequences: name one of them, the other is 0 or left out")
         return self
+
+
+class WeightsConfig(Section):
+    """`[weights]`: how what the trainer has learned reaches the server that samples."""
+
+    backend: Literal["posix_shm", "disk", "vllm_http"] = "posix_shm"
+    """`posix_shm`: trainer and server map the same memory, without a copy. `disk`: each step leaves a version below
+    `weights/` of the run directory, which a `tiny` server, or one of your own, reads. `vllm_http`: each step is sent to
+    the run's vLLM, by the interface that vLLM has for that."""

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from benchmarks import scenario
-from benchmarks.scenario import LiveRun
+from benchmarks.scenario import LiveRun, steps_logged
 from rolloutmq.bus.engines import engines_of
 from rolloutmq.launch.ledger import check
 from rolloutmq.schemas.layout import RunLayout
@@ -56,6 +56,7 @@ def run(
     assert summary["groups_trained_twice"] == 0
     assert not find_marked(f"{tokens[0]}/")
     assert not RunLayout(run_dir).weights.exists()
+    assert not RunLayout(run_dir).versions.exists()
     assert not list(RunLayout(run_dir).sockets.glob("[!l]*"))
     return code, summary
 
@@ -150,6 +151,60 @@ def test_a_killed_rank_of_the_trainer_takes_the_others_along_and_no_group_is_los
     assert max(staleness) in (1, 2)
     for rank in ("trainer", "trainer.rank1"):
         assert "error: another rank of the trainer is gone, its log says why" in layout.log(rank).read_text()
+
+
+def test_weights_by_way_of_the_disk_reach_the_server_and_survive_the_trainer(tmp_path: Path) -> None:
+    """Each step is a version that groups are stamped with; a trainer or a server that is killed is a pause."""
+    layout = RunLayout(tmp_path / "run")
+    told: list[list[dict[str, Any]]] = []
+
+    def look_and_kill(live: LiveRun) -> None:
+        live.wait_for_step(1)
+        told.append(proven(layout))
+        live.kill("trainer", signal.SIGKILL)
+        live.wait_for("the next life", lambda: b'"resumed":true' in layout.trained.read_bytes())
+        before = live.wait_for_process("inference").pid
+        live.kill("inference", signal.SIGKILL)
+        live.wait_for("the next server", lambda: live.wait_for_process("inference").pid != before)
+        live.wait_for_step(steps_logged(layout) + 30)
+        live.process.send_signal(signal.SIGINT)
+
+    code, summary = run(
+        layout.root,
+        "weights.backend=disk",
+        "trainer.steps=100000",
+        "trainer.checkpoint_interval=10",
+        fault=look_and_kill,
+    )
+    assert code == 130
+    assert summary["trainer_resumes"] == 1
+    assert summary["staleness_max"] <= summary["staleness_bound"] == 2
+    assert "attached backend=disk" in layout.log("inference").read_text()
+    assert [one["what"] for one in told[0]] == ["manifest", "aliasing", "nonce", "digests", "served"]
+    assert not [one for one in told[0] if one["needed"] and not one["fine"]]
+    assert len(steps_sampled_from(layout)) > 30
+
+
+def steps_sampled_from(layout: RunLayout) -> set[int]:
+    """Steps of the policies that trained groups were sampled from, as their tokens are stamped."""
+    lines = [json.loads(line) for line in layout.trained.read_text().splitlines()]
+    return {line["version"][1] - 1 - stale for line in lines for stale in line.get("staleness", ())}
+
+
+def proven(layout: RunLayout) -> list[dict[str, Any]]:
+    """What `rolloutmq doctor --weights` finds."""
+    command = [
+        sys.executable,
+        "-m",
+        "rolloutmq.launch.cli",
+        "doctor",
+        "--weights",
+        str(layout.root),
+        "--json",
+    ]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    rungs: list[dict[str, Any]] = json.loads(found.stdout)
+    return rungs
 
 
 def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:

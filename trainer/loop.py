@@ -73,8 +73,8 @@ from rolloutmq.trainer.scoring import Scorer
 from rolloutmq.trainer.sharding import Sharded
 from rolloutmq.trainer.teaching import columns_needed as columns_of_teacher
 from rolloutmq.trainer.uplink import PulledBatch, Uplink, connect
-from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
+from rolloutmq.trainer.weights.backends import owned
+from rolloutmq.trainer.weights.share import Writable
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +140,7 @@ def train(
     if ranks.leads:
         write_identity(policy, config.model, layout.model)
 
-    fused = config.inference.kind == "vllm"  # the only one that has tensors of its own shapes
-    shared = _shared(policy, layout, version, fused=fused) if ranks.leads else nullcontext(Unshared())
+    shared = owned(policy, config, layout, version) if ranks.leads else nullcontext(Unshared())
     # What the other ranks would write stands in the line of the one that leads.
     journal_file = layout.trained if ranks.leads else Path(os.devnull)
     with shared as share, closing(Journal(journal_file)) as journal:
@@ -168,23 +167,6 @@ def _pair(version: PolicyVersion) -> tuple[int, int]:
     return version.incarnation, version.step
 
 
-@contextmanager
-def _shared(
-    policy: Policy, layout: RunLayout, version: PolicyVersion, *, fused: bool
-) -> Iterator[WeightShare]:
-    """Share the weights. After an orderly end the segment is removed, after a failure the next life adopts it."""
-    tokenizer = directory_fingerprint(layout.model)
-    share = WeightShare.create_or_adopt(
-        policy, layout.weights, version=version, fused=fused, tokenizer=tokenizer
-    )
-    orderly = False
-    try:
-        yield share
-        orderly = True
-    finally:
-        share.close(unlink=orderly)
-
-
 class Trainer:
     """One life of the trainer: what it learns with, and how far it is."""
 
@@ -193,7 +175,7 @@ class Trainer:
         config: RunConfig,
         layout: RunLayout,
         policy: Policy,
-        share: WeightShare | Unshared,
+        share: Writable,
         journal: Journal,
         version: PolicyVersion,
         adapters: Adapters | None,

@@ -1,7 +1,9 @@
 """The policy as this server has it: built from `model/` without weights of its own, bound to those of the trainer.
 
-The trainer may come later, die, and come back. A segment that it takes over again needs nothing here. A segment that
-was replaced by another is attached anew; until then the old weights are served, under the version that they are.
+How it gets them is the run's `weights.backend`: it maps the trainer's memory, or reads the newest version from disk
+before its next forward pass. The trainer may come later, die, and come back. A segment that it takes over again needs
+nothing here. A segment that was replaced by another is attached anew; until then the old weights are served, under the
+version that they are.
 """
 
 import logging
@@ -10,14 +12,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from rolloutmq.bus import segments
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.sharing import SegmentGoneError, WeightsMismatchError
+from rolloutmq.schemas.sharing import SegmentGoneError, WeightsDamagedError, WeightsMismatchError
 from rolloutmq.services.inference.generate import Generator
 from rolloutmq.services.inference.protocol import Limits
 from rolloutmq.services.inference.text import Text
+from rolloutmq.trainer.weights import address
+from rolloutmq.trainer.weights.backends import attach_as
+from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
@@ -28,7 +32,7 @@ class ServedPolicy:
     """One attachment: the policy, its tokenizer, and what it can serve. Made by `attach`."""
 
     def __init__(
-        self, policy: Any, share: WeightShare, text: Text, limits: Limits, generator: Generator
+        self, policy: Any, share: WeightShare | DiskShare, text: Text, limits: Limits, generator: Generator
     ) -> None:
         self.text = text
         self.limits = limits
@@ -39,7 +43,9 @@ class ServedPolicy:
 
     @classmethod
     def attach(cls, layout: RunLayout, *, max_rows: int, seed: int) -> "ServedPolicy | None":
-        """Attach to the weights of a run, or return None as long as they are not there. Blocks, some 50 ms.
+        """Attach to the weights of a run, or return None as long as they are not there.
+
+        Blocks, some 50 ms, and where weights are read from disk as long as that takes.
 
         Raises:
             WeightsMismatchError: A living trainer shares weights that are not of the model in `model/`.
@@ -47,25 +53,25 @@ class ServedPolicy:
         """
         if not (layout.model / "config.json").is_file() or not layout.weights.is_file():
             return None
+        run, _ = load_run(layout.root)
+        backend, tokenizer = run.weights.backend, directory_fingerprint(layout.model)
         config = AutoConfig.from_pretrained(layout.model, local_files_only=True)
         with torch.device("meta"):
             policy = AutoModelForCausalLM.from_config(config, dtype=config.dtype).eval()
         try:
-            share = WeightShare.attach(policy, layout.weights, tokenizer=directory_fingerprint(layout.model))
+            share = attach_as(backend, policy, layout.weights, tokenizer=tokenizer)
         except SegmentGoneError:
             return None
+        except WeightsDamagedError as error:
+            logger.warning("not attached why=%s", error)
+            return None  # a newer version may be whole
         except WeightsMismatchError:
-            if _owner_lives(layout):
+            if address.owner_lives(layout.weights):
                 raise
             return None  # of an earlier run: the trainer will replace it
-        logger.info(
-            "attached segment=%s version=%d.%d",
-            share.path.name,
-            share.version.incarnation,
-            share.version.step,
-        )
+        version = share.version
+        logger.info("attached backend=%s version=%d.%d", backend, version.incarnation, version.step)
         text = Text(layout.model)
-        run, _ = load_run(layout.root)
         sizes = config.get_text_config()
         limits = Limits(run.model.name, int(sizes.max_position_embeddings), int(sizes.vocab_size), max_rows)
         generator = Generator(policy, share, end_ids(layout, config), text.decode, seed)
@@ -73,28 +79,20 @@ class ServedPolicy:
 
     @property
     def version(self) -> PolicyVersion:
-        """Version of the last whole write."""
+        """Version of the last whole write; of weights on disk, the one that was read last."""
         return self._share.version
 
     def is_torn(self) -> bool:
-        """Tell whether the weights are half-written and nobody is at work on them."""
+        """Tell whether the weights are half-written and nobody is at work on them, or the newest files are damaged."""
         return self._share.is_torn()
 
     def is_replaced(self) -> bool:
-        """Tell whether the trainer shares another segment by now."""
+        """Tell whether it is another life of the trainer that shares weights by now, in another segment or files."""
         return self._share.is_replaced()
 
     def close(self) -> None:
         """Let go of the weights."""
         self._share.close()
-
-
-def _owner_lives(layout: RunLayout) -> bool:
-    address = segments.read_address(layout.weights)
-    if address is None:
-        return False
-    owner = segments.owner_of(address)
-    return owner is not None and owner.alive()
 
 
 def end_ids(layout: RunLayout, config: Any) -> list[int]:

@@ -34,6 +34,15 @@ segment = segments.open_existing(Path(address.path), address.nonce)
 print("attached", flush=True)
 sys.stdin.read()
 """
+PUBLISHER = """
+import sys
+from pathlib import Path
+from torch import nn
+from rolloutmq.trainer.weights.disk import DiskShare
+share = DiskShare.create(nn.Linear(4, 4), Path(sys.argv[1]))
+print("published", flush=True)
+sys.stdin.read()
+"""
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -113,6 +122,20 @@ def test_what_a_reader_still_maps_stays_until_it_is_killed_too(start: Start, dea
     assert dead.weights.exists()
     killed(reader)
     assert set(remains.sweep([dead.root])) >= {left, dead.weights}
+
+
+def test_versions_of_a_killed_owner_go_and_those_of_a_living_one_stay(
+    start: Start, dead: RunLayout, alive: RunLayout
+) -> None:
+    owners = [start("-c", PUBLISHER, str(layout.weights)) for layout in (dead, alive)]
+    assert [said(owner) for owner in owners] == ["published"] * 2
+    roots = [dead.root, alive.root]
+    assert in_runs(remains.sweep(roots)) == set()
+    killed(owners[0])
+    assert in_runs(remains.sweep(roots)) == {dead.weights, dead.versions}
+    assert not dead.versions.exists()
+    assert alive.versions.exists()
+    assert in_runs(remains.sweep(roots)) == set()
 
 
 def test_a_stranger_with_the_pid_of_a_dead_owner_is_not_it(start: Start, dead: RunLayout) -> None:

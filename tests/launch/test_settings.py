@@ -74,6 +74,8 @@ def test_variables_without_nesting_are_not_ours(file: Path) -> None:
         ("orchestrator.scaling.up_factor=1", "orchestrator.scaling.up_factor", ["greater than 1"]),
         ("model.heads=3", "model.hidden_size", ["multiple of heads"]),
         ("inference.kind=external", "inference.url", ["must be given"]),
+        ("weights.backend=tape", "weights.backend", ["'posix_shm', 'disk' or 'vllm_http'", "'tape'"]),
+        ("weights.backend=vllm_http", "weights.backend", ["vLLM's own interface", "`tiny`"]),
         ("environment.eval1.group_size=4", "environment.eval1.entry", ["is required"]),
         ("run=3", "run", ["dictionary", "3"]),
         ("run.name.x=3", "run.name", ["is a value"]),
@@ -104,6 +106,40 @@ def test_a_budget_of_tokens_takes_the_place_of_the_number_of_sequences(file: Pat
         load(file, environ={}, assignments=["trainer.batch_tokens=4096", "trainer.batch_sequences=256"])
     with pytest.raises(ConfigError, match=r"broker\.high_bytes: 1000000 never hold a batch of 300000 tokens"):
         load(file, environ={}, assignments=["trainer.batch_tokens=300_000"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "works"),
+    [
+        ("posix_shm", "tiny", True),
+        ("posix_shm", "vllm", True),
+        ("disk", "tiny", True),
+        ("disk", "external", True),
+        ("disk", "none", True),
+        ("disk", "vllm", False),
+        ("vllm_http", "vllm", True),
+        ("vllm_http", "tiny", False),
+        ("vllm_http", "external", False),
+        ("vllm_http", "none", False),
+    ],
+)
+def test_weights_go_where_somebody_can_take_them(file: Path, backend: str, kind: str, works: bool) -> None:
+    chosen = [f"weights.backend={backend}", f"inference.kind={kind}"]
+    if kind == "external":
+        chosen.append("inference.url=http://127.0.0.1:1/v1")
+    if works:
+        assert load(file, environ={}, assignments=chosen).weights.backend == backend
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ={}, assignments=chosen)
+    assert caught.value.path == "weights.backend"
+
+
+def test_weights_on_disk_need_a_writer_or_a_reader(file: Path) -> None:
+    idle = ["weights.backend=disk", "trainer.enabled=false"]
+    assert load(file, environ={}, assignments=idle).inference.kind == "tiny"
+    with pytest.raises(ConfigError, match=r"weights\.backend: nobody in this run"):
+        load(file, environ={}, assignments=[*idle, "inference.kind=none"])
 
 
 def test_shares_above_one_contradict(file: Path) -> None:

@@ -31,20 +31,19 @@ import torch
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.trainer.model import build_policy, write_identity
-from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
+from rolloutmq.trainer.weights.backends import owned
 config, layout = load_run(Path(sys.argv[1]))
 policy = build_policy(config.model, 0)
 write_identity(policy, config.model, layout.model)
-share = WeightShare.create_or_adopt(policy, layout.weights, tokenizer=directory_fingerprint(layout.model))
-print("ready", flush=True)
-step, pause = 0, float(sys.argv[2])
-while pause:
-    step += 1
-    with share.writing(PolicyVersion(0, step)), torch.no_grad():
-        policy.lm_head.weight.mul_(1.001)
-    time.sleep(pause)
-sys.stdin.read()
+with owned(policy, config, layout, PolicyVersion()) as share:
+    print("ready", flush=True)
+    step, pause = 0, float(sys.argv[2])
+    while pause:
+        step += 1
+        with share.writing(PolicyVersion(0, step)), torch.no_grad():
+            policy.lm_head.weight.mul_(1.001)
+        time.sleep(pause)
+    sys.stdin.read()
 """
 
 
@@ -94,15 +93,23 @@ async def serving(layout: RunLayout) -> AsyncIterator[None]:
         await task
 
 
-@pytest.mark.usefixtures("training")
+def configure(layout: RunLayout, backend: str) -> None:
+    config = RunConfig.model_validate({"weights": {"backend": backend}})
+    layout.config.write_text(config.model_dump_json())
+
+
+@pytest.mark.parametrize("backend", ["posix_shm", "disk"])
 async def test_every_rung_holds_on_a_run_that_trains(
-    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+    request: pytest.FixtureRequest, layout: RunLayout, capsys: pytest.CaptureFixture[str], backend: str
 ) -> None:
+    configure(layout, backend)
+    request.getfixturevalue("training")
     async with serving(layout):
         code = await asyncio.to_thread(weights.report, layout.root, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [one["what"] for one in found] == ["manifest", "aliasing", "nonce", "digests", "served"]
     assert all(one["fine"] for one in found), found
+    assert ("files of its version" in found[1]["found"]) == (backend == "disk")
     assert code == 0
 
 

@@ -24,13 +24,14 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import SettledBatch
-from rolloutmq.schemas.training import LoraConfig
+from rolloutmq.schemas.training import LoraConfig, WeightsConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer import checkpoint, loop
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.model import build_policy
 from rolloutmq.trainer.process import Stop, stop_on_signals
 from rolloutmq.trainer.scoring import Scorer
+from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 
@@ -213,6 +214,35 @@ def test_the_next_life_puts_its_checkpoint_into_the_segment_that_was_left(layout
         broker.on_pull = lambda number: None if number < 5 else _expect(share, reader, layout)
         broker.on_pull(5)
         train(config, layout, Stop(), broker.connect)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_each_step_is_a_version_on_disk_and_the_next_life_goes_on(
+    layout: RunLayout, lora: dict[str, Any] | None
+) -> None:
+    config = run_config(steps=4, checkpoint_interval=2, lora=lora)
+    config = config.model_copy(update={"weights": WeightsConfig(backend="disk")})
+    seen: dict[PolicyVersion, dict[str, torch.Tensor]] = {}
+    broker = MemoryBroker(steady)
+
+    def look(number: int) -> None:
+        reader = build_policy(config.model, 9)
+        with closing(DiskShare.attach(reader, layout.weights)) as share, share.reading() as version:
+            seen[version] = dict(reader.state_dict())
+        if number == 4:
+            raise Killed
+
+    broker.on_pull = look
+    with pytest.raises(Killed):
+        train(config, layout, Stop(), broker.connect)
+    assert list(seen) == [PolicyVersion(0, step) for step in range(4)]
+    assert len({one["model.layers.0.mlp.up_proj.weight"].sum().item() for one in seen.values()}) == 4
+    assert len([path for path in layout.versions.iterdir() if path.is_dir()]) == 2
+    train(config, layout, Stop(), broker.connect)
+    assert list(seen)[4:] == [PolicyVersion(1, 2), PolicyVersion(1, 3)]
+    assert same(seen[PolicyVersion(1, 2)], seen[PolicyVersion(0, 2)])
+    assert not layout.weights.exists()
+    assert not layout.versions.exists()
 
 
 def test_with_adapters_readers_see_plain_weights_from_the_first_moment_of_a_life(layout: RunLayout) -> None:

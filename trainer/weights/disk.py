@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import WeightsMismatchError, WeightsTornError
+from rolloutmq.schemas.sharing import WeightsDamagedError, WeightsMismatchError, WeightsTornError
 from rolloutmq.trainer.weights import versions
+from rolloutmq.trainer.weights.address import DIRECTORY, own, read_disk
 from rolloutmq.trainer.weights.binding import adopt, manifest_of, prove
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S, WRITE_PATIENCE_S
 from rolloutmq.trainer.weights.manifest import WeightManifest, named_tensors
@@ -45,6 +46,7 @@ class DiskShare:
         self._lock: int | None = None
         self._seen: tuple[int, int] | None = None
         """Inode and time of the address file that was read last."""
+        self._refused = False
 
     @classmethod
     def create(
@@ -64,7 +66,7 @@ class DiskShare:
         manifest = manifest_of(model, tokenizer=tokenizer)
         share = cls(model, address_file, manifest, run=secrets.token_hex(8))
         share._tokenizer = tokenizer
-        share._lock = versions.own(address_file.parent / versions.DIRECTORY)
+        share._lock = own(address_file.parent / DIRECTORY)
         try:
             with share.writing(version, restoring=True):
                 pass
@@ -79,11 +81,13 @@ class DiskShare:
 
         Raises:
             SegmentGoneError: Nothing was published yet.
+            WeightsDamagedError: The files of the newest version are not what was published.
             WeightsMismatchError: The model means other tensors; names the first that differs. It is unchanged.
         """
         seen = versions.seen(address_file)
         found = versions.newest(address_file)
-        tensors = found.tensors
+        # What was read is the file itself, mapped: it would keep the disk's room for as long as the reader lives.
+        tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
         computed = prove(model, found.manifest, tokenizer)
         adopt(model, found.manifest, tensors, computed)
         share = cls(model, address_file, found.manifest, run=found.address.run)
@@ -101,12 +105,15 @@ class DiskShare:
         return self._manifest
 
     def is_torn(self) -> bool:
-        """Tell whether a write of this owner failed in the middle. What readers have is whole."""
-        return self._torn
+        """Tell whether a write of this owner failed in the middle; of a reader, whether it refused the newest version.
+
+        What a reader has is whole.
+        """
+        return self._torn or self._refused
 
     def is_replaced(self) -> bool:
         """Tell whether the newest version is of another life than the one that this side has. Reads the file."""
-        address = versions.read_address(self._address_file)
+        address = read_disk(self._address_file)
         return address is not None and address.run != self._run
 
     @contextmanager
@@ -115,6 +122,7 @@ class DiskShare:
 
         Raises:
             SegmentGoneError: Versions were removed faster than they could be read.
+            WeightsDamagedError: The files of the newest version are not what was published; the old one stays.
             WeightsMismatchError: The newer version is of another model; the old one stays.
             WeightsTornError: This owner's own write failed in the middle.
         """
@@ -127,10 +135,14 @@ class DiskShare:
         seen = versions.seen(self._address_file)
         if seen is None or seen == self._seen:
             return
-        address = versions.read_address(self._address_file)
+        address = read_disk(self._address_file)
         if address is not None and address.directory != self._directory:
-            self._take(versions.newest(self._address_file))
-        self._seen = seen
+            try:
+                self._take(versions.newest(self._address_file))
+            except WeightsDamagedError:
+                self._refused = True
+                raise
+        self._seen, self._refused = seen, False
 
     def _take(self, found: versions.Found) -> None:
         if found.manifest != self._manifest:
@@ -154,6 +166,7 @@ class DiskShare:
 
         Raises:
             WeightsTornError: An earlier block failed and this one is no restore.
+            WeightsNotWrittenError: There is no room, or the disk failed; the owner must restore.
         """
         if self._torn and not restoring:
             raise WeightsTornError(self._version)
@@ -210,7 +223,7 @@ class DiskShare:
         """Let go of the weights; with `unlink`, remove the address file and every version. May be called twice."""
         if unlink and not self.is_replaced():
             self._address_file.unlink(missing_ok=True)
-            shutil.rmtree(self._address_file.parent / versions.DIRECTORY, ignore_errors=True)
+            shutil.rmtree(self._address_file.parent / DIRECTORY, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -74,6 +74,13 @@ class Proof:
             raise WeightsMismatchError("logits", f"{self.logits[:12]} here, {other.logits[:12]} there")
 
 
+class Writable(Protocol):
+    """What a trainer writes its steps into."""
+
+    def writing(self, version: PolicyVersion, /) -> AbstractContextManager[None]:
+        """Let the block change the weights to `version`; when it ends, whoever samples has them or will."""
+
+
 class SharedWeights(Protocol):
     """One side of a share, bound to one model. Belongs to one thread at a time."""
 

@@ -29,32 +29,19 @@ from torch import Tensor
 
 from rolloutmq.bus.durability import force
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import SegmentGoneError, SegmentInUseError, WeightsMismatchError
+from rolloutmq.schemas.records import DiskAddress
+from rolloutmq.schemas.sharing import SegmentGoneError, WeightsDamagedError, WeightsNotWrittenError
+from rolloutmq.trainer.weights.address import DIRECTORY, read_disk
 from rolloutmq.trainer.weights.manifest import WeightManifest
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY: Final = "weights"
 TENSORS: Final = "model.safetensors"
 MANIFEST: Final = "manifest.json"
-OWNER: Final = "owner"
 KEPT: Final = 2
 """A reader that has read the address of one version finds it for as long as no two newer ones are published."""
 ATTEMPTS: Final = 5
 """Versions that may be pruned under a reader before it gives up: the writer is faster than the disk is read."""
-
-
-class DiskAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """`weights.json` of this backend."""
-
-    directory: str
-    """Name of the version's directory, below `weights/` beside this file."""
-    """Each write has another."""
-    version: PolicyVersion
-    manifest: str
-    """Sha256 of its manifest.json."""
-    run: str
-    """Nonce of the life that wrote it."""
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -65,33 +52,15 @@ class Found(msgspec.Struct, frozen=True):
     tensors: dict[str, Tensor]
 
 
-def read_address(path: Path) -> DiskAddress | None:
-    """Read an address file, or None where there is none (yet), or that of another backend."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=DiskAddress)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None
-
-
-def own(root: Path) -> int:
-    """Become the only owner of a directory of versions, until the descriptor that is returned is closed."""
-    root.mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(root / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = int(os.pread(fd, 20, 0) or b"0")
-        os.close(fd)
-        raise SegmentInUseError(str(root), pid) from None
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
-    return fd
-
-
 def newest(address_file: Path) -> Found:
-    """Read the newest version whole."""
+    """Read the newest version whole.
+
+    Raises:
+        SegmentGoneError: There is none, or versions are removed faster than they can be read.
+        WeightsDamagedError: Its files are not what was published.
+    """
     for _ in range(ATTEMPTS):
-        address = read_address(address_file)
+        address = read_disk(address_file)
         if address is None:
             raise SegmentGoneError(str(address_file), "no version was published yet")
         directory = address_file.parent / DIRECTORY / address.directory
@@ -103,22 +72,28 @@ def newest(address_file: Path) -> Found:
 def _read(address: DiskAddress, directory: Path) -> Found:
     encoded = (directory / MANIFEST).read_bytes()
     if hashlib.sha256(encoded).hexdigest() != address.manifest:
-        raise WeightsMismatchError("manifest", f"of {directory} is not the one that was published")
+        raise WeightsDamagedError(str(directory), "its manifest is not the one that was published")
     try:
         manifest = msgspec.json.decode(encoded, type=WeightManifest)
         tensors = load_file(directory / TENSORS)
     except (msgspec.DecodeError, SafetensorError) as error:
-        raise WeightsMismatchError("files", f"of {directory}: {error}") from None
+        raise WeightsDamagedError(str(directory), str(error)) from None
+    if problem := _difference(manifest, tensors):
+        raise WeightsDamagedError(str(directory), problem)
+    return Found(address, manifest, tensors)
+
+
+def _difference(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> str:
+    """Name the first tensor of a file that is not as its manifest says, or nothing."""
     for spec in manifest.tensors:
         tensor = tensors.get(spec.name)
         if tensor is None:
-            raise WeightsMismatchError(spec.name, f"is not in {directory / TENSORS}")
+            return f"{spec.name} is not in {TENSORS}"
         found = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         if found != (spec.dtype, spec.shape):
-            raise WeightsMismatchError(spec.name, f"is {found} in the file, the manifest says {spec.dtype}")
-    for name in sorted(tensors.keys() - {spec.name for spec in manifest.tensors}):
-        raise WeightsMismatchError(name, "is in the file and not in its manifest")
-    return Found(address, manifest, tensors)
+            return f"{spec.name} is {found} in the file, {(spec.dtype, spec.shape)} in its manifest"
+    extra = sorted(tensors.keys() - {spec.name for spec in manifest.tensors})
+    return f"{extra[0]} is in the file and not in its manifest" if extra else ""
 
 
 @contextmanager
@@ -145,24 +120,36 @@ def publish(
     """Write a version whole, name it in the address file, and remove old ones. Blocks for as long as the disk takes.
 
     What cannot be removed stays until the next version: this one is published all the same.
+
+    Raises:
+        WeightsNotWrittenError: There is no room, or the disk failed; the address names the version before.
     """
     root = address_file.parent / DIRECTORY
-    partial = root / f".{name}.partial"
-    partial.mkdir(mode=0o700)
     encoded = msgspec.json.encode(manifest)
-    save_file(dict(tensors), partial / TENSORS, metadata={"format": "pt"})
-    (partial / MANIFEST).write_bytes(encoded)
-    for path in (partial / TENSORS, partial / MANIFEST, partial):
-        force(path)
-    partial.rename(root / name)
-    force(root)
     digest = hashlib.sha256(encoded).hexdigest()
     address = DiskAddress(directory=name, version=version, manifest=digest, run=run)
-    _replace(address_file, msgspec.json.encode(address) + b"\n")
+    partial = root / f".{name}.partial"
+    try:
+        _write(partial, encoded, tensors)
+        partial.rename(root / name)
+        force(root)
+        _replace(address_file, msgspec.json.encode(address) + b"\n")
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise WeightsNotWrittenError(str(root), str(error)) from error
     try:
         prune(root, keep=name)
     except OSError as error:
         logger.warning("old versions not removed directory=%s error=%s", root, error)
+
+
+def _write(partial: Path, manifest: bytes, tensors: Mapping[str, Tensor]) -> None:
+    """Write the files of a version, and force them to disk."""
+    partial.mkdir(mode=0o700)
+    save_file(dict(tensors), partial / TENSORS, metadata={"format": "pt"})
+    (partial / MANIFEST).write_bytes(manifest)
+    for path in (partial / TENSORS, partial / MANIFEST, partial):
+        force(path)
 
 
 def prune(root: Path, *, keep: str) -> None:

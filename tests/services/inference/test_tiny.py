@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import InferenceAddress
+from rolloutmq.schemas.sharing import WeightsMismatchError
 from rolloutmq.services.inference.listener import listening
 from rolloutmq.services.inference.served import ServedPolicy
 from rolloutmq.services.inference.tiny import TinyServer, serve
@@ -35,7 +37,10 @@ from rolloutmq.services.worker.trajectory import Trajectory, group_of
 from rolloutmq.trainer.collate import Example, collate
 from rolloutmq.trainer.model import build_policy, write_identity
 from rolloutmq.trainer.scoring import Scorer
+from rolloutmq.trainer.weights.address import read_disk
+from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.versions import TENSORS
 
 V = PolicyVersion
 DEADLINE_S = 20.0
@@ -49,15 +54,18 @@ class Trainer:
         self.layout = RunLayout(run_dir)
         self.layout.config.write_text(self.config.model_dump_json())
         self.policy: Any = None
-        self._share: WeightShare | None = None
+        self._share: WeightShare | DiskShare | None = None
 
     def start(self, seed: int = 0, version: PolicyVersion = V()) -> None:
         self.policy = build_policy(self.config.model, seed)
         write_identity(self.policy, self.config.model, self.layout.model)
-        self._share = WeightShare.create_or_adopt(self.policy, self.layout.weights, version=version)
+        if self.config.weights.backend == "disk":
+            self._share = DiskShare.create(self.policy, self.layout.weights, version=version)
+        else:
+            self._share = WeightShare.create_or_adopt(self.policy, self.layout.weights, version=version)
 
     @property
-    def share(self) -> WeightShare:
+    def share(self) -> WeightShare | DiskShare:
         assert self._share is not None
         return self._share
 
@@ -75,6 +83,16 @@ class Trainer:
 @pytest.fixture
 def trainer(run_dir: Path) -> Any:
     made = Trainer(run_dir)
+    yield made
+    made.stop()
+
+
+BACKENDS = ["posix_shm", "disk"]
+
+
+@pytest.fixture
+def of_backend(run_dir: Path, backend: str) -> Any:
+    made = Trainer(run_dir, RunConfig.model_validate({"weights": {"backend": backend}}))
     yield made
     made.stop()
 
@@ -216,7 +234,9 @@ async def test_chat_goes_through_the_template(trainer: Trainer) -> None:
     )
 
 
-async def test_a_new_version_is_served_at_once(trainer: Trainer) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_new_version_is_served_at_once(of_backend: Trainer) -> None:
+    trainer = of_backend
     trainer.start()
     async with serving(trainer) as client:
         before = await client.complete(temperature=0, max_tokens=1)
@@ -347,7 +367,78 @@ async def test_it_waits_for_torn_weights_before_it_says_where_it_is(trainer: Tra
     await task
 
 
-async def test_another_segment_is_followed(trainer: Trainer) -> None:
+@pytest.mark.parametrize("backend", ["disk"])
+async def test_a_damaged_version_is_refused_until_there_is_a_newer_one(of_backend: Trainer) -> None:
+    trainer = of_backend
+    trainer.start()
+    async with serving(trainer) as client:
+        with trainer.share.writing(V(0, 1)):
+            pass
+        cut(newest_file(trainer.layout))
+        status, answer = await client.post("/v1/completions", {"prompt": "1="})
+        assert status == 503
+        assert "are damaged" in answer["error"]["message"]
+        status, answer = await client.get("/health")
+        assert (status, answer["status"]) == (503, "torn")
+        with trainer.share.writing(V(0, 2)):
+            pass
+        assert await client.version() == {"incarnation": 0, "step": 2}
+        assert (await client.get("/health"))[0] == 200
+
+
+@pytest.mark.parametrize("backend", ["disk"])
+async def test_it_does_not_begin_with_a_damaged_version(of_backend: Trainer) -> None:
+    trainer = of_backend
+    trainer.start()
+    cut(newest_file(trainer.layout))
+    assert ServedPolicy.attach(trainer.layout, max_rows=4, seed=0) is None
+    with trainer.share.writing(V(0, 1)):
+        pass
+    served = ServedPolicy.attach(trainer.layout, max_rows=4, seed=0)
+    assert served is not None
+    assert served.version == V(0, 1)
+    served.close()
+
+
+def newest_file(layout: RunLayout) -> Path:
+    found = read_disk(layout.weights)
+    assert found is not None
+    return layout.versions / found.directory / TENSORS
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("backend", ["disk"])
+async def test_another_model_of_a_living_trainer_ends_it_and_of_a_dead_one_does_not(
+    of_backend: Trainer,
+) -> None:
+    trainer = of_backend
+    trainer.start()
+    config = json.loads((trainer.layout.model / "config.json").read_bytes())
+    config["rms_norm_eps"] = 1e-3
+    (trainer.layout.model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(WeightsMismatchError, match="rms_norm_eps"):
+        ServedPolicy.attach(trainer.layout, max_rows=4, seed=0)
+    trainer.share.close()
+    assert ServedPolicy.attach(trainer.layout, max_rows=4, seed=0) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_the_weights_of_another_way_are_waited_out(of_backend: Trainer, backend: str) -> None:
+    """As after a run was resumed with another backend: what lies there is of the life before."""
+    trainer = of_backend
+    trainer.start()
+    (other,) = set(BACKENDS) - {backend}
+    changed = RunConfig.model_validate({"weights": {"backend": other}})
+    trainer.layout.config.write_text(changed.model_dump_json())
+    assert ServedPolicy.attach(trainer.layout, max_rows=4, seed=0) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_another_life_of_the_trainer_is_followed(of_backend: Trainer) -> None:
+    trainer = of_backend
     trainer.start()
     async with serving(trainer) as client:
         trainer.stop()

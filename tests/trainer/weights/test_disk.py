@@ -16,13 +16,17 @@ from tests.trainer.weights.models import TOKENS, built, config, logits, on_meta
 from torch import nn
 
 from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.records import DiskAddress
 from rolloutmq.schemas.sharing import (
     SegmentGoneError,
     SegmentInUseError,
+    WeightsDamagedError,
     WeightsMismatchError,
+    WeightsNotWrittenError,
     WeightsTornError,
 )
 from rolloutmq.trainer.weights import versions
+from rolloutmq.trainer.weights.address import DIRECTORY, owner_lives, read_disk, sweep
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.share import Level, SharedWeights
 
@@ -43,7 +47,7 @@ def owned(address: Path) -> Iterator[tuple[Any, DiskShare]]:
 
 
 def published(address: Path) -> list[str]:
-    return sorted(path.name for path in (address.parent / versions.DIRECTORY).iterdir() if path.is_dir())
+    return sorted(path.name for path in (address.parent / DIRECTORY).iterdir() if path.is_dir())
 
 
 def test_a_reader_takes_each_version_over_whole(address: Path, owned: tuple[Any, DiskShare]) -> None:
@@ -100,8 +104,8 @@ def test_a_write_that_fails_publishes_nothing(address: Path, owned: tuple[Any, D
 def test_old_versions_go_but_not_under_a_reader(address: Path, owned: tuple[Any, DiskShare]) -> None:
     _, owner = owned
     (first,) = published(address)
-    (address.parent / versions.DIRECTORY / ".1.3.dead-1.partial").mkdir()
-    with versions.held(address.parent / versions.DIRECTORY / first):
+    (address.parent / DIRECTORY / ".1.3.dead-1.partial").mkdir()
+    with versions.held(address.parent / DIRECTORY / first):
         for step in range(5, 9):
             with owner.writing(V(1, step)):
                 pass
@@ -165,9 +169,9 @@ def test_what_is_not_the_same_model_is_refused(address: Path, owned: tuple[Any, 
 
 
 def files(address: Path) -> Path:
-    found = versions.read_address(address)
+    found = read_disk(address)
     assert found is not None
-    return address.parent / versions.DIRECTORY / found.directory
+    return address.parent / DIRECTORY / found.directory
 
 
 def test_damaged_files_are_refused_and_the_old_weights_stay(
@@ -182,16 +186,62 @@ def test_damaged_files_are_refused_and_the_old_weights_stay(
     tensors = files(address) / versions.TENSORS
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(WeightsMismatchError, match="files: of"):
+    with pytest.raises(WeightsDamagedError, match="are damaged: "):
         reader.reading().__enter__()
+    assert reader.is_torn()
     assert reader.version == V(1, 4)
     assert torch.equal(logits(reading), before)
     tensors.write_bytes(whole)
     manifest = files(address) / versions.MANIFEST
     manifest.write_bytes(manifest.read_bytes() + b" ")
-    with pytest.raises(WeightsMismatchError, match="manifest: of"):
+    with pytest.raises(WeightsDamagedError, match="its manifest is not"):
         reader.reading().__enter__()
+    with pytest.raises(WeightsDamagedError):
+        DiskShare.attach(on_meta(model.config), address)
     assert torch.equal(logits(reading), before)
+    with owner.writing(V(1, 6)):
+        pass
+    with reader.reading() as version:
+        assert version == V(1, 6)
+    assert not reader.is_torn()
+
+
+def test_a_disk_without_room_keeps_the_version_before(
+    address: Path, owned: tuple[Any, DiskShare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, owner = owned
+
+    def full(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "_force", full)
+        with pytest.raises(WeightsNotWrittenError, match="No space left"), owner.writing(V(1, 5)):
+            pass
+    assert owner.is_torn()
+    assert not list((address.parent / DIRECTORY).glob(".*"))
+    assert DiskShare.attach(on_meta(model.config), address).version == V(1, 4)
+
+
+def test_a_reader_keeps_no_file_open(address: Path, owned: tuple[Any, DiskShare]) -> None:
+    reading = on_meta(owned[0].config)
+    DiskShare.attach(reading, address)
+    assert versions.TENSORS not in Path("/proc/self/maps").read_text()
+
+
+def test_what_a_dead_owner_left_goes_and_what_a_living_one_has_stays(
+    address: Path, owned: tuple[Any, DiskShare]
+) -> None:
+    _, owner = owned
+    assert owner_lives(address)
+    assert sweep(address) == []
+    owner.close()
+    assert not owner_lives(address)
+    assert sweep(address) == [address.parent / DIRECTORY, address]
+    assert not address.exists()
+    (address.parent / DIRECTORY).mkdir()  # somebody else's
+    assert sweep(address) == []
+    assert (address.parent / DIRECTORY).exists()
 
 
 def test_a_file_that_differs_from_the_model_is_told(owned: tuple[Any, DiskShare]) -> None:
@@ -205,7 +255,7 @@ def test_a_file_that_differs_from_the_model_is_told(owned: tuple[Any, DiskShare]
 def test_no_version_and_no_address(address: Path) -> None:
     with pytest.raises(SegmentGoneError, match="no version was published yet"):
         DiskShare.attach(on_meta(config("qwen2")), address)
-    gone = versions.DiskAddress(directory="gone", version=V(), manifest="", run="r")
+    gone = DiskAddress(directory="gone", version=V(), manifest="", run="r")
     address.write_bytes(msgspec.json.encode(gone))
     with pytest.raises(SegmentGoneError, match="removed before"):
         DiskShare.attach(on_meta(config("qwen2")), address)
@@ -220,7 +270,7 @@ def test_two_living_owners_are_one_too_many(address: Path, owned: tuple[Any, Dis
     assert owner.is_replaced()
     heir.close(unlink=True)
     assert not address.exists()
-    assert not (address.parent / versions.DIRECTORY).exists()
+    assert not (address.parent / DIRECTORY).exists()
 
 
 WRITER = """

@@ -1,0 +1,98 @@
+"""Whose the weights are that an address file names, and what goes of them that are no segment when that one is dead.
+
+    weights/        beside the address file: a directory for each version, see `versions`
+      owner         locked by the owner for its life; holds its pid
+
+No torch here: whoever tidies up has none.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rolloutmq.bus import segments
+from rolloutmq.schemas.records import DiskAddress
+from rolloutmq.schemas.sharing import SegmentInUseError
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY: Final = "weights"
+OWNER: Final = "owner"
+
+
+def read_disk(path: Path) -> DiskAddress | None:
+    """Read an address file, or None where there is none (yet), or that of another backend."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DiskAddress)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def own(root: Path) -> int:
+    """Become the only owner of a directory of versions, until the descriptor that is returned is closed.
+
+    Raises:
+        SegmentInUseError: A living process owns it.
+    """
+    root.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(root / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = int(os.pread(fd, 20, 0) or b"0")
+        os.close(fd)
+        raise SegmentInUseError(str(root), pid) from None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    return fd
+
+
+def owner_lives(address_file: Path) -> bool:
+    """Tell whether the weights that an address file names have a living owner, whatever holds them."""
+    if read_disk(address_file) is not None:
+        return _publishes(address_file.parent / DIRECTORY)
+    found = segments.read_address(address_file)
+    owner = segments.owner_of(found) if found else None
+    return owner is not None and owner.alive()
+
+
+def _publishes(root: Path) -> bool:
+    """Tell whether somebody owns a directory of versions."""
+    try:
+        # Over NFS an exclusive lock needs a descriptor that may write.
+        fd = os.open(root / OWNER, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def sweep(address_file: Path) -> list[Path]:
+    """Remove the versions of a dead owner and the address file that names one of them; return what was removed."""
+    root, named = address_file.parent / DIRECTORY, read_disk(address_file) is not None
+    if not (named or (root / OWNER).is_file()):  # made by nobody of ours
+        return []
+    try:
+        lock = own(root)
+    except SegmentInUseError:
+        return []
+    removed = [root]
+    try:
+        if named:
+            address_file.unlink(missing_ok=True)
+            removed.append(address_file)
+        shutil.rmtree(root, ignore_errors=True)
+    finally:
+        os.close(lock)
+    logger.info("removed directory=%s reason=owner_dead", root)
+    return removed
