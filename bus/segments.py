@@ -220,17 +220,19 @@ def owner_of(address: WeightsAddress) -> Owner | None:
         os.close(segment.fd)
 
 
-def sweep(address_file: Path | None = None, *, spared: Container[Path] = ()) -> list[Path]:
+def sweep(address_file: Path | None = None, *, spared: Container[Path] = (), kind: str = "") -> list[Path]:
     """Remove what dead owners left and nobody maps, and return it.
 
     Args:
         address_file: `weights.json` of a run: only the segment that it names is looked at, and the file itself goes
             too. None looks at every segment of this user.
         spared: Segments that stay although nobody has them: their owner is about to come back.
+        kind: Only segments of this kind, if one is given.
     """
     if address_file is None:
         uid = os.geteuid()
-        found = [path for path in SHM.glob(f"{PREFIX}*") if path not in spared and _uid(path) == uid]
+        every = SHM.glob(f"{PREFIX}*-{kind}" if kind else f"{PREFIX}*")
+        found = [path for path in every if path not in spared and _uid(path) == uid]
         return [path for path in found if _remove_unused(path)]
     address = read_address(address_file)
     if address is None:

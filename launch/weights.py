@@ -5,6 +5,10 @@ asks the trainer a question through the scratch page, which it answers at its ne
 and lets the inference server continue a prompt, to compare the log-probabilities with those of its own model under the
 very version that the server says it sampled from. The last rung is what it is all for: what is sampled is what is
 trained.
+
+Weights on disk are nobody's memory: in place of where tensors lie it compares them with the files of their version. Of
+weights that were sent to vLLM there is nothing to map: it says who sends, and whether what is sampled is stamped with
+the version that was sent.
 """
 
 import urllib.error
@@ -22,9 +26,9 @@ from rolloutmq.launch.doctor import Finding, tell
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import InferenceAddress
+from rolloutmq.schemas.records import InferenceAddress, SentAddress
 from rolloutmq.schemas.sharing import WeightsSilentError
-from rolloutmq.trainer.weights import backends
+from rolloutmq.trainer.weights import address, backends
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.share import Level, Proof, SharedWeights
 from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
@@ -42,6 +46,8 @@ PROMPT: Final = (0, 1, 2)
 def report(run_dir: Path, *, as_json: bool) -> int:
     """Climb the ladder on a run and print each rung; returns 1 if one does not hold."""
     layout = RunLayout(run_dir)
+    if (sent := address.read_sent(layout.weights)) is not None:
+        return tell(list(_sent(layout, sent)), as_json=as_json)
     try:
         model, share = _attach(layout)
     except (RolloutMQError, OSError, ValueError) as error:
@@ -50,6 +56,47 @@ def report(run_dir: Path, *, as_json: bool) -> int:
         return tell(list(_climb(layout, model, share)), as_json=as_json)
     finally:
         share.close()
+
+
+def _sent(layout: RunLayout, sent: SentAddress) -> Iterator[Finding]:
+    """Say what can be known of a copy that vLLM has: there is nothing to map, and nothing to compare it with."""
+    found = "nothing to map: the weights are sent to vLLM, which proves each set against its manifest, or refuses it"
+    yield Finding("manifest", fine=True, found=found)
+    lives = address.owner_lives(layout.weights)
+    arrived = (
+        f"vLLM has taken version {_short(sent.version)}" if sent.version else "vLLM has taken nothing yet"
+    )
+    remedy = "wait for a vLLM" if lives else "start the trainer again"
+    fine = lives and sent.version is not None
+    yield Finding(
+        "sent", fine, f"trainer {sent.sender[0]} {'lives' if lives else 'is dead'}, {arrived}", remedy
+    )
+    yield _stamped(layout)
+
+
+def _stamped(layout: RunLayout) -> Finding:
+    """Let the server continue a prompt, and compare the version that it stamps with the one that was sent."""
+    server = read_json(layout.inference, InferenceAddress)
+    if server is None:
+        return Finding("served", fine=False, found="no inference server", remedy="start one", needed=False)
+    stamped: set[PolicyVersion] = set()
+    for _ in range(ATTEMPTS):
+        before = address.read_sent(layout.weights)
+        try:
+            stamped = _versions(_continue(server.url))
+        except (OSError, KeyError, msgspec.DecodeError) as error:
+            return _broken("served", error)
+        if before and before == address.read_sent(layout.weights) and stamped == {before.version}:
+            found = f"sampled from version {_short(before.version or PolicyVersion())}, which is the one that was sent"
+            return Finding("served", fine=True, found=found)
+    told = " and ".join(sorted(map(_short, stamped)))
+    found = f"in {ATTEMPTS} attempts never from the version that was sent, but from {told}"
+    return Finding("served", fine=False, found=found, remedy="try again while steps are slower", needed=False)
+
+
+def _versions(choice: dict[str, Any]) -> set[PolicyVersion]:
+    found = (span["version"] for span in choice["weight_versions"])
+    return {PolicyVersion(version["incarnation"], version["step"]) for version in found}
 
 
 def _attach(layout: RunLayout) -> tuple[Any, SharedWeights]:
@@ -93,18 +140,14 @@ def _found(proof: Proof, *, mapped: bool) -> str:
 
 
 def _served(layout: RunLayout, model: Any, share: SharedWeights) -> Finding:
-    address = read_json(layout.inference, InferenceAddress)
-    if address is None:
+    server = read_json(layout.inference, InferenceAddress)
+    if server is None:
         return Finding("served", fine=False, found="no inference server", remedy="start one", needed=False)
     for _ in range(ATTEMPTS):
         try:
-            choice = _continue(address.url)
-            spans = {
-                (span["version"]["incarnation"], span["version"]["step"])
-                for span in choice["weight_versions"]
-            }
+            choice = _continue(server.url)
             with share.reading() as version:
-                if spans == {(version.incarnation, version.step)}:
+                if _versions(choice) == {version}:
                     return _compared(model, choice, version)
         except (RolloutMQError, OSError, KeyError, msgspec.DecodeError) as error:
             return _broken("served", error)

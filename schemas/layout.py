@@ -15,6 +15,7 @@ registrations.json   its trainer and environments, and its step         gateway
 doubts.log           posts that may not have been answered              gateway
 weights.json         where the shared weights lie                       trainer
 weights/             their versions, where they go by way of the disk   trainer
+vllm.json            where vLLM is, if weights are sent to it           inference server
 ranks.json           where its ranks meet, if there are several         trainer
 model/               configuration and tokenizer of the policy          trainer
 checkpoints/         step-000050/ ...                                   trainer
@@ -54,6 +55,7 @@ class RunLayout:
         self.doubts = root / "doubts.log"
         self.weights = root / "weights.json"
         self.versions = root / "weights"
+        self.vllm = root / "vllm.json"
         self.ranks = root / "ranks.json"
         self.model = root / "model"
         self.checkpoints = root / "checkpoints"

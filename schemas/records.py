@@ -67,6 +67,24 @@ class DiskAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Nonce of the life that wrote it."""
 
 
+class SentAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`weights.json` where weights are sent to vLLM: who sends them, and what has arrived."""
+
+    sender: tuple[int, int, int]
+    """Process id of the trainer, its start in ticks, and the inode of its pid namespace."""
+    version: PolicyVersion | None = None
+    """Of the last set that vLLM took whole; None if it has none of this trainer."""
+
+
+class VllmAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`vllm.json`: where a vLLM is that waits for weights to be sent to it."""
+
+    url: str
+    """`unix:/path` of its socket."""
+    nonce: str
+    """Another for each vLLM that is started."""
+
+
 class AckedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """`acks/<worker>.jsonl`: one group that the broker accepted, and what it is like.
 

@@ -92,9 +92,11 @@ class WeightsNotWrittenError(ResourceError):
 class WeightsNotSentError(RetryableError):
     """A server that is to have a copy of the weights did not take them."""
 
-    def __init__(self, server: str, why: str) -> None:
+    def __init__(self, server: str, why: str, *, away: bool = False) -> None:
         self.server = server
         self.why = why
+        self.away = away
+        """It is not there, or does not answer; otherwise it has refused them, or they could not be made ready."""
 
     def __str__(self) -> str:
         return f"the weights did not reach {self.server}: {self.why}"

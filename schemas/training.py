@@ -32,8 +32,8 @@ class TrainerConfig(Section):
     """`[trainer]`: what is learned from a batch and how."""
 
     enabled: bool = True
-    """Start the trainer with the run; off for a trainer of your own. The tiny inference server then waits for the
-    weights that it publishes (`rolloutmq.trainer.weights`); an external one has its own."""
+    """Start the trainer with the run; off for a trainer of your own. The inference server then waits for the weights
+    that it publishes (`rolloutmq.trainer.weights`), in the way of `weights.backend`; an external one has its own."""
     steps: PositiveInt = 400
     """Optimizer steps of the run."""
     batch_sequences: NonNegativeInt = 256

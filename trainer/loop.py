@@ -74,6 +74,7 @@ from rolloutmq.trainer.sharding import Sharded
 from rolloutmq.trainer.teaching import columns_needed as columns_of_teacher
 from rolloutmq.trainer.uplink import PulledBatch, Uplink, connect
 from rolloutmq.trainer.weights.backends import owned
+from rolloutmq.trainer.weights.sender import Sender
 from rolloutmq.trainer.weights.share import Writable
 
 logger = logging.getLogger(__name__)
@@ -274,6 +275,8 @@ class Trainer:
     def _pull(self, uplink: Uplink, stop: Stop) -> PulledBatch | None:
         try:
             with stop.interrupting():
+                if isinstance(self._share, Sender):
+                    self._share.supply()  # nobody could sample before
                 return uplink.pull(self.version.step + 1, self.version)
         except BrokerUnavailableError as error:
             logger.warning("no broker error=%s", error)

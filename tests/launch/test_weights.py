@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import http.server
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,11 +16,13 @@ import pytest
 import torch
 
 from rolloutmq.bus import segments
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch import weights
 from rolloutmq.launch.doctor import Finding
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import InferenceAddress, SentAddress
 from rolloutmq.services.inference.tiny import serve
 from rolloutmq.services.runner import Stop
 from rolloutmq.trainer.model import build_policy
@@ -128,6 +132,63 @@ def test_a_trainer_that_takes_no_step_is_no_proof(
 def test_a_run_without_weights(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     assert weights.report(layout.root, as_json=False) == 1
     assert capsys.readouterr().out.startswith("MISSING manifest: ")
+
+
+class Stamping(http.server.BaseHTTPRequestHandler):
+    """A server that stamps what it continues with one version."""
+
+    version = PolicyVersion(1, 7)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        spans = [{"start": 0, "end": 4, "version": {"incarnation": 1, "step": self.version.step}}]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"weight_versions": spans}]}).encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def stamping(layout: RunLayout) -> Iterator[None]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stamping)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    write_json(layout.inference, InferenceAddress(url=url, pid=1))
+    yield
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def told_of(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
+    code = weights.report(layout.root, as_json=True)
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("stamping")
+def test_of_weights_that_are_sent_it_says_what_arrived_and_what_is_sampled(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = segments.Owner.current()
+    write_json(layout.weights, SentAddress(sender=me, version=PolicyVersion(1, 7)))
+    code, found = told_of(layout, capsys)
+    assert (code, [one["fine"] for one in found]) == (0, [True] * 3)
+    assert found[0]["found"].startswith("nothing to map")
+    assert f"trainer {me.pid} lives, vLLM has taken version 1.7" in found[1]["found"]
+    assert "version 1.7" in found[2]["found"]
+
+    monkeypatch.setattr(weights, "ATTEMPTS", 2)
+    write_json(layout.weights, SentAddress(sender=me, version=PolicyVersion(1, 8)))
+    _, found = told_of(layout, capsys)
+    assert not found[2]["fine"]
+    assert "never from the version that was sent, but from 1.7" in found[2]["found"]
+
+    write_json(layout.weights, SentAddress(sender=(me.pid, me.start_ticks - 1, me.namespace), version=None))
+    code, found = told_of(layout, capsys)
+    assert code == 1
+    assert "is dead, vLLM has taken nothing yet" in found[1]["found"]
 
 
 def answered(policy: Any, shift: float) -> Finding:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.trainer.toy import MemoryBroker, SortBroker, run_config, some_group
+from tests.trainer.weights.receiver import Server
 
 from rolloutmq.bus import segments
 from rolloutmq.bus.rundir import write_json
@@ -23,7 +24,7 @@ from rolloutmq.schemas.errors import (
     NothingToLearnError,
 )
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.schemas.records import SettledBatch, VllmAddress
 from rolloutmq.schemas.training import LoraConfig, WeightsConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer import checkpoint, loop
@@ -31,6 +32,7 @@ from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.model import build_policy
 from rolloutmq.trainer.process import Stop, stop_on_signals
 from rolloutmq.trainer.scoring import Scorer
+from rolloutmq.trainer.weights.address import read_sent
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
@@ -243,6 +245,34 @@ def test_each_step_is_a_version_on_disk_and_the_next_life_goes_on(
     assert same(seen[PolicyVersion(1, 2)], seen[PolicyVersion(0, 2)])
     assert not layout.weights.exists()
     assert not layout.versions.exists()
+
+
+def test_each_step_is_sent_to_vllm_and_the_next_life_sends_its_checkpoint(
+    layout: RunLayout, server: Server
+) -> None:
+    config = run_config(steps=4, checkpoint_interval=2)
+    config = config.model_copy(update={"weights": WeightsConfig(backend="vllm_http")})
+    write_json(layout.vllm, VllmAddress(url=server.url, nonce="first"))
+    had: list[list[str]] = []
+
+    def look(number: int) -> None:
+        had.append(server.finished())
+        if number == 3:  # vLLM was started anew: it has nothing
+            write_json(layout.vllm, VllmAddress(url=server.url, nonce="second"))
+        if number == 4:
+            raise Killed
+
+    broker = MemoryBroker(steady)
+    broker.on_pull = look
+    with pytest.raises(Killed):
+        train(config, layout, Stop(), broker.connect)
+    assert had == [["0.0"], ["0.0", "0.1"], ["0.0", "0.1", "0.2"], ["0.0", "0.1", "0.2", "0.3", "0.3"]]
+    assert read_sent(layout.weights) is not None
+    train(config, layout, Stop(), broker.connect)
+    assert server.finished()[5:] == ["1.2", "1.3", "1.4"]
+    saved = weights(layout)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in server.received.items())
+    assert not layout.weights.exists()
 
 
 def test_with_adapters_readers_see_plain_weights_from_the_first_moment_of_a_life(layout: RunLayout) -> None:

@@ -12,6 +12,7 @@ proof      where a model's tensors lie, what they hold, what comes of them
 posix_shm  the backend for processes of one host: a file in /dev/shm that both map, in its `room`
 cuda_ipc   the backend for one GPU, by what `cuda` makes of torch; not yet run on one
 disk       the backend for a file system, by `versions`
-backends   which of them an address stands for
-vllm_http  a copy for vLLM, sent by the interface that it defines, in a `parcel`
+vllm_http  a copy for vLLM, sent by the interface that it defines, in a `parcel`; `sender` keeps a run's vLLM supplied
+backends   which of them a run has, and an address stands for
+address    whose the weights of an address are, and what goes when that one is dead (no torch)
 """

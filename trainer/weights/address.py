@@ -16,19 +16,29 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus import segments
-from rolloutmq.schemas.records import DiskAddress
+from rolloutmq.schemas.records import DiskAddress, SentAddress
 from rolloutmq.schemas.sharing import SegmentInUseError
 
 logger = logging.getLogger(__name__)
 
 DIRECTORY: Final = "weights"
 OWNER: Final = "owner"
+PARCEL: Final = "sent"
+"""Kind of the files in which weights are sent; what a dead trainer left of them has no heir."""
 
 
 def read_disk(path: Path) -> DiskAddress | None:
     """Read an address file, or None where there is none (yet), or that of another backend."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=DiskAddress)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def read_sent(path: Path) -> SentAddress | None:
+    """Read an address file, or None where there is none (yet), or that of another backend."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SentAddress)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
@@ -56,6 +66,8 @@ def owner_lives(address_file: Path) -> bool:
     """Tell whether the weights that an address file names have a living owner, whatever holds them."""
     if read_disk(address_file) is not None:
         return _publishes(address_file.parent / DIRECTORY)
+    if (sent := read_sent(address_file)) is not None:
+        return segments.Owner(*sent.sender).alive()
     found = segments.read_address(address_file)
     owner = segments.owner_of(found) if found else None
     return owner is not None and owner.alive()
@@ -78,7 +90,21 @@ def _publishes(root: Path) -> bool:
 
 
 def sweep(address_file: Path) -> list[Path]:
-    """Remove the versions of a dead owner and the address file that names one of them; return what was removed."""
+    """Remove what a dead owner left that is no segment: versions, files on their way, the address file.
+
+    Returns what was removed.
+    """
+    return _sweep_sent(address_file) + _sweep_versions(address_file)
+
+
+def _sweep_sent(address_file: Path) -> list[Path]:
+    if read_sent(address_file) is None or owner_lives(address_file):
+        return []
+    address_file.unlink(missing_ok=True)
+    return [address_file, *segments.sweep(kind=PARCEL)]
+
+
+def _sweep_versions(address_file: Path) -> list[Path]:
     root, named = address_file.parent / DIRECTORY, read_disk(address_file) is not None
     if not (named or (root / OWNER).is_file()):  # made by nobody of ours
         return []

@@ -16,6 +16,7 @@ from rolloutmq.trainer.weights import address
 from rolloutmq.trainer.weights.cuda_ipc import CudaShare
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.sender import Sender
 from rolloutmq.trainer.weights.share import SharedWeights
 from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
@@ -23,19 +24,20 @@ from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 @contextmanager
 def owned(
     policy: nn.Module, config: RunConfig, layout: RunLayout, version: PolicyVersion
-) -> Iterator[WeightShare | DiskShare]:
+) -> Iterator[WeightShare | DiskShare | Sender]:
     """Share a trainer's weights in the way of its run.
 
     After an orderly end nothing of it is left; after a failure it stays, and the next life goes on from it.
     """
-    tokenizer = directory_fingerprint(layout.model)
-    share: WeightShare | DiskShare
+    tokenizer, backend = directory_fingerprint(layout.model), config.weights.backend
+    share: WeightShare | DiskShare | Sender
     # What a dead trainer left there in another way has no heir.
-    if config.weights.backend == "disk":
+    if backend == "disk":
         segments.sweep(layout.weights)
         share = DiskShare.create(policy, layout.weights, version=version, tokenizer=tokenizer)
-    elif config.weights.backend == "vllm_http":
-        raise ConfigError("weights.backend", "`vllm_http` is not here yet")
+    elif backend == "vllm_http":
+        segments.sweep(layout.weights)
+        share = Sender.create(policy, layout.weights, layout.vllm, version=version, tokenizer=tokenizer)
     else:
         address.sweep(layout.weights)
         fused = config.inference.kind == "vllm"  # the only one that has tensors of its own shapes

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from rolloutmq.bus import segments
+from rolloutmq.trainer.weights.address import PARCEL
 
-SUFFIX: Final = "sent"
 TYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -74,7 +74,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 @contextmanager
 def parcel(directory: Path) -> Iterator[Parcel]:
     """Make an empty parcel, there and held as long as the block lasts."""
-    path = directory / f"{segments.PREFIX}{secrets.token_hex(8)}-{SUFFIX}"
+    path = directory / f"{segments.PREFIX}{secrets.token_hex(8)}-{PARCEL}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         segments.lock_byte(fd, 0, fcntl.F_RDLCK)

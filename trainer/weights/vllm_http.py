@@ -214,7 +214,8 @@ class SentWeights:
             response = connection.getresponse()
             said = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise WeightsNotSentError(self._url, f"{path}: {type(error).__name__} {error}") from error
+            why = f"{path}: {type(error).__name__} {error}"
+            raise WeightsNotSentError(self._url, why, away=True) from error
         finally:
             connection.close()
         if response.status != 200:

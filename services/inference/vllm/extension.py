@@ -252,6 +252,10 @@ class SharedWeights:
             return {"tensor": error.tensor, "problem": error.problem}
         return {}
 
+    def sent_weights(self: Any) -> dict[str, Any]:
+        """Tell whether the weights are those of a transfer that was finished, and of which version."""
+        return {"whole": received.whole, "version": engines[0]._weight_version if engines else ""}
+
     def weight_digests(self: Any, exact: bool = False) -> dict[str, str]:
         """Tell what each tensor of vLLM holds; they must not change meanwhile."""
         model = self.model_runner.get_model()

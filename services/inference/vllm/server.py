@@ -1,11 +1,15 @@
-"""The engine that samples with vLLM: it starts vLLM, lends it the trainer's weights, and speaks for it.
+"""The engine that samples with vLLM: it starts vLLM, sees to it that it has the weights, and speaks for it.
 
     trainer --(shared memory)--> extension in vLLM <--(unix socket)-- VllmServer <-- HTTP handlers <-- workers
+            or --(unix socket)-> vLLM's own transfer
 
 To workers it is an engine like any other: the same dialect, the same address file, the same drain (see `front`). vLLM
 itself listens where only this user reaches it. What workers send is checked here first, so that vLLM is only asked what
 can be answered with exact log-probabilities; what comes back is checked too: one log-probability for each token, and a
 version for each, else the answer is refused and asked for again.
+
+How the trainer's weights get there is the run's `weights.backend`: vLLM maps them, or the trainer sends them to the
+socket that `vllm.json` names, and the engine serves once they were sent whole (see `policy`).
 
 While the weights are half-written by a trainer that died, or kept by one that was stopped, requests are answered 503,
 those in vLLM included. Another segment of the trainer is followed once vLLM has proven it; one that vLLM does not take
@@ -16,94 +20,42 @@ starts it again.
 import asyncio
 import logging
 import random
+import secrets
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from transformers import AutoConfig
-
-from rolloutmq.bus import segments
 from rolloutmq.bus.engines import FIRST, engine_number
-from rolloutmq.bus.rundir import FILE_POLL_S, load_run
+from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
 from rolloutmq.schemas.config import InferenceConfig, RunConfig
-from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.sharing import (
-    SegmentGoneError,
-    WeightsBusyError,
-    WeightsMismatchError,
-    WeightsTornError,
-)
+from rolloutmq.schemas.records import VllmAddress
+from rolloutmq.schemas.sharing import WeightsTornError
 from rolloutmq.services.inference.front import WATCH_S, Front, Leaving, first, serve_http
 from rolloutmq.services.inference.generate import Job
-from rolloutmq.services.inference.protocol import ApiError, Limits
-from rolloutmq.services.inference.served import end_ids
-from rolloutmq.services.inference.text import Text
+from rolloutmq.services.inference.protocol import ApiError
 from rolloutmq.services.inference.vllm.client import VllmClient
 from rolloutmq.services.inference.vllm.installed import require_vllm
+from rolloutmq.services.inference.vllm.policy import LentPolicy, SentPolicy, VllmPolicy
 from rolloutmq.services.inference.vllm.process import Vllm, running
 from rolloutmq.services.runner import Stop, run_service
-from rolloutmq.trainer.weights.lock import READ_PATIENCE_S
-from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
+from rolloutmq.trainer.weights.address import owner_lives
 
 logger = logging.getLogger(__name__)
 
 READY_POLL_S: Final = 0.25
 """How often vLLM is asked whether it is up; it takes half a minute."""
-KEPT_S: Final = READ_PATIENCE_S
-"""How long one write may last before requests are refused, as vLLM refuses those that it has by then."""
 
 _T = TypeVar("_T")
-
-
-class LentPolicy:
-    """The policy as vLLM has it: what it is, and the state of its weights, which this process only looks at."""
-
-    def __init__(self, layout: RunLayout, share: WeightShare, max_rows: int) -> None:
-        config = AutoConfig.from_pretrained(layout.model, local_files_only=True)
-        sizes = config.get_text_config()
-        self.text = Text(layout.model)
-        run, _ = load_run(layout.root)
-        self.limits = Limits(
-            run.model.name, int(sizes.max_position_embeddings), int(sizes.vocab_size), max_rows
-        )
-        self.end_ids: Sequence[int] = end_ids(layout, config)
-        self.share = share
-        self._write: tuple[int, int] | None = None
-        self._write_since = 0.0
-
-    @property
-    def version(self) -> PolicyVersion:
-        """Version of the last whole write."""
-        return self.share.version
-
-    def is_torn(self) -> bool:
-        """Tell whether the weights are half-written and nobody is at work on them."""
-        return self.share.is_torn()
-
-    def look(self, now: float) -> None:
-        """Note which write is under way; for `kept`, to be called again and again."""
-        write = self.share.write_at_hand()
-        if write != self._write:
-            self._write, self._write_since = write, now
-
-    def kept(self, now: float) -> WeightsBusyError | None:
-        """Say who keeps the weights for longer than any write takes, if somebody does."""
-        if self._write is None or now - self._write_since < KEPT_S:
-            return None
-        if self.share.write_at_hand() != self._write:  # it has just ended
-            return None
-        return WeightsBusyError(self._write[0], now - self._write_since)
 
 
 class VllmServer(Front):
     """The HTTP side of one vLLM."""
 
-    def __init__(self, policy: LentPolicy, client: VllmClient, config: InferenceConfig) -> None:
+    def __init__(self, policy: VllmPolicy, client: VllmClient, config: InferenceConfig) -> None:
         super().__init__()
         self._policy = policy
         self._client = client
@@ -113,7 +65,7 @@ class VllmServer(Front):
         self._working_since = 0.0
 
     @property
-    def policy(self) -> LentPolicy:
+    def policy(self) -> VllmPolicy:
         """See `Front.policy`."""
         return self._policy
 
@@ -155,23 +107,17 @@ class VllmServer(Front):
                 self._worked_s += time.monotonic() - self._working_since
         job.results = [one for of_prompt in found for one in of_prompt]
 
-    async def follow(self, layout: RunLayout, tokenizer: str) -> None:
-        """Watch the weights, and look at another segment once vLLM has it; until cancelled.
+    async def follow(self) -> None:
+        """Watch the weights, and serve the policy that they are of; until cancelled.
 
         Raises:
-            WeightsMismatchError: The trainer shares one that vLLM does not take; names the tensor.
+            WeightsMismatchError: The trainer shares some that vLLM does not take; names the tensor.
             EngineFailedError: vLLM does not say.
         """
         while True:
-            # Both are memory and files of another process: there is no event to wait for.
+            # They are memory or matter of another process: there is no event to wait for.
             await asyncio.sleep(WATCH_S)
-            self._policy.look(time.monotonic())
-            if self._policy.share.is_replaced():
-                fresh = await _attach(layout, self._client, tokenizer)
-                if fresh is not None:
-                    # What was read of the model's directory is of the trainer that was there before.
-                    old, self._policy = self._policy, LentPolicy(layout, fresh, self._policy.limits.max_rows)
-                    old.share.close()
+            self._policy = await self._policy.followed(self._client, time.monotonic())
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
@@ -207,7 +153,7 @@ async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.
     require_vllm(run.inference.vllm.python)
     leaving = Leaving(stop, draining or asyncio.Event())
     logger.info("waiting for=%s", layout.weights)
-    while not leaving.is_asked() and not _is_shared(layout):
+    while not leaving.is_asked() and not owner_lives(layout.weights):
         with suppress(TimeoutError):
             await asyncio.wait_for(leaving.asked(), FILE_POLL_S)
     if leaving.is_asked():
@@ -219,32 +165,36 @@ async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.
 async def _serve(
     run: RunConfig, layout: RunLayout, name: str, vllm: Vllm, client: VllmClient, leaving: Leaving
 ) -> None:
-    tokenizer = directory_fingerprint(layout.model)
-    share = await _attached(run, layout, vllm, client, leaving, tokenizer)
-    if share is None:
+    policy = await _ready(run, layout, vllm, client, leaving)
+    if policy is None:
         return
-    server = VllmServer(LentPolicy(layout, share, run.inference.max_batch), client, run.inference)
+    server = VllmServer(policy, client, run.inference)
     try:
         await first(
-            server.follow(layout, tokenizer),
+            server.follow(),
             serve_http(server, layout.engine(name), name, run.inference, leaving),
         )
     finally:
-        server.policy.share.close()
+        server.policy.close()
 
 
-async def _attached(
-    run: RunConfig, layout: RunLayout, vllm: Vllm, client: VllmClient, leaving: Leaving, tokenizer: str
-) -> WeightShare | None:
+async def _ready(
+    run: RunConfig, layout: RunLayout, vllm: Vllm, client: VllmClient, leaving: Leaving
+) -> VllmPolicy | None:
     """Wait until vLLM is up and has the weights of the trainer; None if asked to go before."""
-    found: list[WeightShare] = []
+    found: list[VllmPolicy] = []
+    sent = run.weights.backend == "vllm_http"
+    begun = SentPolicy.begun if sent else LentPolicy.begun
 
     async def ready() -> None:
-        while not found:
-            if await client.answers() and (share := await _attach(layout, client, tokenizer)) is not None:
-                found.append(share)
-            else:
-                await asyncio.sleep(READY_POLL_S)
+        while not await client.answers():  # noqa: ASYNC110 - it is another process
+            await asyncio.sleep(READY_POLL_S)
+        if sent:
+            address = VllmAddress(url=f"unix:{vllm.socket}", nonce=secrets.token_hex(8))
+            write_json(layout.vllm, address)
+        while (policy := await begun(layout, client, run.inference.max_batch)) is None:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(READY_POLL_S)
+        found.append(policy)
 
     try:
         async with asyncio.timeout(run.inference.vllm.start_s):
@@ -252,32 +202,6 @@ async def _attached(
     except TimeoutError:
         raise vllm.failure(f"was not up within {run.inference.vllm.start_s:g} s") from None
     return found[0] if found else None
-
-
-async def _attach(layout: RunLayout, client: VllmClient, tokenizer: str) -> WeightShare | None:
-    """Let vLLM attach; None if the trainer is about to share others."""
-    said = await client.call("attach_weights", str(layout.weights.absolute()), tokenizer)
-    if "error" in said:
-        if said.get("again"):
-            logger.warning("not attached why=%s", said["error"])
-            return None
-        raise WeightsMismatchError("vLLM", said["error"])
-    try:
-        share = WeightShare.open(layout.weights)
-    except SegmentGoneError:
-        return None
-    if share.path.name != said["segment"]:  # there is another by now, which vLLM has not proven
-        share.close()
-        return None
-    logger.info("vllm attached segment=%s version=%s", said["segment"], said["version"])
-    return share
-
-
-def _is_shared(layout: RunLayout) -> bool:
-    """Tell whether a living trainer shares its weights, and so has written `model/`."""
-    address = segments.read_address(layout.weights)
-    owner = segments.owner_of(address) if address else None
-    return owner is not None and owner.alive()
 
 
 def _seed(run: RunConfig, name: str) -> int:

@@ -34,6 +34,8 @@ class Fake:
 
     async def call(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if body["method"] == "sent_weights":
+            return web.json_response({"results": [self.sent()]})
         assert body["method"] == "attach_weights"
         await self.hang("attach")
         if self.share is not None and os.environ.get("FAKE_VLLM_REFUSES_ANOTHER"):
@@ -45,6 +47,12 @@ class Fake:
         self.share = WeightShare.open(Path(address))
         said = {"segment": self.share.path.name, "version": str(self.share.version)}
         return web.json_response({"results": [said]})
+
+    def sent(self) -> dict[str, Any]:
+        """Say what a test has put into a file, in place of what was sent."""
+        file = Path(os.environ["FAKE_VLLM_SENT"])
+        version = file.read_text() if file.exists() else ""
+        return {"whole": bool(version), "version": version}
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -58,10 +66,11 @@ class Fake:
     def choice(self, first: int, number: int, asked: dict[str, Any]) -> dict[str, Any]:
         if first == 7:
             return {"index": number, "finish_reason": "abort"}
-        assert self.share is not None
-        version = self.share.version
         tokens = [3 + number] * asked["max_tokens"]
-        label = f"{version.incarnation}.{version.step}"
+        if self.share is None:
+            label = self.sent()["version"]
+        else:
+            label = f"{self.share.version.incarnation}.{self.share.version.step}"
         return {
             "index": number,
             "finish_reason": "length",

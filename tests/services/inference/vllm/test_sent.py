@@ -130,5 +130,18 @@ async def test_a_tied_model_is_sent_and_sent_again(
         found = await waiting
         assert worst(model, short, found) < EXACT
         assert found[0].spans[0].version == V(2, 5)
+        assert await client.call("sent_weights") == {"whole": True, "version": "2.5"}
+
+        # A trainer that dies in the middle leaves vLLM paused; its next life sends all anew.
+        monkeypatch.setattr(Parcel, "write", damaged)
+        with pytest.raises(WeightsNotSentError, match="/update_weights: status 500"), sent.writing(V(2, 6)):
+            pass
+        monkeypatch.undo()
+        assert not (await client.call("sent_weights"))["whole"]
+        waiting = asyncio.create_task(ask(short))
+        heir = await asyncio.to_thread(SentWeights.create, model, url, tmp_path, version=V(3, 5))
+        found = await waiting
+        assert worst(model, short, found) < EXACT
+        assert found[0].spans[0].version == heir.version
         sent.close()
     gc.collect()

@@ -14,13 +14,15 @@ import msgspec
 import psutil
 import pytest
 
-from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus import segments
+from rolloutmq.bus.rundir import FILE_POLL_S, read_json, write_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import InferenceAddress
+from rolloutmq.schemas.records import InferenceAddress, SentAddress, VllmAddress
 from rolloutmq.schemas.sharing import WeightsMismatchError
+from rolloutmq.services.inference.vllm import policy as policies
 from rolloutmq.services.inference.vllm import server
 from rolloutmq.services.inference.vllm.process import VllmEndedError
 from rolloutmq.services.inference.vllm.server import serve
@@ -59,9 +61,13 @@ def layout(run_dir: Path) -> Iterator[RunLayout]:
     found.share.close(unlink=True)  # type: ignore[attr-defined]
 
 
-def configure(layout: RunLayout, **settings: Any) -> None:
+def configure(layout: RunLayout, backend: str = "posix_shm", **settings: Any) -> None:
     vllm = {"python": str(layout.root / "env/bin/python"), "start_s": DEADLINE_S, **settings}
-    config = {"run": {"dir": str(layout.root)}, "inference": {"kind": "vllm", "max_batch": 16, "vllm": vllm}}
+    config = {
+        "run": {"dir": str(layout.root)},
+        "inference": {"kind": "vllm", "max_batch": 16, "vllm": vllm},
+        "weights": {"backend": backend},
+    }
     layout.config.write_text(RunConfig.model_validate(config).model_dump_json())
 
 
@@ -155,18 +161,65 @@ async def test_half_written_weights_are_refused_until_they_are_restored(layout: 
 async def test_a_writer_that_stops_in_mid_write_is_not_waited_for(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "KEPT_S", 0.3)
+    monkeypatch.setattr(policies, "KEPT_S", 0.3)
     share = layout.share  # type: ignore[attr-defined]
     async with serving(layout) as client:
         with share.writing(V(1, 3)):
-            async with asyncio.timeout(DEADLINE_S):
-                while (await client.health()) != (503, "busy"):  # noqa: ASYNC110 - it is asked from outside
-                    await asyncio.sleep(0.01)
+            await until_health(client, (503, "busy"))
             status, answer = await client.ask([3])
             assert status == 503
             assert f"writer {os.getpid()} keeps them" in answer["error"]["message"]
         assert await client.health() == (200, "ok")
         assert (await client.ask([3]))[0] == 200
+
+
+async def test_it_serves_what_was_sent_once_it_is_whole(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vLLM that has nothing yet says where it is, and is waited for; one that stays paused is torn."""
+    monkeypatch.setattr(policies, "KEPT_S", 0.3)
+    configure(layout, "vllm_http")
+    sent = layout.root / "sent"
+    monkeypatch.setenv("FAKE_VLLM_SENT", str(sent))
+    layout.share.close(unlink=True)  # type: ignore[attr-defined]
+    # A trainer that is dead has no `model/` that anybody may rely on.
+    write_json(layout.weights, SentAddress(sender=(os.getpid(), 1, segments.Owner.current().namespace)))
+    async with aiohttp.ClientSession() as session:
+        client = Client(layout, session)
+        client.task = asyncio.create_task(serve(layout.root, client.stop, draining=client.draining))
+        try:
+            await asyncio.sleep(2 * FILE_POLL_S)
+            assert not (layout.sockets / "inference-vllm").exists()
+            write_json(layout.weights, SentAddress(sender=segments.Owner.current()))
+            await until(layout.vllm.exists)
+            address = read_json(layout.vllm, VllmAddress)
+            assert address is not None
+            assert address.url == f"unix:{layout.sockets / 'inference-vllm' / 'http'}"
+            assert not layout.inference.exists()
+            sent.write_text("2.5")
+            await until(layout.inference.exists)
+            _, answer = await client.ask([3])
+            version = answer["choices"][0]["weight_versions"][0]["version"]
+            assert version == {"incarnation": 2, "step": 5}
+            sent.write_text("")  # a transfer that nobody ends
+            await until_health(client, (503, "torn"))
+            status, answer = await client.ask([3])
+            assert status == 503
+            assert "half-written since version 2.5" in answer["error"]["message"]
+            sent.write_text("3.0")
+            await until_health(client, (200, "ok"))
+            _, answer = await client.ask([3])
+            assert answer["choices"][0]["weight_versions"][0]["version"]["incarnation"] == 3
+        finally:
+            client.stop.request("the test is over")
+            await asyncio.wait([client.task])
+    client.task.result()
+
+
+async def until_health(client: Client, wanted: tuple[int, str]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while (await client.health()) != wanted:  # noqa: ASYNC110 - it is asked from outside
+            await asyncio.sleep(0.01)
 
 
 def another_segment(layout: RunLayout) -> None:
