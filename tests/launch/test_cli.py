@@ -50,6 +50,7 @@ def test_version() -> None:
         (["up", "run.toml", "--set", "broker.hig_bytes=1"], 2, "broker.hig_bytes: unknown key"),
         (["up", "run.toml", "--set", "environment.e.min_workers=9"], 2, "must not exceed max_workers"),
         (["up", "run.toml", "--set", "environment.e.entry=none.py:E"], 2, "there is no file"),
+        (["up", "run.toml", "--set", "weights.backend=vllm_http"], 2, "vLLM's own interface"),
         (["up"], 2, "config"),
         (["no-such-command"], 2, "no-such-command"),
         (["status", "nowhere"], 1, "a run in nowhere is missing"),

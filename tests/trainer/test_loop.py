@@ -247,10 +247,11 @@ def test_each_step_is_a_version_on_disk_and_the_next_life_goes_on(
     assert not layout.versions.exists()
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_each_step_is_sent_to_vllm_and_the_next_life_sends_its_checkpoint(
-    layout: RunLayout, server: Server
+    layout: RunLayout, server: Server, lora: dict[str, Any] | None
 ) -> None:
-    config = run_config(steps=4, checkpoint_interval=2)
+    config = run_config(steps=4, checkpoint_interval=2, lora=lora)
     config = config.model_copy(update={"weights": WeightsConfig(backend="vllm_http")})
     write_json(layout.vllm, VllmAddress(url=server.url, nonce="first"))
     had: list[list[str]] = []
@@ -270,8 +271,12 @@ def test_each_step_is_sent_to_vllm_and_the_next_life_sends_its_checkpoint(
     assert read_sent(layout.weights) is not None
     train(config, layout, Stop(), broker.connect)
     assert server.finished()[5:] == ["1.2", "1.3", "1.4"]
-    saved = weights(layout)
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in server.received.items())
+    if not lora:
+        saved = weights(layout)
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in server.received.items())
+    start = build_policy(config.model, config.run.seed).state_dict()
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(server.received[name], start[name])
     assert not layout.weights.exists()
 
 

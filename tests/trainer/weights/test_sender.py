@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from rolloutmq.trainer.process import StoppedError, stop_on_signals
 from rolloutmq.trainer.weights import sender as sending
 from rolloutmq.trainer.weights.address import owner_lives, read_sent, sweep
 from rolloutmq.trainer.weights.sender import Sender
+from rolloutmq.trainer.weights.vllm_http import SentWeights
 
 V = PolicyVersion
 DEADLINE_S = 20.0
@@ -108,10 +110,21 @@ def test_a_vllm_that_was_started_anew_is_noticed(layout: RunLayout, server: Serv
     assert server.finished() == ["1.4", "1.4"]
 
 
-def test_one_that_is_away_is_waited_for(layout: RunLayout, server: Server, sender: Sender) -> None:
+def test_one_that_is_away_is_waited_for(
+    layout: RunLayout, server: Server, sender: Sender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create, tried = SentWeights.create, Semaphore(0)
+
+    def counted(*given: Any, **named: Any) -> Any:
+        tried.release()
+        return create(*given, **named)
+
     def comes() -> None:
+        for _ in range(sending.REFUSALS + 1):
+            assert tried.acquire(timeout=DEADLINE_S / 4)
         there(layout, server)
 
+    monkeypatch.setattr(SentWeights, "create", counted)
     # As of an engine that was killed: what it said stays, and nobody listens there.
     write_json(layout.vllm, VllmAddress(url=f"unix:{layout.root}/nowhere", nonce="dead"))
     supplied(sender, comes)
@@ -159,6 +172,7 @@ import sys
 from pathlib import Path
 from torch import nn
 from rolloutmq.trainer.weights.sender import Sender
+from rolloutmq.trainer.weights.vllm_http import SentWeights
 Sender.create(nn.Linear(4, 4), Path(sys.argv[1]), Path("vllm.json"))
 print("ready", flush=True)
 sys.stdin.read()
