@@ -34,6 +34,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         abandoned: Rollouts that raised, timed out or gave nothing.
         blocked_s: Seconds spent waiting for credit, over all rollout slots.
         late_members: Sequences that its groups went without, because a deadline had passed.
+        untaught: Groups among the abandoned that the teacher refused, or failed on too often.
         error: Last error of the environment, one line.
         waits_for: Whom its finished rollouts wait for, beside the broker, how many and why; empty if for nobody.
     """
@@ -49,6 +50,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
     blocked_s: Seconds = 0.0
     error: Annotated[str, Meta(max_length=2000)] = ""
     late_members: Count = 0
+    untaught: Count = 0
     waits_for: Annotated[str, Meta(max_length=1000)] = ""
 
 
@@ -215,6 +217,7 @@ class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
     draining: bool
     error: str
     late_members: Count = 0
+    untaught: Count = 0
     waits_for: str = ""
 
 

@@ -4,6 +4,7 @@
     ├── RetryableError            nothing is wrong with the call: try again
     │   ├── BrokerUnavailableError     no answer within the deadline
     │   ├── PolicyUnavailableError     the inference server did not come back in time
+    │   ├── TeacherFailedError         the teacher is there, and failed on a group again and again
     │   └── JournalWaitsError          the journal lacks room, memory or a descriptor
     ├── GivenUpError              the call can no longer succeed: stop, or start afresh
     │   ├── SessionFencedError         a newer session of this producer took over

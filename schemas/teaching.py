@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal, Self
 from msgspec import Meta
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from rolloutmq.schemas.errors import ConfigError, UsageError
+from rolloutmq.schemas.errors import ConfigError, RetryableError, UsageError
 from rolloutmq.schemas.message import Message
 from rolloutmq.schemas.section import NameText, Section
 
@@ -21,6 +21,8 @@ LOGPROBS_COLUMN: Final = "distill_logprobs"
 
 TEACH_PATH: Final = "/v1/token_logprobs"
 """Where a teacher is asked, by POST, in msgpack."""
+HEALTH_PATH: Final = "/health"
+"""Where it says, with status 200, that it is well."""
 
 
 class Lore(StrEnum):
@@ -92,6 +94,9 @@ class TeacherConfig(Section):
     """Threads of one tensor operation. More than one helps only on cores that nobody else wants."""
     retry_s: PositiveFloat = 1.0
     """Longest pause before a teacher that is away is asked again: what a group waits in vain once it is back."""
+    attempts: PositiveInt = 8
+    """How often a teacher that is there may fail on a group before the group is given up. While it is away nothing is
+    counted."""
 
     @property
     def enabled(self) -> bool:
@@ -155,6 +160,18 @@ class TokenizerMismatchError(ConfigError):
     def of(cls, teacher: str, student: str) -> Self:
         """Make it of two fingerprints."""
         return cls(f"its tokenizer has the fingerprint {teacher[:16]}, the student's has {student[:16]}")
+
+
+class TeacherFailedError(RetryableError):
+    """The teacher was there and failed on a group, as often as it is asked; what else it is asked may fare better."""
+
+    def __init__(self, times: int, last: str) -> None:
+        self.times = times
+        self.last = last
+        """What went wrong with the last attempt."""
+
+    def __str__(self) -> str:
+        return f"the teacher failed {self.times} times on a group, the last: {self.last}"
 
 
 class TeacherRefusedError(UsageError):

@@ -137,6 +137,7 @@ class Workers:
                 draining=worker in self._told or beat.state is WorkerState.DRAINING,
                 error=beat.error,
                 late_members=beat.late_members,
+                untaught=beat.untaught,
                 waits_for=beat.waits_for,
             )
             for worker, (beat, at) in sorted(self._beats.items())

@@ -3,6 +3,7 @@
 First come, first served: what arrives while a batch is generated goes into the next one, as much as fits. A request
 whose caller has gone is not begun, or leaves its batch at the next step. If the weights cannot be read, the whole
 batch fails with the reason and its callers try again: nothing is kept that may have come from half-written weights.
+A batch that fails for another reason is done again one by one, so that a request that cannot be done costs no other.
 """
 
 import asyncio
@@ -136,6 +137,7 @@ class Batcher(Generic[_J]):
         def on_done(jobs: list[_J]) -> None:
             loop.call_soon_threadsafe(self._deliver, jobs)
 
+        again: list[_J] = []
         self._working_since = time.monotonic()
         try:
             await loop.run_in_executor(self._thread, self._generate, batch, on_done)
@@ -144,11 +146,23 @@ class Batcher(Generic[_J]):
             self._fail(batch, error)
         except Exception:
             logger.exception("batch failed jobs=%d", len(batch))
-            self._fail(batch, ApiError(500, "generating failed; the log of the server tells why", "failed"))
+            again = batch if len(batch) > 1 else []
+            if not again:
+                self._fail(
+                    batch, ApiError(500, "generating failed; the log of the server tells why", "failed")
+                )
         else:
             self._complain("")
         finally:
             self._worked_s, self._working_since = self.busy_s, None
+        for job in again:
+            if self._awaits(job):
+                await self._work([job])
+
+    def _awaits(self, job: _J) -> bool:
+        """Tell whether somebody waits for it still; in a batch that failed, some may have been done."""
+        future = self._futures.get(job)
+        return future is not None and not future.done()
 
     def _complain(self, why: str) -> None:
         """Say why batches fail, or that they do no more, once and not for every one that is tried again."""

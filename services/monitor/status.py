@@ -129,6 +129,8 @@ def status_text(reply: StatusReply, also: Also = Also(), wall: float = 0.0) -> s
         rows.append(
             ("late", ", ".join(f"{count} members of {env}" for env, count in pressure.late_members.items()))
         )
+    if untaught := sum(worker.untaught for worker in pressure.workers):
+        rows.append(("untaught", f"{untaught} groups given up at the teacher; the workers' logs say why"))
     if reply.journal.health != "none":
         rows.insert(1, ("journal", _journal(reply.journal)))
     if reply.as_frames:

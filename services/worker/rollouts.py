@@ -28,7 +28,7 @@ from rolloutmq.schemas.errors import (
     RolloutMQError,
     UsageError,
 )
-from rolloutmq.schemas.teaching import TeacherRefusedError
+from rolloutmq.schemas.teaching import TeacherFailedError, TeacherRefusedError
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.members import Members, drawn
@@ -82,7 +82,11 @@ class Teacher(Protocol):
     """What a rollout needs of a teacher; see `services.worker.teacher`."""
 
     async def teach(self, group: Group) -> Group:
-        """Return the group with what the teacher says of it. Waits as long as it takes."""
+        """Return the group with what the teacher says of it. Waits as long as it takes.
+
+        Raises:
+            TeacherRefusedError, TeacherFailedError: It will not, or cannot; the group comes to nothing.
+        """
         ...
 
 
@@ -94,6 +98,7 @@ class Rollouts:
         produced: Groups handed to the producer.
         abandoned: Rollouts that came to nothing.
         late_members: Sequences that groups were closed without.
+        untaught: Groups among the abandoned that the teacher refused, or failed on too often.
         error: The last reason why one did, in one line.
     """
 
@@ -130,6 +135,7 @@ class Rollouts:
         self.produced = 0
         self.abandoned = 0
         self.late_members = 0
+        self.untaught = 0
         self.error = ""
 
     async def run(self) -> None:
@@ -256,7 +262,8 @@ class Rollouts:
         """Have the teacher say what it thinks of the group, however long it takes; None if it will not."""
         try:
             return await teacher.teach(group)
-        except TeacherRefusedError as error:
+        except (TeacherRefusedError, TeacherFailedError) as error:
+            self.untaught += 1
             self._failed(attempt, error, one_line(error))
             return None
 

@@ -122,6 +122,7 @@ class Worker:
             blocked_s=self._producer.waits_s if self._producer else 0.0,
             error=self.error or (rollouts.error if rollouts else ""),
             late_members=rollouts.late_members if rollouts else 0,
+            untaught=rollouts.untaught if rollouts else 0,
             waits_for=self._teacher.wait(time.monotonic()) if self._teacher else "",
         )
 
@@ -145,7 +146,8 @@ class Worker:
             raise
         self.state = WorkerState.GONE
         await self._line.last()
-        logger.info("gone produced=%d abandoned=%d", self.beat().produced, self.beat().abandoned)
+        last = self.beat()
+        logger.info("gone produced=%d abandoned=%d untaught=%d", last.produced, last.abandoned, last.untaught)
 
     async def _run(self, stop: Stop) -> None:
         """Live, with the line to the broker and the ear for `stop` beside."""

@@ -2,7 +2,15 @@
 
 It is asked once the rollout is over, so that its pace is nobody's deadline. A teacher that is away costs a pause and no
 group: the group stays in hand, is asked for again with growing pauses for as long as the worker lives, and the worker
-tells what it waits for. What no pause can heal ends the worker (another tokenizer) or costs the group (a refusal).
+tells what it waits for. What no pause can heal ends the worker (another tokenizer) or costs the group: a refusal at
+once, and a teacher that took the question and failed, after `teacher.attempts` of them.
+
+    no address, no connection, 408, 425, 429, 502, 503, 504    away: asked again, for as long as it takes
+    silent for `SILENT_S`, and its `/health` too               the same
+    500 and all other 5xx, an answer cut off or none of HTTP,
+      silent for `SILENT_S` while `/health` is fine            it failed: asked again, `teacher.attempts` times in all
+    409                                                        another tokenizer or vocabulary: the worker ends
+    all else                                                   refused: the group is given up
 
 A group that has the columns already, because its environment asked a teacher itself, is left as it is.
 """
@@ -13,7 +21,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import aiohttp
@@ -25,13 +33,16 @@ from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.tokenizer import FILE, fingerprint, student_directory
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import Dtype
+from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.schemas.teaching import (
+    HEALTH_PATH,
     IDS_COLUMN,
     LOGPROBS_COLUMN,
     TEACH_PATH,
     DistillationConfig,
+    TeacherFailedError,
     TeacherRefusedError,
     TeachReply,
     TeachRequest,
@@ -45,9 +56,9 @@ logger = logging.getLogger(__name__)
 BACKOFF_S: Final = 0.05
 """First pause before another attempt; doubles, up to `teacher.retry_s`."""
 CONNECT_S: Final = 5.0
+"""A connection attempt into silence ends after this, and so does the question whether the teacher is well."""
 SILENT_S: Final = 600.0
 """A teacher that says nothing for so long is gone, and what was asked is asked again: that costs nothing but time."""
-"""A connection attempt into silence ends after this."""
 SLOW_S: Final = 2.0
 """An answer that takes longer is told as a wait, so that a teacher that hangs or is too slow is seen as well."""
 LOG_EVERY_S: Final = 5.0
@@ -55,11 +66,21 @@ LOG_EVERY_S: Final = 5.0
 REQUEST_TOKENS: Final = 400_000
 """Most tokens of one request, unless one sequence alone has more: 2 MB, half of what the teacher takes."""
 MISMATCH: Final = 409
-RETRIED: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that pass by themselves, or may: a group is too dear to be given up for a defect of the teacher."""
+AWAY: Final = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses by which a teacher, or who stands before it, says that it takes no question now: they pass by themselves."""
+FAILED: Final = 500
+"""From here on, all others are those of a teacher that took the question and failed: it may be the group's doing."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _reply: Final = msgspec.msgpack.Decoder(TeachReply)
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """An attempt that brought no answer. `failed`: the teacher had the question, so that it counts."""
+
+    why: str
+    failed: bool = False
 
 
 class Teacher:
@@ -107,6 +128,7 @@ class Teacher:
         Raises:
             TokenizerMismatchError: The teacher is of another tokenizer than the student.
             TeacherRefusedError: It does not accept the sequences, for example since they are too long for it.
+            TeacherFailedError: It was there, and failed on them `teacher.attempts` times.
         """
         if IDS_COLUMN in group:
             return group
@@ -147,14 +169,17 @@ class Teacher:
         """Ask until there is an answer, and check that it is one."""
         number = max(self._waiting, default=0) + 1
         self._waiting[number] = time.monotonic()
-        longest_s = BACKOFF_S
+        longest_s, failures = BACKOFF_S, 0
         try:
             while True:
                 reply = await self._attempt(tokens, lengths, wanted)
-                if not isinstance(reply, str):
+                if not isinstance(reply, Missed):
                     self._why = ""
                     return _checked(reply, int(wanted.sum()))
-                self._complain(reply)
+                failures += reply.failed
+                if failures >= self._config.attempts:
+                    raise TeacherFailedError(failures, reply.why)
+                self._complain(reply.why)
                 await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))
                 longest_s = min(2 * longest_s, self._config.retry_s)
         finally:
@@ -162,13 +187,13 @@ class Teacher:
 
     async def _attempt(
         self, tokens: NDArray[np.int32], lengths: NDArray[np.uint32], wanted: NDArray[np.bool_]
-    ) -> TeachReply | str:
+    ) -> TeachReply | Missed:
         """Ask once; return the answer, or why it is to be asked again."""
         url = self._url()
         if not url:
-            return "it has not said yet where it is"
+            return Missed("it has not said yet where it is")
         if not self._fingerprint and not (self._student / FILE).is_file():
-            return f"there is no {self._student / FILE} yet"
+            return Missed(f"there is no {self._student / FILE} yet")
         self._fingerprint = self._fingerprint or fingerprint(self._student)
         request = TeachRequest(
             tokenizer=self._fingerprint,
@@ -180,17 +205,23 @@ class Teacher:
         )
         try:
             async with self._session.post(url + TEACH_PATH, data=_encode(request)) as response:
-                body = await response.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-            return f"{url}: {type(error).__name__} {error}"
-        if response.status == 200:
-            return _decoded(body)
-        said = dialect.error_text(body)
-        if response.status in RETRIED:
-            return f"{url}: status {response.status}, {said}"
-        if response.status == MISMATCH:
-            raise TokenizerMismatchError(said)
-        raise TeacherRefusedError(response.status, said)
+                return _answer(url, response.status, await response.read())
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
+            raise ConfigError("teacher.url", f"{url} is no address of a teacher") from None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            return _missed(url, error)
+        except TimeoutError as error:
+            return _missed(url, error, failed=await self._is_well(url))
+        except aiohttp.ClientError as error:
+            return _missed(url, error, failed=True)
+
+    async def _is_well(self, url: str) -> bool:
+        """Tell whether it says of itself that it is: then its silence is about what it was asked."""
+        try:
+            async with asyncio.timeout(CONNECT_S), self._session.get(url + HEALTH_PATH) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     def _url(self) -> str:
         if self._config.url:
@@ -206,6 +237,22 @@ class Teacher:
         if now - self._said_at >= LOG_EVERY_S:
             self._said_at = now
             logger.warning("teacher away groups=%d why=%s", len(self._waiting), self._why)
+
+
+def _missed(url: str, error: Exception, *, failed: bool = False) -> Missed:
+    return Missed(f"{url}: {type(error).__name__} {error}", failed)
+
+
+def _answer(url: str, status: int, body: bytes) -> TeachReply | Missed:
+    """Return what a teacher says by a status and a body, or why it is to be asked again."""
+    if status == 200:
+        return _decoded(body)
+    said = dialect.error_text(body)
+    if status in AWAY or status >= FAILED:
+        return Missed(f"{url}: status {status}, {said}", status not in AWAY)
+    if status == MISMATCH:
+        raise TokenizerMismatchError(said)
+    raise TeacherRefusedError(status, said)
 
 
 def _decoded(body: bytes) -> TeachReply:

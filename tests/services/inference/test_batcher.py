@@ -135,6 +135,26 @@ async def test_a_batch_that_fails_fails_for_all_and_the_next_goes_on() -> None:
         await asyncio.gather(*asked)
 
 
+async def test_one_that_cannot_be_done_costs_no_other() -> None:
+    puppet = Puppet()
+    async with running(puppet, max_waiting=4) as batcher:
+        fine, bad, gone, last = ask(batcher, one := job(), two := job(), job(), three := job())
+        await puppet.begun()
+        gone.cancel()
+        await asyncio.wait([gone])
+        puppet.ends.put(MemoryError("no room for the logits"))
+        assert await puppet.begun() == [one]
+        puppet.ends.put(None)
+        await fine
+        assert await puppet.begun() == [two]
+        puppet.ends.put(MemoryError("no room for the logits"))
+        with pytest.raises(ApiError, match="generating failed"):
+            await bad
+        assert await puppet.begun() == [three]
+        puppet.ends.put(None)
+        await last
+
+
 async def test_the_end_refuses_everybody_and_waits_for_the_thread() -> None:
     puppet = Puppet()
     async with running(puppet) as batcher:

@@ -148,6 +148,15 @@ def test_tasks_and_late_members_are_said_where_there_are_any(reply: StatusReply)
     assert "late     4 members of sort3" in rows
 
 
+def test_groups_that_no_teacher_spoke_of_are_said(
+    reply: StatusReply, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    workers = (make_worker("w-0", untaught=2), make_worker("w-1", untaught=1))
+    rows = status_text(replace(reply, pressure=replace(reply.pressure, workers=workers))).splitlines()
+    assert "untaught 3 groups given up at the teacher; the workers' logs say why" in rows
+    assert "untaught" not in status_text(reply)
+
+
 def test_engines_say_where_they_are_and_how_busy(
     answering: RunLayout, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,13 +22,14 @@ from rolloutmq.bus.tokenizer import fingerprint
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.control import GetStatus, Pressure, StatusReply, WorkerState
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import EnvironmentFailedError
+from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.schemas.teaching import (
     IDS_COLUMN,
     LOGPROBS_COLUMN,
     Lore,
+    TeacherFailedError,
     TeacherRefusedError,
     TeachReply,
     TeachRequest,
@@ -59,11 +61,17 @@ class Echo(SingleTurn):
 """
 
 
+LOST = -1
+"""Instead of a status: the connection ends."""
+
+
 class FakeTeacher:
     """Says of every place that its token and the next one are likely.
 
     Attributes:
-        failures: Statuses that the next requests get instead of an answer.
+        failures: Statuses that the next requests get instead of an answer; `LOST` is an answer that breaks off.
+        silent: It answers no question.
+        well: What it says of its health.
         away: Status that every request gets until it is 0.
         asked: The requests so far.
         k: Entries that it claims to give.
@@ -72,6 +80,8 @@ class FakeTeacher:
     def __init__(self) -> None:
         self.failures: list[int] = []
         self.away = 0
+        self.silent = False
+        self.well = True
         self.asked: list[TeachRequest] = []
         self.k = 2
         self.url = ""
@@ -80,6 +90,7 @@ class FakeTeacher:
     async def listening(self) -> AsyncIterator["FakeTeacher"]:
         app = web.Application()
         app.router.add_post("/v1/token_logprobs", self._teach)
+        app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -89,11 +100,19 @@ class FakeTeacher:
         finally:
             await runner.cleanup()
 
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.well else 503)
+
     async def _teach(self, request: web.Request) -> web.Response:
         asked = msgspec.msgpack.decode(await request.read(), type=TeachRequest)
         self.asked.append(asked)
         status = self.away or (self.failures.pop(0) if self.failures else 0)
-        if status:
+        if self.silent:
+            await asyncio.sleep(3600.0)
+        if status == LOST:
+            assert request.transport is not None
+            request.transport.abort()
+        elif status:
             return web.Response(
                 status=status, body=json.dumps({"error": {"message": f"told {status}"}}).encode()
             )
@@ -133,6 +152,10 @@ def configured(layout: RunLayout, url: str, **changed: Any) -> RunConfig:
     return config
 
 
+def with_teacher(config: RunConfig, **changed: Any) -> RunConfig:
+    return config.model_copy(update={"teacher": config.teacher.model_copy(update=changed)})
+
+
 @pytest.fixture
 def layout(run_dir: Path) -> RunLayout:
     return RunLayout(run_dir)
@@ -155,7 +178,7 @@ async def test_it_asks_for_the_trained_tokens_in_its_students_name(
     assert [len(row) for row in group[LOGPROBS_COLUMN]] == [3, 2]
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503])
+@pytest.mark.parametrize("status", [429, 500, 502, 503, LOST])
 async def test_what_passes_by_itself_is_waited_for(layout: RunLayout, fake: FakeTeacher, status: int) -> None:
     fake.failures = [status] * 3
     async with Teacher.opened(configured(layout, fake.url), layout) as teacher:
@@ -163,11 +186,57 @@ async def test_what_passes_by_itself_is_waited_for(layout: RunLayout, fake: Fake
         assert teacher.retries == 3
 
 
+@pytest.mark.parametrize(("status", "told"), [(500, "told 500"), (507, "status 507"), (LOST, "ServerDisc")])
+async def test_a_group_that_a_teacher_fails_on_is_given_up(
+    layout: RunLayout, fake: FakeTeacher, status: int, told: str
+) -> None:
+    fake.failures = [503, status, 429, status, 502, status]  # while it is away nothing is counted
+    config = with_teacher(configured(layout, fake.url), attempts=3)
+    async with Teacher.opened(config, layout) as teacher, asyncio.timeout(DEADLINE_S):
+        with pytest.raises(TeacherFailedError, match=f"failed 3 times on a group, the last: .*{told}"):
+            await teacher.teach(some_group())
+        assert len(fake.asked) == 6
+        assert IDS_COLUMN in await teacher.teach(some_group()), "what else it is asked it answers"
+
+
+async def test_silence_counts_where_the_teacher_is_well(
+    layout: RunLayout, fake: FakeTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolloutmq.services.worker.teacher.SILENT_S", 0.05)
+    config = with_teacher(configured(layout, fake.url), attempts=2)
+    fake.silent, fake.well = True, False
+    async with Teacher.opened(config, layout) as teacher, asyncio.timeout(DEADLINE_S):
+        asking = asyncio.create_task(teacher.teach(some_group()))
+        await until(lambda: len(fake.asked) > 4)
+        assert not asking.done(), "it hangs, and the group waits"
+        fake.well = True
+        with pytest.raises(TeacherFailedError, match="failed 2 times"):
+            await asking
+
+
+async def test_what_speaks_another_protocol_or_has_no_address_is_no_teacher(
+    layout: RunLayout, fake: FakeTeacher
+) -> None:
+    async def gibberish(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(gibberish, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        config = with_teacher(configured(layout, fake.url), attempts=2, url=url)
+        async with Teacher.opened(config, layout) as teacher, asyncio.timeout(DEADLINE_S):
+            with pytest.raises(TeacherFailedError, match="failed 2 times"):
+                await teacher.teach(some_group())
+    async with Teacher.opened(with_teacher(config, url="127.0.0.1:nothing"), layout) as teacher:
+        with pytest.raises(ConfigError, match=r"teacher\.url: 127\.0\.0\.1:nothing is no address"):
+            await teacher.teach(some_group())
+
+
 async def test_a_teacher_without_an_address_and_a_student_without_a_tokenizer_are_waited_for(
     layout: RunLayout, fake: FakeTeacher
 ) -> None:
     config = configured(layout, "")
-    config = config.model_copy(update={"teacher": config.teacher.model_copy(update={"path": "some"})})
+    config = with_teacher(config, path="some")
     tokenizer = layout.model / "tokenizer.json"
     text = tokenizer.read_text()
     tokenizer.unlink()
@@ -255,9 +324,33 @@ async def test_a_teacher_that_is_away_is_seen_and_costs_no_group(
     assert worker.state is WorkerState.GONE
 
 
+async def test_a_group_that_is_given_up_leaves_the_books_exact(
+    layout: RunLayout, fake: FakeTeacher, server: "FakeServer"
+) -> None:
+    fake.failures = [500, 500, 400]
+    config = with_teacher(configured(layout, fake.url, concurrency=1), attempts=2)
+    write_json(layout.config, config)
+    write_json(layout.inference, InferenceAddress(url=server.url, pid=os.getpid()))
+    with running_broker(config, layout) as broker:
+        worker = Worker(layout.root, "echo-0")
+        living = asyncio.create_task(worker.run(Stop()))
+        async with asyncio.timeout(2 * DEADLINE_S):
+            async with Consumer.open(layout.root, sequences=8) as consumer:
+                await (await consumer.pull(1, PolicyVersion())).ack()
+            worker.start_draining()
+            await living
+            pressure = await pressure_of(broker.endpoints.serve)
+    (told,), beat, ledger = pressure.workers, worker.beat(), pressure.ledger
+    assert (told.abandoned, told.untaught, beat.untaught) == (2, 2, 2)
+    assert beat.error == "the teacher refused, status 400: told 400"
+    assert ledger.accepted == beat.produced == ledger.queued + ledger.trained + ledger.committed
+    assert pressure.lanes[0].granted == 0
+
+
 @pytest.mark.parametrize(
     ("status", "error", "told"),
     [
+        (500, EnvironmentFailedError, "the teacher failed 2 times on a group, the last: .*told 500"),
         (409, TokenizerMismatchError, "told 409"),
         (400, EnvironmentFailedError, "the teacher refused, status 400: told 400"),
     ],
@@ -271,7 +364,8 @@ async def test_what_no_pause_can_heal_ends_the_worker_with_the_reason(
     told: str,
 ) -> None:
     fake.away = status
-    config = configured(layout, fake.url, failure_limit=3)
+    config = with_teacher(configured(layout, fake.url, failure_limit=3), attempts=2)
+    write_json(layout.config, config)
     write_json(layout.inference, InferenceAddress(url=server.url, pid=os.getpid()))
     with running_broker(config, layout):
         worker = Worker(layout.root, "echo-0")
@@ -279,4 +373,4 @@ async def test_what_no_pause_can_heal_ends_the_worker_with_the_reason(
             async with asyncio.timeout(DEADLINE_S):
                 await worker.run(Stop())
     assert worker.state is WorkerState.FAILED
-    assert told in worker.beat().error
+    assert re.search(told, worker.beat().error)
