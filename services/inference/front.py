@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -48,8 +49,8 @@ class Served(Protocol):
     def is_torn(self) -> bool: ...
 
 
-class Front:
-    """Answers for one engine. What derives from it has `served`, `sample` and `busy_s`."""
+class Front(ABC):
+    """Answers for one engine. What derives from it has `policy`, `sample` and `busy_s`."""
 
     def __init__(self) -> None:
         self.ready = False
@@ -68,18 +69,18 @@ class Front:
         self._created = int(time.time())
 
     @property
+    @abstractmethod
     def policy(self) -> Served:
         """What is served now; it may be another one later."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def busy_s(self) -> float:
         """Seconds in which it generated so far."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def sample(self, job: Job) -> None:
         """Wait until the job has its results; see `Batcher.sample` for what it raises."""
-        raise NotImplementedError
 
     def trouble(self) -> str:
         """Say in a word why nothing can be sampled now, or nothing."""
