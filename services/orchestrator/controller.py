@@ -10,6 +10,8 @@ queue alone is either late or restless. What decides here is the quotient of two
     an operator's number          holds, within the bounds, whatever is measured
     no news for `stale_s`         hold: silence is not zero pressure
     no trainer                    hold: one that comes back is hungry at once
+    workers wait for the teacher,
+      and nothing comes           hold, and nobody goes for `down_window_s`
     nothing measured yet          hold, or more while the trainer starves and all are ready
     the trainer starves           up at once, and nobody goes for `down_window_s`
     want above target + band,
@@ -42,6 +44,8 @@ from rolloutmq.services.orchestrator.pressure import Crew, Decision, PressureSam
 
 INFERENCE_BOUND: Final = "inference_bound"
 """What is said where workers share a server that is full."""
+TEACHER_AWAY: Final = "teacher_away"
+"""What is said where workers wait for the teacher: more of them would wait too, and it is not they who are too many."""
 YOUNG_S: Final = 30.0
 UNSURE: Final = 2.0
 """For so long the dead band upwards is so many times as wide: the first rates are of a few batches."""
@@ -136,6 +140,10 @@ class PressureController:
         state = self._look(state, sample, now)
         if not sample.trainers:
             return self._hold(state, "no trainer")
+        if state.rates.away:
+            # Of what was eaten meanwhile nothing follows either: it is looked anew once the teacher is back.
+            state = replace(state, calm_from=max(state.calm_from, now + self.scaling.down_window_s))
+            return self._hold(state, f"{TEACHER_AWAY}: {sample.untaught} of its workers wait for the teacher")
         want = self._want(state, sample)
         if want is None:
             return self._grope(state, sample, now)

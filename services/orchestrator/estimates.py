@@ -63,6 +63,8 @@ UNTOLD_S: Final = 30.0
 """For so long nothing must come for that: for longer than a rollout, or this where nobody has told how long one is."""
 IDLE_S: Final = 5.0
 """Memory of whether workers wait: they tell once a second."""
+AWAY_PART: Final = 0.5
+"""Where that part of the workers waits for the teacher and nothing comes, it is the teacher that is short."""
 CHANGES: Final = 256
 """Changes of the number of workers that are remembered, for as long as a rollout takes."""
 
@@ -98,10 +100,14 @@ class Rates:
     """Part of the last seconds in which workers waited."""
     silent: bool = False
     """Nothing comes from workers that should be at work: what they all need is away."""
+    away: bool = False
+    """Nothing came just now, and most workers wait for the teacher."""
     made_at: float = -math.inf
     """When something came last."""
     quiet_s: float = 0.0
     """Time of workers since then in which they did not wait."""
+    vain_s: float = 0.0
+    """The same as a part of `present_s`, which forgets."""
     readies: tuple[tuple[float, int], ...] = ()
     """When there were how many workers, back to before the rollouts that arrive now."""
     rollout_s: float = 0.0
@@ -151,14 +157,18 @@ class Rates:
         )
         if seen.eaten > last.eaten:
             new = new._settled(seen.eaten - last.eaten, now)
-        return new._made(seen, last, elapsed)
+        new = new._made(seen, last, elapsed)
+        if new.away and new.silent:  # how long the batch that is under way takes is the teacher's doing
+            return replace(new, open_s=0.0, settled_at=-math.inf)
+        return new
 
     def _anew(self, seen: PressureSample, now: float) -> "Rates":
         """Keep the means, but know nothing of what is under way."""
         readies = ((now, seen.crew.ready),)
         first_at = min(self.first_at, now)
         new = replace(self, last=seen, last_at=now, first_at=first_at, readies=readies)
-        new = replace(new, open_s=0.0, settled_at=-math.inf, made_at=now, quiet_s=0.0, silent=False)
+        new = replace(new, open_s=0.0, settled_at=-math.inf, silent=False, away=False)
+        new = replace(new, made_at=now, quiet_s=0.0, vain_s=0.0)
         return replace(new, starved=0.0, waits=0.0, idle=0.0)
 
     def _settled(self, eaten: int, at: float) -> "Rates":
@@ -190,18 +200,21 @@ class Rates:
             workers = min(seen.crew.ready, last.crew.ready)
         fades = math.exp(-elapsed / IDLE_S)
         if not workers or elapsed > SAMPLES_S:
-            return replace(new, idle=new.idle * fades, made_at=new.last_at, quiet_s=0.0)
+            new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0, away=False)
+            return replace(new, idle=new.idle * fades)
         made = max(0, seen.made - last.made)
+        away = not made and 0 < seen.untaught >= AWAY_PART * seen.crew.ready
+        new = replace(new, away=away)
         blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
         idle = _part(blocked_s, elapsed * max(seen.crew.ready, last.crew.ready))
         new = replace(new, idle=idle + (new.idle - idle) * fades)
         if made:
-            new = replace(new, made_at=new.last_at, quiet_s=0.0)
+            new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0)
         else:
             new = replace(new, quiet_s=new.quiet_s + elapsed * workers - blocked_s)
         silent = new._is_silent(seen, workers)
         if silent and not self.silent:
-            new = new._without(self.quiet_s)
+            new = replace(new._without(self.vain_s), vain_s=0.0)
         new = replace(new, silent=silent)
         if silent:
             return new
@@ -211,6 +224,7 @@ class Rates:
             made=self.made * kept + made,
             present_s=self.present_s * kept + elapsed * workers,
             blocked_s=self.blocked_s * kept + blocked_s,
+            vain_s=0.0 if made else self.vain_s * kept + elapsed * workers - blocked_s,
         )
         return new._paced()
 
@@ -230,6 +244,8 @@ class Rates:
         least_s = SILENT_ROLLOUTS * seen.rollout_s if seen.rollout_s else UNTOLD_S
         if self.per_worker is None or since < max(SILENT_S, least_s):
             return False
+        if self.away:
+            return True
         if self.quiet_s < QUIET_PART * workers * since:
             return False
         return self.per_worker * self.quiet_s / max(1, seen.group_sequences) >= MISSED

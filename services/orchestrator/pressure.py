@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from rolloutmq.schemas.control import LaneStatus, Pressure
+from rolloutmq.schemas.control import LaneStatus, Pressure, WorkerState
 from rolloutmq.schemas.envelope import Split
 
 
@@ -55,6 +55,7 @@ class PressureSample:
         starved_s: Time in which trainers could have learned and had nothing.
         blocked_s: Time waited for credit, by each slot of each worker.
         wait: Why its producers wait, or empty.
+        untaught: Ready workers whose finished rollouts wait for the teacher, for longer than it usually takes.
         slots: Rollouts that one worker has under way at once.
         group_sequences: Sequences of one group.
         rollout_s: Mean time in which a group is rolled out; 0 while nobody has told.
@@ -75,6 +76,7 @@ class PressureSample:
     starved_s: float = 0.0
     blocked_s: float = 0.0
     wait: str = ""
+    untaught: int = 0
     slots: int = 1
     group_sequences: int = 1
     rollout_s: float = 0.0
@@ -141,6 +143,11 @@ def sample_of(
         slots=slots,
         group_sequences=group_sequences,
         wanted=pressure.wanted.get(env),
+        untaught=sum(
+            bool(worker.waits_for)
+            for worker in pressure.workers
+            if worker.env == env and worker.state is WorkerState.READY
+        ),
     )
     lane = next((lane for lane in pressure.lanes if lane.env == env and lane.split is split), None)
     if lane is None:

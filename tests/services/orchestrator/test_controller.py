@@ -154,6 +154,45 @@ def test_what_is_away_for_all_of_them_brings_nobody_and_is_no_knee() -> None:
         assert not decision.bound
 
 
+def test_workers_that_wait_for_the_teacher_are_neither_joined_nor_sent_away() -> None:
+    loop = Loop()
+    loop.tick(60, group_sequences=4, rollout_s=30.0)
+    rates = loop.state.rates.per_worker
+    for _ in range(300):  # the trainer starves, and every worker has groups that wait
+        starved_s = loop.sample.starved_s + 1.0
+        decision = loop.tick(eats=0.0, per_worker=0.0, pressure=0.0, starved_s=starved_s, untaught=10)
+        assert decision.target == 10
+    assert decision.reason == "hold: teacher_away: 10 of its workers wait for the teacher"
+    assert loop.state.rates.per_worker == pytest.approx(rates, rel=0.3), "they make what they made"
+    for _ in range(120):
+        assert loop.tick(untaught=0, pressure=1.5).target == 10
+        loop.follow()
+
+
+def test_who_waits_for_the_teacher_of_an_evaluation_is_not_too_many() -> None:
+    loop = Loop()
+    loop.tick(60)
+    for _ in range(300):  # nobody starves for it, and nothing of it is eaten
+        assert loop.tick(eats=0.0, per_worker=0.0, pressure=0.0, untaught=8).target == 10
+    for _ in range(300):
+        assert loop.tick(untaught=0, pressure=1.5).target == 10
+
+
+def test_a_slow_teacher_keeps_nobody_from_coming() -> None:
+    loop = Loop()
+    loop.tick(60)
+    for _ in range(60):
+        starve(loop, 1, eats=80.0, untaught=10)
+        loop.follow()
+    assert loop.last.target > 10, "its answers come"
+
+
+def test_an_operator_is_obeyed_while_the_teacher_is_away() -> None:
+    loop = Loop()
+    loop.tick(60)
+    assert loop.tick(10, per_worker=0.0, untaught=10, wanted=3).target == 3
+
+
 def test_workers_that_all_become_slower_are_more() -> None:
     loop = Loop()
     loop.tick(120)
@@ -300,6 +339,7 @@ samples = st.builds(
     blocked_s=seconds,
     slots=st.integers(1, 64),
     rollout_s=st.floats(0.0, 1e4),
+    untaught=st.integers(0, 60),
     engines=st.integers(0, 3),
     room=st.none() | st.builds(Room, st.integers(0, 100), st.just("budget")),
 )

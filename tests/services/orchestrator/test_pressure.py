@@ -2,7 +2,9 @@
 
 import math
 
-from rolloutmq.schemas.control import LaneStatus, LedgerCounts, Pressure
+from msgspec.structs import replace
+
+from rolloutmq.schemas.control import LaneStatus, LedgerCounts, Pressure, WorkerState, WorkerStatus
 from rolloutmq.schemas.envelope import Split
 from rolloutmq.services.orchestrator.pressure import Decision, PressureSample, sample_of
 
@@ -21,6 +23,24 @@ def lane(env: str, queued: int, weight: float = 1.0, min_share: float = 0.0) -> 
         accepted_sequences=900,
         settled_sequences=500,
         rollout_s=12.0,
+    )
+
+
+def worker(name: str, state: WorkerState, waits_for: str) -> WorkerStatus:
+    return WorkerStatus(
+        worker=name,
+        env=name[0],
+        state=state,
+        pid=1,
+        host="",
+        in_hand=2,
+        produced=0,
+        abandoned=0,
+        blocked_s=0.0,
+        silent_s=0.0,
+        draining=False,
+        error="",
+        waits_for=waits_for,
     )
 
 
@@ -72,6 +92,19 @@ def test_a_sample_has_what_concerns_its_environment() -> None:
         wanted=3,
     )
     assert sample_of("b", Split.TRAIN, 8, 4, both, 42.0).blocked_s == 0.0
+
+
+def test_workers_that_wait_for_the_teacher_are_those_that_are_ready() -> None:
+    told = "2 groups for the teacher, the longest for 9 s: it has not answered yet"
+    crew = (
+        worker("a-0", WorkerState.READY, told),
+        worker("a-1", WorkerState.READY, ""),
+        worker("a-2", WorkerState.DRAINING, told),
+        worker("b-0", WorkerState.READY, told),
+    )
+    heard = replace(pressure(lane("a", 256)), workers=crew)
+    assert sample_of("a", Split.TRAIN, 8, 4, heard, 0.0).untaught == 1
+    assert sample_of("c", Split.TRAIN, 8, 4, heard, 0.0).untaught == 0
 
 
 def test_a_minimum_share_is_a_share_and_who_has_none_is_alone() -> None:
