@@ -2,6 +2,8 @@
 
 It is read from `tokenizer.json` alone, so that who asks needs neither torch nor a tokenizer library. What only changes
 how text is cut (merges, scores of pieces) has no part in it, nor has a chat template: ids travel here, not texts.
+
+How many ids a model knows is another thing: its embedding may have more rows than its tokenizer has tokens.
 """
 
 import hashlib
@@ -12,13 +14,45 @@ from typing import Any, Final
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.teaching import Lore
 
 FILE: Final = "tokenizer.json"
+MODEL_FILE: Final = "config.json"
 
 
 def student_directory(run: RunConfig, layout: RunLayout) -> Path:
     """Return where the tokenizer of a run's policy is: its trainer writes it, or a trainer of one's own names it."""
     return layout.model if run.trainer.enabled else Path(run.model.tokenizer or run.model.path)
+
+
+def student_model(run: RunConfig, layout: RunLayout) -> Path:
+    """Return where the policy of a run says what it is: its trainer writes it, or a trainer of one's own names it."""
+    return layout.model if run.trainer.enabled else Path(run.model.path)
+
+
+def student_files(run: RunConfig, layout: RunLayout) -> tuple[Path, ...]:
+    """Return the files that must be there before it is known what a run's policy is; a trainer writes them."""
+    files = (student_directory(run, layout) / FILE,)
+    # Only who compares whole vocabularies must know how large the student's is, and a trainer of one's own may not say.
+    whole = run.trainer.enabled and run.trainer.distillation.lore is Lore.FULL
+    return (*files, layout.model / MODEL_FILE) if whole else files
+
+
+def vocabulary(directory: Path) -> int:
+    """Return how many token ids the model in a directory knows; 0 if its `config.json` is not there or does not say.
+
+    Raises:
+        ConfigError: It is no JSON object.
+    """
+    path = directory / MODEL_FILE
+    try:
+        told = json.loads(path.read_bytes())
+        size = {**told, **(told.get("text_config") or {})}.get("vocab_size", 0)
+    except FileNotFoundError:
+        return 0
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(str(path), f"describes no model: {error!r}") from None
+    return size if isinstance(size, int) and size > 0 else 0
 
 
 def fingerprint(directory: Path) -> str:

@@ -156,6 +156,9 @@ def doctor(
     weights: Annotated[
         bool, typer.Option("--weights", help="Prove that the weights of a living run are one and the same.")
     ] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file of a run: check that too, as `up` would.")
+    ] = None,
 ) -> None:
     """Tell what is missing on this machine and how to get it; or sweep, or prove the weights of a run."""
     if sweep:
@@ -169,7 +172,7 @@ def doctor(
         raise typer.Exit(proofs.report(find_run(run_dir), as_json=as_json))
     from rolloutmq.launch import doctor as checks
 
-    raise typer.Exit(checks.report(as_json=as_json))
+    raise typer.Exit(checks.report(as_json=as_json, file=config))
 
 
 @app.command(rich_help_panel=LOOK)

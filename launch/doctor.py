@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.schemas.errors import RolloutMQError
+
 MIN_PYTHON: Final = (3, 11)
 MIN_DESCRIPTORS: Final = 4096
 """About 1,000 producers with three sockets each."""
@@ -127,14 +129,28 @@ CHECKS: Final[Iterable[Callable[[], Finding]]] = (
 )
 
 
+def configuration(file: Path) -> Finding:
+    """What `rolloutmq up FILE` would refuse before it starts anything: keys, entries, addresses, a teacher that does
+    not fit."""
+    from rolloutmq.launch import preflight
+    from rolloutmq.launch.settings import load
+
+    try:
+        preflight.check(load(file, environ=os.environ))
+    except RolloutMQError as error:
+        return Finding("configuration", fine=False, found=str(file), remedy=str(error))
+    return Finding("configuration", fine=True, found=str(file))
+
+
 def examine(checks: Iterable[Callable[[], Finding]] = CHECKS) -> list[Finding]:
     """Look at everything."""
     return [check() for check in checks]
 
 
-def report(*, as_json: bool) -> int:
-    """Print what was found; return 0 if a run can start here, else 1."""
-    return tell(examine(), as_json=as_json)
+def report(*, as_json: bool, file: Path | None = None) -> int:
+    """Print what was found, of the machine and of a configuration; return 0 if a run can start here, else 1."""
+    more = [] if file is None else [configuration(file)]
+    return tell([*examine(), *more], as_json=as_json)
 
 
 def tell(findings: Sequence[Finding], *, as_json: bool) -> int:

@@ -13,10 +13,10 @@ from typing import Final
 import psutil
 
 from rolloutmq.bus.endpoint import bind_host
-from rolloutmq.bus.tokenizer import fingerprint
+from rolloutmq.bus.tokenizer import MODEL_FILE, fingerprint, vocabulary
 from rolloutmq.schemas.config import InferenceConfig, RunConfig
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError
-from rolloutmq.schemas.teaching import TeacherConfig
+from rolloutmq.schemas.teaching import TokenizerMismatchError, VocabularyMismatchError
 from rolloutmq.services.inference.vllm.installed import require_vllm
 from rolloutmq.services.worker.entry import check_entry
 
@@ -27,7 +27,8 @@ def check(config: RunConfig) -> None:
     """Raise the first thing that would make the run fail.
 
     Raises:
-        ConfigError: The entry of an environment names nothing, an address cannot be bound, or no batch comes out even.
+        ConfigError: The entry of an environment names nothing, an address cannot be bound, no batch comes out even, or
+            the teacher is none for this student.
         MissingError: A package that the run needs is not installed.
         AddressInUseError: Somebody listens where the inference server is to.
     """
@@ -45,7 +46,7 @@ def check(config: RunConfig) -> None:
     if config.trainer.enabled and config.trainer.lora and importlib.util.find_spec("peft") is None:
         raise MissingError("the package peft", "`[trainer.lora]` needs it: pip install 'rolloutmq[lora]'")
     _check_port(config.inference)
-    _check_teacher(config.teacher)
+    _check_teacher(config)
 
 
 def _check_batch(config: RunConfig) -> None:
@@ -59,16 +60,25 @@ def _check_batch(config: RunConfig) -> None:
         )
 
 
-def _check_teacher(teacher: TeacherConfig) -> None:
-    """Refuse a teacher that is not there, or whose tokenizer cannot be read."""
+def _check_teacher(config: RunConfig) -> None:
+    """Refuse a teacher that is not there, whose tokenizer cannot be read, or who does not fit the student.
+
+    What a teacher elsewhere is, is seen when it is first asked; and the tokenizer of a student that is yet to be built,
+    once it is built.
+    """
+    teacher, model = config.teacher, config.model
     if not teacher.path:
         return
     for package in TRAINER_NEEDS:
         if importlib.util.find_spec(package) is None:
             raise MissingError(f"the package {package}", "pip install 'rolloutmq[trainer]'")
-    if not (Path(teacher.path) / "config.json").is_file():
-        raise ConfigError("teacher.path", f"{teacher.path} is not a directory with a config.json")
-    fingerprint(Path(teacher.tokenizer or teacher.path))
+    if not (Path(teacher.path) / MODEL_FILE).is_file():
+        raise ConfigError("teacher.path", f"{teacher.path} is not a directory with a {MODEL_FILE}")
+    theirs = fingerprint(Path(teacher.tokenizer or teacher.path))
+    if model.path and (ours := fingerprint(Path(model.tokenizer or model.path))) != theirs:
+        raise TokenizerMismatchError.of(theirs, ours)
+    known = vocabulary(Path(model.path)) if model.path else model.vocab_size
+    VocabularyMismatchError.check(config.trainer.distillation.lore, vocabulary(Path(teacher.path)), known)
 
 
 def _check_port(inference: InferenceConfig) -> None:

@@ -15,7 +15,8 @@
     │   └── ClosedError                the client was closed
     ├── UsageError                the caller's own data or code is wrong
     │   ├── ConfigError                a key of the configuration
-    │   │   └── TokenizerMismatchError     teacher and student mean different tokens by the same ids
+    │   │   ├── TokenizerMismatchError     teacher and student mean different tokens by the same ids
+    │   │   └── VocabularyMismatchError    they know different numbers of ids, and all are to be compared
     │   ├── TeacherRefusedError        the teacher does not accept these sequences
     │   ├── InvalidGroupError          a trajectory group that contradicts itself
     │   ├── GroupTooLargeError         a group no credit could ever cover

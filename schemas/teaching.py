@@ -5,7 +5,7 @@ trained token; what it says travels with the group, in the columns `distill_toke
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, ClassVar, Final, Literal, Self
 
 from msgspec import Meta
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -119,6 +119,7 @@ class TeachRequest(Message, tag="teach", frozen=True, kw_only=True):
 
     Attributes:
         tokenizer: Fingerprint of the student's tokenizer.
+        vocabulary: Token ids that the student knows; 0 if nobody says.
         lore: Which tokens to tell of.
         top_k: How many, for `top_k`.
         tokens: i32, all sequences one after the other.
@@ -127,6 +128,7 @@ class TeachRequest(Message, tag="teach", frozen=True, kw_only=True):
     """
 
     tokenizer: str
+    vocabulary: Annotated[int, Meta(ge=0)] = 0
     lore: Lore
     top_k: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     tokens: Bytes
@@ -160,6 +162,30 @@ class TokenizerMismatchError(ConfigError):
     def of(cls, teacher: str, student: str) -> Self:
         """Make it of two fingerprints."""
         return cls(f"its tokenizer has the fingerprint {teacher[:16]}, the student's has {student[:16]}")
+
+
+class VocabularyMismatchError(ConfigError):
+    """Teacher and student know different numbers of token ids, and are to be compared over all of them."""
+
+    CODE: ClassVar[str] = "vocabulary_mismatch"
+    """What a refusal of a teacher is called that means this."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("teacher", problem)
+
+    @classmethod
+    def of(cls, teacher: int, student: int) -> Self:
+        """Make it of two sizes."""
+        return cls(
+            f'it knows {teacher} token ids, the student {student}: trainer.distillation.kind = "full" compares all '
+            "of them; top_k and sampled need not"
+        )
+
+    @classmethod
+    def check(cls, lore: Lore, teacher: int, student: int) -> None:
+        """Raise it where the whole vocabularies are compared and both sizes are known (not 0) and differ."""
+        if lore is Lore.FULL and teacher and student and teacher != student:
+            raise cls.of(teacher, student)
 
 
 class TeacherFailedError(RetryableError):

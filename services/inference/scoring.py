@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolloutmq.schemas.teaching import Lore, TeachRequest, TokenizerMismatchError
+from rolloutmq.schemas.teaching import Lore, TeachRequest, TokenizerMismatchError, VocabularyMismatchError
 from rolloutmq.services.inference.protocol import ApiError
 
 
@@ -65,6 +65,10 @@ def question_of(request: TeachRequest, reach: Reach) -> Question:
     if request.tokenizer != reach.tokenizer:
         mismatch = TokenizerMismatchError.of(reach.tokenizer, request.tokenizer)
         raise ApiError(409, mismatch.problem, "tokenizer_mismatch")
+    try:
+        VocabularyMismatchError.check(request.lore, reach.vocabulary, request.vocabulary)
+    except VocabularyMismatchError as error:
+        raise ApiError(409, error.problem, error.CODE) from None
     if len(request.tokens) % 4 or len(request.wanted) * 4 != len(request.tokens):
         raise ApiError(400, "tokens and wanted: have other lengths")
     tokens = np.frombuffer(request.tokens, "<i4").astype(np.int64)

@@ -20,7 +20,13 @@ from aiohttp import web
 
 from rolloutmq.bus.endpoint import http_url
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run
-from rolloutmq.bus.tokenizer import FILE, fingerprint, student_directory
+from rolloutmq.bus.tokenizer import (
+    fingerprint,
+    student_directory,
+    student_files,
+    student_model,
+    vocabulary,
+)
 from rolloutmq.schemas.config import ModelConfig, RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError
@@ -32,6 +38,7 @@ from rolloutmq.schemas.teaching import (
     TeachReply,
     TeachRequest,
     TokenizerMismatchError,
+    VocabularyMismatchError,
 )
 from rolloutmq.services.inference import answers
 from rolloutmq.services.inference.batcher import Batcher
@@ -57,7 +64,7 @@ class TeacherServer:
             scorer.answer, max_rows=config.max_batch, max_waiting=config.max_waiting
         )
         self.in_hand = 0
-        self._reach = reach
+        self.reach = reach
         self._name = config.name
         self._created = int(time.time())
         self._routes: dict[str, tuple[str, Handler]] = {
@@ -75,7 +82,7 @@ class TeacherServer:
             asked = _decoder.decode(await request.read())
         except msgspec.MsgspecError as error:
             raise ApiError(400, f"the request is not valid: {error}") from None
-        question = question_of(asked, self._reach)
+        question = question_of(asked, self.reach)
         self.in_hand += 1
         try:
             await self.batcher.sample(question)
@@ -90,7 +97,7 @@ class TeacherServer:
         return replied(_encode(reply), kind=MSGPACK)
 
     async def _models(self, _request: web.Request) -> web.Response:
-        return replied(answers.models(self._name, self._created, self._reach.positions))
+        return replied(answers.models(self._name, self._created, self.reach.positions))
 
     async def _health(self, _request: web.Request) -> web.Response:
         return replied(answers.health("ok", PolicyVersion()))
@@ -118,6 +125,7 @@ async def serve(run_dir: Path, stop: Stop) -> None:
     Raises:
         ConfigError: This run has no teacher of its own, or there is no model in its directory.
         TokenizerMismatchError: Its tokenizer is not the student's.
+        VocabularyMismatchError: It knows another number of token ids, and all are to be compared.
         AddressInUseError: Somebody else has the configured port.
     """
     run, layout = load_run(run_dir)
@@ -125,12 +133,13 @@ async def serve(run_dir: Path, stop: Stop) -> None:
     if not config.path:
         raise ConfigError("teacher.path", "this run has no teacher of its own")
     server = load(config)
-    mine = fingerprint(Path(config.tokenizer or config.path))
-    student = await _student(run, layout, stop)
-    if student is None:
+    if not await _has_student(run, layout, stop):
         return
-    if student != mine:
-        raise TokenizerMismatchError.of(mine, student)
+    mine, student = server.reach, student_directory(run, layout)
+    if (theirs := fingerprint(student)) != mine.tokenizer:
+        raise TokenizerMismatchError.of(mine.tokenizer, theirs)
+    known = vocabulary(student_model(run, layout))
+    VocabularyMismatchError.check(run.trainer.distillation.lore, mine.vocabulary, known)
     async with server.batcher, asyncio.TaskGroup() as tasks:
         work = tasks.create_task(server.batcher.run())
         async with listening(server.app(), config.host, config.port, port_before(layout.teacher)) as port:
@@ -149,15 +158,14 @@ async def serve(run_dir: Path, stop: Stop) -> None:
         work.cancel()
 
 
-async def _student(run: RunConfig, layout: RunLayout, stop: Stop) -> str | None:
-    """Wait for the student's tokenizer, which the trainer writes, and return its fingerprint; None if asked to stop."""
-    directory = student_directory(run, layout)
-    while not (directory / FILE).is_file():
+async def _has_student(run: RunConfig, layout: RunLayout, stop: Stop) -> bool:
+    """Wait until the trainer has written what the student is; return whether it has, and not been asked to stop."""
+    while not all(path.is_file() for path in student_files(run, layout)):
         if stop.event.is_set():
-            return None
+            return False
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.event.wait(), FILE_POLL_S)
-    return fingerprint(directory)
+    return True
 
 
 def main(run_dir: Path) -> int:

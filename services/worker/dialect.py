@@ -89,6 +89,7 @@ class _ChatAnswer(msgspec.Struct):
 
 class _Error(msgspec.Struct):
     message: str = ""
+    code: str | int | None = None
 
 
 class _ErrorAnswer(msgspec.Struct):
@@ -183,6 +184,14 @@ def error_text(body: bytes) -> str:
         return " ".join(_error.decode(body).error.message.split())
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return " ".join(body[:200].decode(errors="replace").split())
+
+
+def error_code(body: bytes) -> str:
+    """Return what an error answer calls the error; empty if it does not say."""
+    try:
+        return str(_error.decode(body).error.code or "")
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
 
 
 def first_model(body: bytes) -> str:

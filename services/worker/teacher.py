@@ -30,7 +30,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolloutmq.bus.rundir import read_json
-from rolloutmq.bus.tokenizer import FILE, fingerprint, student_directory
+from rolloutmq.bus.tokenizer import (
+    fingerprint,
+    student_directory,
+    student_files,
+    student_model,
+    vocabulary,
+)
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import Dtype
 from rolloutmq.schemas.errors import ConfigError
@@ -47,6 +53,7 @@ from rolloutmq.schemas.teaching import (
     TeachReply,
     TeachRequest,
     TokenizerMismatchError,
+    VocabularyMismatchError,
 )
 from rolloutmq.schemas.trajectory import Column, Group
 from rolloutmq.services.worker import dialect
@@ -96,7 +103,10 @@ class Teacher:
         self._asked: DistillationConfig = run.trainer.distillation
         self._layout = layout
         self._student = student_directory(run, layout)
+        self._model = student_model(run, layout)
+        self._files = student_files(run, layout)
         self._fingerprint = ""
+        self._vocabulary = 0
         self._waiting: dict[int, float] = {}
         """When each question that is under way was first asked."""
         self._why = ""
@@ -127,6 +137,7 @@ class Teacher:
 
         Raises:
             TokenizerMismatchError: The teacher is of another tokenizer than the student.
+            VocabularyMismatchError: It knows another number of token ids, and all are to be compared.
             TeacherRefusedError: It does not accept the sequences, for example since they are too long for it.
             TeacherFailedError: It was there, and failed on them `teacher.attempts` times.
         """
@@ -192,11 +203,14 @@ class Teacher:
         url = self._url()
         if not url:
             return Missed("it has not said yet where it is")
-        if not self._fingerprint and not (self._student / FILE).is_file():
-            return Missed(f"there is no {self._student / FILE} yet")
-        self._fingerprint = self._fingerprint or fingerprint(self._student)
+        if not self._fingerprint:
+            for path in self._files:
+                if not path.is_file():
+                    return Missed(f"there is no {path} yet")
+            self._fingerprint, self._vocabulary = fingerprint(self._student), vocabulary(self._model)
         request = TeachRequest(
             tokenizer=self._fingerprint,
+            vocabulary=self._vocabulary,
             lore=self._asked.lore,
             top_k=self._asked.top_k,
             tokens=tokens.tobytes(),
@@ -250,6 +264,8 @@ def _answer(url: str, status: int, body: bytes) -> TeachReply | Missed:
     said = dialect.error_text(body)
     if status in AWAY or status >= FAILED:
         return Missed(f"{url}: status {status}, {said}", status not in AWAY)
+    if status == MISMATCH and dialect.error_code(body) == VocabularyMismatchError.CODE:
+        raise VocabularyMismatchError(said)
     if status == MISMATCH:
         raise TokenizerMismatchError(said)
     raise TeacherRefusedError(status, said)

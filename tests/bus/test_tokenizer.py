@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.bus.tokenizer import fingerprint, fingerprint_of
+from rolloutmq.bus.tokenizer import fingerprint, fingerprint_of, vocabulary
 from rolloutmq.schemas.errors import ConfigError
 
 
@@ -56,3 +56,28 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         fingerprint(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer()))
     assert fingerprint(tmp_path) == fingerprint_of(tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("told", "size"),
+    [
+        ({"vocab_size": 32}, 32),
+        ({"vocab_size": 7, "text_config": {"vocab_size": 64}}, 64),
+        ({"text_config": {"hidden_size": 8}, "vocab_size": 9}, 9),
+        ({"hidden_size": 8}, 0),
+        ({"vocab_size": None}, 0),
+    ],
+)
+def test_how_many_ids_a_model_knows_is_in_its_configuration(
+    tmp_path: Path, told: dict[str, Any], size: int
+) -> None:
+    assert vocabulary(tmp_path) == 0
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    assert vocabulary(tmp_path) == size
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '{"text_config": 3}'])
+def test_what_describes_no_model_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json: describes no model"):
+        vocabulary(tmp_path)

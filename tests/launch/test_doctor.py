@@ -42,3 +42,16 @@ def test_this_machine_can_run() -> None:
     findings = {finding.what: finding for finding in doctor.examine()}
     assert findings["python"].fine
     assert "gpu" in findings
+
+
+def test_a_configuration_is_looked_at_as_up_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", list)
+    file = tmp_path / "run.toml"
+    file.write_text('[environment.e]\nentry = "env.py:Env"\n')
+    assert doctor.report(as_json=False, file=file) == 1
+    assert f"MISSING configuration: {file}; environment.e.entry: there is no file" in capsys.readouterr().out
+    (tmp_path / "env.py").touch()
+    assert doctor.report(as_json=False, file=file) == 0
+    assert capsys.readouterr().out == f"ok      configuration: {file}\n"

@@ -1,8 +1,12 @@
 """What cannot work is said before anything is started."""
 
 import importlib.util
+import json
 import os
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from rolloutmq.launch.preflight import check
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError
+from rolloutmq.schemas.teaching import TokenizerMismatchError, VocabularyMismatchError
 
 
 def config(tmp_path: Path, **sections: Any) -> RunConfig:
@@ -48,6 +53,56 @@ def test_a_teacher_that_is_not_there(tmp_path: Path) -> None:
     (words / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
     check(taught(path=str(model), tokenizer=str(words)))
     check(taught(url="http://elsewhere"))
+
+
+def write_model(directory: Path, vocab_size: int, *tokens: str) -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
+    vocab = {token: number for number, token in enumerate(tokens)}
+    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    return str(directory)
+
+
+def test_a_teacher_that_is_none_for_this_student(tmp_path: Path) -> None:
+    teacher = write_model(tmp_path / "teacher", 64, "a", "b")
+
+    def taught(kind: str, **student: Any) -> RunConfig:
+        distillation = {"distillation": {"kind": kind}}
+        return config(tmp_path, teacher={"path": teacher}, trainer=distillation, model=student)
+
+    unlike = 'teacher: it knows 64 token ids, the student {}: trainer.distillation.kind = "full"'
+    student = write_model(tmp_path / "student", 72, "a", "b")
+    with pytest.raises(VocabularyMismatchError, match=re.escape(unlike.format(72))):
+        check(taught("full", path=student))
+    with pytest.raises(VocabularyMismatchError, match=re.escape(unlike.format(32))):
+        check(taught("full"))
+    check(taught("full", vocab_size=64))
+    check(taught("top_k", path=student))
+    check(taught("sampled"))
+    other = write_model(tmp_path / "other", 64, "b", "a")
+    with pytest.raises(TokenizerMismatchError, match="its tokenizer has the fingerprint"):
+        check(taught("top_k", path=other))
+    check(taught("full", path=other, tokenizer=student))
+
+
+def test_up_ends_as_with_any_wrong_configuration(tmp_path: Path) -> None:
+    teacher = write_model(tmp_path / "teacher", 64, "a")
+    (tmp_path / "env.py").write_text("class Env:\n    pass\n")
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[run]\ndir = "{tmp_path}/run"\n[environment.e]\nentry = "env.py:Env"\n'
+        f'[teacher]\npath = "{teacher}"\n[trainer.distillation]\nkind = "full"\n'
+    )
+    for command in (["up", str(file)], ["doctor", "--config", str(file)]):
+        done = subprocess.run(
+            [sys.executable, "-m", "rolloutmq.launch.cli", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "it knows 64 token ids, the student 32" in done.stdout + done.stderr
+        assert done.returncode == (2 if command[0] == "up" else 1)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_batch_that_groups_never_make(tmp_path: Path) -> None:

@@ -21,7 +21,13 @@ from rolloutmq.schemas.config import ModelConfig, RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import InferenceAddress
-from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN, TeacherConfig, TokenizerMismatchError
+from rolloutmq.schemas.teaching import (
+    IDS_COLUMN,
+    LOGPROBS_COLUMN,
+    TeacherConfig,
+    TokenizerMismatchError,
+    VocabularyMismatchError,
+)
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.inference.teacher import serve
 from rolloutmq.services.runner import Stop
@@ -161,6 +167,37 @@ async def test_a_student_of_another_tokenizer_is_refused_by_whoever_serves(
     async with Teacher.opened(config, elsewhere) as teacher:
         with pytest.raises(TokenizerMismatchError, match=fingerprint(elsewhere.model)[:16]):
             await teacher.teach(some_group())
+
+
+async def test_whole_vocabularies_are_compared_where_they_are_equal_only(
+    layout: RunLayout, model_dir: Path, tmp_path: Path
+) -> None:
+    config = run_of(layout, {"path": str(model_dir)}, kind="full")
+    (layout.model / "config.json").write_text('{"vocab_size": 40}')
+    with pytest.raises(VocabularyMismatchError, match="it knows 32 token ids, the student 40"):
+        await serve(layout.root, Stop())
+    assert not layout.teacher.exists()
+    (layout.model / "config.json").write_text('{"vocab_size": 32}')
+    stop = Stop()
+    task = asyncio.create_task(serve(layout.root, stop))
+    url = (await address(layout)).url
+    async with Teacher.opened(config, layout) as teacher:
+        group = await teacher.teach(some_group())
+        assert set(group.columns[IDS_COLUMN].lengths[1].tolist()) == {0, 32}
+    # A student of another run, of which it hears when it is asked.
+    elsewhere = RunLayout(tmp_path / "elsewhere")
+    elsewhere.root.mkdir()
+    config = run_of(elsewhere, {"url": url}, kind="full")
+    (elsewhere.model / "config.json").write_text('{"vocab_size": 31}')
+    async with Teacher.opened(config, elsewhere) as teacher:
+        with pytest.raises(VocabularyMismatchError, match="it knows 32 token ids, the student 31"):
+            await teacher.teach(some_group())
+    for told in ({"kind": "top_k"}, {"kind": "sampled"}):
+        config = run_of(elsewhere, {"url": url}, **told)
+        async with Teacher.opened(config, elsewhere) as teacher:
+            assert IDS_COLUMN in await teacher.teach(some_group())
+    stop.request("enough")
+    await task
 
 
 async def test_its_tokenizer_may_lie_elsewhere(layout: RunLayout, model_dir: Path, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from rolloutmq.schemas.teaching import (
     TeachReply,
     TeachRequest,
     TokenizerMismatchError,
+    VocabularyMismatchError,
 )
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.services.broker.server import running_broker
@@ -75,6 +76,7 @@ class FakeTeacher:
         away: Status that every request gets until it is 0.
         asked: The requests so far.
         k: Entries that it claims to give.
+        code: What it calls its refusals.
     """
 
     def __init__(self) -> None:
@@ -84,6 +86,7 @@ class FakeTeacher:
         self.well = True
         self.asked: list[TeachRequest] = []
         self.k = 2
+        self.code = "some_error"
         self.url = ""
 
     @asynccontextmanager
@@ -114,7 +117,8 @@ class FakeTeacher:
             request.transport.abort()
         elif status:
             return web.Response(
-                status=status, body=json.dumps({"error": {"message": f"told {status}"}}).encode()
+                status=status,
+                body=json.dumps({"error": {"message": f"told {status}", "code": self.code}}).encode(),
             )
         tokens = np.frombuffer(asked.tokens, "<i4")[np.frombuffer(asked.wanted, np.uint8).astype(bool)]
         ids = np.stack([tokens, tokens + 1], -1).astype("<i4")
@@ -260,6 +264,21 @@ async def test_refusals_are_told_from_other_tokenizers(layout: RunLayout, fake: 
         with pytest.raises(TeacherRefusedError, match="not 3 entries for each of 2 tokens"):
             await teacher.teach(some_group())
         assert teacher.wait(float("inf")) == ""
+
+
+async def test_a_teacher_of_another_vocabulary_is_known_at_the_first_question(
+    layout: RunLayout, fake: FakeTeacher
+) -> None:
+    config = configured(layout, fake.url)
+    config.trainer.distillation.__dict__["kind"] = "full"
+    fake.code, fake.failures = "vocabulary_mismatch", [409]
+    async with Teacher.opened(config, layout) as teacher, asyncio.timeout(DEADLINE_S):
+        waiting = asyncio.create_task(teacher.teach(some_group()))
+        await until(lambda: "config.json yet" in teacher.wait(float("inf")))
+        (layout.model / "config.json").write_text('{"vocab_size": 32}')
+        with pytest.raises(VocabularyMismatchError, match="teacher: told 409"):
+            await waiting
+        assert [asked.vocabulary for asked in fake.asked] == [32]
 
 
 async def test_a_wait_is_told_once_it_lasts(layout: RunLayout, fake: FakeTeacher) -> None:
