@@ -39,6 +39,8 @@ class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the last seconds, 0 to 1, in which it generated."""
     draining: bool = False
     """It answers what it has in hand and takes nothing new."""
+    trouble: str = ""
+    """Why it can sample nothing now, in the word that its `/health` says; empty if it can."""
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,6 +59,9 @@ class VllmConfig(Section):
     """Keys and values that it keeps. Left to itself, vLLM would take a part of all memory for that."""
     start_s: PositiveFloat = 300.0
     """How long it may take until it answers: half a minute on two free cores, most of it for imports."""
+    stalled_s: PositiveFloat = 120.0
+    """How long it may take no step while it has requests, and answer none; then it counts as stalled, and what it has
+    is answered 503. Longer than its longest step: a prompt is read in parts of some thousand tokens."""
     grace_s: PositiveFloat = 10.0
     """How long it may take to end after SIGTERM; then it is killed, with all that it started."""
     arguments: tuple[str, ...] = ()

@@ -191,7 +191,9 @@ async def serve_http(
         if not front.ready:
             return
         url = http_url(config.host, port)
-        presence = Presence(address, name, url, lambda: front.busy_s, lambda: front.in_hand)
+        presence = Presence(
+            address, name, url, lambda: front.busy_s, lambda: front.in_hand, lambda: front.trouble()
+        )
         telling = asyncio.create_task(presence.run(), name="presence")
         logger.info("serving name=%s url=%s", name, url)
         try:

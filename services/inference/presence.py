@@ -1,4 +1,4 @@
-"""What an engine says of itself: where it is, what it has in hand, how busy it is, that it goes.
+"""What an engine says of itself: where it is, what it has in hand, how busy it is, what troubles it, that it goes.
 
 Said in its address file once a second and at each change. Busy is the part of the last seconds in which it generated,
 however few sequences at once: an engine that is never idle may still have room, one that is idle surely has.
@@ -47,10 +47,17 @@ class Presence:
         url: Where it serves.
         busy_s: Returns the seconds in which it generated so far.
         in_hand: Returns the number of requests that it has.
+        trouble: Returns in a word why it can sample nothing now, or nothing.
     """
 
     def __init__(
-        self, path: Path, name: str, url: str, busy_s: Callable[[], float], in_hand: Callable[[], int]
+        self,
+        path: Path,
+        name: str,
+        url: str,
+        busy_s: Callable[[], float],
+        in_hand: Callable[[], int],
+        trouble: Callable[[], str] = str,
     ) -> None:
         self.draining = False
         self._path = path
@@ -58,6 +65,7 @@ class Presence:
         self._url = url
         self._busy_s = busy_s
         self._in_hand = in_hand
+        self._trouble = trouble
         self._busy = Busy()
         self._number = 0
 
@@ -73,6 +81,7 @@ class Presence:
             in_hand=self._in_hand(),
             busy=round(self._busy.part(self._busy_s(), time.monotonic()), 3),
             draining=self.draining,
+            trouble=self._trouble(),
         )
         try:
             write_json(self._path, address)

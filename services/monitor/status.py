@@ -163,6 +163,7 @@ def _engine(engine: InferenceAddress, wall: float) -> str:
     if (silent_s := wall - engine.at) > SILENT_S:
         return f"{told}, silent for {figures.clock(silent_s)}"
     told += f", {engine.in_hand} requests in hand, {engine.busy:.0%} busy"
+    told += f", {engine.trouble}" if engine.trouble else ""
     return f"{told}, draining" if engine.draining else told
 
 

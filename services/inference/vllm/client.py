@@ -37,6 +37,13 @@ class EngineFailedError(RetryableError):
         return self.why
 
 
+class EngineStalledError(EngineFailedError):
+    """vLLM takes no steps; another engine, or a later attempt, may fare better."""
+
+    def __init__(self, still_s: float) -> None:
+        super().__init__(f"vLLM stands still: no step and no answer for {still_s:.0f} s")
+
+
 class _Span(msgspec.Struct, gc=False):
     version: str
     start: int
@@ -125,6 +132,17 @@ class VllmClient:
         except (msgspec.MsgspecError, IndexError):
             pass
         raise EngineFailedError(f"{method}: status {status}, {_short(body)}")
+
+    async def steps(self) -> int:
+        """Ask how many steps it took, which it says between two of them.
+
+        Raises:
+            EngineFailedError: vLLM refused, is gone, or does not answer.
+        """
+        said = (await self.call("steps_taken")).get("steps")
+        if not isinstance(said, int):
+            raise EngineFailedError(f"steps_taken: {said!r} is no number")
+        return said
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, end_ids: Sequence[int]

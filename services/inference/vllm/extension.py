@@ -88,6 +88,8 @@ class Reader:
         self._config: dict[str, Any] = {}
         self._address = Path()
         self._tokenizer = ""
+        self.steps = 0
+        """Steps that were begun, those included that were put off: who waits for the weights does not hang."""
         self._seen: tuple[str, PolicyVersion] | None = None
         self._look_at = 0.0
         self._busy_since: float | None = None
@@ -190,6 +192,7 @@ def step(core: EngineCore) -> tuple[dict[int, Any], bool]:
     """Take one step of the engine under one version of the weights; in place of `EngineCore.step`."""
     if not core.scheduler.has_requests():
         return {}, False
+    reader.steps += 1
     try:
         if reader.share is None:
             if received.whole:  # copies change only while nothing is sampled, and vLLM knows their version
@@ -240,6 +243,10 @@ class SharedWeights:
             logger.exception("attaching failed")
             return {"error": f"{type(error).__name__}: {error}", "again": False}
         return {"segment": share.path.name, "version": label.of(share.version)}
+
+    def steps_taken(self: Any) -> dict[str, int]:
+        """Tell how many steps were begun so far; called between two of them, so that one that hangs keeps it silent."""
+        return {"steps": reader.steps}
 
     def match_weights(self: Any, encoded: str) -> dict[str, str]:
         """Tell which tensor of vLLM's model is another than a manifest says, or why none can be sent."""

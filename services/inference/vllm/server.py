@@ -12,9 +12,10 @@ How the trainer's weights get there is the run's `weights.backend`: vLLM maps th
 socket that `vllm.json` names, and the engine serves once they were sent whole (see `policy`).
 
 While the weights are half-written by a trainer that died, or kept by one that was stopped, requests are answered 503,
-those in vLLM included. Another segment of the trainer is followed once vLLM has proven it; one that vLLM does not take
-ends this process with the reason. A vLLM that ends by itself ends it too, with the end of its log; whoever keeps it
-starts it again.
+those in vLLM included. So they are while vLLM takes no step for `inference.vllm.stalled_s` (see `progress`), which
+`/health` calls `stalled`; once it takes steps again it is asked again. Another segment of the trainer is followed once
+vLLM has proven it; one that vLLM does not take ends this process with the reason. A vLLM that ends by itself ends it
+too, with the end of its log; whoever keeps it starts it again.
 """
 
 import asyncio
@@ -35,12 +36,13 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import VllmAddress
 from rolloutmq.schemas.sharing import WeightsTornError
 from rolloutmq.services.inference.front import WATCH_S, Front, Leaving, first, serve_http
-from rolloutmq.services.inference.generate import Job
+from rolloutmq.services.inference.generate import Continuation, Job
 from rolloutmq.services.inference.protocol import ApiError
-from rolloutmq.services.inference.vllm.client import VllmClient
+from rolloutmq.services.inference.vllm.client import EngineFailedError, EngineStalledError, VllmClient
 from rolloutmq.services.inference.vllm.installed import require_vllm
 from rolloutmq.services.inference.vllm.policy import LentPolicy, SentPolicy, VllmPolicy
 from rolloutmq.services.inference.vllm.process import Vllm, running
+from rolloutmq.services.inference.vllm.progress import Progress
 from rolloutmq.services.runner import Stop, run_service
 from rolloutmq.trainer.weights.address import owner_lives
 
@@ -48,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 READY_POLL_S: Final = 0.25
 """How often vLLM is asked whether it is up; it takes half a minute."""
+LOOK_S: Final = 1.0
+"""How often vLLM is asked how many steps it took, while it has something to do."""
 
 _T = TypeVar("_T")
 
@@ -60,6 +64,10 @@ class VllmServer(Front):
         self._policy = policy
         self._client = client
         self._max_waiting = config.max_waiting
+        self._progress = Progress(config.vllm.stalled_s, time.monotonic())
+        self._limits: set[asyncio.Timeout] = set()
+        """Of the requests that it has: without an end until it stalls."""
+        self._is_stalled = False
         self._asked = 0
         self._worked_s = 0.0
         self._working_since = 0.0
@@ -76,7 +84,8 @@ class VllmServer(Front):
 
     def trouble(self) -> str:
         """See `Front.trouble`."""
-        return super().trouble() or ("busy" if self._policy.kept(time.monotonic()) else "")
+        busy = "busy" if self._policy.kept(time.monotonic()) else ""
+        return super().trouble() or busy or ("stalled" if self._is_stalled else "")
 
     async def sample(self, job: Job) -> None:
         """Let vLLM sample all continuations of a job.
@@ -86,26 +95,76 @@ class VllmServer(Front):
             WeightsTornError: The weights are half-written.
             WeightsBusyError: A writer that lives keeps them.
             EngineFailedError: vLLM ended the request, or is gone.
+            EngineStalledError: It stands still.
         """
         if self._policy.is_torn():
             raise WeightsTornError(self._policy.version)
         if kept := self._policy.kept(time.monotonic()):
             raise kept
+        if self._is_stalled:
+            raise EngineStalledError(self._progress.still_s(time.monotonic()))
         if self._asked >= self._max_waiting:
             raise ApiError(503, f"{self._asked} requests wait already", "overloaded")
         if not self._asked:
             self._working_since = time.monotonic()
+            self._progress.moved(self._working_since)
         self._asked += 1
         try:
-            asked = [
-                self._client.generate(prompt, job.sampling, self._policy.end_ids) for prompt in job.prompts
-            ]
-            found = await _together(asked)
+            found = await self._generated(job)
         finally:
             self._asked -= 1
             if not self._asked:
                 self._worked_s += time.monotonic() - self._working_since
         job.results = [one for of_prompt in found for one in of_prompt]
+
+    async def _generated(self, job: Job) -> list[list[Continuation]]:
+        """Let vLLM sample, for as long as it gets on."""
+        asked = [self._client.generate(prompt, job.sampling, self._policy.end_ids) for prompt in job.prompts]
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._limits.add(limit)
+                found = await _together(asked)
+        except TimeoutError:
+            raise EngineStalledError(self._progress.still_s(time.monotonic())) from None
+        finally:
+            self._limits.discard(limit)
+        self._progress.moved(time.monotonic())
+        return found
+
+    async def watch(self) -> None:
+        """See whether vLLM gets on with what it has; end its requests where it does not; until cancelled."""
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._progress.left_s(time.monotonic()) or LOOK_S))
+            if not self._asked and not self._is_stalled:
+                self._progress.moved(time.monotonic())
+                continue
+            steps = await self._steps()
+            now = time.monotonic()
+            if steps is not None:
+                self._progress.counted(steps, now)
+                if not self._asked:  # it has nothing to do, and says so
+                    self._progress.moved(now)
+            self._judge(now)
+
+    async def _steps(self) -> int | None:
+        """Ask vLLM for its steps; None if it does not say, before it must have."""
+        left_s = self._progress.left_s(time.monotonic()) or LOOK_S
+        with suppress(EngineFailedError, TimeoutError):
+            async with asyncio.timeout(left_s):
+                return await self._client.steps()
+        return None
+
+    def _judge(self, now: float) -> None:
+        """Note whether it stands still, and end what it has if it does."""
+        stalled = not self._progress.left_s(now)
+        if stalled != self._is_stalled:
+            told = "stalled" if stalled else "gets on"
+            logger.warning("vllm %s in_hand=%d still_s=%.1f", told, self._asked, self._progress.still_s(now))
+        self._is_stalled = stalled
+        if stalled:
+            for limit in self._limits:
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def follow(self) -> None:
         """Watch the weights, and serve the policy that they are of; until cancelled.
@@ -172,6 +231,7 @@ async def _serve(
     try:
         await first(
             server.follow(),
+            server.watch(),
             serve_http(server, layout.engine(name), name, run.inference, leaving),
         )
     finally:

@@ -162,7 +162,7 @@ def test_engines_say_where_they_are_and_how_busy(
 ) -> None:
     now = time.time()
     told: list[dict[str, Any]] = [
-        {"number": 7, "at": now, "in_hand": 12, "busy": 0.93},
+        {"number": 7, "at": now, "in_hand": 12, "busy": 0.93, "trouble": "stalled"},
         {"number": 9, "at": now, "draining": True},
         {"number": 3, "at": now - 75.0},
         {"number": 0},
@@ -174,7 +174,7 @@ def test_engines_say_where_they_are_and_how_busy(
     assert status(answering.root, as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("engine ")] == [
-        "engine   inference: pid 0, http://h:0, 12 requests in hand, 93% busy",
+        "engine   inference: pid 0, http://h:0, 12 requests in hand, 93% busy, stalled",
         "engine   inference-1: pid 1, http://h:1, 0 requests in hand, 0% busy, draining",
         "engine   inference-2: pid 2, http://h:2, silent for 1:15",
         "engine   inference-3: pid 3, http://h:3",

@@ -4,6 +4,7 @@ It is put where `vllm.entrypoints.openai.api_server` would be. The first token o
 
     5   it answers after two seconds           7   it ends the request, as one whose weights are not to be read
     6   it never answers                       8   it dies
+    9   it never answers, and takes one step after the other
     others: it answers with as many tokens as asked, under the version that the weights have
 """
 
@@ -22,6 +23,8 @@ from rolloutmq.trainer.weights.posix_shm import WeightShare
 class Fake:
     def __init__(self) -> None:
         self.share: WeightShare | None = None
+        self.steps = 0
+        self.busy = 0
         self.refusal = os.environ.get("FAKE_VLLM_REFUSAL", "")
 
     async def health(self, _request: web.Request) -> web.Response:
@@ -36,6 +39,9 @@ class Fake:
         body = await request.json()
         if body["method"] == "sent_weights":
             return web.json_response({"results": [self.sent()]})
+        if body["method"] == "steps_taken":
+            self.steps += self.busy
+            return web.json_response({"results": [{"steps": self.steps}]})
         assert body["method"] == "attach_weights"
         await self.hang("attach")
         if self.share is not None and os.environ.get("FAKE_VLLM_REFUSES_ANOTHER"):
@@ -59,7 +65,11 @@ class Fake:
         asked, first = body["sampling_params"], body["token_ids"][0]
         if first == 8:
             os.kill(os.getpid(), signal.SIGKILL)
-        await asyncio.sleep({5: 2.0, 6: 3600.0}.get(first, 0.0))
+        self.busy += first == 9
+        try:
+            await asyncio.sleep({5: 2.0, 6: 3600.0, 9: 3600.0}.get(first, 0.0))
+        finally:
+            self.busy -= first == 9
         choices = [self.choice(first, number, asked) for number in range(asked["n"])]
         return web.json_response({"choices": choices})
 

@@ -78,7 +78,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 class Lender:
     """A trainer that shares its weights and takes real optimizer steps on them."""
 
-    def __init__(self, root: Path, family: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, root: Path, family: str, dtype: torch.dtype = torch.float32, **vllm: Any) -> None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.layout = RunLayout(root)
         tokenizer = root / "tokenizer"
@@ -94,7 +94,7 @@ class Lender:
                 "inference": {
                     "kind": "vllm",
                     "max_batch": 64,
-                    "vllm": {"python": str(PYTHON), "kv_cache_bytes": 1 << 27, "start_s": START_S},
+                    "vllm": {"python": str(PYTHON), "kv_cache_bytes": 1 << 27, "start_s": START_S, **vllm},
                 },
             }
         )
@@ -202,9 +202,11 @@ class Engine:
 
 
 @contextmanager
-def lent(root: Path, family: str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[Lender, Engine]]:
-    """A trainer and a real vLLM that has its weights."""
-    trainer = Lender(root, family, dtype)
+def lent(
+    root: Path, family: str, dtype: torch.dtype = torch.float32, **vllm: Any
+) -> Iterator[tuple[Lender, Engine]]:
+    """A trainer and a real vLLM that has its weights; `vllm` changes its section of the configuration."""
+    trainer = Lender(root, family, dtype, **vllm)
     engine = Engine(trainer.layout)
     try:
         engine.wait_ready()

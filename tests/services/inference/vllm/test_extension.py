@@ -155,6 +155,27 @@ def test_a_step_is_one_read(lent: Lent, extension: Any) -> None:
     assert core.scheduler.resets == 2
 
 
+def test_steps_are_counted_while_there_is_something_to_do(
+    lent: Lent, extension: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted() -> int:
+        told: int = extension.SharedWeights.steps_taken(lent.worker)["steps"]
+        return told
+
+    core = extension.core()
+    lent.attach(core)
+    for _ in range(3):
+        core.step()
+    assert counted() == 3
+    monkeypatch.setattr(extension, "PATIENCE_S", 0.0)
+    with lent.share.writing(V(1, 1)):
+        core.step()
+    assert counted() == 4, "who waits for the weights does not hang"
+    core.scheduler.waiting = []
+    core.step()
+    assert counted() == 4
+
+
 def test_another_segment_that_does_not_fit_is_refused_for_good(lent: Lent, extension: Any) -> None:
     """Not once, and then the weights that were there before."""
     core = extension.core()

@@ -5,9 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,14 +18,18 @@ import torch
 from tests.services.inference.vllm.lent import (
     START_S,
     Engine,
+    Lender,
     lent,
+    long_prompt,
     missing,
     model_of,
     worst,
 )
 
+from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.schemas.sharing import WeightsMismatchError
 from rolloutmq.services.inference.vllm.client import VllmClient
 from rolloutmq.trainer.weights.posix_shm import WeightShare
@@ -157,3 +164,96 @@ def test_half_precision_keeps_its_budget_and_ends_in_order(tmp_path: Path) -> No
         children = psutil.Process(engine.process.pid).children(recursive=True)
         assert engine.end() == 0
         until(lambda: not living(children))
+
+
+STOPPED_WRITER = """
+import mmap, os, signal, sys
+from pathlib import Path
+from rolloutmq.bus import segments
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.trainer.weights.lock import WeightLock
+address = segments.read_address(Path(sys.argv[1]))
+segment = segments.open_existing(Path(address.path), address.nonce, writable=True)
+memory = mmap.mmap(segment.fd, 0)
+with WeightLock(memory, segment.fd).writing(PolicyVersion(0, 999)):
+    os.kill(os.getpid(), signal.SIGSTOP)
+os._exit(0)
+"""
+STALLED_S = 3.0
+ANSWERED_S = 15.0
+"""Within so long each request is answered, whoever is stopped: the bounds are 5 s and `STALLED_S`, on busy cores."""
+
+
+@contextmanager
+def under_way(engine: Engine) -> Iterator[Callable[[], int]]:
+    """Have a request under way that takes seconds; yields what waits for its status."""
+    found: list[int] = []
+    body: dict[str, Any] = {"prompt": long_prompt(9, 60), "max_tokens": 440, "n": 32}
+    asking = threading.Thread(target=lambda: found.append(engine.status(**body)), daemon=True)
+    asking.start()
+
+    def in_hand() -> int:
+        address = read_json(engine.layout.inference, InferenceAddress)
+        return address.in_hand if address is not None else 0
+
+    def status() -> int:
+        asking.join(ANSWERED_S)
+        assert found, "it hangs"
+        return found[0]
+
+    until(lambda: in_hand() > 0)
+    assert not found, "it is too short for this test"
+    yield status
+    asking.join(60.0)
+
+
+def health(engine: Engine) -> tuple[int, str]:
+    status, said = engine.ask("GET", "/health")
+    return status, said["status"]
+
+
+def refuses(engine: Engine, why: str) -> None:
+    assert health(engine) == (503, why)
+    started = time.monotonic()
+    assert engine.status() == 503
+    assert time.monotonic() - started < 2.0, "nobody waits any more"
+
+
+def is_exact(trainer: Lender, engine: Engine) -> bool:
+    (choice,) = engine.complete()
+    step = choice["weight_versions"][-1]["version"]["step"]
+    return step == trainer.version.step and worst(trainer.model, choice) < EXACT
+
+
+def test_whoever_is_stopped_hangs_no_request_and_is_asked_again(tmp_path: Path) -> None:
+    """One start for all of it: a writer that is stopped with the lock, vLLM's engine, and vLLM's API server."""
+    with lent(tmp_path / "run", "qwen2", stalled_s=STALLED_S) as (trainer, engine):
+        with under_way(engine) as status:
+            command = [sys.executable, "-c", STOPPED_WRITER, str(trainer.layout.weights)]
+            with subprocess.Popen(command) as writer:
+                try:
+                    assert status() == 503
+                    until(lambda: health(engine) == (503, "busy"))
+                    refuses(engine, "busy")
+                finally:
+                    writer.send_signal(signal.SIGCONT)
+            assert writer.returncode == 0
+        trainer.version = PolicyVersion(0, 999)
+        until(lambda: health(engine) == (200, "ok"))
+        assert is_exact(trainer, engine)
+
+        children = psutil.Process(engine.process.pid).children(recursive=True)
+        segment = trainer.share.path.name
+        (core,) = [one for one in children if any(segment in each.path for each in one.memory_maps())]
+        for stopped in (core, psutil.Process(engine.process.pid).children()[0]):
+            with under_way(engine) as status:
+                stopped.suspend()
+                try:
+                    assert status() == 503
+                    refuses(engine, "stalled")
+                finally:
+                    stopped.resume()
+            until(lambda: health(engine) == (200, "ok"))
+            assert is_exact(trainer, engine)
+        log = (trainer.layout.root / "inference.log").read_text()
+        assert log.count("vllm stalled") == log.count("vllm gets on") == 2, log

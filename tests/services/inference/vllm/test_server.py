@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -291,6 +292,52 @@ async def test_a_vllm_that_hangs_does_not_keep_the_engine_from_going(
     stop.request("it is enough")
     async with asyncio.timeout(DEADLINE_S / 3):
         await task
+
+
+async def test_a_request_that_is_lost_is_answered_and_costs_no_other(layout: RunLayout) -> None:
+    configure(layout, stalled_s=0.3)
+    async with serving(layout) as client, asyncio.timeout(DEADLINE_S):
+        status, answer = await client.ask([6])
+        assert (status, answer["error"]["code"]) == (503, "unavailable")
+        assert "vLLM stands still: no step and no answer" in answer["error"]["message"]
+        while await client.health() != (200, "ok"):  # noqa: ASYNC110 - it is asked from outside
+            await asyncio.sleep(0.01)
+        assert (await client.ask([3]))[0] == 200
+
+
+async def test_one_that_takes_steps_is_waited_for(layout: RunLayout) -> None:
+    configure(layout, stalled_s=0.3)
+    async with serving(layout) as client:
+        asking = asyncio.create_task(client.ask([9]))
+        done, _ = await asyncio.wait([asking], timeout=1.5)  # five times as long as it may stand still
+        assert not done
+        assert await client.health() == (200, "ok")
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
+async def test_a_vllm_that_is_stopped_is_told_and_asked_again_when_it_goes_on(layout: RunLayout) -> None:
+    configure(layout, stalled_s=1.5)
+    before = psutil.Process().children()
+    async with serving(layout) as client, asyncio.timeout(DEADLINE_S):
+        (vllm,) = [one for one in psutil.Process().children() if one not in before]
+        asked = [asyncio.create_task(client.ask([9])) for _ in range(3)]
+        await until(lambda: client.address.in_hand == 3)
+        vllm.suspend()
+        try:
+            for status, answer in await asyncio.gather(*asked):
+                assert status == 503
+                assert "stands still" in answer["error"]["message"]
+            assert await client.health() == (503, "stalled")
+            await until(lambda: client.address.trouble == "stalled")
+            started = time.monotonic()
+            assert (await client.ask([3]))[0] == 503
+            assert time.monotonic() - started < 1.0, "nobody waits for it any more"
+        finally:
+            vllm.resume()
+        while await client.health() != (200, "ok"):  # noqa: ASYNC110 - it is asked from outside
+            await asyncio.sleep(0.01)
+        assert (await client.ask([3]))[0] == 200
 
 
 async def test_its_directory_goes_with_it_and_belongs_to_one(layout: RunLayout) -> None:
