@@ -8,11 +8,15 @@
                            to; sizes of the other files
 
 A checkpoint is written into a hidden directory, forced to disk and renamed: it is there whole or not at all. One that
-was damaged later (a size or a header does not fit) is passed over for the one before. The counter of incarnations lies
-beside the checkpoints: it grows with each life of the trainer, and is on disk before that life touches a weight.
+was damaged later (a size or a header does not fit) is passed over for the one before. Steps that were passed over are
+void: the life that goes on from the one before takes them again, otherwise. So the newest checkpoint is that of the
+youngest life, and within a life that of the highest step; what is void goes once a checkpoint of that life is on disk,
+and if the trainer dies in between, it is no newer than that. The counter of incarnations lies beside the checkpoints:
+it grows with each life of the trainer, and is on disk before that life touches a weight.
 """
 
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +43,11 @@ OPTIMIZER: Final = "optimizer.safetensors"
 STATE: Final = "state.json"
 INCARNATIONS: Final = "incarnation"
 PREFIX: Final = "step-"
+_NAME: Final = re.compile(rf"{PREFIX}(\d+)")
+_UNREADABLE: Final = (OSError, msgspec.MsgspecError, SafetensorError, ValueError)
+"""What comes of reading a damaged checkpoint."""
+_UNKNOWN: Final = -1
+"""Incarnation of a checkpoint whose state cannot be read: older than any."""
 _RANDOM: Final = "random_state"
 
 
@@ -72,10 +81,14 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_incarnation(directory: Path) -> int:
-    """Begin a new life: return its number, from 0, once that number is on disk and can never be given again."""
+    """Begin a new life: return its number, from 0, once that number is on disk and can never be given again.
+
+    It is above those of all checkpoints, also where these were brought here without the counter.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / INCARNATIONS
-    number = int(path.read_text()) + 1 if path.exists() else 0
+    counted = int(path.read_text()) if path.exists() else -1
+    number = 1 + max(counted, *(_age(one)[0] for one in saved(directory)), -1)
     partial = directory / f".{INCARNATIONS}.partial"
     partial.write_text(f"{number}\n")
     force(partial)
@@ -149,21 +162,43 @@ def latest(directory: Path) -> Checkpoint | None:
     for path in reversed(saved(directory)):
         try:
             return _read(path)
-        except (OSError, msgspec.DecodeError, SafetensorError, ValueError) as error:
+        except _UNREADABLE as error:
             logger.warning("checkpoint passed over path=%s reason=%s", path, error)
     return None
 
 
 def saved(directory: Path) -> list[Path]:
-    """List the checkpoints, oldest first, damaged ones included."""
-    return sorted(directory.glob(f"{PREFIX}*"))
+    """List the checkpoints, oldest first: by life, then by step. Damaged ones are among them."""
+    return sorted((path for path in directory.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name)), key=_age)
 
 
-def _read(path: Path) -> Checkpoint:
-    state = msgspec.json.decode((path / STATE).read_bytes(), type=TrainerState)
+def _age(path: Path) -> tuple[int, int]:
+    """Return what is larger of a newer checkpoint: the incarnation that wrote it, and its step."""
+    try:
+        return _state(path).version.incarnation, _step(path)
+    except _UNREADABLE:
+        return _UNKNOWN, _step(path)
+
+
+def _step(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    assert found
+    return int(found[1])
+
+
+def _state(path: Path) -> TrainerState:
+    return msgspec.json.decode((path / STATE).read_bytes(), type=TrainerState)
+
+
+def _check_sizes(path: Path, state: TrainerState) -> None:
     for name, size in state.sizes.items():
         if (found := (path / name).stat().st_size) != size:
             raise ValueError(f"{name} has {found} bytes, was written with {size}")
+
+
+def _read(path: Path) -> Checkpoint:
+    state = _state(path)
+    _check_sizes(path, state)
     return Checkpoint(
         path=path,
         state=state,
@@ -195,7 +230,24 @@ def random_state(checkpoint: Checkpoint) -> Tensor:
     return checkpoint.optimizer[_RANDOM]
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a killed trainer left half-written."""
-    for path in (*saved(directory)[:-keep], *directory.glob(f".{PREFIX}*")):
+def prune(written: Path, keep: int) -> None:
+    """Remove what nobody would go on from, now that a checkpoint was written; never that one.
+
+    There remain the newest `keep` whole ones, `written` included. Damaged ones go, those of later steps, which were
+    passed over and are void, and what a killed trainer left half-written.
+    """
+    step = _step(written)
+    others = [path for path in saved(written.parent) if path != written]
+    before = [path for path in others if _step(path) < step and _is_whole(path)]
+    kept = before[-(keep - 1) :] if keep > 1 else []
+    for path in (*(path for path in others if path not in kept), *written.parent.glob(f".{PREFIX}*")):
         shutil.rmtree(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether all files are there in their sizes, without reading them."""
+    try:
+        _check_sizes(path, _state(path))
+    except _UNREADABLE:
+        return False
+    return True

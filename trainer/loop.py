@@ -354,7 +354,7 @@ class Trainer:
                 weights = self._sharded.plain if self._sharded else self._policy
                 what = state, weights, self._optimizer, self._adapters
                 path = checkpoint.save(self._layout.checkpoints, self._layout.model, *what)
-                checkpoint.prune(self._layout.checkpoints, self._config.keep_checkpoints)
+                checkpoint.prune(path, self._config.keep_checkpoints)
                 logger.info("checkpoint path=%s", path)
             else:
                 self._optimizer.state()  # gathered together

@@ -120,14 +120,63 @@ def test_a_step_that_is_reached_again_replaces_its_checkpoint(tmp_path: Path) ->
 def test_pruning_keeps_the_newest_and_sweeps_what_was_half_written(tmp_path: Path) -> None:
     policy = build_policy(MODEL, 1)
     for step in (1, 2, 10):
-        save(tmp_path, step, policy)
+        path = save(tmp_path, step, policy)
     (tmp_path / "checkpoints" / ".step-000011.partial").mkdir()
-    checkpoint.prune(tmp_path / "checkpoints", keep=2)
+    (tmp_path / "checkpoints" / "step-000001-of-mine").mkdir()
+    checkpoint.prune(path, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-000001-of-mine",
         "step-000002",
         "step-000010",
     ]
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("file", ["state.json", "model.safetensors"])
+def test_pruning_never_removes_what_was_just_saved(tmp_path: Path, keep: int, file: str) -> None:
+    policy = build_policy(MODEL, 1)
+    damaged = save(tmp_path, 8, policy) / file
+    os.truncate(damaged, damaged.stat().st_size // 2)
+    checkpoint.prune(save(tmp_path, 2, policy, incarnation=1), keep)
+    assert steps(tmp_path) == ["step-000002"]
+    checkpoint.prune(save(tmp_path, 4, policy, incarnation=1), keep)
+    assert steps(tmp_path) == ["step-000002", "step-000004"][-keep:]
+
+
+def test_a_damaged_checkpoint_is_kept_in_place_of_no_whole_one(tmp_path: Path) -> None:
+    policy = build_policy(MODEL, 1)
+    for step in (1, 2, 3):
+        path = save(tmp_path, step, policy)
+    (tmp_path / "checkpoints" / "step-000002" / "optimizer.safetensors").unlink()
+    checkpoint.prune(path, keep=2)
+    assert steps(tmp_path) == ["step-000001", "step-000003"]
+
+
+def test_steps_that_a_later_life_made_void_are_never_gone_back_to(tmp_path: Path) -> None:
+    """Killed before it could sweep: the later step, which is whole again, is not newer."""
+    policy = build_policy(MODEL, 1)
+    save(tmp_path, 8, policy)
+    save(tmp_path, 2, policy, incarnation=1)
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state.version == PolicyVersion(1, 2)
+
+
+def test_steps_are_numbers(tmp_path: Path) -> None:
+    policy = build_policy(MODEL, 1)
+    for step in (999_950, 1_000_000):
+        path = save(tmp_path, step, policy)
+    assert steps(tmp_path) == ["step-999950", "step-1000000"]
+    checkpoint.prune(path, keep=1)
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state.version.step == 1_000_000
+
+
 def test_incarnations_are_never_given_twice(tmp_path: Path) -> None:
     assert [checkpoint.next_incarnation(tmp_path / "checkpoints") for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_checkpoint_brought_from_elsewhere_is_of_an_earlier_life(tmp_path: Path) -> None:
+    save(tmp_path, 5, build_policy(MODEL, 1), incarnation=6)
+    assert [checkpoint.next_incarnation(tmp_path / "checkpoints") for _ in range(2)] == [7, 8]

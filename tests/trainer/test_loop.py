@@ -1,3 +1,4 @@
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -202,6 +203,23 @@ def test_a_trainer_killed_before_its_first_checkpoint_starts_anew(layout: RunLay
     assert train(config, layout, Stop(), broker.connect) == PolicyVersion(1, 2)
     assert broker.joined[1] == PolicyVersion(1, 0)
     assert sorted(standing(layout)) == sorted(f"s{step}-{n}" for step in (1, 2) for n in range(4))
+
+
+def test_what_is_committed_stands_however_damaged_the_checkpoint_before(layout: RunLayout) -> None:
+    def config_of(steps: int) -> RunConfig:
+        return run_config(steps=steps, checkpoint_interval=2, keep_checkpoints=1)
+
+    train(config_of(8), layout, Stop(), MemoryBroker(steady).connect)
+    os.truncate(layout.checkpoints / "step-000008" / "model.safetensors", 100)
+    broker = MemoryBroker(steady)
+    broker.on_pull = on_call(6, raising(Killed()))
+    with pytest.raises(Killed):
+        train(config_of(8), layout, Stop(), broker.connect)
+    assert broker.joined == [PolicyVersion(1, 0)]
+    assert broker.commits == [PolicyVersion(1, 2), PolicyVersion(1, 4)]
+    found = checkpoint.latest(layout.checkpoints)
+    assert found is not None
+    assert found.state.version == PolicyVersion(1, 4)
 
 
 def test_the_next_life_puts_its_checkpoint_into_the_segment_that_was_left(layout: RunLayout) -> None:
