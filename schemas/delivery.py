@@ -293,7 +293,7 @@ class Settle(Message, tag="settle", frozen=True, kw_only=True):
     Attributes:
         version: Policy that exists after the step; equal to the pulled one if no step was taken.
         trained: Groups that the step learned from.
-        filtered: Groups without a signal (all rewards equal).
+        filtered: Groups that teach nothing: without a signal (all rewards equal), or too old for the loss.
         rejected: Groups that could not be used; they go to the dead letters.
     """
 

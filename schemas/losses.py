@@ -41,8 +41,9 @@ class CorrectionConfig(Section):
     """Groups younger than so many policy versions get no weights. With 1 the difference between an engine's
     arithmetic and the trainer's is left to the clip, and only what is really stale is weighed."""
     max_staleness: NonNegativeInt | None = None
-    """Groups older than so many policy versions have weight 0, `level` none or not. None: what the broker hands out
-    is learned from; `environment.NAME.max_staleness` bounds it already."""
+    """Groups older than so many policy versions are filtered before a loss sees them, `level` none or not: neither
+    rewards, nor entropy, KL or a teacher act on them. None: what the broker hands out is learned from;
+    `environment.NAME.max_staleness` bounds it already."""
 
     @model_validator(mode="after")
     def _band(self) -> Self:

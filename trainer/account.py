@@ -41,6 +41,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         trained, filtered, rejected, repeated: Ids of groups: learned from; without a signal; unusable, those that did
             not even decode included; learned from before.
         staleness: Of each trained group.
+        too_old: How many of the filtered ones are too old for the loss.
         rewards: Mean score of each trained group, then of each filtered one.
         score: Sum of all scores of the `groups` groups, with so many `sequences` and `tokens`.
     """
@@ -50,6 +51,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     rejected: tuple[str, ...]
     repeated: tuple[str, ...]
     staleness: tuple[int, ...]
+    too_old: int
     rewards: tuple[float, ...]
     score: float
     sequences: int
@@ -68,6 +70,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
             rejected=tuple(one.group_id for one in (*batch.rejected, *lesson.rejected)),
             repeated=tuple(lesson.repeated),
             staleness=tuple(before.distance(group.oldest) for group in lesson.trained),
+            too_old=lesson.too_old,
             rewards=tuple(mean_score([group]) for group in (*lesson.trained, *lesson.filtered)),
             score=float(np.concatenate(scores).sum()) if scores else 0.0,
             sequences=sum(len(each) for each in scores),
@@ -148,6 +151,7 @@ class Account:
             | {
                 "rejected": sum(len(part.rejected) for part in parts),
                 "repeated": len(self.repeated),
+                "too_old": sum(part.too_old for part in parts),
                 "short": float(any(part.short for part in parts)),
                 "rewound": float(any(part.rewound for part in parts)),
             },

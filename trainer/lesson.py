@@ -2,7 +2,7 @@
 
 repeated   learned from before, only its settlement was lost: settled again, never learned from again
 rejected   the policy cannot learn from it at all
-filtered   no difference between its sequences, so no signal
+filtered   no difference between its sequences, so no signal; or older than the loss has use for (`too_old`)
 examples   the rest, with their advantages
 """
 
@@ -32,10 +32,15 @@ ADVANTAGES: Final = "advantages"
 
 @dataclass(slots=True)
 class Lesson:
-    """The groups of a batch by what becomes of them; together they are the batch, in its order."""
+    """The groups of a batch by what becomes of them; together they are the batch, in its order.
+
+    Attributes:
+        too_old: How many of the filtered ones are older than `trainer.loss.correction.max_staleness`.
+    """
 
     examples: list[Example] = field(default_factory=list)
     filtered: list[Group] = field(default_factory=list)
+    too_old: int = 0
     rejected: list[Rejected] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
 
@@ -43,6 +48,15 @@ class Lesson:
     def trained(self) -> list[Group]:
         """The groups of the examples."""
         return [example.group for example in self.examples]
+
+    @property
+    def barren_because(self) -> str:
+        """Why there is nothing to learn from a batch without examples, of one of its groups."""
+        if self.rejected:
+            return self.rejected[0].reason
+        if self.too_old:
+            return "its groups are older than trainer.loss.correction.max_staleness"
+        return "all scores of each group are equal"
 
     def void(self, reason: str) -> None:
         """Reject what was to be learned from: it turned out to be unusable."""
@@ -87,9 +101,12 @@ def study(
 def _admit(
     lesson: Lesson, group: Group, judgement: Judgement, version: PolicyVersion, config: TrainerConfig
 ) -> None:
+    staleness, most = version.distance(group.oldest), config.loss.correction.max_staleness
     taught = judgement.verdict is Verdict.FILTERED and config.distillation.teaches
-    if judgement.verdict is Verdict.USABLE or taught:
-        staleness = version.distance(group.oldest)
+    if judgement.verdict is not Verdict.REJECTED and most is not None and staleness > most:
+        lesson.filtered.append(group)
+        lesson.too_old += 1
+    elif judgement.verdict is Verdict.USABLE or taught:
         judged = judgement.verdict is Verdict.USABLE
         lesson.examples.append(Example(group, judgement.advantages, staleness, judged))
     elif judgement.verdict is Verdict.FILTERED:

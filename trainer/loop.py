@@ -309,7 +309,7 @@ class Trainer:
     def _note_barren(self, lesson: Lesson) -> dict[str, float]:
         if any(self._ranks.sums(len(lesson.filtered) + len(lesson.rejected))):
             self._barren += 1
-            reason = lesson.rejected[0].reason if lesson.rejected else "all scores of each group are equal"
+            reason = lesson.barren_because
             logger.info("no signal in batch number=%d reason=%s", self._barren, reason)
             if self._barren >= BARREN_LIMIT:
                 raise NothingToLearnError(self._barren, reason)

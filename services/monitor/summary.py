@@ -184,7 +184,7 @@ def summarise(
         - wall_s: as given.
         - groups_accepted: groups that an ack log names, or any list downstream of one.
         - groups_trained: groups that the final policy learned from.
-        - groups_filtered: groups pulled whose rewards were all equal, so that they held no signal.
+        - groups_filtered: groups pulled whose rewards were all equal, or that were too old for the loss.
         - groups_expired, groups_dead, groups_discarded: groups that left the queue untrained: too old, undeliverable or
           refused by the trainer, thrown away on request.
         - groups_in_flight: groups that the broker still has; `up --resume` trains them.

@@ -5,7 +5,7 @@ import pytest
 from tests.trainer.toy import some_group
 
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.losses import DapoConfig
+from rolloutmq.schemas.losses import CorrectionConfig, DapoConfig
 from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer.collate import Bounds, Example
@@ -109,3 +109,14 @@ def test_staleness_is_counted_from_the_oldest_policy_that_sampled() -> None:
     group = some_group("g", [0.0, 1.0], version=PolicyVersion(0, 4))
     lesson = study([group], TrainerConfig(), BOUNDS, (), seed=0, version=PolicyVersion(1, 7))
     assert lesson.examples[0].staleness == 3
+
+
+def test_what_is_too_old_for_the_loss_is_filtered_whatever_would_teach() -> None:
+    loss = DapoConfig(correction=CorrectionConfig(max_staleness=2))
+    for name, scores in (("judged", [0.0, 1.0]), ("flat", [1.0, 1.0])):
+        groups = [some_group(f"{name}-{step}", scores, version=PolicyVersion(0, step)) for step in (4, 5)]
+        lesson = study(groups, TrainerConfig(loss=loss), BOUNDS, (), seed=0, version=PolicyVersion(0, 7))
+        assert groups[0] in lesson.filtered
+        assert lesson.too_old == 1
+        assert lesson.barren_because.startswith("its groups are older")
+        assert len(lesson.trained) == (name == "judged")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.trainer.test_loop import steady
-from tests.trainer.toy import MemoryBroker, run_config
+from tests.trainer.test_loop import same, steady, weights
+from tests.trainer.toy import MemoryBroker, run_config, some_group
 
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
@@ -24,13 +24,15 @@ def layout(run_dir: Path) -> RunLayout:
 def referred(step: int, version: PolicyVersion) -> list[Group]:
     """Groups that come with what a reference says of them."""
     chance = np.random.default_rng(step)
-    groups = []
-    for group in steady(step, version):
-        sampled = group["inference_logprobs"]
-        reference = [row + 0.1 * chance.standard_normal(row.size).astype(np.float32) for row in sampled]
-        column = Column.build("ref_logprobs", reference, 1)
-        groups.append(replace(group, columns={**group.columns, "ref_logprobs": column}))
-    return groups
+    return [with_reference(group, chance) for group in steady(step, version)]
+
+
+def with_reference(group: Group, chance: np.random.Generator) -> Group:
+    sampled = group["inference_logprobs"]
+    reference = [row + 0.1 * chance.standard_normal(row.size).astype(np.float32) for row in sampled]
+    return replace(
+        group, columns={**group.columns, "ref_logprobs": Column.build("ref_logprobs", reference, 1)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,16 +68,50 @@ def test_groups_without_what_the_loss_needs_are_rejected(layout: RunLayout) -> N
     assert {one.reason for one in settled["rejected"]} == {"no ref_logprobs: the loss cannot do without"}
 
 
-def test_what_is_too_stale_for_the_loss_teaches_nothing(layout: RunLayout) -> None:
+def test_what_is_stale_is_weighed(layout: RunLayout) -> None:
     old = PolicyVersion(0, 0)
     broker = MemoryBroker(lambda step, _: steady(step, old))
-    correction = {"level": "token", "from_staleness": 1, "max_staleness": 1}
+    correction = {"level": "token", "from_staleness": 1}
     train(
-        run_config(steps=3, loss={"entropy": 0.0, "correction": correction}), layout, Stop(), broker.connect
+        run_config(steps=2, loss={"entropy": 0.0, "correction": correction}), layout, Stop(), broker.connect
     )
-    assert [event.extra["masked"] for event in broker.events] == [0, 0, 1]
     weight = [event.extra["weight"] for event in broker.events]
     assert weight[0] == 1
     assert weight[1] not in (0, 1)
-    assert weight[2] == 0
-    assert broker.events[2].extra["grad_norm"] == 0
+
+
+TOO_OLD = {"entropy": 0.1, "kl": 0.1, "correction": {"max_staleness": 1}}
+
+
+def test_a_batch_that_is_too_stale_for_the_loss_is_no_step(layout: RunLayout) -> None:
+    """Neither momentum, nor entropy, nor the KL moves the weights; the groups are not settled as trained."""
+
+    def make(step: int, version: PolicyVersion) -> list[Group]:
+        late = step == 3 and len(broker.pulls) < 5
+        made = referred(step, PolicyVersion(0, 0) if late else version)
+        return [replace(group, group_id=f"{len(broker.pulls)}-{group.group_id}") for group in made]
+
+    broker = MemoryBroker(make)
+    train(run_config(steps=3, loss=TOO_OLD), layout, Stop(), broker.connect)
+    assert [one["version"].step for one in broker.settled] == [1, 2, 2, 2, 3]
+    assert [len(one["trained"]) for one in broker.settled] == [4, 4, 0, 0, 4]
+    assert [len(one["filtered"]) for one in broker.settled] == [0, 0, 4, 4, 0]
+    assert [event.step for event in broker.events] == [1, 2, 3]
+
+
+def test_what_is_too_stale_for_the_loss_changes_nothing_in_a_step(layout: RunLayout, tmp_path: Path) -> None:
+    def fresh(step: int, version: PolicyVersion) -> list[Group]:
+        return referred(step, version)[:2]
+
+    def mixed(step: int, version: PolicyVersion) -> list[Group]:
+        late = some_group(f"late{step}", [0.0, 1.0], version=PolicyVersion(0, 0))
+        return [*fresh(step, version), with_reference(late, np.random.default_rng(0))][: 2 + (step > 2)]
+
+    broker = MemoryBroker(mixed)
+    train(run_config(steps=4, loss=TOO_OLD), layout, Stop(), broker.connect)
+    alone = RunLayout(tmp_path / "alone")
+    train(run_config(steps=4, loss=TOO_OLD), alone, Stop(), MemoryBroker(fresh).connect)
+    assert same(weights(layout), weights(alone))
+    assert [event.extra["too_old"] for event in broker.events] == [0, 0, 1, 1]
+    assert [event.filtered for event in broker.events] == [0, 0, 1, 1]
+    assert [event.staleness_max for event in broker.events] == [0, 0, 0, 0]

@@ -42,11 +42,9 @@ def weighed(inputs: LossInputs, correction: CorrectionConfig) -> Tensor:
 def weights(inputs: LossInputs, correction: CorrectionConfig) -> Tensor:
     """Return the weight `(N,)` of each token, without gradient: 1 where there is nothing to correct."""
     found = torch.ones_like(inputs.behaviour_logprobs)
-    if correction.level != "none":
-        found = torch.where(weighed(inputs, correction), _importance(inputs, correction), found)
-    if correction.max_staleness is not None:
-        found = torch.where(inputs.staleness > correction.max_staleness, 0.0, found)
-    return found
+    if correction.level == "none":
+        return found
+    return torch.where(weighed(inputs, correction), _importance(inputs, correction), found)
 
 
 def _importance(inputs: LossInputs, correction: CorrectionConfig) -> Tensor:

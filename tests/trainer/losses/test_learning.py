@@ -78,12 +78,6 @@ def test_it_finds_the_best_answer(name: str) -> None:
     assert learn(config) > 0.6
 
 
-def test_nothing_is_learned_where_everything_is_too_stale() -> None:
-    never = SECTIONS["dapo"].correction.model_copy(update={"max_staleness": 0})
-    config = SECTIONS["dapo"].model_copy(update={"entropy": 0.0, "correction": never})
-    assert learn(config) == pytest.approx(1 / ANSWERS)
-
-
 def test_a_kl_holds_the_policy_at_its_reference() -> None:
     free = SECTIONS["dapo"].model_copy(update={"entropy": 0.0})
     assert learn(free) > 0.6

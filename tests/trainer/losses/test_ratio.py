@@ -51,18 +51,6 @@ def test_only_what_is_stale_is_weighed() -> None:
     assert log_ratios(given, late).tolist() == pytest.approx([-0.7, -0.1, 0, 0])
 
 
-@pytest.mark.parametrize("level", ["none", "token", "sequence"])
-def test_what_is_too_stale_teaches_nothing(level: str) -> None:
-    given = inputs_of(LOGS, 1.0, staleness=torch.tensor([0, 1, 2, 3]))
-    bound = CorrectionConfig.model_validate({"level": level, "high": 9.0, "max_staleness": 1})
-    config = DapoConfig(entropy=0, correction=bound)
-    found = gradients(given, config)
-    assert found[2:].tolist() == [0, 0]
-    assert found[:2].abs().min() > 0
-    metrics = compute(given, config).metrics
-    assert metrics["masked"].item() == 0.5
-
-
 def test_reinforce_with_weights_is_the_gradient_of_the_importance_sampled_objective() -> None:
     given = inputs_of(LOGS, 1.5)
     found = gradients(

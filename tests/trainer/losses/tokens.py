@@ -32,7 +32,7 @@ PER_TOKEN = (
     "ref_logprobs",
 )
 
-CORRECTED = CorrectionConfig(level="token", high=1.3, from_staleness=1, max_staleness=2)
+CORRECTED = CorrectionConfig(level="token", high=1.3, from_staleness=1)
 SECTIONS: dict[str, LossSection] = {
     "dapo": DapoConfig(entropy=0.1),
     "grpo": GrpoConfig(kl=0.2),
