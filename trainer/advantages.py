@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from rolloutmq.schemas.losses import LossSection, Method
 
 SPREAD_FLOOR: Final = 1e-6
-"""Scores that differ by less than this part of max(1, |largest|) are equal: it is what is left of float32 sums."""
+"""Scores that differ by no more than this part of the largest magnitude are equal: it is what is left of float32 sums.
+
+That is assumed of numbers that are as large as what they were summed from. What cancelled to nearly zero (1e-17, from
+parts of size 1) cannot be told from a reward of that size, and is learned from as one: it moves next to nothing, for
+`std_floor` keeps it as small as it is.
+"""
+SMALLEST_SPREAD: Final = 1e-30
+"""Scores that differ by no more are equal whatever their size: in float32 their advantages would hardly be numbers."""
 
 
 class Verdict(StrEnum):
@@ -89,11 +96,11 @@ def _nothing(values: NDArray[np.float64], verdict: Verdict, reason: str = "") ->
 
 
 def has_spread(scores: NDArray[np.float64]) -> bool:
-    """Tell whether the scores `[n]` differ by more than rounding."""
+    """Tell whether the scores `[n]` differ by more than rounding, on whatever scale they are."""
     if not scores.size:
         return False
     high, low = float(scores.max()), float(scores.min())
-    return high - low > SPREAD_FLOOR * max(1.0, abs(high), abs(low))
+    return high - low > max(SMALLEST_SPREAD, SPREAD_FLOOR * max(abs(high), abs(low)))
 
 
 def compare(scores: NDArray[np.float64], method: Method, *, ddof: int, floor: float) -> NDArray[np.float64]:

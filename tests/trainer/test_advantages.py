@@ -52,6 +52,35 @@ def test_a_group_without_spread_is_filtered(scores: list[float], method: Method)
     assert_array_equal(found.advantages, np.zeros(len(scores)))
 
 
+@pytest.mark.parametrize("scale", [1e30, 1.0, 9e-7, 1e-20])
+def test_small_rewards_are_learned_from_as_small_as_they_are(scale: float) -> None:
+    scores = np.array([0.0, 1.0, 0.0, 1.0]) * scale
+    found = judged(scores)
+    assert found.verdict is Verdict.USABLE
+    assert_allclose(found.advantages, scores - scores.mean(), rtol=1e-6)
+    divided = judged(scores, "grpo").advantages
+    assert_allclose(divided, (scores - scores.mean()) / max(scores.std(ddof=1), 1e-4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e30, 1.0, 1e-6, 1e-20])
+def test_noise_is_noise_on_every_scale(scale: float) -> None:
+    assert judged(np.array([0.3, 0.3, 0.3, 0.3000001]) * scale).verdict is Verdict.FILTERED
+    single = np.float32(0.1) * np.arange(3, 6, dtype=np.float32) / np.arange(3, 6, dtype=np.float32)
+    assert judged(single * np.float32(scale)).verdict is Verdict.FILTERED
+
+
+def test_what_cancelled_to_nearly_nothing_moves_next_to_nothing() -> None:
+    """It cannot be told from a reward, but it is not blown up to one of full size either."""
+    for method in METHODS:
+        assert 0 < np.abs(judged([1e-17, -1e-17, 0.0], method).advantages).max() < 1e-12
+
+
+def test_rewards_below_what_float32_knows_are_equal() -> None:
+    found = judged([0.0, 1e-31, 0.0])
+    assert found.verdict is Verdict.FILTERED
+    assert not found.advantages.any()
+
+
 def test_a_nearly_flat_group_is_not_blown_up_to_full_size() -> None:
     found = judged([0.3, 0.3, 0.3, 0.300002], "grpo")
     assert found.verdict is Verdict.USABLE
