@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rolloutmq.schemas.envelope import Dtype
+from rolloutmq.schemas.mask import trained_tokens
 from rolloutmq.schemas.trajectory import Column, Group
 from rolloutmq.trainer.packing import Pass, plan
 
-IGNORED_LABEL: Final = -100
-"""What a label that is not trained on has by convention."""
 TEMPERATURES: Final = "temperatures"
 """Column of what the logits were divided by before a token was drawn. Absent: by 1."""
 PADDING: Final = {True: -1, False: -np.inf}
@@ -126,19 +125,6 @@ def _column_fault(group: Group, name: str, trained: NDArray[np.bool_]) -> str:
     if not np.isfinite(column.numbers()[chosen]).all():
         return f"a value of {name} at a trained token is not finite"
     return ""
-
-
-def trained_tokens(group: Group) -> NDArray[np.bool_]:
-    """Return which of the group's flat tokens are trained, from a mask of 0 and 1 or of labels.
-
-    The first token of a sequence never is: nothing predicts it.
-    """
-    mask = group.columns["mask"].numbers()
-    labels = bool(mask.size) and (mask.min() < 0 or mask.max() > 1)
-    trained: NDArray[np.bool_] = mask != IGNORED_LABEL if labels else mask.astype(bool)
-    starts, lengths = _starts(group.columns["tokens"].lengths[0])
-    trained[starts[lengths > 0]] = False
-    return trained
 
 
 def temperatures(group: Group) -> NDArray[np.float32]:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from rolloutmq.schemas.delivery import Rejected
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.losses import LossSection
+from rolloutmq.schemas.mask import trained_tokens
 from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer.advantages import Judgement, Verdict, judge, judge_given, shuffled
-from rolloutmq.trainer.collate import Bounds, Example, find_fault, trained_tokens
+from rolloutmq.trainer.collate import Bounds, Example, find_fault
 from rolloutmq.trainer.losses.kl import ESTIMATORS
 from rolloutmq.trainer.losses.ratio import bounded
 from rolloutmq.trainer.teaching import find_fault as find_fault_of_teacher

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rolloutmq.schemas.mask import trained_tokens
 from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN, DistillationConfig, Lore
 from rolloutmq.schemas.trajectory import Group
-from rolloutmq.trainer.collate import MicroBatch, temperatures, trained_tokens
+from rolloutmq.trainer.collate import MicroBatch, temperatures
 
 SUM_SLACK: Final = 1e-3
 """By so much the probabilities of one place may exceed 1: rounding, also of a server that answers in half precision."""

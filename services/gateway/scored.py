@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rolloutmq.bus.opaque import Encoded, encode_opaque, require_few
 from rolloutmq.schemas.envelope import Dtype
 from rolloutmq.schemas.errors import InvalidGroupError
+from rolloutmq.schemas.mask import IGNORED_LABEL, marked_tokens
 from rolloutmq.schemas.trajectory import Column, Group
 from rolloutmq.services.gateway.contract import FIELDS, RefusedBodyError, ScoredData, check_messages
 
@@ -21,8 +22,6 @@ OWN_COLUMN: Final = "atropos"
 """The environment's number, and the fields that were empty lists."""
 UNNAMED: Final = "unnamed"
 """Id of a group until it is known whether it came before."""
-NOT_TRAINED: Final = -100
-"""The label of a token that nothing is learned from."""
 NUMBERS: Final = (
     *("advantages", "ref_logprobs", "inference_logprobs"),
     *("distill_token_ids", "distill_logprobs"),
@@ -133,7 +132,7 @@ def _labels(group: Group) -> Column:
     mask, tokens = group.columns["mask"], group.columns["tokens"]
     if OWN_COLUMN in group:
         return mask
-    labels: NDArray[Any] = np.where(mask.values.astype(bool), tokens.values, NOT_TRAINED)
+    labels: NDArray[Any] = np.where(marked_tokens(group), tokens.values, IGNORED_LABEL)
     return Column(Dtype.I64, labels.astype(np.int64), mask.lengths)
 
 

@@ -41,6 +41,7 @@ from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import Dtype
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.mask import trained_tokens
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.schemas.teaching import (
     HEALTH_PATH,
@@ -145,9 +146,8 @@ class Teacher:
             return group
         (lengths,) = group.columns["tokens"].lengths
         tokens = group.columns["tokens"].values.astype("<i4")
-        wanted = group.columns["mask"].values.astype(bool)
+        wanted = trained_tokens(group)
         ends = np.cumsum(lengths, dtype=np.int64)
-        wanted[(ends - lengths)[lengths > 0]] = False  # nothing predicts a first token
         ids, logprobs, k = [], [], 1
         for rows in self._parts(lengths):
             there = slice(int(ends[rows.start] - lengths[rows.start]), int(ends[rows.stop - 1]))

@@ -3,13 +3,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.testing import assert_array_equal
 from numpy.typing import NDArray
 from tests.trainer.toy import some_group
 
 from rolloutmq.schemas.envelope import Dtype
 from rolloutmq.schemas.trajectory import Column, Group
-from rolloutmq.trainer.collate import Bounds, Example, MicroBatch, collate, find_fault, trained_tokens
+from rolloutmq.trainer.collate import Bounds, Example, MicroBatch, collate, find_fault
 
 BOUNDS = Bounds(vocabulary=32, positions=16)
 
@@ -116,24 +115,6 @@ def test_rows_without_a_trained_token_are_read_for_nothing_and_may_be_empty() ->
         passes = collate(given, size)
         assert sorted(p for one in passes for p in one.positions.tolist()) == [1, 2]
         assert {a for one in passes for a in one.advantages.tolist()} == {5.0}
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        [[False, False, True], [True, True]],
-        [[0, 0, 1], [1, 1]],
-        [[0.0, 0.0, 1.0], [1.0, 1.0]],
-        [[-100, -100, 0], [7, 8]],  # labels: a token id of 0 is trained
-    ],
-)
-def test_masks_of_every_kind(mask: list[list[Any]]) -> None:
-    group = some_group(
-        "g", [0, 1], tokens=[[5, 6, 0], [7, 8]], mask=mask, inference_logprobs=[[0.0] * 3, [0.0] * 2]
-    )
-    before = group.columns["mask"].values.copy()
-    assert trained_tokens(group).tolist() == [False, False, True, False, True]
-    assert_array_equal(group.columns["mask"].values, before)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from benchmarks.distillation import gap, held_out, loaded, newest
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import Dtype, PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.mask import trained_tokens
 from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN, Lore
 from rolloutmq.schemas.trajectory import Column, Group
 from rolloutmq.services.inference.scoring import Question, Scorer
-from rolloutmq.trainer.collate import trained_tokens
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.model import build_policy
 from rolloutmq.trainer.process import Stop

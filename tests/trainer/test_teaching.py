@@ -9,10 +9,11 @@ from tests.trainer.sayings import said
 from tests.trainer.toy import some_group
 
 from rolloutmq.schemas.losses import DapoConfig
+from rolloutmq.schemas.mask import trained_tokens
 from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN, DistillationConfig
 from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
-from rolloutmq.trainer.collate import Bounds, Example, collate, trained_tokens
+from rolloutmq.trainer.collate import Bounds, Example, collate
 from rolloutmq.trainer.collate import find_fault as find_plain_fault
 from rolloutmq.trainer.lesson import study
 from rolloutmq.trainer.teaching import apart, columns_needed, find_fault, shuffled, taught

@@ -2,7 +2,6 @@ import json
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,8 +123,8 @@ def test_a_score_beyond_all_numbers_is_refused() -> None:
         to_group(decode(b'{"tokens":[[1]],"masks":[[1]],"scores":[1e999]}', ScoredData), "g", at=1.0)
 
 
-def test_a_group_that_came_over_the_bus_gets_labels() -> None:
-    mask = [np.array([0, 1], np.bool_), np.array([1], np.bool_)]
+@pytest.mark.parametrize("mask", [[[False, True], [True]], [[-100, 8], [9]]], ids=["marks", "labels"])
+def test_a_group_that_came_over_the_bus_gets_labels(mask: list[list[int]]) -> None:
     native = Group.build("g", tokens=[[7, 8], [9]], mask=mask, scores=[1.0, 2.0])
     answer = from_group(native)
     assert answer["masks"] == [[-100, 8], [9]]

@@ -182,6 +182,15 @@ async def test_it_asks_for_the_trained_tokens_in_its_students_name(
     assert [len(row) for row in group[LOGPROBS_COLUMN]] == [3, 2]
 
 
+async def test_labels_are_read_as_the_trainer_reads_them(layout: RunLayout, fake: FakeTeacher) -> None:
+    """-100 says that a token is not trained; a token with the id 0 is."""
+    group = Group.build("g", tokens=[[1, 2, 0], [4, 5]], mask=[[-100, -100, 0], [-100, 5]], scores=[0.0, 1.0])
+    async with Teacher.opened(configured(layout, fake.url), layout) as teacher:
+        taught = await teacher.teach(group)
+    assert fake.asked[0].wanted == b"\0\0\1\0\1"
+    assert [len(cell) for row in taught[IDS_COLUMN] for cell in row] == [0, 0, 2, 0, 2]
+
+
 @pytest.mark.parametrize("status", [429, 500, 502, 503, LOST])
 async def test_what_passes_by_itself_is_waited_for(layout: RunLayout, fake: FakeTeacher, status: int) -> None:
     fake.failures = [status] * 3
