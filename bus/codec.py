@@ -11,7 +11,7 @@ allocation is larger than the frames that came in.
 
 import mmap
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final, TypeVar
 
@@ -270,7 +270,7 @@ def _view(name: str, raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[An
     return raw.view(dtype)
 
 
-def checksum(frames: Sequence[Buffer | NDArray[np.uint8]]) -> int:
+def checksum(frames: Iterable[Buffer | NDArray[np.uint8]]) -> int:
     """CRC32C (Castagnoli) over the frames in their order."""
     crc = 0
     for frame in frames:

@@ -5,14 +5,14 @@
     adapter_model.safetensors, adapter_config.json   LoRA, as peft loads it, where only adapters learn
     optimizer.safetensors  moments, master weights, torch's random state
     state.json             step, incarnation, groups of an open account, digest of the weights that adapters belong
-                           to; sizes of the other files
+                           to; sizes and checksums of the other files, and its own checksum
 
 A checkpoint is written into a hidden directory, forced to disk and renamed: it is there whole or not at all. One that
-was damaged later (a size or a header does not fit) is passed over for the one before. Steps that were passed over are
-void: the life that goes on from the one before takes them again, otherwise. So the newest checkpoint is that of the
-youngest life, and within a life that of the highest step; what is void goes once a checkpoint of that life is on disk,
-and if the trainer dies in between, it is no newer than that. The counter of incarnations lies beside the checkpoints:
-it grows with each life of the trainer, and is on disk before that life touches a weight.
+was damaged later (a size, a header or a checksum does not fit) is passed over for the one before. Steps that were
+passed over are void: the life that goes on from the one before takes them again, otherwise. So the newest checkpoint is
+that of the youngest life, and within a life that of the highest step; what is void goes once a checkpoint of that life
+is on disk, and if the trainer dies in between, it is no newer than that. The counter of incarnations lies beside the
+checkpoints: it grows with each life of the trainer, and is on disk before that life touches a weight.
 """
 
 import logging
@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rolloutmq.bus.codec import checksum
 from rolloutmq.bus.durability import force
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError
@@ -44,6 +45,7 @@ STATE: Final = "state.json"
 INCARNATIONS: Final = "incarnation"
 PREFIX: Final = "step-"
 _NAME: Final = re.compile(rf"{PREFIX}(\d+)")
+_BLOCK_BYTES: Final = 1 << 20
 _UNREADABLE: Final = (OSError, msgspec.MsgspecError, SafetensorError, ValueError)
 """What comes of reading a damaged checkpoint."""
 _UNKNOWN: Final = -1
@@ -61,6 +63,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
         base: Digest of the frozen weights that the adapters belong to, if there are adapters.
         alpha: Their scale, before it is divided by their rank.
         sizes: Bytes of the other files, by name.
+        sums: CRC32C of the other files, by name; empty if it was written before there were any.
+        own: CRC32C of this file, with 0 in this place.
     """
 
     version: PolicyVersion
@@ -68,6 +72,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     base: str = ""
     alpha: float = 0.0
     sizes: dict[str, int] = {}
+    sums: dict[str, int] = {}
+    own: int = 0
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +116,7 @@ def save(
     Args:
         directory: Where the checkpoints are.
         identity: Directory with the policy's configuration and tokenizer.
-        state: What else to remember; `sizes` is filled in here.
+        state: What else to remember; sizes and checksums are filled in here.
         policy: Its weights must not change meanwhile. By name, where the policy itself is in shards.
         optimizer: The same.
         adapters: What is saved in place of the policy, if only they learn.
@@ -128,9 +134,22 @@ def save(
             state = msgspec.structs.replace(state, base=adapters.base_digest, alpha=adapters.alpha)
         extra = {_RANDOM: torch.get_rng_state()}
         save_file({**optimizer.state(), **extra}, partial / OPTIMIZER)
-        sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
-        (partial / STATE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, sizes=sizes)))
+        _seal(partial, state)
     return final
+
+
+def _seal(path: Path, state: TrainerState) -> None:
+    """Write the state, with what the files beside it are to be found as."""
+    files = list(path.iterdir())
+    sizes = {file.name: file.stat().st_size for file in files}
+    state = msgspec.structs.replace(state, sizes=sizes, sums={file.name: _sum(file) for file in files}, own=0)
+    own = checksum([msgspec.json.encode(state)])
+    (path / STATE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, own=own)))
+
+
+def _sum(path: Path) -> int:
+    with path.open("rb") as file:
+        return checksum(iter(lambda: file.read(_BLOCK_BYTES), b""))
 
 
 @contextmanager
@@ -187,7 +206,13 @@ def _step(path: Path) -> int:
 
 
 def _state(path: Path) -> TrainerState:
-    return msgspec.json.decode((path / STATE).read_bytes(), type=TrainerState)
+    data = (path / STATE).read_bytes()
+    state = msgspec.json.decode(data, type=TrainerState)
+    if (state.sums or state.own) and state.own != checksum(
+        [data.replace(b'"own":%d' % state.own, b'"own":0')]
+    ):
+        raise ValueError(f"{STATE} is not as it was written")
+    return state
 
 
 def _check_sizes(path: Path, state: TrainerState) -> None:
@@ -199,6 +224,9 @@ def _check_sizes(path: Path, state: TrainerState) -> None:
 def _read(path: Path) -> Checkpoint:
     state = _state(path)
     _check_sizes(path, state)
+    for name, known in state.sums.items():
+        if _sum(path / name) != known:
+            raise ValueError(f"{name} is not as it was written")
     return Checkpoint(
         path=path,
         state=state,

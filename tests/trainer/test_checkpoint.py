@@ -1,6 +1,7 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -91,6 +92,38 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: 
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None
     assert found.state.version.step == 1
+
+
+@pytest.mark.parametrize("place", [0.02, 0.3, 0.999])
+@pytest.mark.parametrize("file", ["state.json", "model.safetensors", "optimizer.safetensors", "config.json"])
+def test_a_checkpoint_with_one_bit_turned_is_passed_over(tmp_path: Path, file: str, place: float) -> None:
+    policy = build_policy(MODEL, 1)
+    save(tmp_path, 1, policy)
+    path = save(tmp_path, 2, policy) / file
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * place)] ^= 1
+    path.write_bytes(data)
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state.version.step == 1
+
+
+def test_every_bit_of_the_state_is_looked_at(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, build_policy(MODEL, 1)) / "state.json"
+    data = path.read_bytes()
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        assert checkpoint.latest(tmp_path / "checkpoints") is None, place
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_read(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, build_policy(MODEL, 1)) / "state.json"
+    state = msgspec.json.decode(path.read_bytes())
+    del state["sums"], state["own"]
+    path.write_bytes(msgspec.json.encode(state))
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    assert found.state.version == PolicyVersion(0, 1)
 
 
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
