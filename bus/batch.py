@@ -79,7 +79,11 @@ class Batch:
         return sum(group.tokens for group in self.groups)
 
     def staleness(self, version: PolicyVersion | None = None) -> tuple[int, ...]:
-        """Return for each group how many optimizer steps its oldest token is behind `version`, or the pulled one."""
+        """Return for each group how many optimizer steps its oldest token is behind `version`, or the pulled one.
+
+        By the numbers of the steps alone: a batch does not know what its trainer went back from. Steps that were lost
+        when it resumed at a checkpoint, and taken otherwise since, do not count here; `bus.lineage` counts them.
+        """
         policy = self.version if version is None else version
         return tuple(policy.distance(delivery.header.oldest) for delivery in self.deliveries)
 

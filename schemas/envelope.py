@@ -74,7 +74,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
     step: Count = 0
 
     def distance(self, other: "PolicyVersion") -> int:
-        """Return how many optimizer steps lie between the two, whatever their incarnations."""
+        """Return how many optimizer steps lie between the two, if neither incarnation lost any (see `bus.lineage`)."""
         return abs(self.step - other.step)
 
 

@@ -61,15 +61,15 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     rewound: bool
 
     @classmethod
-    def of(cls, batch: PulledBatch, lesson: Lesson, before: PolicyVersion) -> Self:
-        """Sum up what was pulled with the policy `before`, and what was made of it."""
+    def of(cls, batch: PulledBatch, lesson: Lesson) -> Self:
+        """Sum up what was pulled, and what was made of it."""
         scores = [group.columns["scores"].numbers() for group in batch.groups]
         return cls(
             trained=tuple(group.group_id for group in lesson.trained),
             filtered=tuple(group.group_id for group in lesson.filtered),
             rejected=tuple(one.group_id for one in (*batch.rejected, *lesson.rejected)),
             repeated=tuple(lesson.repeated),
-            staleness=tuple(before.distance(group.oldest) for group in lesson.trained),
+            staleness=tuple(example.staleness for example in lesson.examples),
             too_old=lesson.too_old,
             rewards=tuple(mean_score([group]) for group in (*lesson.trained, *lesson.filtered)),
             score=float(np.concatenate(scores).sum()) if scores else 0.0,

@@ -6,7 +6,7 @@ filtered   no difference between its sequences, so no signal; or older than the 
 examples   the rest, with their advantages
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -71,7 +71,7 @@ def study(
     bounds: Bounds,
     known: Container[str],
     seed: int,
-    version: PolicyVersion = PolicyVersion(),
+    age: Callable[[PolicyVersion], int] = PolicyVersion().distance,
 ) -> Lesson:
     """Judge the groups of a batch.
 
@@ -81,7 +81,7 @@ def study(
         bounds: What the policy can read, and the loss needs.
         known: Ids of groups that were learned from already.
         seed: Of the shuffling.
-        version: The policy that will learn.
+        age: Tells how many optimizer steps lie between a policy and the one that will learn.
     """
     lesson = Lesson()
     for group in groups:
@@ -95,14 +95,12 @@ def study(
             judgement = _judged(group, config, seed)
             if config.distillation.shuffle_teacher:
                 group = shuffled_teacher(group, config.distillation, seed)
-            _admit(lesson, group, judgement, version, config)
+            _admit(lesson, group, judgement, age(group.oldest), config)
     return lesson
 
 
-def _admit(
-    lesson: Lesson, group: Group, judgement: Judgement, version: PolicyVersion, config: TrainerConfig
-) -> None:
-    staleness, most = version.distance(group.oldest), config.loss.correction.max_staleness
+def _admit(lesson: Lesson, group: Group, judgement: Judgement, staleness: int, config: TrainerConfig) -> None:
+    most = config.loss.correction.max_staleness
     taught = judgement.verdict is Verdict.FILTERED and config.distillation.teaches
     if judgement.verdict is not Verdict.REJECTED and most is not None and staleness > most:
         lesson.filtered.append(group)

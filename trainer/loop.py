@@ -54,6 +54,7 @@ from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.account import Account, Part
 from rolloutmq.trainer.adapters import Adapters
 from rolloutmq.trainer.collate import Bounds, collate
+from rolloutmq.trainer.descent import Descent
 from rolloutmq.trainer.gradient import leave_gradient
 from rolloutmq.trainer.journal import Journal
 from rolloutmq.trainer.lesson import Lesson, study
@@ -211,6 +212,7 @@ class Trainer:
         """The policy that the shared weights are."""
         self._covered = version.step
         """The step that the newest checkpoint covers; the weights of step 0 are those of the seed."""
+        self._descent = Descent.told(layout.trained, version)
         self._unsettled: set[str] = set()
         self._barren = 0
 
@@ -250,13 +252,12 @@ class Trainer:
                 if batch is None:
                     uplink.progress()
                     continue
-                pulled, before = time.perf_counter(), self.version
-                lesson = study(
-                    batch.groups, self._config, self._bounds, self._unsettled, self._run.seed, before
-                )
+                pulled, age = time.perf_counter(), partial(self._descent.distance, self.version)
+                lesson = study(batch.groups, self._config, self._bounds, self._unsettled, self._run.seed, age)
                 metrics = self._learn(lesson, uplink)
-                parts = self._ranks.every(Part.of(batch, lesson, before))
+                parts = self._ranks.every(Part.of(batch, lesson))
                 account = Account(parts, self.version, metrics)
+                self._descent.took(self.version, account.trained)
                 wanted = self._settle(account, batch, lesson, uplink, stop)
                 if metrics and self._ranks.leads:
                     times = (pulled - began, time.perf_counter() - pulled)
@@ -309,10 +310,9 @@ class Trainer:
     def _note_barren(self, lesson: Lesson) -> dict[str, float]:
         if any(self._ranks.sums(len(lesson.filtered) + len(lesson.rejected))):
             self._barren += 1
-            reason = lesson.barren_because
-            logger.info("no signal in batch number=%d reason=%s", self._barren, reason)
+            logger.info("no signal in batch number=%d reason=%s", self._barren, lesson.barren_because)
             if self._barren >= BARREN_LIMIT:
-                raise NothingToLearnError(self._barren, reason)
+                raise NothingToLearnError(self._barren, lesson.barren_because)
         return {}
 
     def _settle(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from rolloutmq.bus.lineage import Lineage
 from rolloutmq.schemas.config import BrokerConfig
 from rolloutmq.schemas.delivery import Pull, Wait
 from rolloutmq.schemas.envelope import PolicyVersion, Split
@@ -23,7 +24,6 @@ from rolloutmq.services.broker.dropping import Dropping
 from rolloutmq.services.broker.groups import StoredGroup, Stream
 from rolloutmq.services.broker.lanes import Lane, Lanes
 from rolloutmq.services.broker.ledger import Ledger, State
-from rolloutmq.services.broker.lineage import Lineage
 
 Floors = dict[Lane, int]
 """What each lane that has anything must give."""

@@ -5,12 +5,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from rolloutmq.bus.lineage import Lineage
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.delivery import RunInfo
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.services.broker.journal.facts import RunItem
 from rolloutmq.services.broker.leases import Lease
-from rolloutmq.services.broker.lineage import Lineage
 
 ANY_RUN = "default"
 """A run name that means whatever run this broker serves."""

@@ -1,9 +1,11 @@
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.trainer.toy import some_group
 
+from rolloutmq.bus.lineage import Lineage
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.losses import CorrectionConfig, DapoConfig
 from rolloutmq.schemas.training import TrainerConfig
@@ -107,15 +109,18 @@ def test_a_kl_in_the_reward_is_of_the_policy_that_sampled() -> None:
 
 def test_staleness_is_counted_from_the_oldest_policy_that_sampled() -> None:
     group = some_group("g", [0.0, 1.0], version=PolicyVersion(0, 4))
-    lesson = study([group], TrainerConfig(), BOUNDS, (), seed=0, version=PolicyVersion(1, 7))
-    assert lesson.examples[0].staleness == 3
+    lineage = Lineage()
+    lineage.forks[1] = PolicyVersion(0, 3)
+    age = partial(lineage.distance, PolicyVersion(1, 7))
+    lesson = study([group], TrainerConfig(), BOUNDS, (), seed=0, age=age)
+    assert lesson.examples[0].staleness == 4 + 1
 
 
 def test_what_is_too_old_for_the_loss_is_filtered_whatever_would_teach() -> None:
     loss = DapoConfig(correction=CorrectionConfig(max_staleness=2))
     for name, scores in (("judged", [0.0, 1.0]), ("flat", [1.0, 1.0])):
         groups = [some_group(f"{name}-{step}", scores, version=PolicyVersion(0, step)) for step in (4, 5)]
-        lesson = study(groups, TrainerConfig(loss=loss), BOUNDS, (), seed=0, version=PolicyVersion(0, 7))
+        lesson = study(groups, TrainerConfig(loss=loss), BOUNDS, (), seed=0, age=PolicyVersion(0, 7).distance)
         assert groups[0] in lesson.filtered
         assert lesson.too_old == 1
         assert lesson.barren_because.startswith("its groups are older")

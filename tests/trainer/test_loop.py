@@ -193,6 +193,50 @@ def test_a_killed_trainer_goes_on_as_if_it_had_never_stopped(
     assert sorted(standing(layout)) == sorted(f"s{step}-{n}" for step in range(1, 7) for n in range(4))
 
 
+def a_step_late(step: int, version: PolicyVersion) -> list[Group]:
+    """Groups that the policy before the present one sampled."""
+    return steady(step, PolicyVersion(version.incarnation, max(0, version.step - 1)))
+
+
+LATE = {"loss": {"correction": {"level": "token", "from_staleness": 2, "max_staleness": 3}}}
+
+
+def test_batches_that_come_again_are_as_stale_as_they_were(layout: RunLayout, tmp_path: Path) -> None:
+    """As are the groups that wait behind them, so that the weights for stale ones are the same too."""
+    config = run_config(steps=6, checkpoint_interval=50, **LATE)
+    unbroken, undisturbed = RunLayout(tmp_path / "unbroken"), MemoryBroker(a_step_late)
+    train(config, unbroken, Stop(), undisturbed.connect)
+    queued = {step: a_step_late(step, PolicyVersion(0, step - 1)) for step in range(1, 7)}
+    broker = MemoryBroker(lambda step, _version: queued[step])
+    broker.on_settle = on_call(5, raising(Killed()))
+    with pytest.raises(Killed):
+        train(config, layout, Stop(), broker.connect)
+    broker.on_settle = lambda _number: None
+    train(config, layout, Stop(), broker.connect)
+    assert [event.staleness_max for event in broker.events[4:]] == [0, 1, 1, 1, 1, 1]
+    assert same(weights(layout), weights(unbroken))
+
+
+def test_groups_of_a_life_that_was_lost_are_as_old_as_the_way_to_them(layout: RunLayout) -> None:
+    """The broker knows nothing of the steps since the checkpoint any more: others are taken."""
+    broker = MemoryBroker(steady)
+    broker.on_pull = on_call(7, raising(Killed()))
+    with pytest.raises(Killed):
+        train(run_config(steps=8, checkpoint_interval=3), layout, Stop(), broker.connect)
+
+    def left_over(step: int, version: PolicyVersion) -> list[Group]:
+        fresh = [some_group(f"fresh{step}", [0.0, 1.0], version=version)]
+        return [*fresh, some_group(f"left{step}", [0.0, 1.0], version=PolicyVersion(0, 6))]
+
+    (layout.checkpoints / "step-000006" / "model.safetensors").unlink()
+    again = MemoryBroker(left_over)
+    train(run_config(steps=6, checkpoint_interval=3, **LATE), layout, Stop(), again.connect)
+    assert again.joined == [PolicyVersion(1, 3)]
+    # From (0, 6) it is three steps back to where both lives were one, and one more for each that was taken since.
+    assert [line.staleness for line in lines(layout)[-3:]] == [(0, 3), (0,), (0,)]
+    assert [one["filtered"] for one in again.settled] == [[], ["left5"], ["left6"]]
+
+
 def test_a_trainer_killed_before_its_first_checkpoint_starts_anew(layout: RunLayout) -> None:
     config = run_config(steps=2, checkpoint_interval=50)
     broker = MemoryBroker(steady)

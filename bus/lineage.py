@@ -32,16 +32,23 @@ class Lineage:
         fork = self.forks.get(version.incarnation, self.pending)
         return fork if fork is not None and fork.incarnation < version.incarnation else None
 
+    def origin(self, version: PolicyVersion) -> PolicyVersion:
+        """Return the oldest name of a policy: up to its fork an incarnation has the policies of the one before."""
+        while (fork := self._fork(version)) is not None and version.step <= fork.step:
+            version = PolicyVersion(fork.incarnation, version.step)
+        return version
+
     def distance(self, policy: PolicyVersion, sampled: PolicyVersion) -> int:
         """Return how many optimizer steps lie between two policies, by way of the forks between them."""
         steps = 0
+        policy, sampled = self.origin(policy), self.origin(sampled)
         while policy.incarnation != sampled.incarnation:
             younger, other = max(policy, sampled), min(policy, sampled)
             fork = self._fork(younger)
             if fork is None:
                 break
             steps += max(0, younger.step - fork.step)
-            policy, sampled = fork, other
+            policy, sampled = self.origin(fork), other
         return steps + abs(policy.step - sampled.step)
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolloutmq.bus.lineage import Lineage
 from rolloutmq.schemas.envelope import PolicyVersion as V
-from rolloutmq.services.broker.lineage import Lineage
 
 STEPS = st.integers(0, 50)
 
@@ -28,6 +28,13 @@ def test_steps_that_were_lost_and_steps_since_both_count() -> None:
 
 def test_the_same_number_is_another_policy_after_a_resume() -> None:
     assert resumed_twice().distance(V(1, 12), V(0, 12)) == 4
+
+
+def test_up_to_the_fork_the_policies_of_both_are_the_same() -> None:
+    lineage = resumed_twice()
+    assert lineage.origin(V(3, 14)) == V(1, 14)
+    assert lineage.origin(V(3, 9)) == lineage.origin(V(1, 9)) == V(0, 9)
+    assert lineage.distance(V(3, 9), V(0, 7)) == 2
 
 
 def test_an_unknown_descent_is_measured_by_steps() -> None:

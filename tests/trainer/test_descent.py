@@ -1,0 +1,79 @@
+from pathlib import Path
+
+import msgspec
+
+from rolloutmq.schemas.envelope import PolicyVersion as V
+from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.trainer.descent import Descent
+
+
+def line(incarnation: int, step: int, *trained: str, resumed: bool = False) -> bytes:
+    version = V(incarnation, step)
+    return (
+        msgspec.json.encode(SettledBatch(at=0.0, version=version, trained=trained, resumed=resumed)) + b"\n"
+    )
+
+
+def steps(incarnation: int, first: int, last: int, which: str = "a") -> list[bytes]:
+    return [line(incarnation, step, f"{which}{step}", "b") for step in range(first, last + 1)]
+
+
+def told(path: Path, lines: list[bytes], version: V) -> Descent:
+    path.write_bytes(b"".join(lines))
+    return Descent.told(path, version)
+
+
+def test_a_first_life_counts_its_steps(tmp_path: Path) -> None:
+    descent = Descent.told(tmp_path / "nothing", V(0, 0))
+    descent.took(V(0, 1), ["a"])
+    assert descent.distance(V(0, 3), V(0, 1)) == 2
+
+
+def test_steps_that_were_lost_count_as_do_those_since(tmp_path: Path) -> None:
+    descent = told(tmp_path / "trained", steps(0, 1, 60), V(1, 50))
+    assert descent.distance(V(1, 55), V(0, 60)) == 10 + 5
+    assert descent.distance(V(1, 55), V(0, 48)) == 7
+    assert descent.distance(V(1, 50), V(0, 50)) == 0
+
+
+def test_a_step_on_the_same_groups_leads_to_the_same_policy(tmp_path: Path) -> None:
+    descent = told(tmp_path / "trained", steps(0, 1, 60), V(1, 50))
+    descent.took(V(1, 51), ["b", "a51"])
+    descent.took(V(1, 52), [])  # without a signal: no step
+    descent.took(V(1, 52), ["b", "a52"])
+    assert descent.distance(V(1, 52), V(0, 52)) == 0
+    assert descent.distance(V(1, 52), V(0, 60)) == 8
+
+
+def test_after_a_step_on_others_nothing_is_the_same(tmp_path: Path) -> None:
+    descent = told(tmp_path / "trained", steps(0, 1, 60), V(1, 50))
+    descent.took(V(1, 51), ["a51", "b"])
+    descent.took(V(1, 52), ["b"])
+    descent.took(V(1, 53), ["a53", "b"])
+    assert descent.distance(V(1, 53), V(0, 53)) == 2 + 2
+
+
+def test_what_lives_between_did_is_in_the_journal(tmp_path: Path) -> None:
+    """The second takes two steps as the first, then its own; the third goes back behind both."""
+    lives = [
+        *steps(0, 1, 10),
+        line(1, 5, resumed=True),
+        *steps(1, 6, 7),
+        *steps(1, 8, 9, "other"),
+        line(2, 4, resumed=True),
+    ]
+    descent = told(tmp_path / "trained", lives, V(2, 4))
+    assert descent.distance(V(1, 9), V(0, 7)) == 2
+    assert descent.distance(V(2, 6), V(0, 6)) == 4
+    for step in (5, 6):
+        descent.took(V(2, step), [f"a{step}", "b"])
+    assert descent.distance(V(2, 6), V(0, 6)) == descent.distance(V(2, 6), V(1, 6)) == 0
+    assert descent.distance(V(2, 6), V(1, 9)) == 3
+
+
+def test_a_journal_may_end_in_the_middle_of_a_line_or_have_lost_lives(tmp_path: Path) -> None:
+    half = line(0, 6, "a")[:-9]
+    descent = told(tmp_path / "trained", [*steps(0, 1, 5), half], V(1, 4))
+    assert descent.distance(V(1, 5), V(0, 5)) == 2
+    alone = told(tmp_path / "trained", [], V(3, 4))
+    assert alone.distance(V(3, 5), V(2, 7)) == 2
