@@ -49,7 +49,7 @@ _BLOCK_BYTES: Final = 1 << 20
 _UNREADABLE: Final = (OSError, msgspec.MsgspecError, SafetensorError, ValueError)
 """What comes of reading a damaged checkpoint."""
 _UNKNOWN: Final = -1
-"""Incarnation of a checkpoint whose state cannot be read: older than any."""
+"""Incarnation of a checkpoint whose state cannot be read."""
 _RANDOM: Final = "random_state"
 
 
@@ -93,8 +93,8 @@ def next_incarnation(directory: Path) -> int:
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / INCARNATIONS
-    counted = int(path.read_text()) if path.exists() else -1
-    number = 1 + max(counted, *(_age(one)[0] for one in saved(directory)), -1)
+    counted = int(path.read_text()) if path.exists() else _UNKNOWN
+    number = 1 + max(counted, *map(_incarnation, saved(directory)), _UNKNOWN)
     partial = directory / f".{INCARNATIONS}.partial"
     partial.write_text(f"{number}\n")
     force(partial)
@@ -187,16 +187,22 @@ def latest(directory: Path) -> Checkpoint | None:
 
 
 def saved(directory: Path) -> list[Path]:
-    """List the checkpoints, oldest first: by life, then by step. Damaged ones are among them."""
+    """List the checkpoints, oldest first: by life, then by step. Those whose life cannot be read come last."""
     return sorted((path for path in directory.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name)), key=_age)
 
 
-def _age(path: Path) -> tuple[int, int]:
-    """Return what is larger of a newer checkpoint: the incarnation that wrote it, and its step."""
+def _age(path: Path) -> tuple[bool, int, int]:
+    """Return what is larger of a newer checkpoint, or of one that may be newer: it is tried, and told of, first."""
+    incarnation = _incarnation(path)
+    return incarnation == _UNKNOWN, incarnation, _step(path)
+
+
+def _incarnation(path: Path) -> int:
+    """Return the life that wrote a checkpoint."""
     try:
-        return _state(path).version.incarnation, _step(path)
+        return _state(path).version.incarnation
     except _UNREADABLE:
-        return _UNKNOWN, _step(path)
+        return _UNKNOWN
 
 
 def _step(path: Path) -> int:

@@ -79,7 +79,9 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["state.json", "model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("damage", ["gone", "cut", "scrambled"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: str
+) -> None:
     policy = build_policy(MODEL, 1)
     save(tmp_path, 1, policy)
     path = save(tmp_path, 2, policy) / file
@@ -92,6 +94,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str, damage: 
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None
     assert found.state.version.step == 1
+    assert f"checkpoint passed over path={path.parent}" in caplog.text
 
 
 @pytest.mark.parametrize("place", [0.02, 0.3, 0.999])
