@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from rolloutmq.schemas.mask import trained_tokens
 from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN
 from rolloutmq.schemas.trajectory import Group
-from rolloutmq.trainer.collate import trained_tokens
 
 
 def said(group: Group, k: int, vocabulary: int, *, prompts: bool = False, seed: int = 0) -> dict[str, Any]:
