@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.trainer.saved import save_model
 
 from benchmarks import scenario
@@ -87,6 +89,35 @@ def test_a_file_that_is_wrong_is_said_with_the_line(problems: Path, text: str, w
     with pytest.raises(Exception, match="raised ValueError") as refused:
         environment(problems)
     assert why in str(refused.value)
+
+
+@pytest.mark.slow
+def test_twenty_steps_without_a_teacher(problems: Path, tmp_path: Path) -> None:
+    student = save_model(tmp_path / "student", 1, **SMALL, alphabet=LETTERS)
+    code, summary = scenario.run(
+        tmp_path / "run",
+        [
+            *(f"model.path={student}", "model.dtype=float32"),
+            f'environment.gsm8k.options={{ problems = "{problems}", max_tokens = 12, prompt = "{{question}}" }}',
+            *("trainer.steps=20", "trainer.batch_sequences=16", "trainer.learning_rate=1e-3"),
+        ],
+        config=CONFIG,
+    )
+    assert code == 0
+    assert summary["steps"] == 20
+    assert summary["groups_lost"] == summary["groups_trained_twice"] == summary["groups_dead"] == 0
+    layout = RunLayout(tmp_path / "run")
+    told = [json.loads(line) for line in layout.metrics.read_text().splitlines()]
+    steps = [one for one in told if one["topic"] == "step"]
+    assert [one["step"] for one in steps] == list(range(1, 21))
+    assert all(one["extra"]["grad_norm"] > 0 and "distill_kl" not in one["extra"] for one in steps)
+    assert any(one["reward"] > 0 for one in steps)
+    assert not layout.log("teacher").exists()
+    before, after = (
+        load_file(directory / "model.safetensors")
+        for directory in (student, max(layout.checkpoints.glob("step-*")))
+    )
+    assert {name for name in before if not torch.equal(before[name], after[name])} == set(before)
 
 
 @pytest.mark.slow
