@@ -17,7 +17,8 @@ from rolloutmq.schemas.section import NameText, Section
 IDS_COLUMN: Final = "distill_token_ids"
 LOGPROBS_COLUMN: Final = "distill_logprobs"
 """The columns of what a teacher said: `[sequence][position][k]`. A position that is not trained may have no entry."""
-
+TOKENIZER_COLUMN: Final = "distill_tokenizer"
+"""The fingerprint of its tokenizer, a text for each sequence: whose token ids those are."""
 
 TEACH_PATH: Final = "/v1/token_logprobs"
 """Where a teacher is asked, by POST, in msgpack."""
@@ -160,8 +161,9 @@ class TokenizerMismatchError(ConfigError):
 
     @classmethod
     def of(cls, teacher: str, student: str) -> Self:
-        """Make it of two fingerprints."""
-        return cls(f"its tokenizer has the fingerprint {teacher[:16]}, the student's has {student[:16]}")
+        """Make it of two fingerprints; an empty one is that of no tokenizer."""
+        theirs, own = (told[:16] or "none" for told in (teacher, student))
+        return cls(f"its tokenizer has the fingerprint {theirs}, the student's has {own}")
 
 
 class VocabularyMismatchError(ConfigError):

@@ -27,7 +27,7 @@ from rolloutmq.schemas.numbers import plain_numbers
 
 OPAQUE_COLUMNS: Final = frozenset(
     {"messages", "images", "overrides", "group_overrides", "generation_params", "stop_reasons"}
-    | {"instance_ids", "repetition_ids", "members"}
+    | {"instance_ids", "repetition_ids", "members", "distill_tokenizer"}
 )
 """Columns whose values the bus carries without looking: any msgpack value, bit for bit."""
 

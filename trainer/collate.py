@@ -29,12 +29,14 @@ PADDING: Final = {True: -1, False: -np.inf}
 class Bounds:
     """What the policy can read: token ids below `vocabulary`, at most `positions` tokens a sequence.
 
-    `columns` are those that a group must have beside those that every loss needs.
+    `columns` are those that a group must have beside those that every loss needs, `tokenizer` is the fingerprint of the
+    policy's own, empty if it has none.
     """
 
     vocabulary: int
     positions: int
     columns: tuple[str, ...] = ()
+    tokenizer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

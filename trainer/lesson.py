@@ -88,7 +88,7 @@ def study(
         if group.group_id in known:
             lesson.repeated.append(group.group_id)
         elif fault := find_fault(group, bounds) or find_fault_of_teacher(
-            group, config.distillation, bounds.vocabulary
+            group, config.distillation, bounds.vocabulary, bounds.tokenizer
         ):
             lesson.rejected.append(Rejected(group_id=group.group_id, reason=fault))
         else:

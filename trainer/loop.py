@@ -77,6 +77,7 @@ from rolloutmq.trainer.uplink import PulledBatch, Uplink, connect
 from rolloutmq.trainer.weights.backends import owned
 from rolloutmq.trainer.weights.sender import Sender
 from rolloutmq.trainer.weights.share import Writable
+from rolloutmq.trainer.weights.tokenizer import model_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,7 @@ class Trainer:
             policy_vocabulary(policy),
             policy_positions(policy),
             (*columns_needed(config.trainer.loss), *columns_of_teacher(config.trainer.distillation)),
+            model_fingerprint(config.model),
         )
         self.version = version
         """The policy that the shared weights are."""

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rolloutmq.schemas.mask import trained_tokens
-from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN, DistillationConfig, Lore
+from rolloutmq.schemas.teaching import (
+    IDS_COLUMN,
+    LOGPROBS_COLUMN,
+    TOKENIZER_COLUMN,
+    DistillationConfig,
+    Lore,
+    TokenizerMismatchError,
+)
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer.collate import MicroBatch, temperatures
 
@@ -27,13 +34,16 @@ def columns_needed(config: DistillationConfig) -> tuple[str, ...]:
     return () if config.lore is Lore.NONE else (IDS_COLUMN, LOGPROBS_COLUMN)
 
 
-def find_fault(group: Group, config: DistillationConfig, vocabulary: int) -> str:
+def find_fault(group: Group, config: DistillationConfig, vocabulary: int, tokenizer: str = "") -> str:
     """Tell why nothing can be learned from what a teacher said of a group, or return an empty text.
 
     The group has the columns, as long as its tokens and finite where they are trained (`collate.find_fault`).
+    `tokenizer` is the fingerprint of the student's.
     """
     if config.lore is Lore.NONE:
         return ""
+    if fault := _of_another_tokenizer(group, tokenizer):
+        return fault
     if (temperatures(group)[trained_tokens(group)] != 1).any():
         return "sampled at a temperature other than 1, of which the teacher says nothing"
     ids, logprobs = group.columns[IDS_COLUMN], group.columns[LOGPROBS_COLUMN]
@@ -50,6 +60,19 @@ def find_fault(group: Group, config: DistillationConfig, vocabulary: int) -> str
         return fault
     if config.lore is Lore.SAMPLED and (_entries_of_tokens(group, trained) < 0).any():
         return "a trained token is not among those that the teacher told of"
+    return ""
+
+
+def _of_another_tokenizer(group: Group, student: str) -> str:
+    """Tell whether the teacher means something else by its token ids; a group that does not tell is believed."""
+    if TOKENIZER_COLUMN not in group:
+        return ""
+    told = group.columns[TOKENIZER_COLUMN].values
+    for teacher in told if isinstance(told, list | tuple) else [told]:
+        if not isinstance(teacher, str):
+            return f"{TOKENIZER_COLUMN} is no fingerprint of a tokenizer"
+        if not teacher or teacher != student:
+            return str(TokenizerMismatchError.of(teacher, student))
     return ""
 
 

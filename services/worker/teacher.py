@@ -12,7 +12,8 @@ once, and a teacher that took the question and failed, after `teacher.attempts` 
     409                                                        another tokenizer or vocabulary: the worker ends
     all else                                                   refused: the group is given up
 
-A group that has the columns already, because its environment asked a teacher itself, is left as it is.
+A group that has the columns already, because its environment asked a teacher itself, is left as it is; whether that
+teacher's tokenizer is the student's, the trainer looks.
 """
 
 import asyncio
@@ -48,6 +49,7 @@ from rolloutmq.schemas.teaching import (
     IDS_COLUMN,
     LOGPROBS_COLUMN,
     TEACH_PATH,
+    TOKENIZER_COLUMN,
     DistillationConfig,
     TeacherFailedError,
     TeacherRefusedError,
@@ -159,6 +161,7 @@ class Teacher:
         told = {
             IDS_COLUMN: Column(Dtype.I32, np.concatenate(ids), (lengths, cells)),
             LOGPROBS_COLUMN: Column(Dtype.F32, np.concatenate(logprobs), (lengths, cells)),
+            TOKENIZER_COLUMN: Column.opaque([self._fingerprint] * len(lengths)),  # it took it for its own
         }
         taught = replace(group, columns={**group.columns, **told})
         taught.check()

@@ -14,6 +14,8 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.trajectory import Column, Group
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.process import Stop
+from rolloutmq.trainer.tokenizer import character_tokenizer
+from rolloutmq.trainer.weights.tokenizer import fingerprint
 
 
 @pytest.fixture
@@ -66,6 +68,33 @@ def test_groups_without_what_the_loss_needs_are_rejected(layout: RunLayout) -> N
     (settled,) = broker.settled
     assert len(settled["trained"]) == len(settled["rejected"]) == 2
     assert {one.reason for one in settled["rejected"]} == {"no ref_logprobs: the loss cannot do without"}
+
+
+def test_the_tokens_of_a_teacher_must_be_those_of_the_policy(layout: RunLayout) -> None:
+    config = run_config(steps=1, distillation={"kind": "sampled"})
+    mine, other = fingerprint(character_tokenizer(config.model.alphabet)), "b" * 64
+
+    def taught(step: int, version: PolicyVersion) -> list[Group]:
+        owners = (mine, other, other, mine)
+        return [said(group, owner) for group, owner in zip(steady(step, version), owners, strict=True)]
+
+    broker = MemoryBroker(taught)
+    train(config, layout, Stop(), broker.connect)
+    (settled,) = broker.settled
+    assert len(settled["trained"]) == len(settled["rejected"]) == 2
+    why = f"teacher: its tokenizer has the fingerprint {other[:16]}, the student's has {mine[:16]}"
+    assert {one.reason for one in settled["rejected"]} == {why}
+
+
+def said(group: Group, owner: str) -> Group:
+    """The group as if its environment had asked a teacher, with a tokenizer of that fingerprint."""
+    told = {
+        "distill_token_ids": [[[token] for token in row] for row in group["tokens"]],
+        "distill_logprobs": [[[-1.0]] * len(row) for row in group["tokens"]],
+    }
+    columns = {name: Column.build(name, rows, 2) for name, rows in told.items()}
+    whose = {"distill_tokenizer": Column.opaque([owner] * group.sequences)}
+    return replace(group, columns={**group.columns, **columns, **whose})
 
 
 def test_what_is_stale_is_weighed(layout: RunLayout) -> None:

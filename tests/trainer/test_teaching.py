@@ -10,7 +10,7 @@ from tests.trainer.toy import some_group
 
 from rolloutmq.schemas.losses import DapoConfig
 from rolloutmq.schemas.mask import trained_tokens
-from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN, DistillationConfig
+from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN, TOKENIZER_COLUMN, DistillationConfig
 from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer.collate import Bounds, Example, collate
@@ -229,3 +229,32 @@ def test_a_group_without_a_teacher_is_rejected_where_one_is_learned_from() -> No
     lesson = study(groups, config, bounds, (), 0)
     assert [one.group_id for one in lesson.rejected] == ["a"]
     assert [group.group_id for group in lesson.trained] == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["top_k", "sampled"])
+def test_a_teacher_of_another_tokenizer_is_rejected_and_both_are_named(kind: Any) -> None:
+    asked = DistillationConfig(kind=kind, top_k=K)
+    mine, other = "a" * 64, "b" * 64
+    groups = [
+        taught_group("same", distill_tokenizer=[mine] * len(SCORES)),
+        taught_group("once", distill_tokenizer=mine),
+        taught_group("silent"),
+        taught_group("other", distill_tokenizer=[other] * len(SCORES)),
+        taught_group("last", distill_tokenizer=[mine, mine, other]),
+        taught_group("empty", distill_tokenizer=""),
+        taught_group("odd", distill_tokenizer=[7]),
+    ]
+    bounds = Bounds(VOCABULARY, 16, columns_needed(asked), mine)
+    lesson = study(groups, TrainerConfig(distillation=asked), bounds, (), 0)
+    assert [group.group_id for group in lesson.trained] == ["same", "once", "silent"]
+    both = f"teacher: its tokenizer has the fingerprint {other[:16]}, the student's has {mine[:16]}"
+    assert {one.group_id: one.reason for one in lesson.rejected} == {
+        "other": both,
+        "last": both,
+        "empty": f"teacher: its tokenizer has the fingerprint none, the student's has {mine[:16]}",
+        "odd": f"{TOKENIZER_COLUMN} is no fingerprint of a tokenizer",
+    }
+    untold = Bounds(VOCABULARY, 16, columns_needed(asked))
+    (reason,) = study(groups[:1], TrainerConfig(distillation=asked), untold, (), 0).rejected
+    assert reason.reason == f"teacher: its tokenizer has the fingerprint {mine[:16]}, the student's has none"
+    assert len(study(groups, TrainerConfig(), bounds, (), 0).trained) == len(groups)  # nobody reads them

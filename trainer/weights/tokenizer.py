@@ -6,12 +6,21 @@ from typing import Any
 
 from rolloutmq.bus.tokenizer import FILE, fingerprint_of
 from rolloutmq.bus.tokenizer import fingerprint as in_directory
+from rolloutmq.schemas.config import ModelConfig
 from rolloutmq.schemas.sharing import WeightsMismatchError
+from rolloutmq.trainer.tokenizer import character_tokenizer
 
 
 def directory_fingerprint(directory: Path) -> str:
     """Return the fingerprint of the tokenizer in a model's directory, or an empty text where there is none."""
     return in_directory(directory) if (directory / FILE).is_file() else ""
+
+
+def model_fingerprint(config: ModelConfig) -> str:
+    """Return the fingerprint of the tokenizer that a configured policy reads, or an empty text where it has none."""
+    if config.path:
+        return directory_fingerprint(Path(config.tokenizer or config.path))
+    return fingerprint(character_tokenizer(config.alphabet))
 
 
 def fingerprint(tokenizer: Any) -> str:

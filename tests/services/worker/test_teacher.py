@@ -28,6 +28,7 @@ from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.schemas.teaching import (
     IDS_COLUMN,
     LOGPROBS_COLUMN,
+    TOKENIZER_COLUMN,
     Lore,
     TeacherFailedError,
     TeacherRefusedError,
@@ -180,6 +181,7 @@ async def test_it_asks_for_the_trained_tokens_in_its_students_name(
     assert asked.wanted == b"\0\0\1\0\1"  # nothing predicts a first token
     assert [[cell.tolist() for cell in row] for row in group[IDS_COLUMN]] == [[[], [], [3, 4]], [[], [5, 6]]]
     assert [len(row) for row in group[LOGPROBS_COLUMN]] == [3, 2]
+    assert group[TOKENIZER_COLUMN] == [fingerprint(layout.model)] * 2
 
 
 async def test_labels_are_read_as_the_trainer_reads_them(layout: RunLayout, fake: FakeTeacher) -> None:
