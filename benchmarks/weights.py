@@ -43,6 +43,7 @@ from rolloutmq.trainer.optimizer import PolicyOptimizer
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 from rolloutmq.trainer.weights.share import SharedWeights
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 GENERATIONS: Final = 2
 """Of one figure; each has as many steps as the model has positions."""
@@ -207,7 +208,7 @@ def _tiny(stack: ExitStack, layout: RunLayout) -> Updated:
     config = RunConfig()
     policy = build_policy(config.model, 0)
     write_identity(policy, config.model, layout.model)
-    share = WeightShare.create_or_adopt(policy, layout.weights)
+    share = WeightShare.create_or_adopt(policy, layout.weights, tokenizer=directory_fingerprint(layout.model))
     stack.callback(partial(share.close, unlink=True))
     command = [sys.executable, "-m", "rolloutmq.launch.cli", "inference", "--run-dir", str(layout.root)]
     log = stack.enter_context((layout.root / "inference.out").open("wb"))

@@ -73,11 +73,11 @@ from rolloutmq.trainer.ranks import Lockstep, Ranks, Unshared, met
 from rolloutmq.trainer.scoring import Scorer
 from rolloutmq.trainer.sharding import Sharded
 from rolloutmq.trainer.teaching import columns_needed as columns_of_teacher
+from rolloutmq.trainer.tokenizer import configured_fingerprint
 from rolloutmq.trainer.uplink import PulledBatch, Uplink, connect
 from rolloutmq.trainer.weights.backends import owned
 from rolloutmq.trainer.weights.sender import Sender
 from rolloutmq.trainer.weights.share import Writable
-from rolloutmq.trainer.weights.tokenizer import model_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,7 @@ class Trainer:
             policy_vocabulary(policy),
             policy_positions(policy),
             (*columns_needed(config.trainer.loss), *columns_of_teacher(config.trainer.distillation)),
-            model_fingerprint(config.model),
+            configured_fingerprint(config.model),
         )
         self.version = version
         """The policy that the shared weights are."""

@@ -12,6 +12,7 @@ from typing import Any, Final
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from rolloutmq.schemas.config import ModelConfig
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint, fingerprint
 
 PAD: Final = "<pad>"
 BEGIN: Final = "<bos>"
@@ -72,6 +73,13 @@ def write_tokenizer(config: ModelConfig, directory: Path) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     replace(directory / CONFIG, json.dumps(description, indent=2))
+
+
+def configured_fingerprint(config: ModelConfig) -> str:
+    """Return the fingerprint of the tokenizer that a configured policy reads, or an empty text where it has none."""
+    if config.path:
+        return directory_fingerprint(Path(config.tokenizer or config.path))
+    return fingerprint(character_tokenizer(config.alphabet))
 
 
 def character_tokenizer(alphabet: str) -> Any:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.trainer.toy import MemoryBroker, SortBroker, run_config, some_group
 from tests.trainer.weights.receiver import Server
+from torch import nn
 
 from rolloutmq.bus import segments
 from rolloutmq.bus.rundir import write_json
@@ -36,6 +37,7 @@ from rolloutmq.trainer.scoring import Scorer
 from rolloutmq.trainer.weights.address import read_sent
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 
 class Killed(BaseException):
@@ -107,6 +109,11 @@ def on_call(number: int, act: Callable[[], None]) -> Callable[[int], None]:
             act()
 
     return called
+
+
+def attached(reader: nn.Module, layout: RunLayout) -> WeightShare:
+    """Attach as a server does."""
+    return WeightShare.attach(reader, layout.weights, tokenizer=directory_fingerprint(layout.model))
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -273,7 +280,7 @@ def test_the_next_life_puts_its_checkpoint_into_the_segment_that_was_left(layout
     with pytest.raises(Killed):
         train(config, layout, Stop(), broker.connect)
     reader = build_policy(config.model, 9)
-    with closing(WeightShare.attach(reader, layout.weights)) as share:
+    with closing(attached(reader, layout)) as share:
         assert share.version == PolicyVersion(0, 3)
         broker.on_pull = lambda number: None if number < 5 else _expect(share, reader, layout)
         broker.on_pull(5)
@@ -291,7 +298,7 @@ def test_each_step_is_a_version_on_disk_and_the_next_life_goes_on(
 
     def look(number: int) -> None:
         reader = build_policy(config.model, 9)
-        with closing(DiskShare.attach(reader, layout.weights)) as share, share.reading() as version:
+        with closing(attached(reader, layout, DiskShare)) as share, share.reading() as version:
             seen[version] = dict(reader.state_dict())
         if number == 4:
             raise Killed
@@ -349,7 +356,7 @@ def test_with_adapters_readers_see_plain_weights_from_the_first_moment_of_a_life
 
     def look(_number: int) -> None:
         reader = build_policy(config.model, 9)
-        with closing(WeightShare.attach(reader, layout.weights)) as share, share.reading() as version:
+        with closing(attached(reader, layout)) as share, share.reading() as version:
             seen[version] = {name: tensor.clone() for name, tensor in reader.state_dict().items()}
 
     broker.on_pull = look

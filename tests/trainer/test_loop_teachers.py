@@ -20,6 +20,7 @@ from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.model import Policy, build_policy
 from rolloutmq.trainer.process import Stop
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 ADAPTED = [None, {"rank": 4}]
 
@@ -76,7 +77,8 @@ def test_adapters_begin_where_the_plain_policy_does_and_come_closer_to_the_teach
 
     def look(_number: int) -> None:
         reader = build_policy(config.model, 9)
-        with closing(WeightShare.attach(reader, layout.weights)) as share, share.reading():
+        own = directory_fingerprint(layout.model)
+        with closing(WeightShare.attach(reader, layout.weights, tokenizer=own)) as share, share.reading():
             seen.append(divergence(reader, groups))
 
     def again(step: int, version: PolicyVersion) -> list[Group]:

@@ -23,6 +23,7 @@ from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer.model import Policy, build_policy
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 BEGIN, END, FIRST_DIGIT, EQUALS = 1, 2, 3, 13
 
@@ -199,7 +200,7 @@ class SortBroker(MemoryBroker):
     def __init__(self, config: RunConfig, layout: RunLayout, group_size: int = 16) -> None:
         self._policy = build_policy(config.model, seed=999)
         self._share: WeightShare | None = None
-        self._address = layout.weights
+        self._layout = layout
         self._prompts = config.trainer.batch_sequences // group_size
         self._size = group_size
         self._random = torch.Generator().manual_seed(config.run.seed)
@@ -207,7 +208,8 @@ class SortBroker(MemoryBroker):
 
     def _roll_out(self, step: int, version: PolicyVersion) -> list[Group]:
         if self._share is None:
-            self._share = WeightShare.attach(self._policy, self._address)
+            tokenizer = directory_fingerprint(self._layout.model)
+            self._share = WeightShare.attach(self._policy, self._layout.weights, tokenizer=tokenizer)
         with self._share.reading() as found:
             assert found == version
             return sort_groups(

@@ -181,7 +181,7 @@ class WeightShare:
         Buffers that are not shared and are on meta (RoPE tables) are computed anew from the module's configuration.
 
         Args:
-            tokenizer: Fingerprint of the tokenizer on this side, if it has one.
+            tokenizer: Fingerprint of the tokenizer on this side, empty if it has none: then the owner has none either.
 
         Raises:
             SegmentGoneError: There is no address, or it is out of date: the owner is (re)starting.

@@ -6,21 +6,12 @@ from typing import Any
 
 from rolloutmq.bus.tokenizer import FILE, fingerprint_of
 from rolloutmq.bus.tokenizer import fingerprint as in_directory
-from rolloutmq.schemas.config import ModelConfig
 from rolloutmq.schemas.sharing import WeightsMismatchError
-from rolloutmq.trainer.tokenizer import character_tokenizer
 
 
 def directory_fingerprint(directory: Path) -> str:
     """Return the fingerprint of the tokenizer in a model's directory, or an empty text where there is none."""
     return in_directory(directory) if (directory / FILE).is_file() else ""
-
-
-def model_fingerprint(config: ModelConfig) -> str:
-    """Return the fingerprint of the tokenizer that a configured policy reads, or an empty text where it has none."""
-    if config.path:
-        return directory_fingerprint(Path(config.tokenizer or config.path))
-    return fingerprint(character_tokenizer(config.alphabet))
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -36,10 +27,13 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def require_same_tokenizer(shared: str, mine: str) -> None:
-    """Prove that both sides read the same tokens; a side without a tokenizer has nothing to compare.
+    """Prove that both sides read the same tokens, or that neither reads any.
+
+    A side without a tokenizer is as good as one with another: nothing says what it means by a token id.
 
     Raises:
-        WeightsMismatchError: They do not.
+        WeightsMismatchError: They do not; names the fingerprint of each, or that it has none.
     """
-    if shared and mine and shared != mine:
-        raise WeightsMismatchError("tokenizer", f"{shared[:12]} in the segment, {mine[:12]} here")
+    if shared != mine:
+        theirs, own = (told[:12] or "none" for told in (shared, mine))
+        raise WeightsMismatchError("tokenizer", f"{theirs} in the segment, {own} here")

@@ -40,6 +40,7 @@ from rolloutmq.trainer.scoring import Scorer
 from rolloutmq.trainer.weights.address import read_disk
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 from rolloutmq.trainer.weights.versions import TENSORS
 
 V = PolicyVersion
@@ -59,10 +60,9 @@ class Trainer:
     def start(self, seed: int = 0, version: PolicyVersion = V()) -> None:
         self.policy = build_policy(self.config.model, seed)
         write_identity(self.policy, self.config.model, self.layout.model)
-        if self.config.weights.backend == "disk":
-            self._share = DiskShare.create(self.policy, self.layout.weights, version=version)
-        else:
-            self._share = WeightShare.create_or_adopt(self.policy, self.layout.weights, version=version)
+        create = DiskShare.create if self.config.weights.backend == "disk" else WeightShare.create_or_adopt
+        tokenizer = directory_fingerprint(self.layout.model)
+        self._share = create(self.policy, self.layout.weights, version=version, tokenizer=tokenizer)
 
     @property
     def share(self) -> WeightShare | DiskShare:

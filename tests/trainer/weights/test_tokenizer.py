@@ -58,12 +58,21 @@ def test_what_is_no_fast_tokenizer_is_refused() -> None:
         fingerprint({})
 
 
-def test_a_reader_with_another_tokenizer_is_refused(shares: Shares) -> None:
-    mine, other = (fingerprint(character_tokenizer(alphabet)) for alphabet in ("abc", "acb"))
-    shares.create(built(config("llama")), tokenizer=mine)
-    shares.attach(on_meta(config("llama")), tokenizer=mine)
-    shares.attach(on_meta(config("llama")))  # one that serves ids alone
-    with pytest.raises(
-        WeightsMismatchError, match=f"tokenizer: {mine[:12]} in the segment, {other[:12]} here"
-    ):
-        shares.attach(on_meta(config("llama")), tokenizer=other)
+@pytest.mark.parametrize(
+    ("shared", "read"), [("abc", "acb"), ("abc", ""), ("", "abc")], ids=["another", "none here", "none there"]
+)
+def test_a_reader_with_another_tokenizer_or_none_is_refused(shares: Shares, shared: str, read: str) -> None:
+    there, here = (fingerprint(character_tokenizer(one)) if one else "" for one in (shared, read))
+    shares.create(built(config("llama")), tokenizer=there)
+    model = on_meta(config("llama"))
+    said = f"tokenizer: {there[:12] or 'none'} in the segment, {here[:12] or 'none'} here"
+    with pytest.raises(WeightsMismatchError, match=said):
+        shares.attach(model, tokenizer=here)
+    assert all(one.is_meta for one in model.parameters())
+    shares.attach(model, tokenizer=there)
+    assert not any(one.is_meta for one in model.parameters())
+
+
+def test_models_without_a_tokenizer_share_their_weights(shares: Shares) -> None:
+    shares.create(built(config("llama")))
+    shares.attach(on_meta(config("llama")))

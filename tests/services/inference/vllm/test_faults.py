@@ -33,6 +33,7 @@ from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.schemas.sharing import WeightsMismatchError
 from rolloutmq.services.inference.vllm.client import VllmClient
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 from rolloutmq.trainer.weights.vllm_http import SentWeights
 
 pytestmark = [pytest.mark.rival, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -156,7 +157,11 @@ def test_half_precision_keeps_its_budget_and_ends_in_order(tmp_path: Path) -> No
         trainer.share.close(unlink=True)
         trainer.model = model_of("llama", torch.bfloat16, seed=5)
         trainer.share = WeightShare.create_or_adopt(
-            trainer.model, trainer.layout.weights, version=PolicyVersion(3, 9), fused=True
+            trainer.model,
+            trainer.layout.weights,
+            version=PolicyVersion(3, 9),
+            fused=True,
+            tokenizer=directory_fingerprint(trainer.layout.model),
         )
         until(lambda: engine.complete(max_tokens=1)[0]["weight_versions"][0]["version"]["incarnation"] == 3)
         (choice,) = engine.complete()
