@@ -12,38 +12,62 @@ _ONE_READ: Final = (
     "scheduler and worker are one process that takes one step at a time, so that a step is one read"
 )
 _ATTACHED: Final = "the weights are the trainer's, attached by this run"
+_MOVED: Final = "weights that are moved or wrapped are no longer those that the trainer writes"
+_COMPILED: Final = "code that is compiled holds the weights of its first version"
+_CACHED: Final = "keys and values from elsewhere are of weights that were there before"
+_DRAFTED: Final = "drafts come from weights of their own, which no step of the trainer reaches"
 _EXACT: Final = "the log-probabilities would be of another model or distribution than the trainer's"
 _REACHED: Final = "this run reaches vLLM by it"
-KEPT: Final = {
-    "--distributed-executor-backend": _ONE_READ,
-    "--tensor-parallel-size": _ONE_READ,
-    "-tp": _ONE_READ,
-    "--pipeline-parallel-size": _ONE_READ,
-    "-pp": _ONE_READ,
-    "--data-parallel-size": _ONE_READ,
-    "-dp": _ONE_READ,
-    "--async-scheduling": _ONE_READ,
-    "--worker-cls": _ATTACHED,
-    "--worker-extension-cls": _ATTACHED,
-    "--load-format": _ATTACHED,
-    "--weight-transfer-config": _ATTACHED,
-    "--no-enforce-eager": _ATTACHED,
-    "--model": _EXACT,
-    "--dtype": _EXACT,
-    "--quantization": _EXACT,
-    "-q": _EXACT,
-    "--hf-overrides": _EXACT,
-    "--hf-config-path": _EXACT,
-    "--logprobs-mode": _EXACT,
-    "--generation-config": _EXACT,
-    "--override-generation-config": _EXACT,
-    "--tokenizer": _EXACT,
-    "--served-model-name": _REACHED,
-    "--uds": _REACHED,
-    "--api-key": _REACHED,
-    "--no-enable-scale-out": _REACHED,
-    "--config": "its arguments would go unseen",
+_BY_REASON: Final = {
+    _ONE_READ: (
+        *(
+            "--distributed-executor-backend",
+            "--tensor-parallel-size",
+            "-tp",
+            "--pipeline-parallel-size",
+            "-pp",
+        ),
+        *("--data-parallel-size", "-dp", "--decode-context-parallel-size", "-dcp"),
+        *("--prefill-context-parallel-size", "-pcp", "--nnodes", "-n", "--node-rank", "-r"),
+        *("--async-scheduling", "--scheduler-cls"),
+    ),
+    _ATTACHED: (
+        *("--worker-cls", "--worker-extension-cls", "--load-format", "--weight-transfer-config"),
+        *("--model-impl", "--model-class-overrides", "--convert", "--runner"),
+    ),
+    _MOVED: (
+        *("--enable-sleep-mode", "--sleep-mode-offload-cudagraph", "--enable-cumem-allocator"),
+        *("--cpu-offload-gb", "--cpu-offload-params", "--offload-backend", "--offload-group-size"),
+        *("--offload-num-in-group", "--offload-prefetch-step", "--offload-params"),
+        *("--enable-lora", "--lora-modules", "--default-mm-loras", "--enable-eplb", "--enable-elastic-ep"),
+    ),
+    _COMPILED: (
+        *("--no-enforce-eager", "--compilation-config", "-cc", "-O", "--optimization-level"),
+        *("--cudagraph-capture-sizes", "--max-cudagraph-capture-size"),
+    ),
+    _CACHED: (
+        "--kv-transfer-config",
+        "--ec-transfer-config",
+        "--kv-offloading-size",
+        "--kv-offloading-backend",
+    ),
+    _DRAFTED: ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
+    _EXACT: (
+        *("--model", "--tokenizer", "--dtype", "--quantization", "-q", "--quantization-config"),
+        *("--kv-cache-dtype", "--calculate-kv-scales", "--mamba-cache-dtype", "--mamba-ssm-cache-dtype"),
+        *("--enable-mamba-cache-stochastic-rounding", "--disable-sliding-window"),
+        *("--hf-overrides", "--hf-config-path", "--config-format", "--rope-theta", "--rope-scaling"),
+        *("--logprobs-mode", "--generation-config", "--override-generation-config"),
+        *("--logits-processors", "--logits-processor-pattern", "--watermark-config", "--enable-trace-replay"),
+        *("--diffusion-config", "-dc"),
+    ),
+    _REACHED: (
+        *("--served-model-name", "--uds", "--api-key", "--no-enable-scale-out"),
+        *("--headless", "--grpc", "--skip-tokenizer-init"),
+    ),
+    "its arguments would go unseen": ("--config",),
 }
+KEPT: Final = {name: why for why, names in _BY_REASON.items() for name in names}
 """Arguments of vLLM that are not for `arguments`, and why."""
 
 
@@ -80,11 +104,12 @@ def kept_by(argument: str) -> list[str]:
     """Return the arguments of `KEPT` that vLLM may understand this one as.
 
     It takes underscores for dashes, a value behind `=` or, for short names, behind nothing, a field behind a point, and
-    the beginning of a name for the whole.
+    the beginning of a name, also of a short one, for the whole.
     """
     if not argument.startswith("-") or argument in {"-", "--"}:
         return []
-    if argument.startswith("--"):
-        name = argument.partition("=")[0].partition(".")[0].replace("_", "-")
-        return [kept for kept in KEPT if kept.startswith(name)]
-    return [kept for kept in KEPT if not kept.startswith("--") and argument.startswith(kept)]
+    name = argument.partition("=")[0].partition(".")[0]
+    if name.startswith("--"):
+        return [kept for kept in KEPT if kept.startswith(name.replace("_", "-"))]
+    short = (kept for kept in KEPT if not kept.startswith("--"))
+    return [kept for kept in short if name.startswith(kept) or kept.startswith(name)]
