@@ -1,5 +1,6 @@
 """The trainer's side of a real vLLM: a tiny model of a family, its steps, what its forward says, and the engine."""
 
+import asyncio
 import copy
 import gc
 import http.client
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import aiohttp
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
@@ -189,6 +191,20 @@ class Engine:
     def status(self, **fields: Any) -> int:
         """Return the status of a completion alone."""
         return self.ask("POST", "/v1/completions", {"prompt": "312=", "max_tokens": 2, **fields})[0]
+
+    def cached_tokens(self) -> int:
+        """Return how many tokens of prompts vLLM has taken out of its prefix cache so far, as it counts them itself."""
+        told = asyncio.run(self._metrics())
+        (line,) = [line for line in told.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+        return int(float(line.rpartition(" ")[2]))
+
+    async def _metrics(self) -> str:
+        connector = aiohttp.UnixConnector(str(self.layout.sockets / "inference-vllm" / "http"))
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.get("http://vllm/metrics") as response,
+        ):
+            return await response.text()
 
     def end(self) -> int:
         """Ask it to end; return its exit code."""

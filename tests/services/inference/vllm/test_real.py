@@ -67,8 +67,11 @@ def test_a_long_prompt_is_read_anew_by_new_weights(pair: Pair) -> None:
     trainer, engine = pair
     prompt = long_prompt(7, 300)
     for seed in range(3):
-        for _ in range(2):  # the second is answered out of the cache
-            choices = engine.complete(prompt=prompt, n=2)
+        for cached in (False, True):
+            before = engine.cached_tokens()
+            choices = engine.complete(prompt=prompt, n=1)
+            found = engine.cached_tokens() - before
+            assert found >= 256 if cached else found == 0, "two blocks of 128 that this version has read"
             assert only_version(choices) == trainer.version
             assert max(worst(trainer.model, choice) for choice in choices) < EXACT
         trainer.step(10 + seed)
