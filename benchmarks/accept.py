@@ -5,7 +5,7 @@
 
 Promises are of four kinds: figures of real runs (the scenarios below, and `workers.followed`), of simulated ones
 (`workers.simulated`), tests by name (`promises.toml`), and the rows with a goal that `make bench` measured last
-(`results.json`).
+(`results.json`). A figure of `promises.toml` without its rows there was never measured, and is unmet.
 """
 
 import json
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,15 @@ from typing import Any, Final
 from benchmarks import scenario, workers
 from benchmarks.figure import Figure, at_least, at_most, equal
 from benchmarks.results import RESULTS
-from benchmarks.scenario import LiveRun, ScenarioError
+from benchmarks.scenario import QUICKSTART, RUN_DEADLINE_S, LiveRun, ScenarioError
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.services.inference.vllm.installed import require_vllm
 
 ROOT: Final = Path(__file__).parent.parent
 PROMISES: Final = Path(__file__).parent / "promises.toml"
 SEEDS: Final = (0, 1, 2)
+VLLM: Final = ROOT / ".venv-vllm" / "bin" / "python"
+VLLM_WALL_S: Final = 600.0
 TESTED: Final = {
     "own": ("-m", "not rival", "--numprocesses", "2", "--dist", "loadgroup"),
     "rival": ("-m", "rival"),
@@ -44,6 +49,10 @@ class Scenario:
     assignments: Sequence[str] = ()
     fault: Callable[[LiveRun], None] | None = None
     code: int = 0
+    config: Path = QUICKSTART
+    deadline_s: float = RUN_DEADLINE_S
+    missing: Callable[[], str] = str
+    """Says why it cannot be played, empty if it can."""
 
 
 def nothing_lost(where: str, summary: dict[str, Any]) -> list[Figure]:
@@ -109,6 +118,23 @@ def trainer_resumed(where: str, summary: dict[str, Any]) -> list[Figure]:
     ]
 
 
+def learned_with_vllm(where: str, summary: dict[str, Any]) -> list[Figure]:
+    return [
+        at_least(where, "reward_last", summary["reward_last"], 0.9),
+        at_most(where, "wall_s", summary["wall_s"], VLLM_WALL_S),
+        *nothing_lost(where, summary),
+    ]
+
+
+def no_vllm() -> str:
+    """Say why there is no vLLM to run with, or nothing."""
+    try:
+        require_vllm(VLLM)
+    except ConfigError as error:
+        return error.problem
+    return ""
+
+
 SCENARIOS: Final = (
     *(Scenario(f"seed {seed}", learned, (f"run.seed={seed}",)) for seed in SEEDS),
     Scenario("control: rate 0", learned_nothing, ("trainer.learning_rate=0.0",)),
@@ -120,14 +146,26 @@ SCENARIOS: Final = (
     ),
     Scenario("workers killed", survived, fault=kill_and_drain_workers),
     Scenario("trainer killed", trainer_resumed, fault=kill_trainer),
+    Scenario(
+        "vllm",
+        learned_with_vllm,
+        (f"inference.vllm.python={VLLM}",),
+        config=QUICKSTART.with_name("quickstart-vllm.toml"),
+        deadline_s=VLLM_WALL_S + RUN_DEADLINE_S,
+        missing=no_vllm,
+    ),
 )
 
 
 def play(one: Scenario, directory: Path) -> list[Figure]:
     """Run a scenario and judge it; a run that fails is an unmet figure, not an exception."""
+    if why := one.missing():
+        return [Figure(one.name, "the run itself", "not played", why, met=False)]
     run_dir = directory / one.name.replace(" ", "-").replace(":", "")
     try:
-        code, summary = scenario.run(run_dir, one.assignments, fault=one.fault)
+        code, summary = scenario.run(
+            run_dir, one.assignments, config=one.config, fault=one.fault, deadline_s=one.deadline_s
+        )
     except ScenarioError as error:
         return [Figure(one.name, "the run itself", "failed", str(error), met=False)]
     return [equal(one.name, "exit code", code, one.code), *one.judge(one.name, summary)]
@@ -176,8 +214,14 @@ def promised_tests() -> Iterator[Figure]:
 
 
 def measured_rows() -> Iterator[Figure]:
-    """Report each row with a goal, as it was measured last."""
-    for row in json.loads(RESULTS.read_text())["rows"]:
+    """Report each row with a goal, as it was measured last, and each figure that has fewer rows than it must."""
+    rows = json.loads(RESULTS.read_text())["rows"]
+    found = Counter(row["figure"] for row in rows)
+    for promised in tomllib.loads(PROMISES.read_text())["row"]:
+        figure, least = promised["figure"], promised["rows"]
+        if found[figure] < least:
+            yield Figure("bench", f"{figure}, rows", found[figure], f">= {least}, measured", met=False)
+    for row in rows:
         if row["goal"] is not None:
             of, _, bound = row["bound"].partition(", ")
             said = f"{'>=' if bound == 'at least' else '<='} {row['goal']:g}, {row['rival_name']}"

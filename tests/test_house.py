@@ -94,3 +94,14 @@ def test_tests_that_pages_name_exist() -> None:
     assert named
     for page, file, test in named:
         assert f"def {test}(" in (ROOT / file).read_text(), f"{page} names {file}::{test}"
+
+
+def test_every_area_of_the_audit_has_a_row_with_its_tests() -> None:
+    table = re.findall(r"^\| (.+) \|$", (ROOT / "docs" / "hardening.md").read_text(), re.MULTILINE)
+    head, *rows = (line.split(" | ") for line in table)
+    assert head == ["Area", "What was claimed", "What is true", "What guards it here", "Shown by"]
+    assert len(rows) == 8
+    for row in rows:
+        assert len(row) == len(head), row[0]
+        assert all(cell.strip() for cell in row), row[0]
+        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", row[-1]), f"{row[0]} names no test"
