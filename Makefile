@@ -50,7 +50,8 @@ check: $(VENV)/.installed ## style, types, and who may import whom
 bench: $(VENV)/.installed ## the figures, with their rivals in the same run
 	$(BIN)/python -m benchmarks
 
-bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/.installed ## what some figures are compared with; optional
+bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/.installed \
+	.venv-vllm/.installed ## what some figures are compared with; optional
 
 # Atropos whole: its server, its environments, its example trainer's client, and its own tests of its server. And this
 # package: what an environment may use beside it, such as the client of OpenAI, is tried there.
