@@ -215,7 +215,7 @@ def test_a_disk_without_room_keeps_the_version_before(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(versions, "_force", full)
+        patched.setattr(versions, "force", full)
         with pytest.raises(WeightsNotWrittenError, match="No space left"), owner.writing(V(1, 5)):
             pass
     assert owner.is_torn()
