@@ -299,7 +299,10 @@ def test_each_step_is_a_version_on_disk_and_the_next_life_goes_on(
     def look(number: int) -> None:
         reader = build_policy(config.model, 9)
         own = directory_fingerprint(layout.model)
-        with closing(DiskShare.attach(reader, layout.weights, tokenizer=own)) as share, share.reading() as version:
+        with (
+            closing(DiskShare.attach(reader, layout.weights, tokenizer=own)) as share,
+            share.reading() as version,
+        ):
             seen[version] = dict(reader.state_dict())
         if number == 4:
             raise Killed

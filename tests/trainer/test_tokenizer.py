@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rolloutmq.schemas.config import ModelConfig
 from rolloutmq.trainer.tokenizer import (
     BEGIN,
+    CLASS,
+    CONFIG,
     END,
     NEW_CLASS,
     PAD,
@@ -22,6 +25,11 @@ from rolloutmq.trainer.tokenizer import (
 )
 
 FOUR = Path(__file__).parents[2] / ".venv-transformers4" / "bin" / "python"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""What the class of that family takes for a word, whatever its file says."""
 ASK = """
 import json, sys
 from transformers import AutoTokenizer
@@ -53,6 +61,50 @@ def of_five(tmp_path: Path) -> Path:
     )
     assert (tmp_path / "five" / TEMPLATE).is_file()
     return tmp_path / "five"
+
+
+def of_bytes() -> Tokenizer:
+    """Pairs of bytes, as the models in use have them: a blank belongs to the word behind it, any text has tokens."""
+    made = Tokenizer(models.BPE())
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[PAD, BEGIN, END, "<a>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["the other then there 12 120 and the rest thereof"] * 4, trainer)
+    return made
+
+
+@pytest.fixture(params=["Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def of_pairs(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A byte-level one as transformers 5 saves it, of a family's class or of none."""
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=of_bytes(),
+        bos_token=BEGIN,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=["<a>"],
+    )
+    made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    made.save_pretrained(tmp_path / "pairs")
+    if request.param != CLASS:
+        config = tmp_path / "pairs" / CONFIG
+        told = json.loads(config.read_bytes()) | {"tokenizer_class": request.param}
+        config.write_text(json.dumps(told))
+        model = json.loads((tmp_path / "pairs" / "tokenizer.json").read_bytes())["model"]
+        (tmp_path / "pairs" / "vocab.json").write_text(json.dumps(model["vocab"]))
+        merges = "\n".join(" ".join(pair) for pair in model["merges"])
+        (tmp_path / "pairs" / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    return tmp_path / "pairs"
 
 
 def answers(directory: Path) -> Any:
@@ -113,6 +165,17 @@ def test_transformers_4_reads_what_is_left(of_five: Path, tmp_path: Path, copy: 
         [FOUR, "-c", ASK, directory], capture_output=True, text=True, timeout=120, check=True
     )
     assert json.loads(told.stdout) == answers(directory)
+
+
+@pytest.mark.rival
+def test_transformers_4_reads_pairs_of_bytes_too(of_pairs: Path, tmp_path: Path) -> None:
+    directory = copied(of_pairs, tmp_path / "copy")
+    told = subprocess.run(
+        [FOUR, "-c", ASK, directory], capture_output=True, text=True, timeout=120, check=True
+    )
+    expected = answers(of_pairs)
+    assert len(expected[1]) > 1
+    assert json.loads(told.stdout) == expected == answers(directory)
 
 
 @pytest.mark.rival

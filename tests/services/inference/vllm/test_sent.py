@@ -145,3 +145,28 @@ async def test_a_tied_model_is_sent_and_sent_again(
         assert found[0].spans[0].version == heir.version
         sent.close()
     gc.collect()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+async def test_other_families_are_sent_as_exactly(tmp_path: Path, family: str) -> None:
+    lender = Lender(tmp_path / "run", family)
+    prompt = [1, 6, 7, 8]
+    try:
+        async with (
+            running(lender.config, lender.layout, "inference", 0) as vllm,
+            VllmClient.opened(vllm.socket) as client,
+        ):
+            await ready(client)
+            model = model_of(family, seed=3)
+            address = f"unix:{vllm.socket}"
+            sent = await asyncio.to_thread(SentWeights.create, model, address, tmp_path, version=V(0, 0))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+            for number in range(3):
+                found = await client.generate(prompt, Sampling(n=4, max_tokens=24), [2])
+                assert {span.version for one in found for span in one.spans} == {V(0, number)}
+                assert worst(model, prompt, found) < EXACT
+                await asyncio.to_thread(step, model, optimizer, sent, V(0, number + 1))
+            sent.close()
+    finally:
+        lender.close()
+        gc.collect()
