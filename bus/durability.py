@@ -2,6 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Final
+
+from rolloutmq.bus.codec import checksum
+
+_BLOCK_BYTES: Final = 1 << 20
 
 
 def force(path: Path) -> None:
@@ -15,3 +20,13 @@ def force(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sum_of(path: Path) -> int:
+    """Return the CRC32C of a file; blocks for as long as it takes to read it.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        return checksum(iter(lambda: file.read(_BLOCK_BYTES), b""))

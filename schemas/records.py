@@ -65,6 +65,8 @@ class DiskAddress(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     manifest: str
     """Sha256 of its manifest.json."""
+    tensors: int
+    """CRC32C of its file of tensors."""
     run: str
     """Nonce of the life that wrote it."""
 

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rolloutmq.bus.codec import checksum
-from rolloutmq.bus.durability import force
+from rolloutmq.bus.durability import force, sum_of
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.trainer.adapters import ADAPTERS, Adapters
@@ -45,7 +45,6 @@ STATE: Final = "state.json"
 INCARNATIONS: Final = "incarnation"
 PREFIX: Final = "step-"
 _NAME: Final = re.compile(rf"{PREFIX}(\d+)")
-_BLOCK_BYTES: Final = 1 << 20
 _UNREADABLE: Final = (OSError, msgspec.MsgspecError, SafetensorError, ValueError)
 """What comes of reading a damaged checkpoint."""
 _UNKNOWN: Final = -1
@@ -142,14 +141,11 @@ def _seal(path: Path, state: TrainerState) -> None:
     """Write the state, with what the files beside it are to be found as."""
     files = list(path.iterdir())
     sizes = {file.name: file.stat().st_size for file in files}
-    state = msgspec.structs.replace(state, sizes=sizes, sums={file.name: _sum(file) for file in files}, own=0)
+    state = msgspec.structs.replace(
+        state, sizes=sizes, sums={file.name: sum_of(file) for file in files}, own=0
+    )
     own = checksum([msgspec.json.encode(state)])
     (path / STATE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, own=own)))
-
-
-def _sum(path: Path) -> int:
-    with path.open("rb") as file:
-        return checksum(iter(lambda: file.read(_BLOCK_BYTES), b""))
 
 
 @contextmanager
@@ -231,7 +227,7 @@ def _read(path: Path) -> Checkpoint:
     state = _state(path)
     _check_sizes(path, state)
     for name, known in state.sums.items():
-        if _sum(path / name) != known:
+        if sum_of(path / name) != known:
             raise ValueError(f"{name} is not as it was written")
     return Checkpoint(
         path=path,

@@ -36,13 +36,14 @@ class Endpoint:
         """What every `chat.completions.create` must be called with, in the words of OpenAI's client."""
         return {"model": self.model, "logprobs": True, "extra_body": dialect.BEYOND}
 
-    def completions(self, answer: Any) -> list[Completion]:
+    def completions(self, answer: Any, temperature: float = 1.0) -> list[Completion]:
         """Return what was sampled, a `Completion` for each choice.
 
         Args:
             answer: A `ChatCompletion` as the client returned it, or the same in dictionaries, or its JSON in bytes.
+            temperature: That the client asked for. A server of a run tells it itself, and that counts.
 
         Raises:
             PolicyRefusedError: It lacks what training needs.
         """
-        return dialect.chat_completions(answer, (self.oldest, max(self.oldest, self.newest())))
+        return dialect.chat_completions(answer, (self.oldest, max(self.oldest, self.newest())), temperature)

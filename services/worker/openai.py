@@ -216,7 +216,8 @@ class OpenAIPolicy:
 def _sampling(
     n: int, max_tokens: int, temperature: float, stop: str | Sequence[str] | None
 ) -> dict[str, Any]:
-    sampling: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "temperature": temperature}
+    # Said even where it is the default: that of a server may come from a model's directory.
+    sampling: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "top_p": 1.0}
     if stop is not None:
         sampling["stop"] = stop if isinstance(stop, str) else list(stop)
     return sampling

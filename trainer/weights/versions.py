@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rolloutmq.bus.durability import force
+from rolloutmq.bus.durability import force, sum_of
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.records import DiskAddress
 from rolloutmq.schemas.sharing import SegmentGoneError, WeightsDamagedError, WeightsNotWrittenError
@@ -73,6 +73,8 @@ def _read(address: DiskAddress, directory: Path) -> Found:
     encoded = (directory / MANIFEST).read_bytes()
     if hashlib.sha256(encoded).hexdigest() != address.manifest:
         raise WeightsDamagedError(str(directory), "its manifest is not the one that was published")
+    if sum_of(directory / TENSORS) != address.tensors:
+        raise WeightsDamagedError(str(directory), f"{TENSORS} is not as it was written")
     try:
         manifest = msgspec.json.decode(encoded, type=WeightManifest)
         tensors = load_file(directory / TENSORS)
@@ -127,12 +129,13 @@ def publish(
     root = address_file.parent / DIRECTORY
     encoded = msgspec.json.encode(manifest)
     digest = hashlib.sha256(encoded).hexdigest()
-    address = DiskAddress(directory=name, version=version, manifest=digest, run=run)
     partial = root / f".{name}.partial"
     try:
         _write(partial, encoded, tensors)
+        written = sum_of(partial / TENSORS)
         partial.rename(root / name)
         force(root)
+        address = DiskAddress(directory=name, version=version, manifest=digest, tensors=written, run=run)
         _replace(address_file, msgspec.json.encode(address) + b"\n")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -44,6 +44,10 @@ class EngineStalledError(EngineFailedError):
         super().__init__(f"vLLM stands still: no step and no answer for {still_s:.0f} s")
 
 
+class EngineSilentError(EngineFailedError):
+    """vLLM did not answer a call in time; whether it stands still, others judge."""
+
+
 class _Span(msgspec.Struct, gc=False):
     version: str
     start: int
@@ -125,7 +129,7 @@ class VllmClient:
             async with asyncio.timeout(CALL_S):
                 status, body = await self._post("/collective_rpc", {"method": method, "args": args})
         except TimeoutError:
-            raise EngineFailedError(f"{method}: vLLM did not answer within {CALL_S:g} s") from None
+            raise EngineSilentError(f"{method}: vLLM did not answer within {CALL_S:g} s") from None
         try:
             if status == 200:
                 return _results.decode(body).results[0]

@@ -20,7 +20,7 @@ from rolloutmq.services.inference.protocol import Limits
 from rolloutmq.services.inference.served import end_ids
 from rolloutmq.services.inference.text import Text
 from rolloutmq.services.inference.vllm import label
-from rolloutmq.services.inference.vllm.client import EngineFailedError, VllmClient
+from rolloutmq.services.inference.vllm.client import EngineFailedError, EngineSilentError, VllmClient
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
@@ -180,6 +180,8 @@ class SentPolicy(VllmPolicy):
         """See `VllmPolicy.followed`."""
         try:
             version = await _version_of(client)
+        except EngineSilentError:
+            return self  # it may be stopped, or at work on a large transfer: what was known last counts
         except EngineFailedError:
             await asyncio.sleep(WATCH_S)  # one that died has last words, and they say more
             raise

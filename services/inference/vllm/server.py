@@ -163,7 +163,7 @@ class VllmServer(Front):
             logger.warning("vllm %s in_hand=%d still_s=%.1f", told, self._asked, self._progress.still_s(now))
         self._is_stalled = stalled
         if stalled:
-            for limit in self._limits:
+            for limit in (one for one in self._limits if not one.expired()):
                 limit.reschedule(asyncio.get_running_loop().time())
 
     async def follow(self) -> None:

@@ -36,7 +36,10 @@ async def test_another_client_gets_what_training_needs(server: "FakeServer", wri
         policy: Policy = opened
         async with policy.endpoint() as endpoint:
             assert (endpoint.base_url, endpoint.model) == (f"{server.url}/v1", "tiny")
-            (completion,) = endpoint.completions(await asked(endpoint))
+            answer = await asked(endpoint)
+            (completion,) = endpoint.completions(answer)
+            assert completion.temperature == 1
+            assert endpoint.completions(answer, 0.5)[0].temperature == 0.5
     assert (completion.prompt_token_ids, completion.token_ids) == ([1, 2, 3], [4, 5])
     assert completion.logprobs == [-0.25, -0.25]
     assert server.asked[0].items() >= {"model": "tiny", "logprobs": True, "return_token_ids": True}.items()

@@ -45,6 +45,9 @@ async def test_a_conversation_is_asked_the_same_way(server: "FakeServer") -> Non
     assert answer.text == "answer"
     assert answer.logprobs == [-0.25, -0.25]
     assert "stop" not in server.asked[0]
+    assert (server.asked[0]["temperature"], server.asked[0]["top_p"]) == (1.0, 1.0), (
+        "whatever its defaults are"
+    )
 
 
 async def test_a_server_without_stamps_gets_the_known_versions(server: "FakeServer") -> None:

@@ -191,6 +191,11 @@ def test_damaged_files_are_refused_and_the_old_weights_stay(
     assert reader.is_torn()
     assert reader.version == V(1, 4)
     assert torch.equal(logits(reading), before)
+    turned = bytearray(whole)
+    turned[-5] ^= 1
+    tensors.write_bytes(turned)
+    with pytest.raises(WeightsDamagedError, match="is not as it was written"):
+        reader.reading().__enter__()
     tensors.write_bytes(whole)
     manifest = files(address) / versions.MANIFEST
     manifest.write_bytes(manifest.read_bytes() + b" ")
@@ -255,7 +260,7 @@ def test_a_file_that_differs_from_the_model_is_told(owned: tuple[Any, DiskShare]
 def test_no_version_and_no_address(address: Path) -> None:
     with pytest.raises(SegmentGoneError, match="no version was published yet"):
         DiskShare.attach(on_meta(config("qwen2")), address)
-    gone = DiskAddress(directory="gone", version=V(), manifest="", run="r")
+    gone = DiskAddress(directory="gone", version=V(), manifest="", tensors=0, run="r")
     address.write_bytes(msgspec.json.encode(gone))
     with pytest.raises(SegmentGoneError, match="removed before"):
         DiskShare.attach(on_meta(config("qwen2")), address)

@@ -1,0 +1,46 @@
+"""What is known of a policy that was sent to vLLM, while vLLM says nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.services.inference.vllm.lent import Lender
+
+from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.services.inference.vllm.client import EngineFailedError, EngineSilentError
+from rolloutmq.services.inference.vllm.policy import SentPolicy
+
+
+class Client:
+    """Answers calls of the extension with what a test wants."""
+
+    def __init__(self, *said: dict[str, Any] | Exception) -> None:
+        self._said = list(said)
+
+    async def call(self, _method: str) -> dict[str, Any]:
+        said = self._said.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Iterator[SentPolicy]:
+    lender = Lender(tmp_path / "run", "qwen2")
+    yield SentPolicy(lender.layout, PolicyVersion(0, 3), 8)
+    lender.close()
+
+
+async def test_one_that_does_not_answer_in_time_is_not_given_up_for_that(policy: SentPolicy) -> None:
+    """It may be stopped, or take in a large model; whether it stands still, its steps say."""
+    silent = Client(EngineSilentError("sent_weights"), {"whole": True, "version": "0.4"})
+    assert await policy.followed(silent, 0.0) is policy  # type: ignore[arg-type]
+    assert policy.version == PolicyVersion(0, 3)
+    assert await policy.followed(silent, 1.0) is policy  # type: ignore[arg-type]
+    assert policy.version == PolicyVersion(0, 4)
+
+
+async def test_one_that_is_gone_is(policy: SentPolicy) -> None:
+    with pytest.raises(EngineFailedError, match="is away"):
+        await policy.followed(Client(EngineFailedError("vLLM is away")), 0.0)  # type: ignore[arg-type]
