@@ -44,9 +44,39 @@ def _descriptors() -> set[str]:
     return found
 
 
+class Family(threading.Thread):
+    """Remembers who was ever a child: what the dead leave in shared memory says no more than their process id."""
+
+    def __init__(self) -> None:
+        super().__init__(name="family", daemon=True)
+        self.known = {os.getpid()}
+
+    def run(self) -> None:
+        while True:
+            self.look()
+            time.sleep(FAMILY_S)
+
+    def look(self) -> set[int]:
+        self.known |= _processes()
+        return self.known
+
+
+FAMILY_S = 0.25
+"""Whoever owns a segment lives for longer: it has loaded torch."""
+_family: list[Family] = []
+
+
+def family() -> Family:
+    """The one of this process, which lasts as long."""
+    if not _family:
+        _family.append(Family())
+        _family[0].start()
+    return _family[0]
+
+
 def _segments() -> set[str]:
-    """Segments of this process, of its children, and of the dead; other runs of this machine have their own."""
-    ours = _processes() | {os.getpid()}
+    """Segments of this process and of those that ever were its children; other runs of this machine have their own."""
+    ours = family().look()
     return {path.name for path in SHM.glob("rolloutmq*") if _is_ours(path, ours)}
 
 
@@ -59,7 +89,7 @@ def _is_ours(path: Path, ours: set[int]) -> bool:
         owner = Segment(path, "", fd).owner()
     finally:
         os.close(fd)
-    return owner is None or owner.pid in ours or not owner.alive()
+    return owner is None or owner.pid in ours
 
 
 def _threads() -> set[str]:
@@ -90,7 +120,7 @@ PROBES: dict[str, Callable[[], set[int] | set[str]]] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that use shared memory together: what the dead leave there has no owner to tell whose it is."""
+    """Keep the tests that use shared memory together: what has no owner yet could be anybody's."""
     for item in items:
         file = item.path.relative_to(Path(__file__).parent).as_posix()
         if f"{file}::{item.name}".startswith(SHARES_MEMORY):

@@ -301,7 +301,7 @@ def test_a_worker_that_is_told_to_drain_six_times_drains_once(staffed: Staffed, 
             assert "cut off" not in log
             (gone,) = [line for line in log.splitlines() if " gone produced=" in line]
             ids = staff.acked(name)
-            assert gone.endswith(f" gone produced={len(ids)} abandoned=0")
+            assert gone.endswith(f" gone produced={len(ids)} abandoned=0 untaught=0")
             assert set(Counter(ids).values()) <= {1}
         assert not list(staff.layout.spools.glob("*"))
         every = sum(len(staff.acked(name)) for name in [*drained, *staff.living()])
