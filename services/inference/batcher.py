@@ -3,7 +3,8 @@
 First come, first served: what arrives while a batch is generated goes into the next one, as much as fits. A request
 whose caller has gone is not begun, or leaves its batch at the next step. If the weights cannot be read, the whole
 batch fails with the reason and its callers try again: nothing is kept that may have come from half-written weights.
-A batch that fails for another reason is done again one by one, so that a request that cannot be done costs no other.
+A batch that fails for another reason is done again one by one, so that a request that cannot be done costs no other;
+but not where it is the weights themselves that nothing can be done with.
 """
 
 import asyncio
@@ -13,12 +14,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 from rolloutmq.schemas.errors import ClosedError, RetryableError
+from rolloutmq.schemas.sharing import WeightsMismatchError
 from rolloutmq.services.inference.protocol import ApiError
 
 logger = logging.getLogger(__name__)
+OF_THE_WEIGHTS: Final = (FloatingPointError, WeightsMismatchError)
+"""Whatever is asked fails for them: they give no numbers, or are of another model."""
 _T = TypeVar("_T")
 
 
@@ -144,9 +148,9 @@ class Batcher(Generic[_J]):
         except RetryableError as error:
             self._complain(str(error))
             self._fail(batch, error)
-        except Exception:
+        except Exception as error:
             logger.exception("batch failed jobs=%d", len(batch))
-            again = batch if len(batch) > 1 else []
+            again = batch if len(batch) > 1 and not isinstance(error, OF_THE_WEIGHTS) else []
             if not again:
                 self._fail(
                     batch, ApiError(500, "generating failed; the log of the server tells why", "failed")

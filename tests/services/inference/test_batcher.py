@@ -155,6 +155,17 @@ async def test_one_that_cannot_be_done_costs_no_other() -> None:
         await last
 
 
+async def test_what_fails_for_the_weights_is_not_tried_one_by_one() -> None:
+    puppet = Puppet()
+    async with running(puppet) as batcher:
+        asked = ask(batcher, job(), job())
+        await puppet.begun()
+        puppet.ends.put(FloatingPointError("the policy gives logits that are not finite"))
+        for result in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(result, ApiError)
+        assert puppet.batches.empty()
+
+
 async def test_the_end_refuses_everybody_and_waits_for_the_thread() -> None:
     puppet = Puppet()
     async with running(puppet) as batcher:
