@@ -65,7 +65,7 @@ def own(root: Path) -> int:
 def owner_lives(address_file: Path) -> bool:
     """Tell whether the weights that an address file names have a living owner, whatever holds them."""
     if read_disk(address_file) is not None:
-        return _publishes(address_file.parent / DIRECTORY)
+        return is_locked(address_file.parent / DIRECTORY / OWNER)
     if (sent := read_sent(address_file)) is not None:
         return segments.Owner(*sent.sender).alive()
     found = segments.read_address(address_file)
@@ -73,11 +73,11 @@ def owner_lives(address_file: Path) -> bool:
     return owner is not None and owner.alive()
 
 
-def _publishes(root: Path) -> bool:
-    """Tell whether somebody owns a directory of versions."""
+def is_locked(path: Path) -> bool:
+    """Tell whether somebody has a lock on a file; nobody has where there is none."""
     try:
         # Over NFS an exclusive lock needs a descriptor that may write.
-        fd = os.open(root / OWNER, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -31,7 +31,7 @@ from rolloutmq.bus.durability import force, sum_of
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.records import DiskAddress
 from rolloutmq.schemas.sharing import SegmentGoneError, WeightsDamagedError, WeightsNotWrittenError
-from rolloutmq.trainer.weights.address import DIRECTORY, read_disk
+from rolloutmq.trainer.weights.address import DIRECTORY, is_locked, read_disk
 from rolloutmq.trainer.weights.manifest import WeightManifest
 
 logger = logging.getLogger(__name__)
@@ -160,27 +160,12 @@ def prune(root: Path, *, keep: str) -> None:
     others = [path for path in root.iterdir() if path.is_dir() and path.name != keep]
     whole = sorted((path for path in others if not path.name.startswith(".")), key=_written)
     for path in [*whole[: max(0, len(whole) - (KEPT - 1))], *(set(others) - set(whole))]:
-        if not _is_read(path):
+        if not is_locked(path / MANIFEST):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _written(path: Path) -> int:
     return path.stat().st_mtime_ns
-
-
-def _is_read(directory: Path) -> bool:
-    try:
-        # Over NFS an exclusive lock needs a descriptor that may write.
-        fd = os.open(directory / MANIFEST, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def seen(path: Path) -> tuple[int, int] | None:

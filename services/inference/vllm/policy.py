@@ -6,6 +6,7 @@ them to vLLM, which alone knows what it has.
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final, Self
 
@@ -31,7 +32,7 @@ KEPT_S: Final = READ_PATIENCE_S
 """How long one write or transfer may last before requests are refused, as vLLM refuses those that it has by then."""
 
 
-class VllmPolicy:
+class VllmPolicy(ABC):
     """What is read of the model's directory, and what is known of the weights."""
 
     def __init__(self, layout: RunLayout, max_rows: int) -> None:
@@ -46,18 +47,19 @@ class VllmPolicy:
         self._layout = layout
 
     @property
+    @abstractmethod
     def version(self) -> PolicyVersion:
         """Version of the last whole write or transfer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_torn(self) -> bool:
         """Tell whether the weights are half-written and nobody is at work on them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kept(self, now: float) -> WeightsBusyError | None:
         """Say who keeps the weights for longer than any write takes, if somebody does."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def followed(self, client: VllmClient, now: float) -> "VllmPolicy":
         """Look at the weights, to be called again and again; return the policy to be served from now on.
 
@@ -65,8 +67,8 @@ class VllmPolicy:
             WeightsMismatchError: The trainer shares weights that vLLM does not take; names the tensor.
             EngineFailedError: vLLM does not say.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of the weights."""
 
@@ -175,6 +177,9 @@ class SentPolicy(VllmPolicy):
     def kept(self, now: float) -> WeightsBusyError | None:  # noqa: ARG002 - a transfer that hangs counts as torn
         """Nobody keeps a copy."""
         return None
+
+    def close(self) -> None:
+        """Nothing is held: the copy is vLLM's."""
 
     async def followed(self, client: VllmClient, now: float) -> VllmPolicy:
         """See `VllmPolicy.followed`."""

@@ -142,11 +142,11 @@ def test_a_version_is_published_though_old_ones_cannot_go(
 ) -> None:
     model, owner = owned
 
-    def stale(_directory: Path) -> bool:
+    def stale(_path: Path) -> bool:
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patched:
-        patched.setattr(versions, "_is_read", stale)
+        patched.setattr(versions, "is_locked", stale)
         for step in (5, 6):
             with owner.writing(V(1, step)):
                 pass
