@@ -20,7 +20,7 @@ quickstart-vllm: $(VENV)/.installed .venv-vllm/.installed ## the same with vLLM,
 	$(BIN)/rolloutmq up examples/quickstart-vllm.toml
 
 test: $(VENV)/.installed ## every test, as a user runs them; two at once, since many start processes of their own
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m 'not rival'
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'not rival'
 
 test-atropos: $(VENV)/.installed .venv-atropos/.installed ## Atropos' server, environment, trainer and tests, for real
 	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py tests/benchmarks/test_gateway.py \

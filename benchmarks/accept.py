@@ -34,7 +34,7 @@ SEEDS: Final = (0, 1, 2)
 VLLM: Final = ROOT / ".venv-vllm" / "bin" / "python"
 VLLM_WALL_S: Final = 600.0
 TESTED: Final = {
-    "own": ("-m", "not rival", "--numprocesses", "2", "--dist", "loadgroup"),
+    "own": ("-m", "not rival", "--numprocesses", "2", "--dist", "worksteal"),
     "rival": ("-m", "rival"),
 }
 """How the tests are run: as `make test` does, and those with foreign systems one after another."""

@@ -96,21 +96,6 @@ def _threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
 
 
-SHARES_MEMORY = (
-    "benchmarks/test_trl.py",
-    "benchmarks/test_weights.py",
-    "bus/test_segments.py",
-    "examples/",
-    "faults/test_orchestrator_faults.py::test_an_orchestrator_that_is_killed_in_a_run",
-    "launch/",
-    "services/inference/",
-    "test_distillation.py",
-    "test_readme.py",
-    "test_run.py",
-    "trainer/",
-)
-"""Tests that run a trainer or an inference server, or whole runs."""
-
 PROBES: dict[str, Callable[[], set[int] | set[str]]] = {
     "processes": _processes,
     "descriptors": _descriptors,
@@ -119,26 +104,15 @@ PROBES: dict[str, Callable[[], set[int] | set[str]]] = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that use shared memory together: what has no owner yet could be anybody's."""
-    for item in items:
-        file = item.path.relative_to(Path(__file__).parent).as_posix()
-        if f"{file}::{item.name}".startswith(SHARES_MEMORY):
-            item.add_marker(pytest.mark.xdist_group("shared memory"))
-
-
 @pytest.fixture(autouse=True)
-def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_leaks() -> Iterator[None]:
     """Fail the test that leaves a process, a socket, a thread or shared memory behind."""
-    probes = dict(PROBES)
-    if request.node.get_closest_marker("xdist_group") is None:
-        del probes["shared memory"]
-    before = {what: probe() for what, probe in probes.items()}
+    before = {what: probe() for what, probe in PROBES.items()}
     yield
     deadline = time.monotonic() + LEAK_DEADLINE_S
     while True:
         gc.collect()
-        leaked = {what: extra for what, probe in probes.items() if (extra := probe() - before[what])}
+        leaked = {what: extra for what, probe in PROBES.items() if (extra := probe() - before[what])}
         if not leaked or time.monotonic() > deadline:
             break
         time.sleep(0.02)

@@ -17,7 +17,7 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.process import Role
 from rolloutmq.services.orchestrator.identity import alive, variable_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("shared memory")]
+pytestmark = pytest.mark.slow
 
 GIB = 1 << 30
 

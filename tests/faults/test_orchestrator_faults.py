@@ -78,7 +78,6 @@ def grandchild(run_dir: Path, worker: ProcessIdentity) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("shared memory")
 def test_an_orchestrator_that_is_killed_in_a_run_adopts_every_worker(tmp_path: Path) -> None:
     """A whole run under load: the same workers before and after each kill, none twice, no group lost, nobody left."""
     workers: list[dict[str, ProcessIdentity]] = []

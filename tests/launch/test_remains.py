@@ -20,6 +20,7 @@ OWNER = """
 import sys
 from pathlib import Path
 from rolloutmq.bus import segments
+segments.SHM = Path(sys.argv[2])
 segment = segments.create("weights", 8192)
 segments.write_address(Path(sys.argv[1]), segment)
 print(segment.path, flush=True)
@@ -46,9 +47,15 @@ sys.stdin.read()
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of everything, while other tests use the real place, stays in a directory of its own."""
+    monkeypatch.setattr(segments, "SHM", tmp_path_factory.mktemp("memory"))
+
+
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts processes; those that live at the end are killed, and what they left is swept."""
+    """Starts processes; those that live at the end are killed."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> "subprocess.Popen[str]":
@@ -62,7 +69,12 @@ def start() -> Iterator[Start]:
     for process in started:
         with process:
             process.kill()
-    segments.sweep()
+
+
+def own(start: Start, layout: RunLayout) -> "tuple[subprocess.Popen[str], Path]":
+    """Start the owner of a segment; returns it and the segment."""
+    owner = start("-c", OWNER, str(layout.weights), str(segments.SHM))
+    return owner, Path(said(owner))
 
 
 def said(process: "subprocess.Popen[str]") -> str:
@@ -95,12 +107,11 @@ def alive(tmp_path: Path) -> RunLayout:
 def test_segments_of_a_killed_owner_go_and_those_of_a_living_one_stay(
     start: Start, dead: RunLayout, alive: RunLayout
 ) -> None:
-    owners = [start("-c", OWNER, str(layout.weights)) for layout in (dead, alive)]
-    left, kept = (Path(said(owner)) for owner in owners)
+    (owner, left), (_, kept) = own(start, dead), own(start, alive)
     roots = [dead.root, alive.root]
     assert left not in remains.sweep(roots)
     assert left.exists()
-    killed(owners[0])
+    killed(owner)
     removed = remains.sweep(roots)
     assert {left, dead.weights} <= set(removed)
     assert not {kept, alive.weights} & set(removed)
@@ -112,8 +123,7 @@ def test_segments_of_a_killed_owner_go_and_those_of_a_living_one_stay(
 
 
 def test_what_a_reader_still_maps_stays_until_it_is_killed_too(start: Start, dead: RunLayout) -> None:
-    owner = start("-c", OWNER, str(dead.weights))
-    left = Path(said(owner))
+    owner, left = own(start, dead)
     reader = start("-c", READER, str(dead.weights))
     assert said(reader) == "attached"
     killed(owner)
@@ -130,18 +140,17 @@ def test_versions_of_a_killed_owner_go_and_those_of_a_living_one_stay(
     owners = [start("-c", PUBLISHER, str(layout.weights)) for layout in (dead, alive)]
     assert [said(owner) for owner in owners] == ["published"] * 2
     roots = [dead.root, alive.root]
-    assert in_runs(remains.sweep(roots)) == set()
+    assert set(remains.sweep(roots)) == set()
     killed(owners[0])
-    assert in_runs(remains.sweep(roots)) == {dead.weights, dead.versions}
+    assert set(remains.sweep(roots)) == {dead.weights, dead.versions}
     assert not dead.versions.exists()
     assert alive.versions.exists()
-    assert in_runs(remains.sweep(roots)) == set()
+    assert set(remains.sweep(roots)) == set()
 
 
 def test_a_stranger_with_the_pid_of_a_dead_owner_is_not_it(start: Start, dead: RunLayout) -> None:
     """The segment says when its owner began; whoever has its pid now began at another time."""
-    owner = start("-c", OWNER, str(dead.weights))
-    left = Path(said(owner))
+    owner, left = own(start, dead)
     killed(owner)
     living = segments.Owner.current()
     with left.open("r+b") as file:
@@ -150,11 +159,6 @@ def test_a_stranger_with_the_pid_of_a_dead_owner_is_not_it(start: Start, dead: R
         file.seek(0)
         file.write(segments.HEADER.pack(*impostor))
     assert left in remains.sweep([])
-
-
-def in_runs(removed: list[Path]) -> set[Path]:
-    """Leave out shared memory, where other dead processes of this machine may have left something as well."""
-    return {path for path in removed if path.parent != segments.SHM}
 
 
 def broker(start: Start, layout: RunLayout) -> "subprocess.Popen[str]":
@@ -172,9 +176,9 @@ def test_sockets_of_a_killed_broker_go_and_those_of_a_living_one_stay(
 ) -> None:
     one, _ = broker(start, dead), broker(start, alive)
     roots = [dead.root, alive.root]
-    assert in_runs(remains.sweep(roots)) == set()
+    assert set(remains.sweep(roots)) == set()
     killed(one)
-    assert in_runs(remains.sweep(roots)) == {dead.endpoints, *(dead.sockets / name for name in SOCKETS)}
+    assert set(remains.sweep(roots)) == {dead.endpoints, *(dead.sockets / name for name in SOCKETS)}
     assert all((alive.sockets / name).exists() for name in SOCKETS)
     assert read_endpoints(alive.root) is not None
 
@@ -182,7 +186,7 @@ def test_sockets_of_a_killed_broker_go_and_those_of_a_living_one_stay(
 def test_a_run_whose_launcher_lives_is_left_alone(start: Start, dead: RunLayout) -> None:
     killed(broker(start, dead))
     with rundir.claimed(dead.root, "token", resume=True):
-        assert in_runs(remains.sweep([dead.root])) == set()
+        assert set(remains.sweep([dead.root])) == set()
         assert dead.endpoints.exists()
     assert dead.endpoints in remains.sweep([dead.root])
 
@@ -191,8 +195,7 @@ def test_shared_memory_of_a_run_whose_launcher_lives_is_left_to_the_next_trainer
     start: Start, dead: RunLayout, alive: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rundir, "RUNS", alive.root.parent)
-    owner = start("-c", OWNER, str(alive.weights))
-    left = Path(said(owner))
+    owner, left = own(start, alive)
     with rundir.claimed(alive.root, "token", resume=True):
         killed(owner)
         for named in ([alive.root], [dead.root], []):
@@ -202,8 +205,7 @@ def test_shared_memory_of_a_run_whose_launcher_lives_is_left_to_the_next_trainer
 
 
 def test_a_damaged_record_of_a_launcher_stops_no_sweep(start: Start, dead: RunLayout) -> None:
-    owner = start("-c", OWNER, str(dead.weights))
-    left = Path(said(owner))
+    owner, left = own(start, dead)
     killed(owner)
     dead.owner.write_text("{")
     assert left in remains.sweep([dead.root])
