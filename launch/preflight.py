@@ -45,8 +45,16 @@ def check(config: RunConfig) -> None:
                 raise MissingError(f"the package {package}", "pip install 'rolloutmq[trainer]'")
     if config.trainer.enabled and config.trainer.lora and importlib.util.find_spec("peft") is None:
         raise MissingError("the package peft", "`[trainer.lora]` needs it: pip install 'rolloutmq[lora]'")
+    _check_device(config)
     _check_port(config.inference)
     _check_teacher(config)
+
+
+def _check_device(config: RunConfig) -> None:
+    if config.trainer.enabled and config.trainer.device != "cpu":
+        from rolloutmq.trainer import device  # loads torch, which takes seconds
+
+        device.find_device(config.trainer.device)
 
 
 def _check_batch(config: RunConfig) -> None:

@@ -305,6 +305,16 @@ class RunConfig(Section):
             )
         if backend == "disk" and kind != "tiny" and not self.trainer.enabled:
             raise ValueError("weights.backend: nobody in this run writes or reads weights on `disk`")
+        device = self.trainer.device
+        if backend == "posix_shm" and device != "cpu" and self.trainer.enabled:
+            other = {"tiny": "disk", "vllm": "vllm_http"}.get(kind, "cuda_ipc")
+            raise ValueError(f"weights.backend: `{device}` (trainer.device) has no {backend}: use `{other}`")
+        if backend == "cuda_ipc" and (
+            device == "cpu" or kind in {"tiny", "vllm"} or not self.trainer.enabled
+        ):
+            raise ValueError(
+                "weights.backend: `cuda_ipc` is between a trainer with device = 'cuda' and a server of your own"
+            )
         return self
 
     @model_validator(mode="after")

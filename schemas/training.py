@@ -1,8 +1,9 @@
 """What is learned from a batch, and how it reaches who samples: the `[trainer]` and the `[weights]` of a run."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -66,6 +67,9 @@ class TrainerConfig(Section):
     checkpoint_interval: PositiveInt = 50
     """Steps between checkpoints."""
     keep_checkpoints: PositiveInt = 2
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """Where the policy learns: `cpu`, or `cuda` or `cuda:1`, a GPU of this host as the trainer counts them. From there
+    weights reach who samples by another `weights.backend` than the usual."""
     ranks: PositiveInt = 1
     """Processes of the trainer on this host, which share each step and hold the policy and its optimizer in parts."""
     threads: PositiveInt = 1
@@ -98,6 +102,14 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _ranks_on_the_cpu(self) -> Self:
+        if self.device != "cpu" and self.ranks > 1:
+            raise ValueError(
+                f"ranks must be 1 with device = {self.device!r}: several share a step on the CPU only"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_size(self) -> Self:
         if bool(self.batch_sequences) == bool(self.batch_tokens):
             raise ValueError("batch_tokens and batch_sequences: name one of them, the other is 0 or left out")
@@ -107,7 +119,8 @@ class TrainerConfig(Section):
 class WeightsConfig(Section):
     """`[weights]`: how what the trainer has learned reaches the server that samples."""
 
-    backend: Literal["posix_shm", "disk", "vllm_http"] = "posix_shm"
+    backend: Literal["posix_shm", "disk", "vllm_http", "cuda_ipc"] = "posix_shm"
     """`posix_shm`: trainer and server map the same memory, without a copy. `disk`: each step leaves a version below
     `weights/` of the run directory, which a `tiny` server, or one of your own, reads. `vllm_http`: each step is sent to
-    the run's vLLM, by the interface that vLLM has for that."""
+    the run's vLLM, by the interface that vLLM has for that. `cuda_ipc`: a server of your own maps the weights of a
+    trainer on the same GPU."""

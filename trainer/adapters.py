@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rolloutmq.schemas.errors import ConfigError, MissingError
 from rolloutmq.schemas.training import LoraConfig
+from rolloutmq.trainer.device import device_of
 from rolloutmq.trainer.model import twin
 from rolloutmq.trainer.weights.manifest import named_tensors
 
@@ -82,10 +83,11 @@ class Adapters:
             )
         if base_digest != self.base_digest:
             raise ConfigError("model", "its weights are not those that the checkpoint's adapters belong to")
-        self._restored = dict(tensors)
+        device = device_of(self._policy)
+        self._restored = {key: tensor.to(device) for key, tensor in tensors.items()}
         with torch.no_grad():
             for name in self._targets:
-                down, up = (tensors[key] for key in _keys(name))
+                down, up = (self._restored[key] for key in _keys(name))
                 _linear(self._policy, name).weight.copy_(self._sum(name, down, up))
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
@@ -188,6 +190,6 @@ def _keys(name: str) -> tuple[str, str]:
 def _digest(policy: nn.Module) -> str:
     total = 0
     for name, tensor in named_tensors(policy):
-        raw = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         total = crc32(raw.data, crc32(name.encode(), total))
     return f"{total:08x}"

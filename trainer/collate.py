@@ -6,7 +6,7 @@ read that teaches nothing: no sequence without a trained token, and none further
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -86,6 +86,16 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     position_ids: Tensor | None = None
     temperatures: Tensor | None = None
+
+    def on(self, device: torch.device) -> "MicroBatch":
+        """Return it with its tensors on a device."""
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name in self.__slots__
+            if isinstance(value := getattr(self, name), Tensor)
+        }
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        return replace(self, columns=columns, **moved)
 
     @property
     def judged_sequences(self) -> int:

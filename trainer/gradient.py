@@ -11,6 +11,7 @@ from torch import Tensor
 from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.trainer.account import Metrics, total_of
 from rolloutmq.trainer.collate import MicroBatch
+from rolloutmq.trainer.device import device_of
 from rolloutmq.trainer.losses.distillation import TaughtInputs, combined, distillation
 from rolloutmq.trainer.losses.inputs import LossInputs, StepSize
 from rolloutmq.trainer.losses.registry import REFERENCE, find_loss
@@ -47,7 +48,8 @@ def leave_gradient(
     size = StepSize(max(1, judged), max(1, sequences))
     longest = ranks.most(len(passes))
     totals: dict[str, Tensor] = {}
-    for one in passes:
+    device = device_of(scorer.policy)
+    for one in (plain.on(device) for plain in passes):
         told = taught(one, teacher)
         also = told.asked if told else None
         scores, entropy = scorer(

@@ -152,7 +152,8 @@ class PolicyOptimizer:
             if keys:
                 saved = {key: tensors[f"{key}.{name}"] for key in keys}
                 self._adam.state[master] = {
-                    key: _part(one, master) if one.dim() else one.clone() for key, one in saved.items()
+                    key: _part(one, master) if one.dim() else one.to(master.device, copy=True)
+                    for key, one in saved.items()
                 }
 
 
@@ -164,6 +165,6 @@ def _whole(tensor: Tensor) -> Tensor:
 def _part(whole: Tensor, like: Tensor) -> Tensor:
     """Return a copy of a saved tensor, or this rank's part of it."""
     if not isinstance(like, DTensor):
-        return whole.clone()
+        return whole.to(like.device, copy=True)
     # Every rank has read all of it: nobody has to be sent anything.
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -91,13 +91,20 @@ def test_a_file_that_is_wrong_is_said_with_the_line(problems: Path, text: str, w
     assert why in str(refused.value)
 
 
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
 @pytest.mark.slow
-def test_twenty_steps_without_a_teacher(problems: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "backend"), [("cpu", "posix_shm"), pytest.param("cuda", "disk", marks=GPU)]
+)
+def test_twenty_steps_without_a_teacher(problems: Path, tmp_path: Path, device: str, backend: str) -> None:
     student = save_model(tmp_path / "student", 1, **SMALL, alphabet=LETTERS)
     code, summary = scenario.run(
         tmp_path / "run",
         [
             *(f"model.path={student}", "model.dtype=float32"),
+            *(f"trainer.device={device}", f"weights.backend={backend}"),
             f'environment.gsm8k.options={{ problems = "{problems}", max_tokens = 12, prompt = "{{question}}" }}',
             *("trainer.steps=20", "trainer.batch_sequences=16", "trainer.learning_rate=1e-3"),
         ],

@@ -43,6 +43,9 @@ def test_version() -> None:
     assert rolloutmq("--version").stdout.startswith("rolloutmq 0.")
 
 
+ON_A_GPU = ["up", "run.toml", "--set", "trainer.device=cuda", "--set", "weights.backend=disk"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -51,6 +54,7 @@ def test_version() -> None:
         (["up", "run.toml", "--set", "environment.e.min_workers=9"], 2, "must not exceed max_workers"),
         (["up", "run.toml", "--set", "environment.e.entry=none.py:E"], 2, "there is no file"),
         (["up", "run.toml", "--set", "weights.backend=vllm_http"], 2, "vLLM's own interface"),
+        (ON_A_GPU, 1, "trainer.device"),
         (["up"], 2, "config"),
         (["no-such-command"], 2, "no-such-command"),
         (["status", "nowhere"], 1, "a run in nowhere is missing"),

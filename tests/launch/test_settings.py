@@ -74,7 +74,7 @@ def test_variables_without_nesting_are_not_ours(file: Path) -> None:
         ("orchestrator.scaling.up_factor=1", "orchestrator.scaling.up_factor", ["greater than 1"]),
         ("model.heads=3", "model.hidden_size", ["multiple of heads"]),
         ("inference.kind=external", "inference.url", ["must be given"]),
-        ("weights.backend=tape", "weights.backend", ["'posix_shm', 'disk' or 'vllm_http'", "'tape'"]),
+        ("weights.backend=tape", "weights.backend", ["'vllm_http' or 'cuda_ipc'", "'tape'"]),
         ("weights.backend=vllm_http", "weights.backend", ["vLLM's own interface", "`tiny`"]),
         ("environment.eval1.group_size=4", "environment.eval1.entry", ["is required"]),
         ("run=3", "run", ["dictionary", "3"]),
@@ -108,23 +108,29 @@ def test_a_budget_of_tokens_takes_the_place_of_the_number_of_sequences(file: Pat
         load(file, environ={}, assignments=["trainer.batch_tokens=300_000"])
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind", "works"),
-    [
-        ("posix_shm", "tiny", True),
-        ("posix_shm", "vllm", True),
-        ("disk", "tiny", True),
-        ("disk", "external", True),
-        ("disk", "none", True),
-        ("disk", "vllm", False),
-        ("vllm_http", "vllm", True),
-        ("vllm_http", "tiny", False),
-        ("vllm_http", "external", False),
-        ("vllm_http", "none", False),
-    ],
-)
-def test_weights_go_where_somebody_can_take_them(file: Path, backend: str, kind: str, works: bool) -> None:
-    chosen = [f"weights.backend={backend}", f"inference.kind={kind}"]
+TAKEN = {
+    "cpu": {
+        "posix_shm": {"tiny", "vllm", "external", "none"},
+        "disk": {"tiny", "external", "none"},
+        "vllm_http": {"vllm"},
+        "cuda_ipc": set(),
+    },
+    "cuda:1": {
+        "posix_shm": set(),
+        "disk": {"tiny", "external", "none"},
+        "vllm_http": {"vllm"},
+        "cuda_ipc": {"external", "none"},
+    },
+}
+"""Who can take the weights of a trainer, by its device and by the backend."""
+
+
+@pytest.mark.parametrize("kind", ["tiny", "vllm", "external", "none"])
+@pytest.mark.parametrize("backend", ["posix_shm", "disk", "vllm_http", "cuda_ipc"])
+@pytest.mark.parametrize("device", TAKEN)
+def test_weights_go_where_somebody_can_take_them(file: Path, device: str, backend: str, kind: str) -> None:
+    works = kind in TAKEN[device][backend]
+    chosen = [f"weights.backend={backend}", f"inference.kind={kind}", f"trainer.device={device}"]
     if kind == "external":
         chosen.append("inference.url=http://127.0.0.1:1/v1")
     if works:
@@ -133,6 +139,13 @@ def test_weights_go_where_somebody_can_take_them(file: Path, backend: str, kind:
     with pytest.raises(ConfigError) as caught:
         load(file, environ={}, assignments=chosen)
     assert caught.value.path == "weights.backend"
+
+
+def test_a_device_is_the_cpu_or_a_gpu_and_several_ranks_have_the_cpu(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.device: "):
+        load(file, environ={}, assignments=["trainer.device=gpu"])
+    with pytest.raises(ConfigError, match=r"trainer\.ranks: must be 1 with device = 'cuda'"):
+        load(file, environ={}, assignments=["trainer.device=cuda", "trainer.ranks=2", "weights.backend=disk"])
 
 
 def test_weights_on_disk_need_a_writer_or_a_reader(file: Path) -> None:

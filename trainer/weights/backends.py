@@ -38,6 +38,9 @@ def owned(
     elif backend == "vllm_http":
         segments.sweep(layout.weights)
         share = Sender.create(policy, layout.weights, layout.vllm, version=version, tokenizer=tokenizer)
+    elif backend == "cuda_ipc":
+        address.sweep(layout.weights)
+        share = CudaShare.create_or_adopt(policy, layout.weights, version=version, tokenizer=tokenizer)
     else:
         address.sweep(layout.weights)
         fused = config.inference.kind == "vllm"  # the only one that has tensors of its own shapes
