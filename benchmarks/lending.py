@@ -1,8 +1,9 @@
 """From the optimizer's step to the first token of the new weights: a vLLM that maps them beside one that is sent them.
 
-The clock starts when the step may write, and stops when a completion of one token has come back that was drawn from
-the version written. Both have the same step, the same model (20 million parameters in float32) and an idle vLLM of
-their own; the rival's weights go by vLLM's own transfer, through a file in memory.
+The step is one of the trainer's own optimizer, with the gradients of a real loss. The clock starts with the last byte
+that it wrote, still inside `writing`, and stops when a completion of one token has come back that was drawn from the
+version written: the step itself is not in it, a transfer is. Both have the same model (20 million parameters in
+float32) and an idle vLLM of their own; the rival's weights go by vLLM's own transfer, through a file in memory.
 Compared is the way, not vLLM.
 
     python -m benchmarks lending
@@ -11,16 +12,14 @@ Compared is the way, not vLLM.
 import asyncio
 import gc
 import tempfile
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from benchmarks.row import Row, within
+from benchmarks.weights import Updated
 from rolloutmq.schemas.config import ModelConfig, RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
@@ -37,7 +36,8 @@ MODEL: Final = ModelConfig(
 )
 PROMPT: Final = [1, 5, 6, 7]
 READY_S: Final = 300.0
-ROUNDS: Final = 7
+ROUNDS: Final = 3
+"""Each of many updates."""
 
 
 def missing() -> str:
@@ -50,73 +50,52 @@ def rows() -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory, asyncio.Runner() as runner:
         stack = AsyncExitStack()
         try:
-            ours, theirs = runner.run(_both(stack, Path(directory)))
+            ours, theirs = runner.run(_both(stack, Path(directory), runner))
+            for side in (ours, theirs):
+                side.version()  # the first request is slower
             parameters = sum(one.numel() for one in ours.policy.parameters())
             yield within(
                 "weights, from the optimizer's step to the first token of the new version in vLLM, ms",
                 f"{parameters / 1e6:.0f} M parameters, float32",
-                partial(_updated, runner.run, ours),
-                partial(_updated, runner.run, theirs),
+                Updated(ours.policy, ours.weights, ours.version).update_ms,
+                Updated(theirs.policy, theirs.weights, theirs.version).update_ms,
                 "vLLM's own transfer over HTTP",
                 None,
                 ROUNDS,
             )
-            ours.close()
-            theirs.close()
+            for side in (ours, theirs):
+                side.weights.close(unlink=True)
         finally:
             runner.run(stack.aclose())
             gc.collect()
 
 
+@dataclass(frozen=True)
 class Side:
-    """One way for the weights, with a vLLM at its end."""
+    """One way for the weights, with a vLLM at its end, asked from `runner`."""
 
-    def __init__(self, policy: Any, weights: Any, client: VllmClient) -> None:
-        self.policy = policy
-        self.weights = weights
-        self._client = client
-        self._step = 0
+    policy: Any
+    weights: WeightShare | SentWeights
+    client: VllmClient
+    runner: asyncio.Runner
 
-    def write(self) -> PolicyVersion:
-        """Change every parameter, as an optimizer does."""
-        self._step += 1
-        version = PolicyVersion(0, self._step)
-        with self.weights.writing(version), torch.no_grad():
-            for parameter in self.policy.parameters():
-                parameter.mul_(1.0001)
-        return version
-
-    async def first(self) -> PolicyVersion:
+    def version(self) -> PolicyVersion:
         """Return the version of one token."""
-        (found,) = await self._client.generate(PROMPT, Sampling(max_tokens=1), [2])
+        (found,) = self.runner.run(self.client.generate(PROMPT, Sampling(max_tokens=1), [2]))
         return found.spans[0].version
 
-    def close(self) -> None:
-        self.weights.close(unlink=True)
 
-
-def _updated(run: Callable[[Coroutine[Any, Any, PolicyVersion]], PolicyVersion], side: Side) -> float:
-    began = time.perf_counter()
-    version = side.write()
-    while run(side.first()) != version:
-        pass
-    return 1e3 * (time.perf_counter() - began)
-
-
-async def _both(stack: AsyncExitStack, directory: Path) -> tuple[Side, Side]:
+async def _both(stack: AsyncExitStack, directory: Path, runner: asyncio.Runner) -> tuple[Side, Side]:
     shared, vllm, client = await _started(stack, directory / "shared")
     layout = RunLayout(directory / "shared")
     share = WeightShare.create_or_adopt(shared, layout.weights, fused=True)
     said = await client.call("attach_weights", str(layout.weights))
     if "error" in said:
         raise RuntimeError(said["error"])
-    ours = Side(shared, share, client)
+    ours = Side(shared, share, client, runner)
     sent, vllm, client = await _started(stack, directory / "sent")
     weights = await asyncio.to_thread(SentWeights.create, sent, f"unix:{vllm.socket}", Path("/dev/shm"))
-    theirs = Side(sent, weights, client)
-    for side in (ours, theirs):
-        await side.first()
-    return ours, theirs
+    return ours, Side(sent, weights, client, runner)
 
 
 async def _started(stack: AsyncExitStack, root: Path) -> tuple[Any, Vllm, VllmClient]:

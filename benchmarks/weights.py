@@ -42,7 +42,7 @@ from rolloutmq.trainer.model import build_policy, write_identity
 from rolloutmq.trainer.optimizer import PolicyOptimizer
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.share import SharedWeights
+from rolloutmq.trainer.weights.share import SharedWeights, Writable
 from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 GENERATIONS: Final = 2
@@ -153,7 +153,7 @@ def _positions(policy: Any) -> int:
 class Updated:
     """A trainer that steps, and a way to ask for one token of what it has."""
 
-    def __init__(self, policy: Any, share: SharedWeights, ask: Callable[[], PolicyVersion]) -> None:
+    def __init__(self, policy: Any, share: Writable, ask: Callable[[], PolicyVersion]) -> None:
         config = RunConfig()
         self._policy = policy
         self._share = share
