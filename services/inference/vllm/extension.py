@@ -260,8 +260,17 @@ class SharedWeights:
         return {}
 
     def sent_weights(self: Any) -> dict[str, Any]:
-        """Tell whether the weights are those of a transfer that was finished, and of which version."""
-        return {"whole": received.whole, "version": engines[0]._weight_version if engines else ""}
+        """Tell whether the weights are those of a transfer that is over, and of which version.
+
+        It is over when vLLM samples again: a sender may die with the weights whole and vLLM paused.
+        """
+        if not engines:
+            return {"whole": False, "version": ""}
+        core = engines[0]
+        return {
+            "whole": received.whole and not core.is_scheduler_paused(),
+            "version": core._weight_version,
+        }
 
     def weight_digests(self: Any, exact: bool = False) -> dict[str, str]:
         """Tell what each tensor of vLLM holds; they must not change meanwhile."""

@@ -22,6 +22,7 @@ from rolloutmq.services.inference.served import end_ids
 from rolloutmq.services.inference.text import Text
 from rolloutmq.services.inference.vllm import label
 from rolloutmq.services.inference.vllm.client import EngineFailedError, EngineSilentError, VllmClient
+from rolloutmq.trainer.weights.address import owner_lives
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
@@ -171,7 +172,10 @@ class SentPolicy(VllmPolicy):
         return self._version
 
     def is_torn(self) -> bool:
-        """Tell whether a transfer was begun and not ended for longer than any takes: vLLM answers nobody meanwhile."""
+        """Tell whether a transfer was begun and nobody ends it: its sender is dead, or took longer than any takes.
+
+        vLLM answers nobody meanwhile.
+        """
         return self._torn
 
     def kept(self, now: float) -> WeightsBusyError | None:  # noqa: ARG002 - a transfer that hangs counts as torn
@@ -194,7 +198,7 @@ class SentPolicy(VllmPolicy):
             self._version, self._paused_since, self._torn = version, None, False
             return self
         self._paused_since = now if self._paused_since is None else self._paused_since
-        self._torn = now - self._paused_since >= KEPT_S
+        self._torn = now - self._paused_since >= KEPT_S or not owner_lives(self._layout.weights)
         return self
 
 

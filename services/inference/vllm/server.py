@@ -31,7 +31,7 @@ from typing import Any, Final, TypeVar
 from rolloutmq.bus.engines import FIRST, engine_number
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
 from rolloutmq.schemas.config import InferenceConfig, RunConfig
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, RetryableError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import VllmAddress
 from rolloutmq.schemas.sharing import WeightsTornError
@@ -66,7 +66,7 @@ class VllmServer(Front):
         self._max_waiting = config.max_waiting
         self._progress = Progress(config.vllm.stalled_s, time.monotonic())
         self._limits: set[asyncio.Timeout] = set()
-        """Of the requests that it has: without an end until it stalls."""
+        """Of the requests that it has: without an end until it stalls, or its weights are nobody's."""
         self._is_stalled = False
         self._asked = 0
         self._worked_s = 0.0
@@ -97,12 +97,8 @@ class VllmServer(Front):
             EngineFailedError: vLLM ended the request, or is gone.
             EngineStalledError: It stands still.
         """
-        if self._policy.is_torn():
-            raise WeightsTornError(self._policy.version)
-        if kept := self._policy.kept(time.monotonic()):
-            raise kept
-        if self._is_stalled:
-            raise EngineStalledError(self._progress.still_s(time.monotonic()))
+        if refusal := self._refusal(time.monotonic()):
+            raise refusal
         if self._asked >= self._max_waiting:
             raise ApiError(503, f"{self._asked} requests wait already", "overloaded")
         if not self._asked:
@@ -117,8 +113,16 @@ class VllmServer(Front):
                 self._worked_s += time.monotonic() - self._working_since
         job.results = [one for of_prompt in found for one in of_prompt]
 
+    def _refusal(self, now: float) -> RetryableError | None:
+        """Say why nothing can be sampled now, if nothing can."""
+        if self._policy.is_torn():
+            return WeightsTornError(self._policy.version)
+        if kept := self._policy.kept(now):
+            return kept
+        return EngineStalledError(self._progress.still_s(now)) if self._is_stalled else None
+
     async def _generated(self, job: Job) -> list[list[Continuation]]:
-        """Let vLLM sample, for as long as it gets on."""
+        """Let vLLM sample, for as long as it gets on and its weights are whole."""
         asked = [self._client.generate(prompt, job.sampling, self._policy.end_ids) for prompt in job.prompts]
         limit = asyncio.timeout(None)
         try:
@@ -126,7 +130,8 @@ class VllmServer(Front):
                 self._limits.add(limit)
                 found = await _together(asked)
         except TimeoutError:
-            raise EngineStalledError(self._progress.still_s(time.monotonic())) from None
+            now = time.monotonic()
+            raise self._refusal(now) or EngineStalledError(self._progress.still_s(now)) from None
         finally:
             self._limits.discard(limit)
         self._progress.moved(time.monotonic())
@@ -163,8 +168,12 @@ class VllmServer(Front):
             logger.warning("vllm %s in_hand=%d still_s=%.1f", told, self._asked, self._progress.still_s(now))
         self._is_stalled = stalled
         if stalled:
-            for limit in (one for one in self._limits if not one.expired()):
-                limit.reschedule(asyncio.get_running_loop().time())
+            self._end_all()
+
+    def _end_all(self) -> None:
+        """End all that vLLM has; `_refusal` says why."""
+        for limit in (one for one in self._limits if not one.expired()):
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def follow(self) -> None:
         """Watch the weights, and serve the policy that they are of; until cancelled.
@@ -177,6 +186,8 @@ class VllmServer(Front):
             # They are memory or matter of another process: there is no event to wait for.
             await asyncio.sleep(WATCH_S)
             self._policy = await self._policy.followed(self._client, time.monotonic())
+            if self._policy.is_torn():  # a vLLM that is paused would keep them until it stalls
+                self._end_all()
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:

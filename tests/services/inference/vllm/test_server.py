@@ -33,6 +33,8 @@ from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion
 DEADLINE_S = 30.0
+DEAD = (os.getpid(), 1, segments.Owner.current().namespace)
+"""A sender who was there before this process had its number."""
 PYTHON = """#!/bin/sh
 PYTHONPATH="$PYTHONPATH:{site}" exec {python} "$@"
 """
@@ -177,14 +179,16 @@ async def test_a_writer_that_stops_in_mid_write_is_not_waited_for(
 async def test_it_serves_what_was_sent_once_it_is_whole(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vLLM that has nothing yet says where it is, and is waited for; one that stays paused is torn."""
-    monkeypatch.setattr(policies, "KEPT_S", 0.3)
+    """A vLLM that has nothing yet says where it is, and is waited for; one that stays paused is torn, what it has too.
+
+    If its sender lives that takes a while, if it is dead it is known at once.
+    """
     configure(layout, "vllm_http")
     sent = layout.root / "sent"
     monkeypatch.setenv("FAKE_VLLM_SENT", str(sent))
     layout.share.close(unlink=True)  # type: ignore[attr-defined]
     # A trainer that is dead has no `model/` that anybody may rely on.
-    write_json(layout.weights, SentAddress(sender=(os.getpid(), 1, segments.Owner.current().namespace)))
+    write_json(layout.weights, SentAddress(sender=DEAD))
     async with aiohttp.ClientSession() as session:
         client = Client(layout, session)
         client.task = asyncio.create_task(serve(layout.root, client.stop, draining=client.draining))
@@ -202,13 +206,19 @@ async def test_it_serves_what_was_sent_once_it_is_whole(
             _, answer = await client.ask([3])
             version = answer["choices"][0]["weight_versions"][0]["version"]
             assert version == {"incarnation": 2, "step": 5}
-            sent.write_text("")  # a transfer that nobody ends
-            await until_health(client, (503, "torn"))
-            status, answer = await client.ask([3])
-            assert status == 503
-            assert "half-written since version 2.5" in answer["error"]["message"]
-            sent.write_text("3.0")
-            await until_health(client, (200, "ok"))
+            for patience_s, sender in ((0.3, segments.Owner.current()), (1000.0, DEAD)):
+                monkeypatch.setattr(policies, "KEPT_S", patience_s)
+                asked = asyncio.create_task(client.ask([6]))  # vLLM has it, and never answers
+                await until(lambda: client.address.in_hand == 1)
+                write_json(layout.weights, SentAddress(sender=sender))
+                sent.write_text("")  # a transfer that nobody ends
+                await until_health(client, (503, "torn"))
+                for status, answer in (await asked, await client.ask([3])):
+                    assert status == 503
+                    assert "half-written since version" in answer["error"]["message"]
+                write_json(layout.weights, SentAddress(sender=segments.Owner.current()))
+                sent.write_text("3.0")
+                await until_health(client, (200, "ok"))
             _, answer = await client.ask([3])
             assert answer["choices"][0]["weight_versions"][0]["version"]["incarnation"] == 3
         finally:
