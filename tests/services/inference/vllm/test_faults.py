@@ -39,8 +39,8 @@ from rolloutmq.trainer.weights.vllm_http import SentWeights
 pytestmark = [pytest.mark.rival, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 EXACT = 1e-5
-HALF = 0.1
-"""Nats in bfloat16. Measured: up to 0.04; kernels round at other places, and vLLM rounds the RoPE table."""
+HALF = {"qwen2": 0.08, "qwen3": 0.08, "llama": 0.1}
+"""Nats in bfloat16. Measured: up to 0.03, 0.03 and 0.04; kernels round elsewhere, and vLLM rounds the RoPE table."""
 GONE_S = 10.0
 
 
@@ -144,18 +144,19 @@ def test_a_kill_leaves_nothing_behind_and_what_does_not_fit_is_not_attached(tmp_
             again.end()
 
 
-def test_half_precision_keeps_its_budget_and_ends_in_order(tmp_path: Path) -> None:
-    with lent(tmp_path / "run", "llama", torch.bfloat16) as (trainer, engine):
+@pytest.mark.parametrize("family", list(HALF))
+def test_half_precision_keeps_its_budget_and_ends_in_order(tmp_path: Path, family: str) -> None:
+    with lent(tmp_path / "run", family, torch.bfloat16) as (trainer, engine):
         found = []
         for seed in range(3):
             choices = engine.complete(n=8)
             found += [worst(trainer.model, choice) for choice in choices]
             assert choices[0]["weight_versions"][0]["version"]["step"] == trainer.version.step
             trainer.step(seed)
-        assert max(found) < HALF, found
+        assert max(found) < HALF[family], found
         # Another segment takes the place of the first: vLLM follows, and says which version it is.
         trainer.share.close(unlink=True)
-        trainer.model = model_of("llama", torch.bfloat16, seed=5)
+        trainer.model = model_of(family, torch.bfloat16, seed=5)
         trainer.share = WeightShare.create_or_adopt(
             trainer.model,
             trainer.layout.weights,
@@ -165,7 +166,7 @@ def test_half_precision_keeps_its_budget_and_ends_in_order(tmp_path: Path) -> No
         )
         until(lambda: engine.complete(max_tokens=1)[0]["weight_versions"][0]["version"]["incarnation"] == 3)
         (choice,) = engine.complete()
-        assert worst(trainer.model, choice) < HALF
+        assert worst(trainer.model, choice) < HALF[family]
         children = psutil.Process(engine.process.pid).children(recursive=True)
         assert engine.end() == 0
         until(lambda: not living(children))
