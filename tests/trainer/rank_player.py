@@ -2,7 +2,8 @@
 
 The batch of a step is the same whoever asks; each rank gets every so-manieth group of it, and in the third step the
 first rank gets all of them. Where there is a teacher the rewards of the last group are all the same, and in odd
-steps those of every other group, so that the second of two ranks learns from the teacher alone.
+steps those of every other group, so that the second of two ranks learns from the teacher alone. Where the run
+directory says that there is a vLLM, the weights are sent to it.
 """
 
 import os
@@ -21,6 +22,7 @@ from rolloutmq.schemas.config import ModelConfig, RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.teaching import Lore
+from rolloutmq.schemas.training import WeightsConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.process import Stop
@@ -75,6 +77,8 @@ def main(run_dir: str, rank: str, size: str, dtype: str, dies_at: str, lore: str
         if number == int(dies_at):
             os._exit(9)
 
+    if layout.vllm.exists():
+        config = config.model_copy(update={"weights": WeightsConfig(backend="vllm_http")})
     broker.on_pull = pulled
     with met(layout.ranks, int(rank), int(size)) as ranks:
         reached = train(config, layout, Stop(), broker.connect, ranks)

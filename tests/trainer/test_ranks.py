@@ -18,12 +18,14 @@ from tests.trainer.rank_player import STEPS, UNEVEN, config_of, groups_of, taugh
 from tests.trainer.test_uplink import config_of as run_of
 from tests.trainer.test_uplink import ids, producing, wait_until
 from tests.trainer.toy import MemoryBroker
+from tests.trainer.weights.receiver import receiving
 
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError, EndOfReplayError
 from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import SettledBatch
+from rolloutmq.schemas.records import SettledBatch, VllmAddress
 from rolloutmq.schemas.teaching import Lore
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.trainer import checkpoint
@@ -134,6 +136,20 @@ def test_two_ranks_come_to_where_one_comes(tmp_path: Path, lore: Lore, dtype: st
         assert len(own) + len(others) == 4
         assert len(others) == (0 if step == UNEVEN else 2)
     assert standing(tmp_path / "two") == standing(alone.root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_send_each_step_to_vllm_whole(tmp_path: Path, dtype: str) -> None:
+    with receiving() as server:
+        layout = RunLayout(tmp_path)
+        write_json(layout.vllm, VllmAddress(url=server.url, nonce="one"))
+        assert play(tmp_path, 2, dtype) == [0, 0]
+        assert server.finished() == [f"0.{step}" for step in range(STEPS + 1)]
+        saved = newest(tmp_path).weights
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in server.received.items())
+        assert len(server.received) > 10
+        assert not layout.weights.exists()
 
 
 @pytest.mark.slow

@@ -35,14 +35,17 @@ def proven(layout: RunLayout) -> dict[str, dict[str, Any]]:
     return {one["what"]: one for one in json.loads(found.stdout)}
 
 
-def test_each_step_is_sent_and_stamped_and_whoever_dies_is_a_pause(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "killed"), [(1, "trainer"), (2, "trainer.rank1")])
+def test_each_step_is_sent_and_stamped_and_whoever_dies_is_a_pause(
+    tmp_path: Path, ranks: int, killed: str
+) -> None:
     layout = RunLayout(tmp_path / "run")
     told: list[dict[str, dict[str, Any]]] = []
 
     def kill_one_after_another(live: LiveRun) -> None:
         live.wait_for_step(12)
         told.append(proven(layout))
-        live.kill("trainer", signal.SIGKILL)
+        live.kill(killed, signal.SIGKILL)
         live.wait_for("the next trainer", lambda: b'"resumed":true' in layout.trained.read_bytes())
         live.wait_for_step(steps_logged(layout) + 5)
         first = layout.vllm.read_bytes()
@@ -57,6 +60,7 @@ def test_each_step_is_sent_and_stamped_and_whoever_dies_is_a_pause(tmp_path: Pat
             "weights.backend=vllm_http",
             f"inference.vllm.python={PYTHON}",
             "trainer.steps=100000",
+            f"trainer.ranks={ranks}",
             "trainer.checkpoint_interval=10",
         ],
         config=CONFIG,
