@@ -78,6 +78,9 @@ class TeacherConfig(Section):
     """What it is called in answers and logs."""
     url: str = ""
     """Address of a teacher that another run serves, for example `http://10.0.0.7:41207`, instead of `path`."""
+    vllm_url: str = ""
+    """Address of a vLLM that has the model of `path` loaded, for example `http://10.0.0.7:8000`: it is asked, and of
+    `path` only `config.json` and the tokenizer are read here."""
     host: str = "127.0.0.1"
     """Address to bind."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -108,6 +111,10 @@ class TeacherConfig(Section):
     def _one_place(self) -> Self:
         if self.path and self.url:
             raise ValueError("url and path: a teacher is served by this run, or by another, not both")
+        if self.vllm_url and not self.path:
+            raise ValueError(
+                "vllm_url: name the directory of its model in `path`; its tokenizer must be the student's"
+            )
         return self
 
 

@@ -1,6 +1,7 @@
 """The teacher of a run: a model from a local directory, asked by the workers what it says of the students' tokens.
 
-    [teacher] path --> Scorer <--(thread)-- Batcher <-- POST /v1/token_logprobs <-- workers
+    [teacher] path      --> Scorer <--(thread)-- Batcher <-- POST /v1/token_logprobs <-- workers
+              vllm_url  --> a vLLM that has the model of `path` <-- VllmScorer <-- the same
 
 It is a process of its own with an address file of its own, `teacher.json`, and its weights never change. It serves only
 students of its own tokenizer: its own run's is compared before it listens, and each request says whose it is. It goes
@@ -10,9 +11,10 @@ back to the port that it had before; where it is away, workers keep what they ro
 import asyncio
 import logging
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import torch
@@ -42,10 +44,12 @@ from rolloutmq.schemas.teaching import (
 )
 from rolloutmq.services.inference import answers
 from rolloutmq.services.inference.batcher import Batcher
+from rolloutmq.services.inference.front import first
 from rolloutmq.services.inference.listener import Handler, application, listening, port_before, replied
 from rolloutmq.services.inference.presence import Presence
 from rolloutmq.services.inference.protocol import ApiError
 from rolloutmq.services.inference.scoring import Question, Reach, Scorer, question_of
+from rolloutmq.services.inference.vllm.scorer import VllmScorer
 from rolloutmq.services.runner import Stop, run_service
 from rolloutmq.trainer.model import build_policy, policy_positions, policy_vocabulary
 
@@ -56,13 +60,20 @@ _decoder: Final = msgspec.msgpack.Decoder(TeachRequest)
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
+class Answers(Protocol):
+    """Who answers the questions: a model of this process, or a vLLM."""
+
+    @property
+    def busy_s(self) -> float: ...
+    async def sample(self, question: Question, /) -> None: ...
+    async def run(self) -> None: ...
+
+
 class TeacherServer:
     """The HTTP side of one teacher."""
 
-    def __init__(self, scorer: Scorer, reach: Reach, config: TeacherConfig) -> None:
-        self.batcher = Batcher[Question](
-            scorer.answer, max_rows=config.max_batch, max_waiting=config.max_waiting
-        )
+    def __init__(self, source: Answers, reach: Reach, config: TeacherConfig) -> None:
+        self.source = source
         self.in_hand = 0
         self.reach = reach
         self._name = config.name
@@ -85,7 +96,7 @@ class TeacherServer:
         question = question_of(asked, self.reach)
         self.in_hand += 1
         try:
-            await self.batcher.sample(question)
+            await self.source.sample(question)
         finally:
             self.in_hand -= 1
         reply = TeachReply(
@@ -100,10 +111,36 @@ class TeacherServer:
         return replied(answers.models(self._name, self._created, self.reach.positions))
 
     async def _health(self, _request: web.Request) -> web.Response:
-        return replied(answers.health("ok", PolicyVersion()))
+        away = isinstance(self.source, VllmScorer) and not self.source.is_well
+        return replied(answers.health("away" if away else "ok", PolicyVersion()), 503 if away else 200)
 
 
-def load(config: TeacherConfig) -> TeacherServer:
+@asynccontextmanager
+async def _opened(run: RunConfig, stop: Stop) -> AsyncIterator[TeacherServer | None]:
+    """Have the teacher of a run for as long as the block lasts; None if asked to stop before.
+
+    Raises:
+        ConfigError: There is no model, or no tokenizer beside it, or the vLLM is no teacher for this run.
+    """
+    config = run.teacher
+    if not config.vllm_url:
+        scorer, reach = load(config)
+        async with Batcher[Question](
+            scorer.answer, max_rows=config.max_batch, max_waiting=config.max_waiting
+        ) as batcher:
+            yield TeacherServer(batcher, reach, config)
+        return
+    async with VllmScorer.opened(config) as vllm:
+        proven: list[Reach] = []
+
+        async def prove() -> None:
+            proven.append(await vllm.reach(run.trainer.distillation))
+
+        await first(prove(), stop.event.wait())
+        yield TeacherServer(vllm, proven[0], config) if proven else None
+
+
+def load(config: TeacherConfig) -> tuple[Scorer, Reach]:
     """Load the teacher from its directory. Blocks.
 
     Raises:
@@ -116,14 +153,14 @@ def load(config: TeacherConfig) -> TeacherServer:
         raise ConfigError("teacher.path", error.problem) from error
     reach = Reach(told, policy_vocabulary(model), policy_positions(model), config.max_batch)
     logger.info("loaded name=%s path=%s tokenizer=%s", config.name, config.path, told[:16])
-    return TeacherServer(Scorer(model, config.pass_tokens), reach, config)
+    return Scorer(model, config.pass_tokens), reach
 
 
 async def serve(run_dir: Path, stop: Stop) -> None:
     """Serve the teacher of a run until asked to stop.
 
     Raises:
-        ConfigError: This run has no teacher of its own, or there is no model in its directory.
+        ConfigError: This run has no teacher of its own, or there is no model in its directory, or its vLLM is none.
         TokenizerMismatchError: Its tokenizer is not the student's.
         VocabularyMismatchError: It knows another number of token ids, and all are to be compared.
         AddressInUseError: Somebody else has the configured port.
@@ -132,23 +169,27 @@ async def serve(run_dir: Path, stop: Stop) -> None:
     config = run.teacher
     if not config.path:
         raise ConfigError("teacher.path", "this run has no teacher of its own")
-    server = load(config)
-    if not await _has_student(run, layout, stop):
-        return
-    mine, student = server.reach, student_directory(run, layout)
-    if (theirs := fingerprint(student)) != mine.tokenizer:
-        raise TokenizerMismatchError.of(mine.tokenizer, theirs)
-    known = vocabulary(student_model(run, layout))
-    VocabularyMismatchError.check(run.trainer.distillation.lore, mine.vocabulary, known)
-    async with server.batcher, asyncio.TaskGroup() as tasks:
-        work = tasks.create_task(server.batcher.run())
+    async with _opened(run, stop) as server:
+        if server is None or not await _has_student(run, layout, stop):
+            return
+        mine, student = server.reach, student_directory(run, layout)
+        if (theirs := fingerprint(student)) != mine.tokenizer:
+            raise TokenizerMismatchError.of(mine.tokenizer, theirs)
+        known = vocabulary(student_model(run, layout))
+        VocabularyMismatchError.check(run.trainer.distillation.lore, mine.vocabulary, known)
+        await _serve(server, config, layout, stop)
+
+
+async def _serve(server: TeacherServer, config: TeacherConfig, layout: RunLayout, stop: Stop) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        work = tasks.create_task(server.source.run())
         async with listening(server.app(), config.host, config.port, port_before(layout.teacher)) as port:
             url = http_url(config.host, port)
             presence = Presence(
                 layout.teacher,
                 Role.TEACHER.value,
                 url,
-                lambda: server.batcher.busy_s,
+                lambda: server.source.busy_s,
                 lambda: server.in_hand,
             )
             telling = tasks.create_task(presence.run(), name="presence")

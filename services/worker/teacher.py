@@ -75,6 +75,7 @@ LOG_EVERY_S: Final = 5.0
 """How often it is said that the teacher is away."""
 REQUEST_TOKENS: Final = 400_000
 """Most tokens of one request, unless one sequence alone has more: 2 MB, half of what the teacher takes."""
+NOT_FOUND: Final = 404
 MISMATCH: Final = 409
 AWAY: Final = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses by which a teacher, or who stands before it, says that it takes no question now: they pass by themselves."""
@@ -271,6 +272,8 @@ def _answer(url: str, status: int, body: bytes) -> TeachReply | Missed:
         raise VocabularyMismatchError(said)
     if status == MISMATCH:
         raise TokenizerMismatchError(said)
+    if status == NOT_FOUND:
+        said = f"{said}; {url} is no teacher of RolloutMQ (for a vLLM see teacher.vllm_url)"
     raise TeacherRefusedError(status, said)
 
 

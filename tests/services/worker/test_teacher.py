@@ -265,9 +265,11 @@ async def test_a_teacher_without_an_address_and_a_student_without_a_tokenizer_ar
 
 
 async def test_refusals_are_told_from_other_tokenizers(layout: RunLayout, fake: FakeTeacher) -> None:
-    fake.failures = [400, 409]
+    fake.failures = [400, 404, 409]
     async with Teacher.opened(configured(layout, fake.url), layout) as teacher:
         with pytest.raises(TeacherRefusedError, match="status 400: told 400"):
+            await teacher.teach(some_group())
+        with pytest.raises(TeacherRefusedError, match=r"for a vLLM see teacher\.vllm_url"):
             await teacher.teach(some_group())
         with pytest.raises(TokenizerMismatchError, match="teacher: told 409"):
             await teacher.teach(some_group())
