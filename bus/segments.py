@@ -39,7 +39,7 @@ MAGIC: Final = b"RMQ-SEGM"
 LAYOUT: Final = 1
 HEADER: Final = struct.Struct("=8sq16sqqqq")
 UNBORN_S: Final = 10.0
-"""A segment without a header that is younger may be in the middle of its making."""
+"""An empty segment that is younger may be in the middle of its making: it is held before it gets its size."""
 _FLOCK: Final = struct.Struct("hhqqi")
 """`struct flock` of 64-bit Linux: type, whence, start, length, pid (0 for open-file-description locks)."""
 
@@ -202,7 +202,9 @@ def in_use(path: Path) -> bool:
     try:
         header = _read_header(fd)
         if header is None:
-            return time.time() - os.fstat(fd).st_mtime < UNBORN_S or _held_by_others(fd)
+            info = os.fstat(fd)
+            unborn = info.st_size == 0 and time.time() - info.st_mtime < UNBORN_S
+            return unborn or _held_by_others(fd)
         return header[1].alive() or _held_by_others(fd)
     finally:
         os.close(fd)

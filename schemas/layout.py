@@ -33,6 +33,10 @@ summary.json, report.png                                                launcher
 """
 
 from pathlib import Path
+from typing import Final
+
+VERSIONS: Final = "weights"
+"""Directory of the versions of the weights, beside the file that says which is the newest."""
 
 
 class RunLayout:
@@ -54,7 +58,7 @@ class RunLayout:
         self.registrations = root / "registrations.json"
         self.doubts = root / "doubts.log"
         self.weights = root / "weights.json"
-        self.versions = root / "weights"
+        self.versions = root / VERSIONS
         self.vllm = root / "vllm.json"
         self.ranks = root / "ranks.json"
         self.model = root / "model"

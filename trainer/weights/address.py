@@ -16,15 +16,20 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus import segments
+from rolloutmq.schemas.layout import VERSIONS
 from rolloutmq.schemas.records import DiskAddress, SentAddress
 from rolloutmq.schemas.sharing import SegmentInUseError
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY: Final = "weights"
 OWNER: Final = "owner"
 PARCEL: Final = "sent"
 """Kind of the files in which weights are sent; what a dead trainer left of them has no heir."""
+
+
+def directory_of(address_file: Path) -> Path:
+    """Return where the versions are that an address file may name."""
+    return address_file.parent / VERSIONS
 
 
 def read_disk(path: Path) -> DiskAddress | None:
@@ -49,23 +54,35 @@ def own(root: Path) -> int:
     Raises:
         SegmentInUseError: A living process owns it.
     """
-    root.mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(root / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    while True:
+        root.mkdir(mode=0o700, exist_ok=True)
+        try:
+            fd = os.open(root / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # somebody sweeps
+        try:
+            _lock(fd, root)
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # it was swept before it was locked: what is there now is another one, or nothing
+
+
+def _lock(fd: int, root: Path) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        pid = int(os.pread(fd, 20, 0) or b"0")
-        os.close(fd)
-        raise SegmentInUseError(str(root), pid) from None
+        raise SegmentInUseError(str(root), int(os.pread(fd, 20, 0) or b"0")) from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(os.getpid()).encode(), 0)
-    return fd
 
 
 def owner_lives(address_file: Path) -> bool:
     """Tell whether the weights that an address file names have a living owner, whatever holds them."""
     if read_disk(address_file) is not None:
-        return is_locked(address_file.parent / DIRECTORY / OWNER)
+        return is_locked(directory_of(address_file) / OWNER)
     if (sent := read_sent(address_file)) is not None:
         return segments.Owner(*sent.sender).alive()
     found = segments.read_address(address_file)
@@ -94,10 +111,14 @@ def sweep(address_file: Path) -> list[Path]:
 
     Returns what was removed.
     """
-    return _sweep_sent(address_file) + _sweep_versions(address_file)
+    return sweep_sent(address_file) + _sweep_versions(address_file)
 
 
-def _sweep_sent(address_file: Path) -> list[Path]:
+def sweep_sent(address_file: Path) -> list[Path]:
+    """Remove what a dead owner left that sent its weights: files on their way, the address file.
+
+    Returns what was removed.
+    """
     if read_sent(address_file) is None or owner_lives(address_file):
         return []
     address_file.unlink(missing_ok=True)
@@ -105,7 +126,7 @@ def _sweep_sent(address_file: Path) -> list[Path]:
 
 
 def _sweep_versions(address_file: Path) -> list[Path]:
-    root, named = address_file.parent / DIRECTORY, read_disk(address_file) is not None
+    root, named = directory_of(address_file), read_disk(address_file) is not None
     if not (named or (root / OWNER).is_file()):  # made by nobody of ours
         return []
     try:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.sharing import WeightsDamagedError, WeightsMismatchError, WeightsTornError
 from rolloutmq.trainer.weights import versions
-from rolloutmq.trainer.weights.address import DIRECTORY, own, read_disk
+from rolloutmq.trainer.weights.address import directory_of, own
 from rolloutmq.trainer.weights.binding import adopt, manifest_of, prove
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S, WRITE_PATIENCE_S
 from rolloutmq.trainer.weights.manifest import WeightManifest, named_tensors
@@ -66,7 +66,7 @@ class DiskShare:
         manifest = manifest_of(model, tokenizer=tokenizer)
         share = cls(model, address_file, manifest, run=secrets.token_hex(8))
         share._tokenizer = tokenizer
-        share._lock = own(address_file.parent / DIRECTORY)
+        share._lock = own(directory_of(address_file))
         try:
             with share.writing(version, restoring=True):
                 pass
@@ -81,13 +81,13 @@ class DiskShare:
 
         Raises:
             SegmentGoneError: Nothing was published yet.
-            WeightsDamagedError: The files of the newest version are not what was published.
+            WeightsDamagedError: The files of the newest version are not what was published, or cannot be read.
             WeightsMismatchError: The model means other tensors; names the first that differs. It is unchanged.
         """
         seen = versions.seen(address_file)
-        found = versions.newest(address_file)
-        # What was read is the file itself, mapped: it would keep the disk's room for as long as the reader lives.
-        tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
+        with versions.newest(address_file) as found:
+            # A model that kept the file mapped would keep the disk's room for as long as the reader lives.
+            tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
         computed = prove(model, found.manifest, tokenizer)
         adopt(model, found.manifest, tensors, computed)
         share = cls(model, address_file, found.manifest, run=found.address.run)
@@ -112,8 +112,14 @@ class DiskShare:
         return self._torn or self._refused
 
     def is_replaced(self) -> bool:
-        """Tell whether the newest version is of another life than the one that this side has. Reads the file."""
-        address = read_disk(self._address_file)
+        """Tell whether the newest version is of another life than the one that this side has. Reads the file.
+
+        As long as the file cannot be read it counts as the one that it was; `reading` says what is wrong.
+        """
+        try:
+            address = versions.named(self._address_file)
+        except WeightsDamagedError:
+            return False
         return address is not None and address.run != self._run
 
     @contextmanager
@@ -122,7 +128,8 @@ class DiskShare:
 
         Raises:
             SegmentGoneError: Versions were removed faster than they could be read.
-            WeightsDamagedError: The files of the newest version are not what was published; the old one stays.
+            WeightsDamagedError: The files of the newest version are not what was published, or cannot be read; the old
+                one stays.
             WeightsMismatchError: The newer version is of another model; the old one stays.
             WeightsTornError: This owner's own write failed in the middle.
         """
@@ -132,17 +139,21 @@ class DiskShare:
         yield self._version
 
     def _refresh(self) -> None:
-        seen = versions.seen(self._address_file)
-        if seen is None or seen == self._seen:
-            return
-        address = read_disk(self._address_file)
+        try:
+            seen = versions.seen(self._address_file)
+            if seen is not None and seen != self._seen:
+                self._look()
+                self._seen = seen
+        except WeightsDamagedError:
+            self._refused = True
+            raise
+        self._refused = False
+
+    def _look(self) -> None:
+        address = versions.named(self._address_file)
         if address is not None and address.directory != self._directory:
-            try:
-                self._take(versions.newest(self._address_file))
-            except WeightsDamagedError:
-                self._refused = True
-                raise
-        self._seen, self._refused = seen, False
+            with versions.newest(self._address_file) as found:
+                self._take(found)
 
     def _take(self, found: versions.Found) -> None:
         if found.manifest != self._manifest:
@@ -211,19 +222,19 @@ class DiskShare:
         return Proof(level, version, len(manifest.tensors), manifest.end, None, digests, logits)
 
     def _require_published(self) -> None:
-        found = versions.newest(self._address_file)
-        if found.address.version != self._version:
-            return  # a newer one was published this moment; the bytes of this one may be gone
         mine = dict(named_tensors(self._model))
-        for name, tensor in found.tensors.items():
-            if not torch.equal(mine[name].detach().cpu(), tensor):
-                raise WeightsMismatchError(name, "differs from the file of this version")
+        with versions.newest(self._address_file) as found:
+            if found.address.directory != self._directory:
+                return  # a newer one was published this moment; the bytes of this one may be gone
+            for name, tensor in found.tensors.items():
+                if not torch.equal(mine[name].detach().cpu(), tensor):
+                    raise WeightsMismatchError(name, "differs from the file of this version")
 
     def close(self, *, unlink: bool = False) -> None:
         """Let go of the weights; with `unlink`, remove the address file and every version. May be called twice."""
         if unlink and not self.is_replaced():
             self._address_file.unlink(missing_ok=True)
-            shutil.rmtree(self._address_file.parent / DIRECTORY, ignore_errors=True)
+            shutil.rmtree(directory_of(self._address_file), ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -5,11 +5,13 @@
       owner                         locked by the owner for its life; holds its pid
     weights.json                    where the newest version is, and the sha256 of its manifest
 
-A writer forces a hidden directory to disk and renames it, then replaces the address file.
+A writer forces a hidden directory to disk and renames it, then replaces the address file; if that fails, what it wrote
+goes again, and if it was killed, with the next version.
 
-The two newest versions are kept, and any that a reader holds (a shared lock on its manifest, for as long as it reads).
-A reader that comes too late all the same finds the version gone, and looks at the address again. What a dead owner
-published stays good: it is whole.
+The version that is named and the one that was before it are kept, and any that a reader holds (a shared lock on its
+manifest, for as long as it reads and copies). A reader that comes too late all the same finds the version gone, and
+looks at the address again. Files that cannot be read while the address still names them are damaged, whatever the
+reason. What a dead owner published stays good: it is whole.
 """
 
 import fcntl
@@ -17,8 +19,8 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -31,15 +33,13 @@ from rolloutmq.bus.durability import force, sum_of
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.records import DiskAddress
 from rolloutmq.schemas.sharing import SegmentGoneError, WeightsDamagedError, WeightsNotWrittenError
-from rolloutmq.trainer.weights.address import DIRECTORY, is_locked, read_disk
+from rolloutmq.trainer.weights.address import directory_of, is_locked, read_disk
 from rolloutmq.trainer.weights.manifest import WeightManifest
 
 logger = logging.getLogger(__name__)
 
 TENSORS: Final = "model.safetensors"
 MANIFEST: Final = "manifest.json"
-KEPT: Final = 2
-"""A reader that has read the address of one version finds it for as long as no two newer ones are published."""
 ATTEMPTS: Final = 5
 """Versions that may be pruned under a reader before it gives up: the writer is faster than the disk is read."""
 
@@ -52,20 +52,44 @@ class Found(msgspec.Struct, frozen=True):
     tensors: dict[str, Tensor]
 
 
-def newest(address_file: Path) -> Found:
-    """Read the newest version whole.
+def named(address_file: Path) -> DiskAddress | None:
+    """Return which version is the newest, or None where there is none (yet), or the weights go by another way.
+
+    Raises:
+        WeightsDamagedError: The address file cannot be read.
+    """
+    try:
+        return read_disk(address_file)
+    except OSError as error:
+        raise WeightsDamagedError(str(address_file), str(error)) from error
+
+
+@contextmanager
+def newest(address_file: Path) -> Iterator[Found]:
+    """Read the newest version whole, and hold it as long as the block lasts: its tensors are the file itself, mapped.
 
     Raises:
         SegmentGoneError: There is none, or versions are removed faster than they can be read.
-        WeightsDamagedError: Its files are not what was published.
+        WeightsDamagedError: Its files are not what was published, are missing, or cannot be read.
     """
+    with ExitStack() as stack:
+        yield _found(address_file, stack)
+
+
+def _found(address_file: Path, stack: ExitStack) -> Found:
+    address = named(address_file)
     for _ in range(ATTEMPTS):
-        address = read_disk(address_file)
         if address is None:
             raise SegmentGoneError(str(address_file), "no version was published yet")
-        directory = address_file.parent / DIRECTORY / address.directory
-        with suppress(FileNotFoundError), held(directory):
+        directory = directory_of(address_file) / address.directory
+        try:
+            stack.enter_context(held(directory))
             return _read(address, directory)
+        except OSError as error:
+            stack.close()
+            before, address = address, named(address_file)
+            if address == before:  # nobody removed it for a newer one
+                raise WeightsDamagedError(str(directory), str(error)) from error
     raise SegmentGoneError(str(address_file), "versions were removed before they could be read")
 
 
@@ -126,11 +150,12 @@ def publish(
     Raises:
         WeightsNotWrittenError: There is no room, or the disk failed; the address names the version before.
     """
-    root = address_file.parent / DIRECTORY
+    root = directory_of(address_file)
     encoded = msgspec.json.encode(manifest)
     digest = hashlib.sha256(encoded).hexdigest()
     partial = root / f".{name}.partial"
     try:
+        before = read_disk(address_file)
         _write(partial, encoded, tensors)
         written = sum_of(partial / TENSORS)
         partial.rename(root / name)
@@ -138,10 +163,13 @@ def publish(
         address = DiskAddress(directory=name, version=version, manifest=digest, tensors=written, run=run)
         _replace(address_file, msgspec.json.encode(address) + b"\n")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        for path in (partial, root / name):
+            shutil.rmtree(path, ignore_errors=True)
         raise WeightsNotWrittenError(str(root), str(error)) from error
     try:
-        prune(root, keep=name)
+        # Until the new address is on disk, a loss of power may bring back the one before, and it needs its version.
+        force(address_file.parent)
+        prune(root, {name, before.directory if before else ""})
     except OSError as error:
         logger.warning("old versions not removed directory=%s error=%s", root, error)
 
@@ -155,30 +183,34 @@ def _write(partial: Path, manifest: bytes, tensors: Mapping[str, Tensor]) -> Non
         force(path)
 
 
-def prune(root: Path, *, keep: str) -> None:
-    """Remove old versions, and what a killed writer left; the newest stay, and those that somebody reads."""
-    others = [path for path in root.iterdir() if path.is_dir() and path.name != keep]
-    whole = sorted((path for path in others if not path.name.startswith(".")), key=_written)
-    for path in [*whole[: max(0, len(whole) - (KEPT - 1))], *(set(others) - set(whole))]:
+def prune(root: Path, kept: Container[str]) -> None:
+    """Remove all versions but those with these names, and what a killed writer left; not under a reader."""
+    for path in [path for path in root.iterdir() if path.is_dir() and path.name not in kept]:
         if not is_locked(path / MANIFEST):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _written(path: Path) -> int:
-    return path.stat().st_mtime_ns
-
-
 def seen(path: Path) -> tuple[int, int] | None:
+    """Return what is another whenever the address file was replaced, or None where there is none.
+
+    Raises:
+        WeightsDamagedError: It cannot be looked at.
+    """
     try:
         info = path.stat()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise WeightsDamagedError(str(path), str(error)) from error
     return info.st_ino, info.st_mtime_ns
 
 
 def _replace(path: Path, data: bytes) -> None:
     written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    written.write_bytes(data)
-    force(written)
-    written.replace(path)
-    force(path.parent)
+    try:
+        written.write_bytes(data)
+        force(written)
+        written.replace(path)
+    except OSError:
+        written.unlink(missing_ok=True)
+        raise

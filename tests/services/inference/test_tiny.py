@@ -367,14 +367,21 @@ async def test_it_waits_for_torn_weights_before_it_says_where_it_is(trainer: Tra
     await task
 
 
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 @pytest.mark.parametrize("backend", ["disk"])
-async def test_a_damaged_version_is_refused_until_there_is_a_newer_one(of_backend: Trainer) -> None:
+@pytest.mark.parametrize("harm", [cut, Path.unlink])
+async def test_a_damaged_version_is_refused_until_there_is_a_newer_one(
+    of_backend: Trainer, harm: Callable[[Path], None]
+) -> None:
     trainer = of_backend
     trainer.start()
     async with serving(trainer) as client:
         with trainer.share.writing(V(0, 1)):
             pass
-        cut(newest_file(trainer.layout))
+        harm(newest_file(trainer.layout))
         status, answer = await client.post("/v1/completions", {"prompt": "1="})
         assert status == 503
         assert "are damaged" in answer["error"]["message"]
@@ -404,10 +411,6 @@ def newest_file(layout: RunLayout) -> Path:
     found = read_disk(layout.weights)
     assert found is not None
     return layout.versions / found.directory / TENSORS
-
-
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
 
 
 @pytest.mark.parametrize("backend", ["disk"])

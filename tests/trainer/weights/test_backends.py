@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 
 from rolloutmq.bus import segments
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.records import SentAddress
 from rolloutmq.schemas.sharing import SegmentGoneError, SegmentInUseError
 from rolloutmq.trainer.model import build_policy
-from rolloutmq.trainer.weights.address import owner_lives
+from rolloutmq.trainer.weights.address import PARCEL, owner_lives
 from rolloutmq.trainer.weights.backends import attach, attach_as, owned
+from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.share import Level
 
 WAYS = [("posix_shm", "disk"), ("disk", "posix_shm")]
@@ -69,6 +72,37 @@ def test_what_a_dead_life_shared_in_another_way_goes(run_dir: Path, before: str,
         share.close()
     assert not layout.weights.exists()
     assert not layout.versions.exists()
+
+
+@pytest.mark.parametrize("after", ["disk", "posix_shm"])
+def test_what_a_dead_life_was_sending_goes(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str
+) -> None:
+    layout, config, me = RunLayout(run_dir), way(after), segments.Owner.current()
+    monkeypatch.setattr(segments, "SHM", tmp_path)
+    on_its_way = tmp_path / f"{segments.PREFIX}{'0' * 16}-{PARCEL}"
+    on_its_way.write_bytes(b"half of a model")
+    write_json(layout.weights, SentAddress(sender=(me.pid, me.start_ticks - 1, me.namespace)))
+    with owned(build_policy(config.model, 1), config, layout, V(1, 7)):
+        assert not on_its_way.exists()
+
+
+def test_what_a_dead_life_published_stays_until_there_is_a_newer_version(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, config = RunLayout(run_dir), way("disk")
+    DiskShare.create(build_policy(config.model, 1), layout.weights, version=V(0, 3)).close()
+    (before,) = (path for path in layout.versions.iterdir() if path.is_dir())
+    found = list[bool]()
+    publish = DiskShare._publish
+
+    def looked(share: DiskShare, version: PolicyVersion) -> None:
+        found.append(before.is_dir())
+        publish(share, version)
+
+    monkeypatch.setattr(DiskShare, "_publish", looked)
+    with owned(build_policy(config.model, 1), config, layout, V(1, 3)):
+        assert found == [True]
 
 
 @pytest.mark.parametrize(("backend", "_other"), WAYS)

@@ -2,7 +2,9 @@
 
 import errno
 import fcntl
+import io
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import torch
 from tests.trainer.weights.models import TOKENS, built, config, logits, on_meta
 from torch import nn
 
+from rolloutmq.bus.durability import force
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.records import DiskAddress
 from rolloutmq.schemas.sharing import (
@@ -26,7 +29,7 @@ from rolloutmq.schemas.sharing import (
     WeightsTornError,
 )
 from rolloutmq.trainer.weights import versions
-from rolloutmq.trainer.weights.address import DIRECTORY, owner_lives, read_disk, sweep
+from rolloutmq.trainer.weights.address import OWNER, directory_of, is_locked, owner_lives, read_disk, sweep
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.share import Level, SharedWeights
 
@@ -47,7 +50,7 @@ def owned(address: Path) -> Iterator[tuple[Any, DiskShare]]:
 
 
 def published(address: Path) -> list[str]:
-    return sorted(path.name for path in (address.parent / DIRECTORY).iterdir() if path.is_dir())
+    return sorted(path.name for path in (directory_of(address)).iterdir() if path.is_dir())
 
 
 def test_a_reader_takes_each_version_over_whole(address: Path, owned: tuple[Any, DiskShare]) -> None:
@@ -104,13 +107,12 @@ def test_a_write_that_fails_publishes_nothing(address: Path, owned: tuple[Any, D
 def test_old_versions_go_but_not_under_a_reader(address: Path, owned: tuple[Any, DiskShare]) -> None:
     _, owner = owned
     (first,) = published(address)
-    (address.parent / DIRECTORY / ".1.3.dead-1.partial").mkdir()
-    with versions.held(address.parent / DIRECTORY / first):
+    (directory_of(address) / ".1.3.dead-1.partial").mkdir()
+    with versions.held(directory_of(address) / first):
         for step in range(5, 9):
             with owner.writing(V(1, step)):
                 pass
-        assert len(published(address)) == versions.KEPT + 1
-        assert first in published(address)
+        assert [name[:4] for name in published(address)] == ["1.4.", "1.7.", "1.8."]
     with owner.writing(V(1, 9)):
         pass
     assert [name[:4] for name in published(address)] == ["1.8.", "1.9."]
@@ -171,7 +173,7 @@ def test_what_is_not_the_same_model_is_refused(address: Path, owned: tuple[Any, 
 def files(address: Path) -> Path:
     found = read_disk(address)
     assert found is not None
-    return address.parent / DIRECTORY / found.directory
+    return directory_of(address) / found.directory
 
 
 def test_damaged_files_are_refused_and_the_old_weights_stay(
@@ -211,6 +213,154 @@ def test_damaged_files_are_refused_and_the_old_weights_stay(
     assert not reader.is_torn()
 
 
+@pytest.mark.parametrize("gone", [versions.TENSORS, versions.MANIFEST, "."])
+def test_a_version_that_is_named_and_not_there_is_damaged(
+    address: Path, owned: tuple[Any, DiskShare], gone: str
+) -> None:
+    model, owner = owned
+    reading = on_meta(model.config)
+    reader = DiskShare.attach(reading, address)
+    before = logits(reading)
+    with owner.writing(V(1, 5)):
+        model.lm_head.weight.data.fill_(2.0)
+    lost = files(address) / gone
+    lost.rename(lost.resolve().with_name("lost"))
+    with pytest.raises(WeightsDamagedError, match="No such file"):
+        reader.reading().__enter__()
+    assert (reader.version, reader.is_torn()) == (V(1, 4), True)
+    assert torch.equal(logits(reading), before)
+    with pytest.raises(WeightsDamagedError):
+        DiskShare.attach(on_meta(model.config), address)
+    with owner.writing(V(1, 6)):
+        pass
+    with reader.reading() as version:
+        assert (version, reader.is_torn()) == (V(1, 6), False)
+
+
+@pytest.mark.parametrize("place", ["address", versions.TENSORS, versions.MANIFEST])
+def test_what_cannot_be_read_is_damaged_as_long_as_it_cannot(
+    address: Path, owned: tuple[Any, DiskShare], monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    model, owner = owned
+    reading = on_meta(model.config)
+    reader = DiskShare.attach(reading, address)
+    before = logits(reading)
+    with owner.writing(V(1, 5)):
+        model.lm_head.weight.data.fill_(2.0)
+    bad = address if place == "address" else files(address) / place
+    opened = io.open
+
+    def failing(file: Any, *given: Any, **named: Any) -> Any:
+        if file == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(file, *given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(io, "open", failing)
+        with pytest.raises(WeightsDamagedError, match="Input/output error"):
+            reader.reading().__enter__()
+        assert (reader.version, reader.is_torn(), reader.is_replaced()) == (V(1, 4), True, False)
+        assert torch.equal(logits(reading), before)
+    with reader.reading() as version:
+        assert (version, reader.is_torn()) == (V(1, 5), False)
+    assert torch.equal(logits(reading), logits(model))
+
+
+def test_an_address_that_cannot_be_looked_at_for_a_moment_is_not_refused_for_good(
+    address: Path, owned: tuple[Any, DiskShare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = DiskShare.attach(on_meta(owned[0].config), address)
+
+    def stale(_path: Path) -> os.stat_result:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stale)
+        with pytest.raises(WeightsDamagedError, match="Stale file handle"):
+            reader.reading().__enter__()
+    assert reader.is_torn()
+    with reader.reading():
+        assert not reader.is_torn()
+
+
+def test_a_version_is_held_until_it_is_copied(
+    address: Path, owned: tuple[Any, DiskShare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read is mapped: over a network a file that is removed meanwhile would be the end of the reader."""
+    model, owner = owned
+    reader = DiskShare.attach(on_meta(model.config), address)
+    take, held = DiskShare._take, []
+
+    def looked(share: DiskShare, found: versions.Found) -> None:
+        held.append(is_locked(files(address) / versions.MANIFEST))
+        take(share, found)
+
+    monkeypatch.setattr(DiskShare, "_take", looked)
+    with owner.writing(V(1, 5)):
+        pass
+    with reader.reading():
+        pass
+    assert held == [True]
+
+
+@pytest.mark.parametrize("call", ["force", "_replace", "replace"])
+def test_a_publish_that_fails_behind_its_rename_leaves_nothing(
+    address: Path, owned: tuple[Any, DiskShare], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    model, owner = owned
+    (first,) = published(address)
+    root = directory_of(address)
+
+    def full(*given: Path) -> None:
+        if call == "force" and given[0] != root:
+            return force(*given)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path if call == "replace" else versions, call, full)
+        with pytest.raises(WeightsNotWrittenError, match="No space left"), owner.writing(V(1, 5)):
+            pass
+    assert published(address) == [first]
+    assert sorted(path.name for path in address.parent.iterdir()) == ["weights", "weights.json"]
+    assert DiskShare.attach(on_meta(model.config), address).version == V(1, 4)
+
+
+def test_what_is_published_stands_though_its_name_is_not_forced(
+    address: Path,
+    owned: tuple[Any, DiskShare],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Readers have it already; what was before stays, for a loss of power may bring its name back."""
+    model, owner = owned
+
+    def failing(path: Path) -> None:
+        if path == address.parent:
+            raise OSError(errno.EIO, "Input/output error")
+        force(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "force", failing)
+        for step in (5, 6):
+            with owner.writing(V(1, step)):
+                pass
+    assert "old versions not removed" in caplog.text
+    assert (owner.version, owner.is_torn()) == (V(1, 6), False)
+    assert DiskShare.attach(on_meta(model.config), address).version == V(1, 6)
+    assert [name[:4] for name in published(address)] == ["1.4.", "1.5.", "1.6."]
+
+
+def test_what_a_killed_writer_did_not_name_takes_no_place(
+    address: Path, owned: tuple[Any, DiskShare]
+) -> None:
+    (first,) = published(address)
+    (directory_of(address) / "1.5.killed-9").mkdir()
+    with owned[1].writing(V(1, 5)):
+        pass
+    assert len(published(address)) == 2
+    assert first in published(address)
+
+
 def test_a_disk_without_room_keeps_the_version_before(
     address: Path, owned: tuple[Any, DiskShare], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +374,7 @@ def test_a_disk_without_room_keeps_the_version_before(
         with pytest.raises(WeightsNotWrittenError, match="No space left"), owner.writing(V(1, 5)):
             pass
     assert owner.is_torn()
-    assert not list((address.parent / DIRECTORY).glob(".*"))
+    assert not list((directory_of(address)).glob(".*"))
     assert DiskShare.attach(on_meta(model.config), address).version == V(1, 4)
 
 
@@ -242,11 +392,11 @@ def test_what_a_dead_owner_left_goes_and_what_a_living_one_has_stays(
     assert sweep(address) == []
     owner.close()
     assert not owner_lives(address)
-    assert sweep(address) == [address.parent / DIRECTORY, address]
+    assert sweep(address) == [directory_of(address), address]
     assert not address.exists()
-    (address.parent / DIRECTORY).mkdir()  # somebody else's
+    (directory_of(address)).mkdir()  # somebody else's
     assert sweep(address) == []
-    assert (address.parent / DIRECTORY).exists()
+    assert (directory_of(address)).exists()
 
 
 def test_a_file_that_differs_from_the_model_is_told(owned: tuple[Any, DiskShare]) -> None:
@@ -262,8 +412,28 @@ def test_no_version_and_no_address(address: Path) -> None:
         DiskShare.attach(on_meta(config("qwen2")), address)
     gone = DiskAddress(directory="gone", version=V(), manifest="", tensors=0, run="r")
     address.write_bytes(msgspec.json.encode(gone))
-    with pytest.raises(SegmentGoneError, match="removed before"):
+    with pytest.raises(WeightsDamagedError, match="No such file"):
         DiskShare.attach(on_meta(config("qwen2")), address)
+
+
+def test_versions_that_go_faster_than_they_are_read_are_gone(
+    address: Path, owned: tuple[Any, DiskShare], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, owner = owned
+    read = versions._read
+
+    def late(found: DiskAddress, directory: Path) -> versions.Found:
+        with owner.writing(V(1, owner.version.step + 1)):
+            pass
+        shutil.rmtree(directory)
+        return read(found, directory)
+
+    monkeypatch.setattr(versions, "_read", late)
+    with pytest.raises(SegmentGoneError, match="removed before"):
+        DiskShare.attach(on_meta(model.config), address)
+    assert owner.version.step == 4 + versions.ATTEMPTS
+    monkeypatch.undo()
+    assert DiskShare.attach(on_meta(model.config), address).version == owner.version
 
 
 def test_two_living_owners_are_one_too_many(address: Path, owned: tuple[Any, DiskShare]) -> None:
@@ -275,7 +445,27 @@ def test_two_living_owners_are_one_too_many(address: Path, owned: tuple[Any, Dis
     assert owner.is_replaced()
     heir.close(unlink=True)
     assert not address.exists()
-    assert not (address.parent / DIRECTORY).exists()
+    assert not (directory_of(address)).exists()
+
+
+def test_an_owner_that_comes_while_it_is_swept_owns_what_is_there_then(
+    address: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built(config("qwen2"))
+    DiskShare.create(model, address).close()
+    flock, swept = fcntl.flock, list[Path]()
+
+    def late(fd: int, kind: int) -> None:
+        if not swept:
+            swept.append(address)
+            assert sweep(address)
+        flock(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    share = DiskShare.create(model, address, version=V(1, 0))
+    assert is_locked(directory_of(address) / OWNER)
+    assert DiskShare.attach(on_meta(model.config), address).version == V(1, 0)
+    share.close(unlink=True)
 
 
 WRITER = """
@@ -320,4 +510,4 @@ def test_a_writer_that_is_killed_leaves_whole_versions(address: Path) -> None:
             writer.kill()
         with reader.reading() as version:
             assert version.incarnation == life
-    assert len(published(address)) <= versions.KEPT + 1
+    assert len(published(address)) <= 3  # the newest, the one before, and one that was never named
