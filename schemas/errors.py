@@ -326,7 +326,7 @@ class AddressInUseError(ResourceError):
 
 
 class DamagedFileError(ResourceError):
-    """A line in the middle of a log of the run does not decode: what is joined from it would be wrong."""
+    """A line of a file of the run does not decode, and not as its end that a kill tore: what follows would be wrong."""
 
     def __init__(self, path: str, line: int, problem: str) -> None:
         self.path = path

@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from rolloutmq.bus.codec import checksum
 from rolloutmq.bus.durability import force, sum_of
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, DamagedFileError
 from rolloutmq.trainer.adapters import ADAPTERS, Adapters
 from rolloutmq.trainer.optimizer import PolicyOptimizer
 from rolloutmq.trainer.weights.manifest import named_tensors
@@ -76,7 +77,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint in memory. Tensors are copies that belong to nobody else."""
+    """A checkpoint that was read. Its tensors are its files, mapped: files that are removed keep their room until then."""
 
     path: Path
     state: TrainerState
@@ -89,17 +90,29 @@ def next_incarnation(directory: Path) -> int:
     """Begin a new life: return its number, from 0, once that number is on disk and can never be given again.
 
     It is above those of all checkpoints, also where these were brought here without the counter.
+
+    Raises:
+        DamagedFileError: The counter is no number: a life that was given before could be given again.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / INCARNATIONS
-    counted = int(path.read_text()) if path.exists() else _UNKNOWN
-    number = 1 + max(counted, *map(_incarnation, saved(directory)), _UNKNOWN)
+    number = 1 + max(_counted(path), *map(_incarnation, saved(directory)), _UNKNOWN)
     partial = directory / f".{INCARNATIONS}.partial"
     partial.write_text(f"{number}\n")
     force(partial)
     partial.replace(path)
     force(directory)
     return number
+
+
+def _counted(path: Path) -> int:
+    try:
+        return int(path.read_bytes())
+    except FileNotFoundError:
+        return _UNKNOWN
+    except ValueError:
+        problem = "is no number; write there the largest incarnation in trained.jsonl"
+        raise DamagedFileError(str(path), 1, problem) from None
 
 
 def save(
@@ -152,14 +165,19 @@ def _seal(path: Path, state: TrainerState) -> None:
 def _becoming(final: Path) -> Iterator[Path]:
     """Yield an empty directory that takes the place of `final`, durably, when the block ends without an error."""
     partial = final.with_name(f".{final.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    for left in final.parent.glob(f".{PREFIX}*"):  # of a trainer that was killed: this one needs the room
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
-    for file in partial.iterdir():
-        force(file)
-    force(partial)
-    shutil.rmtree(final, ignore_errors=True)  # of an earlier life, whose later steps are void
-    partial.rename(final)
+    try:
+        yield partial
+        for file in partial.iterdir():
+            force(file)
+        force(partial)
+        shutil.rmtree(final, ignore_errors=True)  # of an earlier life, whose later steps are void
+        partial.rename(final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     force(final.parent)
 
 
@@ -223,12 +241,16 @@ def _check_sizes(path: Path, state: TrainerState) -> None:
             raise ValueError(f"{name} has {found} bytes, was written with {size}")
 
 
-def _read(path: Path) -> Checkpoint:
-    state = _state(path)
-    _check_sizes(path, state)
+def _check_sums(path: Path, state: TrainerState) -> None:
     for name, known in state.sums.items():
         if sum_of(path / name) != known:
             raise ValueError(f"{name} is not as it was written")
+
+
+def _read(path: Path) -> Checkpoint:
+    state = _state(path)
+    _check_sizes(path, state)
+    _check_sums(path, state)
     return Checkpoint(
         path=path,
         state=state,
@@ -260,24 +282,48 @@ def random_state(checkpoint: Checkpoint) -> Tensor:
     return checkpoint.optimizer[_RANDOM]
 
 
-def prune(written: Path, keep: int) -> None:
+def prune(written: Path, keep: int, *, began: int, proven: set[Path]) -> None:
     """Remove what nobody would go on from, now that a checkpoint was written; never that one.
 
-    There remain the newest `keep` whole ones, `written` included. Damaged ones go, those of later steps, which were
-    passed over and are void, and what a killed trainer left half-written.
+    There remain the newest `keep` whole ones, `written` included. Damaged ones go, and those that are void. What cannot
+    be removed stays until the next time, with a line in the log.
+
+    Args:
+        written: The newest.
+        keep: How many may remain.
+        began: Step from which this life went on: what earlier lives have beyond it is void.
+        proven: What this life has read or written, and so knows to be whole. Only others are read here, as few as
+            will do and each once, and added: to read all of them each time would take as long as to write them.
     """
-    step = _step(written)
+    life, step = _incarnation(written), _step(written)
+    proven.add(written)
     others = [path for path in saved(written.parent) if path != written]
-    before = [path for path in others if _step(path) < step and _is_whole(path)]
-    kept = before[-(keep - 1) :] if keep > 1 else []
-    for path in (*(path for path in others if path not in kept), *written.parent.glob(f".{PREFIX}*")):
-        shutil.rmtree(path)
+    before = (
+        path
+        for path in reversed(others)
+        if _step(path) < step and (_step(path) <= began or _incarnation(path) == life)
+    )
+    kept = set(islice((path for path in before if _is_whole(path, proven)), keep - 1))
+    for path in others:
+        if path not in kept:
+            _remove(path)
 
 
-def _is_whole(path: Path) -> bool:
-    """Tell whether all files are there in their sizes, without reading them."""
+def _is_whole(path: Path, proven: set[Path]) -> bool:
+    """Tell whether all files are there as they were written; of what is proven only the sizes are looked at."""
     try:
-        _check_sizes(path, _state(path))
+        state = _state(path)
+        _check_sizes(path, state)
+        if path not in proven:
+            _check_sums(path, state)
     except _UNREADABLE:
         return False
+    proven.add(path)
     return True
+
+
+def _remove(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("checkpoint not removed path=%s error=%s", path, error)

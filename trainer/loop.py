@@ -157,6 +157,7 @@ def train(
         trainer = Trainer(config, layout, policy, share, journal, version, adapters, ranks)
         if saved:
             trainer.resume(saved)
+            del saved  # what it has mapped would keep the room of a checkpoint that is removed later
         if incarnation:
             journal.write(SettledBatch(at=time.time(), version=version, resumed=True))
         logger.info("ready incarnation=%d step=%d of=%d", *_pair(version), config.trainer.steps)
@@ -217,6 +218,9 @@ class Trainer:
         """The policy that the shared weights are."""
         self._covered = version.step
         """The step that the newest checkpoint covers; the weights of step 0 are those of the seed."""
+        self._began = version.step
+        self._proven: set[Path] = set()
+        """Checkpoints that this life knows to be whole."""
         self._descent = Descent.told(layout.trained, version)
         self._unsettled: set[str] = set()
         self._barren = 0
@@ -245,6 +249,7 @@ class Trainer:
         self._optimizer.restore(saved.optimizer)
         torch.set_rng_state(checkpoint.random_state(saved))
         self._unsettled = set(saved.state.unsettled)
+        self._proven.add(saved.path)
 
     def run(self, uplink: Uplink, stop: Stop) -> None:
         """Learn from batch after batch until the last step, the end of a replay, or a stop; leave a checkpoint."""
@@ -359,7 +364,8 @@ class Trainer:
                 weights = self._sharded.plain if self._sharded else self._policy
                 what = state, weights, self._optimizer, self._adapters
                 path = checkpoint.save(self._layout.checkpoints, self._layout.model, *what)
-                checkpoint.prune(path, self._config.keep_checkpoints)
+                keep = self._config.keep_checkpoints
+                checkpoint.prune(path, keep, began=self._began, proven=self._proven)
                 logger.info("checkpoint path=%s", path)
             else:
                 self._optimizer.state()  # gathered together

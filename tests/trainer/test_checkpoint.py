@@ -1,4 +1,5 @@
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -7,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from rolloutmq.bus.durability import sum_of
 from rolloutmq.schemas.config import ModelConfig
 from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, DamagedFileError
 from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.checkpoint import TrainerState
@@ -26,6 +28,10 @@ def save(root: Path, step: int, policy: Policy, incarnation: int = 0) -> Path:
     return checkpoint.save(
         root / "checkpoints", identity, state, policy, PolicyOptimizer(policy, TrainerConfig())
     )
+
+
+def prune(written: Path, keep: int, began: int = 0, proven: set[Path] | None = None) -> None:
+    checkpoint.prune(written, keep, began=began, proven=set() if proven is None else proven)
 
 
 def steps(root: Path) -> list[str]:
@@ -140,7 +146,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
         patch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space"):
             save(tmp_path, 2, policy)
-    assert steps(tmp_path) == ["step-000001"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     save(tmp_path, 2, policy)
     assert steps(tmp_path) == ["step-000001", "step-000002"]
 
@@ -153,13 +159,28 @@ def test_a_step_that_is_reached_again_replaces_its_checkpoint(tmp_path: Path) ->
     assert found.state.version == PolicyVersion(3, 1)
 
 
-def test_pruning_keeps_the_newest_and_sweeps_what_was_half_written(tmp_path: Path) -> None:
+def test_what_a_killed_trainer_left_half_written_makes_room_for_the_next(tmp_path: Path) -> None:
+    left = tmp_path / "checkpoints" / ".step-000011.partial"
+    left.mkdir(parents=True)
+    policy = build_policy(MODEL, 1)
+    optimizer, state = PolicyOptimizer(policy, TrainerConfig()), TrainerState(version=PolicyVersion(1, 10))
+    identity = tmp_path / "model"
+    write_identity(policy, MODEL, identity)
+    own_tensors, found = checkpoint.own_tensors, list[bool]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            checkpoint, "own_tensors", lambda one: (found.append(left.exists()), own_tensors(one))[1]
+        )
+        checkpoint.save(tmp_path / "checkpoints", identity, state, policy, optimizer)
+    assert found == [False]
+
+
+def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     policy = build_policy(MODEL, 1)
     for step in (1, 2, 10):
         path = save(tmp_path, step, policy)
-    (tmp_path / "checkpoints" / ".step-000011.partial").mkdir()
     (tmp_path / "checkpoints" / "step-000001-of-mine").mkdir()
-    checkpoint.prune(path, keep=2)
+    prune(path, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-000001-of-mine",
         "step-000002",
@@ -173,9 +194,9 @@ def test_pruning_never_removes_what_was_just_saved(tmp_path: Path, keep: int, fi
     policy = build_policy(MODEL, 1)
     damaged = save(tmp_path, 8, policy) / file
     os.truncate(damaged, damaged.stat().st_size // 2)
-    checkpoint.prune(save(tmp_path, 2, policy, incarnation=1), keep)
+    prune(save(tmp_path, 2, policy, incarnation=1), keep)
     assert steps(tmp_path) == ["step-000002"]
-    checkpoint.prune(save(tmp_path, 4, policy, incarnation=1), keep)
+    prune(save(tmp_path, 4, policy, incarnation=1), keep)
     assert steps(tmp_path) == ["step-000002", "step-000004"][-keep:]
 
 
@@ -184,8 +205,67 @@ def test_a_damaged_checkpoint_is_kept_in_place_of_no_whole_one(tmp_path: Path) -
     for step in (1, 2, 3):
         path = save(tmp_path, step, policy)
     (tmp_path / "checkpoints" / "step-000002" / "optimizer.safetensors").unlink()
-    checkpoint.prune(path, keep=2)
+    prune(path, keep=2)
     assert steps(tmp_path) == ["step-000001", "step-000003"]
+
+
+def test_what_has_a_wrong_bit_takes_the_place_of_no_whole_one_and_each_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, proven = build_policy(MODEL, 1), set[Path]()
+    one, two, three = (save(tmp_path, step, policy) for step in (1, 2, 3))
+    data = bytearray((two / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (two / "model.safetensors").write_bytes(data)
+    read = list[str]()
+
+    def counted(path: Path) -> int:
+        read.append(path.parent.name)
+        return sum_of(path)
+
+    monkeypatch.setattr(checkpoint, "sum_of", counted)
+    prune(three, keep=2, proven=proven)
+    assert steps(tmp_path) == ["step-000001", "step-000003"]
+    assert set(read) == {"step-000001", "step-000002"}  # what was just written is known
+    assert proven == {one, three}
+    four = save(tmp_path, 4, policy)
+    read.clear()
+    prune(four, keep=3, proven=proven)
+    assert steps(tmp_path) == ["step-000001", "step-000003", "step-000004"]
+    assert read == []
+    (three / "model.safetensors").unlink()  # seen without being read
+    prune(save(tmp_path, 5, policy), keep=3, proven=proven)
+    assert steps(tmp_path) == ["step-000001", "step-000004", "step-000005"]
+
+
+def test_a_step_that_this_life_passed_over_is_not_kept_before_the_one_it_went_on_from(tmp_path: Path) -> None:
+    """It could not be read then, and can be now: others have been taken in its place since."""
+    policy = build_policy(MODEL, 1)
+    for step in (10, 20):
+        save(tmp_path, step, policy)
+    prune(save(tmp_path, 25, policy, incarnation=1), keep=2, began=10)
+    assert steps(tmp_path) == ["step-000010", "step-000025"]
+
+
+def test_what_cannot_be_removed_does_not_end_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = build_policy(MODEL, 1)
+    one, two, three = (save(tmp_path, step, policy) for step in (1, 2, 3))
+    rmtree = shutil.rmtree
+
+    def busy(path: Path) -> None:
+        if path == one:
+            raise OSError(39, "Directory not empty")
+        rmtree(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        prune(three, keep=1)
+    assert f"checkpoint not removed path={one}" in caplog.text
+    assert not two.exists()
+    prune(three, keep=1)
+    assert steps(tmp_path) == ["step-000003"]
 
 
 def test_steps_that_a_later_life_made_void_are_never_gone_back_to(tmp_path: Path) -> None:
@@ -203,7 +283,7 @@ def test_steps_are_numbers(tmp_path: Path) -> None:
     for step in (999_950, 1_000_000):
         path = save(tmp_path, step, policy)
     assert steps(tmp_path) == ["step-999950", "step-1000000"]
-    checkpoint.prune(path, keep=1)
+    prune(path, keep=1)
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None
     assert found.state.version.step == 1_000_000
@@ -211,6 +291,13 @@ def test_steps_are_numbers(tmp_path: Path) -> None:
 
 def test_incarnations_are_never_given_twice(tmp_path: Path) -> None:
     assert [checkpoint.next_incarnation(tmp_path / "checkpoints") for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("found", [b"", b"\xff7\n", b"7 8\n"])
+def test_a_damaged_counter_of_incarnations_is_told(tmp_path: Path, found: bytes) -> None:
+    (tmp_path / checkpoint.INCARNATIONS).write_bytes(found)
+    with pytest.raises(DamagedFileError, match="incarnation, line 1: is no number"):
+        checkpoint.next_incarnation(tmp_path)
 
 
 def test_a_checkpoint_brought_from_elsewhere_is_of_an_earlier_life(tmp_path: Path) -> None:

@@ -273,6 +273,21 @@ def test_what_is_committed_stands_however_damaged_the_checkpoint_before(layout: 
     assert found.state.version == PolicyVersion(1, 4)
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_a_checkpoint_that_was_gone_on_from_is_not_kept_mapped(
+    layout: RunLayout, lora: dict[str, Any] | None
+) -> None:
+    """It is removed some steps later, and would take its room for as long as the trainer lives."""
+    train(run_config(steps=2, checkpoint_interval=2, lora=lora), layout, Stop(), MemoryBroker(steady).connect)
+    mapped = list[bool]()
+    broker = MemoryBroker(steady)
+    broker.on_pull = lambda _number: mapped.append(
+        str(layout.checkpoints) in Path("/proc/self/maps").read_text()
+    )
+    train(run_config(steps=3, checkpoint_interval=2, lora=lora), layout, Stop(), broker.connect)
+    assert mapped == [False]
+
+
 def test_the_next_life_puts_its_checkpoint_into_the_segment_that_was_left(layout: RunLayout) -> None:
     config = run_config(steps=4, checkpoint_interval=2)
     broker = MemoryBroker(steady)
