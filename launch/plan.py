@@ -45,9 +45,11 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
     if config.orchestrator.enabled and (config.environment or config.inference.max_engines > 1):
         roles.append(Role.ORCHESTRATOR)
     further = [_rank(number, layout, python) for number in range(1, config.trainer.ranks)]
+    services = [_service(role, layout, python) for role in roles]
+    ranks = {"crew": Role.TRAINER.value, "crew_patience_s": config.trainer.rank_patience_s}
     return [
-        *(_service(role, layout, python) for role in roles),
-        *(further if config.trainer.enabled else ()),
+        msgspec.structs.replace(spec, **ranks) if spec.role is Role.TRAINER else spec
+        for spec in (*services, *(further if config.trainer.enabled else ()))
     ]
 
 

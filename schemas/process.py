@@ -8,6 +8,9 @@ import msgspec
 PERMANENT_FAILURE: Final = 3
 """Exit code of a process that can never work, however often it is started: its environment always raises, say."""
 
+MISSED_FELLOW: Final = 5
+"""Exit code of a process that has waited as long as it may for another of its crew."""
+
 
 class Role(StrEnum):
     """What a process does; the launcher ends roles in a fixed order."""
@@ -41,6 +44,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         log: Path that standard output and error are appended to: a file, never a pipe that could break.
         hopeless: Exit codes after which starting it again cannot help; 2 is a wrong configuration.
         fds: Descriptors of its parent that it gets under the same numbers.
+        crew: What those have in common that work together and end together, if any.
+        crew_patience_s: How long one of them waits for another until it ends with MISSED_FELLOW.
     """
 
     name: str
@@ -51,6 +56,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     restart: Restart = Restart.ON_FAILURE
     hopeless: tuple[int, ...] = (2, PERMANENT_FAILURE)
     fds: tuple[int, ...] = ()
+    crew: str = ""
+    crew_patience_s: float = 0.0
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,6 +72,9 @@ class TrainerConfig(Section):
     weights reach who samples by another `weights.backend` than the usual."""
     ranks: PositiveInt = 1
     """Processes of the trainer on this host, which share each step and hold the policy and its optimizer in parts."""
+    rank_patience_s: PositiveFloat = 600.0
+    """Longest that one rank waits for another: for a pass, a checkpoint, a model that is loaded. Who takes longer
+    hangs: all ranks begin again from the checkpoint."""
     threads: PositiveInt = 1
     """Threads of one tensor operation. More than one helps only on cores that nobody else wants."""
     pull_wait_s: PositiveFloat = 10.0

@@ -153,6 +153,30 @@ def test_a_killed_rank_of_the_trainer_takes_the_others_along_and_no_group_is_los
         assert "error: another rank of the trainer is gone, its log says why" in layout.log(rank).read_text()
 
 
+def test_a_rank_of_the_trainer_that_hangs_is_missed_and_the_run_goes_on(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+
+    def stop(live: LiveRun) -> None:
+        live.wait_for_step(12)
+        live.kill("trainer.rank1", signal.SIGSTOP)
+
+    code, summary = run(
+        layout.root,
+        "trainer.ranks=2",
+        "trainer.rank_patience_s=15",
+        "trainer.steps=20",
+        "trainer.checkpoint_interval=5",
+        fault=stop,
+        within_s=2 * ENDED_WITHIN_S,
+    )
+    assert code == 0
+    assert (summary["steps"], summary["trainer_resumes"]) == (20, 1)
+    missed = "error: another rank of the trainer was not heard for 15 s, trainer.rank_patience_s"
+    assert missed in layout.log("trainer").read_text()
+    hangs = "ending name=trainer.rank1 step=SIGKILL reason=hangs: trainer waited 15 s for it and has ended"
+    assert hangs in layout.log("up").read_text()
+
+
 def test_weights_by_way_of_the_disk_reach_the_server_and_survive_the_trainer(tmp_path: Path) -> None:
     """Each step is a version that groups are stamped with; a trainer or a server that is killed is a pause."""
     layout = RunLayout(tmp_path / "run")

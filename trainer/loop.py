@@ -48,6 +48,7 @@ from rolloutmq.schemas.errors import (
     NothingToLearnError,
 )
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import MISSED_FELLOW
 from rolloutmq.schemas.records import SettledBatch
 from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.trainer import checkpoint
@@ -70,7 +71,7 @@ from rolloutmq.trainer.model import (
 )
 from rolloutmq.trainer.optimizer import PolicyOptimizer, learning_rate
 from rolloutmq.trainer.process import INTERRUPTED, Stop, StoppedError, stop_on_signals
-from rolloutmq.trainer.ranks import Lockstep, Ranks, Unshared, met
+from rolloutmq.trainer.ranks import Lockstep, Ranks, RankSilentError, Unshared, met
 from rolloutmq.trainer.scoring import Scorer
 from rolloutmq.trainer.sharding import Sharded
 from rolloutmq.trainer.teaching import columns_needed as columns_of_teacher
@@ -106,10 +107,13 @@ def main(run_dir: Path, rank: int = 0) -> int:
             reached = PolicyVersion()
             with suppress(StoppedError), ExitStack() as stack:
                 with stop.interrupting():
-                    ranks = stack.enter_context(met(layout.ranks, rank, config.trainer.ranks))
+                    own = config.trainer
+                    meeting = met(layout.ranks, rank, own.ranks, own.rank_patience_s)
+                    ranks = stack.enter_context(meeting)
                 reached = train(config, layout, stop, ranks=ranks)
     except Exception as error:  # noqa: BLE001 - the task boundary of the process
-        return log_failure("trainer", error)
+        code = log_failure("trainer", error)
+        return MISSED_FELLOW if isinstance(error, RankSilentError) else code
     return INTERRUPTED if stop.asked and reached.step < config.trainer.steps else 0
 
 
@@ -286,8 +290,8 @@ class Trainer:
     def _pull(self, uplink: Uplink, stop: Stop) -> PulledBatch | None:
         try:
             with stop.interrupting():
-                if isinstance(self._share, Sender):
-                    self._share.supply()  # nobody could sample before
+                if isinstance(self._share, Sender) and not self._share.supply(self._config.pull_wait_s):
+                    return None  # nobody could sample yet; for a server that starts no rank is missed
                 return uplink.pull(self.version.step + 1, self.version)
         except BrokerUnavailableError as error:
             logger.warning("no broker error=%s", error)

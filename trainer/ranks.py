@@ -7,15 +7,17 @@ others: whether there is a batch, whether there is anything to learn, whether to
 
 They meet at a store that rank 0 opens on this host; its address lies in the run directory. If one of them dies the
 others' next word to it is an error, and they end too; all are started again, and go on from the checkpoint. Whoever is
-back before rank 0 has noticed finds a meeting that has begun without him, and waits for the next.
+back before rank 0 has noticed finds a meeting that has begun without him, and waits for the next. One that hangs is
+missed after `trainer.rank_patience_s`, which bounds every wait for another; whoever keeps the ranks then ends it, too.
 """
 
 import logging
 import os
+import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from enum import IntEnum
@@ -41,10 +43,6 @@ HOST: Final = "127.0.0.1"
 LOOK_S: Final = 0.05
 JOIN_S: Final = 5.0
 """How long one attempt to reach the store may take."""
-PATIENCE_S: Final = 1800.0
-"""Longest time between two words of a rank. It computes meanwhile; if it dies, that shows at once."""
-
-
 _BEGUN: Final = "begun"
 """Key that the first rank sets when all have met."""
 
@@ -54,6 +52,22 @@ class RankLostError(GivenUpError):
 
     def __str__(self) -> str:
         return "another rank of the trainer is gone, its log says why"
+
+
+class RankSilentError(RankLostError):
+    """Another rank was waited for as long as the configuration says, and has not ended."""
+
+    def __init__(self, patience_s: float, ranks: Sequence[int] = ()) -> None:
+        self.patience_s = patience_s
+        self.ranks = ranks
+        """Which of them, if that is known."""
+
+    def __str__(self) -> str:
+        who = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "another rank"
+        return (
+            f"{who} of the trainer was not heard for {self.patience_s:g} s, trainer.rank_patience_s: "
+            "it hangs, or needs longer than that"
+        )
 
 
 class Ranks:
@@ -197,15 +211,20 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def met(file: Path, rank: int, size: int) -> Iterator[Ranks]:
-    """Meet the other ranks of a run, however late they come, and leave them at the end.
-
-    `file` is where the first says where.
+def met(file: Path, rank: int, size: int, patience_s: float) -> Iterator[Ranks]:
+    """Meet the other ranks of a run, and leave them at the end.
 
     KeyboardInterrupt and its children end the wait.
 
+    Args:
+        file: Where the first says where.
+        rank: Which of them this is.
+        size: How many there are.
+        patience_s: Longest wait for another rank, here and for each word inside.
+
     Raises:
         ConfigError: There is no such rank.
+        RankSilentError: Another rank does not come, or says nothing any more.
         RankLostError: Another rank ended meanwhile; also in place of what was raised inside because of it.
     """
     if rank >= size:
@@ -214,13 +233,13 @@ def met(file: Path, rank: int, size: int) -> Iterator[Ranks]:
         yield Ranks()
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with _noticing_losses():
-        store = _opened(file) if rank == 0 else _found(file)
+    with _noticing_losses(patience_s):
+        store = _opened(file) if rank == 0 else _found(file, patience_s)
         store.set(f"here/{rank}", "")
-        while not store.check([f"here/{each}" for each in range(size)]):
-            time.sleep(LOOK_S)
+        _await_all(store, size, patience_s)
+        # Who has died since he came is missed here, unless he is back in time: then he takes his place again.
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE_S)
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=patience_s)
         )
         if rank == 0:
             store.set(_BEGUN, "")
@@ -231,14 +250,15 @@ def met(file: Path, rank: int, size: int) -> Iterator[Ranks]:
 
 
 @contextmanager
-def _noticing_losses() -> Iterator[None]:
+def _noticing_losses(patience_s: float) -> Iterator[None]:
     """Say of an error of torch that it means the end of another rank. Most of them have no class of their own."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             logger.warning("rank lost error=%s", error)
-            raise RankLostError from error
+            timed_out = re.search("timed out|timeout", str(error), re.IGNORECASE)
+            raise (RankSilentError(patience_s) if timed_out else RankLostError) from error
         raise
 
 
@@ -249,9 +269,19 @@ def _opened(file: Path) -> Any:
     return PrefixStore(address.nonce, store)
 
 
-def _found(file: Path) -> Any:
+def _await_all(store: Any, size: int, patience_s: float) -> None:
+    """Wait until every rank has come."""
+    until = time.monotonic() + patience_s
+    while missing := [each for each in range(size) if not store.check([f"here/{each}"])]:
+        if time.monotonic() > until:
+            raise RankSilentError(patience_s, missing)
+        time.sleep(LOOK_S)
+
+
+def _found(file: Path, patience_s: float) -> Any:
     """Wait for a meeting that has not begun."""
-    while True:
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
         address = read_json(file, _Address)
         if address is not None and _listens(address.port):
             with suppress(dist.DistError, RuntimeError):
@@ -260,6 +290,7 @@ def _found(file: Path) -> Any:
                 if not meeting.check([_BEGUN]):
                     return meeting
         time.sleep(LOOK_S)
+    raise RankSilentError(patience_s, [0])
 
 
 def _listens(port: int) -> bool:

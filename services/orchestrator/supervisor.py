@@ -11,21 +11,28 @@ A process is WAITING for its (re)start, RUNNING, STOPPING down a ladder, ENDED, 
                          SIGTERM and SIGCONT to the group, SIGKILL to the group. However it ends
                          then, it is no crash. A second ladder can only bring rungs forward.
     failed               like retired, but FATAL: it can never work, so it is not started again.
+    MISSED_FELLOW        a crash that tells of another: those of its crew that have lived as long as
+                         it waited hang, unless they end within `FELLOW_S`: SIGKILL to the group, a
+                         crash like any other.
 
 The clock is passed in, in seconds of any monotonic origin. No process is touched here.
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from rolloutmq.schemas.process import ProcessSpec, Restart, Role
+from rolloutmq.schemas.process import MISSED_FELLOW, ProcessSpec, Restart, Role
 
 JITTER: Final = 0.25
 """Part of a pause that chance may take off, so that what died together does not come back together."""
 UNKILLABLE_S: Final = 10.0
 """Time after SIGKILL at which a process that has not ended is given up."""
+
+FELLOW_S: Final = 10.0
+"""Time in which all that wait for the one that hangs have missed it, too."""
 
 
 class Phase(StrEnum):
@@ -159,6 +166,10 @@ class _Slot:
     killed_at: float | None = None
     held: bool = False
     """It waits for somebody's word, too."""
+    missed: str = ""
+    """Why it hangs if it does not end soon."""
+    overdue: float = math.inf
+    """When that is so."""
 
     def view(self) -> View:
         return View(
@@ -256,7 +267,9 @@ class SupervisorCore:
             return
         if code in slot.spec.hopeless:
             slot.doomed = why
-        self._crashed(slot, why, now)
+        if code == MISSED_FELLOW:
+            self._suspect_fellows(slot, now)
+        self._crashed(slot, why if slot.killed_at is None else slot.missed, now)
 
     def tick(self, now: float) -> list[Action]:
         """Return what is due. To be called after every event and at `due()`."""
@@ -268,6 +281,9 @@ class SupervisorCore:
                 step = slot.rungs.pop(0)[1]
                 slot.killed_at = now if step is Step.KILL else slot.killed_at
                 actions.append(End(name, step))
+            if slot.overdue <= now:
+                slot.overdue, slot.killed_at, slot.reason = math.inf, now, slot.missed
+                actions.append(End(name, Step.KILL))
             if slot.killed_at is not None and slot.killed_at + UNKILLABLE_S <= now:
                 slot.doomed = "survived SIGKILL"
                 self._over(slot, slot.doomed, now)
@@ -286,6 +302,7 @@ class SupervisorCore:
             assert slot.rungs == sorted(slot.rungs, key=lambda rung: rung[0]), name
             assert (slot.phase is Phase.FATAL) <= bool(slot.reason), name
             assert not slot.held or slot.phase is Phase.WAITING, (name, slot.phase)
+            assert (slot.overdue < math.inf) <= bool(slot.missed and slot.phase is Phase.RUNNING), name
             assert slot.crashes <= self._backoff.crash_limit, name
 
     def _open(self, spec: ProcessSpec, phase: Phase, now: float) -> _Slot:
@@ -294,6 +311,15 @@ class SupervisorCore:
             raise ValueError(f"process {spec.name} is {old.phase}")
         self._slots[spec.name] = slot = _Slot(spec, phase, now)
         return slot
+
+    def _suspect_fellows(self, told: _Slot, now: float) -> None:
+        """Expect those of a crew to end that may be whom one of them has missed; the young cannot be."""
+        name, crew, patience_s = told.spec.name, told.spec.crew, told.spec.crew_patience_s
+        for slot in self._slots.values():
+            fellow = slot.spec.crew == crew and slot is not told and slot.phase is Phase.RUNNING
+            if fellow and crew and not slot.missed and now - slot.since >= patience_s:
+                slot.missed = f"hangs: {name} waited {patience_s:g} s for it and has ended"
+                slot.overdue = now + FELLOW_S
 
     def _crashed(self, slot: _Slot, why: str, now: float) -> None:
         backoff = self._backoff
@@ -314,20 +340,20 @@ class SupervisorCore:
 
     def _over(self, slot: _Slot, reason: str, now: float) -> None:
         slot.rungs.clear()
-        slot.killed_at = None
         phase = Phase.FATAL if slot.doomed else Phase.ENDED
         self._enter(slot, phase, slot.doomed or reason, now)
 
     @staticmethod
     def _enter(slot: _Slot, phase: Phase, reason: str, now: float) -> None:
         slot.phase, slot.reason, slot.since = phase, reason, now
-        slot.held = False
+        slot.held, slot.missed, slot.overdue, slot.killed_at = False, "", math.inf, None
 
 
 def _times(slot: _Slot) -> list[float]:
     if slot.phase is Phase.WAITING:
         return [] if slot.held else [slot.due]
     times = [at for at, _ in slot.rungs[:1]]
+    times += [slot.overdue] if slot.overdue < math.inf else []
     return times if slot.killed_at is None else [*times, slot.killed_at + UNKILLABLE_S]
 
 

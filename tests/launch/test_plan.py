@@ -63,5 +63,7 @@ def test_further_ranks_of_the_trainer_are_processes_of_their_own() -> None:
         "trainer.rank1": ("--rank", "1"),
         "trainer.rank2": ("--rank", "2"),
     }
+    assert {spec.crew for spec in specs if spec.role is Role.TRAINER} == {"trainer"}
+    assert {spec.crew for spec in specs if spec.role is not Role.TRAINER} == {""}
     assert len({spec.log for spec in specs}) == len(specs)
     assert len(roles(trainer={"ranks": 3, "enabled": False})) == len(roles()) - 1

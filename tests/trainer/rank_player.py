@@ -80,7 +80,7 @@ def main(run_dir: str, rank: str, size: str, dtype: str, dies_at: str, lore: str
     if layout.vllm.exists():
         config = config.model_copy(update={"weights": WeightsConfig(backend="vllm_http")})
     broker.on_pull = pulled
-    with met(layout.ranks, int(rank), int(size)) as ranks:
+    with met(layout.ranks, int(rank), int(size), config.trainer.rank_patience_s) as ranks:
         reached = train(config, layout, Stop(), broker.connect, ranks)
     told = {
         "reached": reached.step,

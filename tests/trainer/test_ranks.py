@@ -25,6 +25,7 @@ from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError, EndOfReplayError
 from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.process import MISSED_FELLOW
 from rolloutmq.schemas.records import SettledBatch, VllmAddress
 from rolloutmq.schemas.teaching import Lore
 from rolloutmq.services.broker.server import running_broker
@@ -33,7 +34,7 @@ from rolloutmq.trainer import ranks as meeting
 from rolloutmq.trainer.checkpoint import Checkpoint
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.process import Stop, StoppedError
-from rolloutmq.trainer.ranks import Lockstep, Ranks, met
+from rolloutmq.trainer.ranks import Lockstep, Ranks, RankSilentError, met
 
 PATIENCE_S = 120.0
 
@@ -327,7 +328,7 @@ def test_whoever_comes_back_too_early_waits_for_the_next_meeting(
 
     monkeypatch.setattr(meeting, "_listens", noted)
     with ThreadPoolExecutor(1) as pool:
-        finding = pool.submit(meeting._found, file)
+        finding = pool.submit(meeting._found, file, 20.0)
         assert looks.acquire(timeout=20.0)
         looked_again = looks.acquire(timeout=5.0)
         new = meeting._opened(file)
@@ -336,10 +337,34 @@ def test_whoever_comes_back_too_early_waits_for_the_next_meeting(
         assert looked_again
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("comes", [False, True], ids=["never comes", "hangs once he has come"])
+def test_nobody_waits_for_ever_for_a_rank_at_the_meeting(tmp_path: Path, comes: bool) -> None:
+    layout = RunLayout(tmp_path / "run")
+    layout.root.mkdir(mode=0o700)
+    layout.config.write_text(run_of(steps=1, ranks=2, rank_patience_s=3.0).model_dump_json())
+    words = "rolloutmq.launch.cli", "trainer", "--run-dir", layout.root
+    with process(*words, log=tmp_path / "said") as first:
+        if comes:
+            store = meeting._found(layout.ranks, PATIENCE_S)
+            store.set("here/1", "")
+        assert first.wait(PATIENCE_S) == MISSED_FELLOW
+    who = "another rank" if comes else "rank 1"
+    assert f"error: {who} of the trainer was not heard for 3 s" in (tmp_path / "said").read_text()
+
+
+def test_a_meeting_that_nobody_opens_is_given_up(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RankSilentError, match="rank 0 of the trainer was not heard"),
+        met(tmp_path / "f", 1, 2, 0.1),
+    ):
+        raise AssertionError
+
+
 def test_there_are_no_more_ranks_than_was_said(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"trainer\.ranks: is 1: there is no rank 1"),
-        met(tmp_path / "f", 1, 1),
+        met(tmp_path / "f", 1, 1, 1.0),
     ):
         raise AssertionError
     with pytest.raises(ValueError, match="ranks must be 1 with lora"):

@@ -9,6 +9,7 @@ trainer, by name; so does one that lives and has refused the weights several tim
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,17 +101,25 @@ class Sender:
             self._sent = None
         self._tell()
 
-    def supply(self) -> None:
+    def supply(self, wait_s: float = math.inf) -> bool:
         """Wait until the run's vLLM has the weights, and send them where it has not. KeyboardInterrupt ends the wait.
+
+        Args:
+            wait_s: Longest time to wait for a vLLM that is away.
+
+        Returns:
+            Whether it has them.
 
         Raises:
             WeightsMismatchError: vLLM's model is another; names the first tensor that differs.
             WeightsNotSentError: It lives, and has refused them several times.
         """
-        refused = 0
+        refused, until = 0, time.monotonic() + wait_s
         if not self._is_supplied():
             logger.info("waiting for=%s version=%d.%d", self._vllm_file, *_pair(self.version))
         while not self._is_supplied():
+            if not refused and time.monotonic() > until:
+                return False
             found = read_json(self._vllm_file, VllmAddress)
             if found is None:
                 time.sleep(FILE_POLL_S)
@@ -125,6 +134,7 @@ class Sender:
                 if refused:
                     logger.warning("weights refused number=%d why=%s", refused, error)
                 time.sleep(PAUSE_S if refused else FILE_POLL_S)
+        return True
 
     def _is_supplied(self) -> bool:
         """Tell whether the vLLM that the run has now has the weights. Reads a file."""

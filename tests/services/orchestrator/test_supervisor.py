@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessSpec, Restart, Role
+from rolloutmq.schemas.process import MISSED_FELLOW, PERMANENT_FAILURE, ProcessSpec, Restart, Role
 from rolloutmq.services.orchestrator.supervisor import (
+    FELLOW_S,
     JITTER,
     KILL_LADDER,
     UNKILLABLE_S,
@@ -144,6 +145,44 @@ def test_a_hopeless_exit_code_is_believed_at_once(core: SupervisorCore) -> None:
     core.exited("w", PERMANENT_FAILURE, "exit code 3: error: it always raises", 100.0)
     assert phase(core) is Phase.FATAL
     assert core.views()["w"].reason == "exit code 3: error: it always raises"
+
+
+CREW = {"crew": "c", "crew_patience_s": 60.0}
+
+
+def test_whom_a_fellow_has_missed_hangs_and_is_started_again(core: SupervisorCore) -> None:
+    for name in ("told", "hung", "ended", "young"):
+        core.want(spec(name, **CREW), 0.0)
+    core.want(spec("stranger"), 0.0)
+    core.tick(0.0)
+    for name in ("told", "hung", "ended", "stranger"):
+        core.started(name, 0.0)
+    core.started("young", 50.0)
+
+    core.exited("told", MISSED_FELLOW, "exit code 5", 100.0)
+    core.exited("ended", MISSED_FELLOW, "exit code 5", 101.0)
+    at = 100.0 + FELLOW_S
+    assert core.tick(at - 1e-6) == [Start(spec("told", **CREW)), Start(spec("ended", **CREW))]
+    core.started("told", at - 1e-6)
+    core.started("ended", at - 1e-6)
+    assert core.due() == at
+    assert core.tick(at) == [End("hung", Step.KILL)]
+    core.exited("hung", -9, "killed by SIGKILL", at + 1.0)
+    hung = core.views()["hung"]
+    assert (hung.phase, hung.crashes) == (Phase.WAITING, 0)
+    assert hung.reason == "hangs: told waited 60 s for it and has ended"
+    assert core.tick(at + 3.0) == [Start(spec("hung", **CREW))]
+    core.started("hung", at + 3.0)
+    assert core.due() is None
+
+
+def test_another_end_of_a_fellow_makes_nobody_suspect(core: SupervisorCore) -> None:
+    for name in ("crashed", "w"):
+        core.want(spec(name, **CREW), 0.0)
+        core.tick(0.0)
+        core.started(name, 0.0)
+    core.exited("crashed", 1, "exit code 1", 100.0)
+    assert core.tick(1000.0) == [Start(spec("crashed", **CREW))]
 
 
 def test_the_ladder_goes_down_on_time(core: SupervisorCore) -> None:

@@ -66,7 +66,9 @@ def test_it_waits_for_a_vllm_and_then_sends_each_step(
 ) -> None:
     assert owner_lives(layout.weights)
     assert arrived(layout) is None
+    assert not sender.supply(0.1)
     supplied(sender, lambda: there(layout, server))
+    assert sender.supply(0.1)
     assert arrived(layout) == V(1, 4)
     for step in (5, 6):
         with sender.writing(V(1, step)):
