@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from rolloutmq.bus.rundir import load_run, wait_json
-from rolloutmq.schemas.errors import MissingError
+from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import Endpoints
 from rolloutmq.services.gateway.exchange import Receive, Scope, Send
@@ -55,7 +55,9 @@ class Target:
         async with AsyncExitStack() as stack:
             try:
                 self._application = await stack.enter_async_context(self._opened())
-            except Exception as error:  # noqa: BLE001 - the server tells it and ends
+            except Exception as error:  # the server tells its text and ends
+                if not isinstance(error, RolloutMQError):
+                    logger.exception("the gateway cannot start")
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
             await send({"type": "lifespan.startup.complete"})

@@ -2,13 +2,15 @@
 
 `file.py:Class` is a file next to the configuration, `package.module:Class` anything that can be imported. The
 configuration's directory is on the path either way, behind everything else, so that a file may import its neighbours.
-The user's code runs here, when its module is imported and when the class is called.
+The user's code runs here, when its module is imported and when the class is called;
+what it raises is logged with its traceback, since the `ConfigError` is one line.
 """
 
 import difflib
 import importlib
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
@@ -19,6 +21,8 @@ from typing import Any, cast
 from rolloutmq.schemas.config import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.worker.environment import Environment
+
+logger = logging.getLogger(__name__)
 
 
 def load_environment(name: str, config: EnvironmentConfig, base_dir: Path) -> Environment:
@@ -40,6 +44,7 @@ def load_environment(name: str, config: EnvironmentConfig, base_dir: Path) -> En
     try:
         return cast(Environment, kind(**config.options))
     except (Exception, SystemExit) as error:
+        logger.exception("calling failed entry=%s", config.entry)
         raise ConfigError(key, f"{attribute}() raised {_said(error)}") from error
 
 
@@ -80,6 +85,7 @@ def _module(key: str, source: str, base_dir: Path) -> ModuleType:
             return importlib.import_module(source)
         return _file_module((base_dir / source).resolve())
     except (Exception, SystemExit) as error:
+        logger.exception("importing failed source=%s", source)
         raise ConfigError(key, f"importing {source} raised {_said(error)}") from error
 
 

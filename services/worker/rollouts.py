@@ -153,7 +153,11 @@ class Rollouts:
                 for slot in range(self.config.concurrency):
                     slots.create_task(self._slot(), name=f"{self.worker} slot {slot}")
         except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # the others say the same, or are defects for their own day
+            first, *others = failed.exceptions
+            for other in others:
+                if not isinstance(other, RolloutMQError):
+                    logger.error("another slot failed as well", exc_info=other)
+            raise first from None
 
     async def _slot(self) -> None:
         while True:

@@ -109,7 +109,12 @@ def test_what_the_disk_never_took_is_said_at_the_end(caplog: pytest.LogCaptureFi
     assert "acks were not written down file=/dev/full lines=2" in caplog.text
 
 
-def test_without_a_path_nothing_is_written() -> None:
+def test_without_a_path_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
     log = AckLog(None)
     log.write([entry("g")], 1)
     log.close()
+    assert not list(tmp_path.iterdir())
+    assert not caplog.records, "and nothing is missed"

@@ -237,7 +237,7 @@ def test_a_lost_lease_returns_in_order_and_is_fenced(how: str) -> None:
     assert not again.rewound
 
 
-def test_progress_keeps_a_lease_and_a_beat_without_it_does_not_extend_for_ever() -> None:
+def test_progress_keeps_a_lease() -> None:
     bench = ready()
     batch = bench.batch(0)
     for progress in range(1, 40):

@@ -103,3 +103,25 @@ async def test_a_gateway_that_fails_beneath_its_server_ends_it(
     assert raised == [signal.SIGTERM]
     with pytest.raises(RuntimeError):
         await target({"type": "http"}, receive, send)
+
+
+async def test_a_defect_at_the_start_is_logged_where_it_was_and_told_to_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @asynccontextmanager
+    async def failing() -> AsyncIterator[Any]:
+        yield os.environ["NO_SUCH_KEY"]
+
+    target = Target(tmp_path)
+    monkeypatch.setattr(target, "_opened", failing)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await target({"type": "lifespan"}, receive, send)
+    assert sent == [{"type": "lifespan.startup.failed", "message": "'NO_SUCH_KEY'"}]
+    assert "in failing" in caplog.text

@@ -107,6 +107,18 @@ def test_what_is_wrong_is_said(base_dir: Path, entry: str, problem: str) -> None
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [("good.py:Fussy", 'raise ValueError("no   such'), ("broken.py:Echo", "import no_such")],
+)
+def test_the_line_that_raised_is_in_the_log(
+    base_dir: Path, caplog: pytest.LogCaptureFixture, entry: str, line: str
+) -> None:
+    with pytest.raises(ConfigError):
+        load_environment("mine", section(entry), base_dir)
+    assert line in caplog.text
+
+
 def test_unknown_options_are_named_with_what_is_allowed(base_dir: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_environment("mine", section("good.py:Echo", speed=1), base_dir)

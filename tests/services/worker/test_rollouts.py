@@ -227,6 +227,21 @@ async def test_what_the_broker_says_is_not_the_environments_doing() -> None:
     assert rollouts.error == ""
 
 
+async def test_a_defect_beside_what_the_broker_says_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    outlet = FakeOutlet(100)
+    errors = [SessionFencedError("sort3-1", 7), KeyError("a defect")]
+
+    async def acquire() -> Permit:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(outlet, "acquire", acquire)
+    with pytest.raises(SessionFencedError):
+        await made(Scene(good), outlet, concurrency=2).run()
+    assert "KeyError: 'a defect'" in caplog.text
+
+
 async def test_cancelling_abandons_what_is_in_hand() -> None:
     outlet = FakeOutlet(100)
     rollouts = made(Scene(late), outlet, concurrency=5)
