@@ -471,6 +471,7 @@ def test_a_crafted_group_can_be_right() -> None:
         ([ColumnSpec("tokens", Dtype.F32, 1), *PLAIN[1:]], [U1, U1, U1, bytes(8)]),
         ([*PLAIN, ColumnSpec("mine", Dtype.BOOL, 0)], [U1, U1, U1, bytes(8), b"\x02"]),
         ([*PLAIN, ColumnSpec("mine", Dtype.I8, 0, "mine")], [U1, U1, U1, bytes(8), b"\x02"]),
+        ([*PLAIN, ColumnSpec("mine", Dtype.I8, 2, "tokens")], [U1, U1, U1, bytes(8), b"\x02"]),
         ([*PLAIN, ColumnSpec("images", Dtype.OPAQUE, 0)], [U1, U1, U1, bytes(8), b"\xc1"]),
         ([*PLAIN, ColumnSpec("images", Dtype.OPAQUE, 0)], [U1, U1, U1, bytes(8), b""]),
         ([*PLAIN, ColumnSpec("images", Dtype.OPAQUE, 0)], [U1, U1, U1, bytes(8), b"\x91" * 5000]),
@@ -513,8 +514,8 @@ def test_a_bomb_in_many_columns_counts_as_one() -> None:
         decode_group(*crafted(specs, [U1, U1, U1, bytes(8), *([bomb] * len(names))]))
 
 
-def envelope_of(*headers: GroupHeader, version: int = PROTOCOL_VERSION) -> Envelope:
-    return Envelope(version, "p", 1, "r", "e", Split.TRAIN, headers)
+def envelope_of(*headers: GroupHeader, version: int = PROTOCOL_VERSION, producer: str = "p") -> Envelope:
+    return Envelope(version, producer, 1, "r", "e", Split.TRAIN, headers)
 
 
 @given(st.lists(groups(), min_size=1, max_size=3))
@@ -529,7 +530,8 @@ def test_envelopes_come_back(made: list[Group]) -> None:
 def test_an_envelope_is_held_against_what_follows_it() -> None:
     header = sent(Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0]))[0]
     data = codec.encode_envelope(envelope_of(header))
-    for frames, nbytes in ((0, header.nbytes), (2, header.nbytes), (1, header.nbytes - 1), (1, 0)):
+    most = FRAMES_LIMIT - 1
+    for frames, nbytes in ((0, header.nbytes), (2, header.nbytes), (1, header.nbytes - 1), (1, 0), (most, 0)):
         with pytest.raises(MalformedError):
             codec.decode_envelope(data, frames, nbytes)
     with pytest.raises(LimitExceededError):
@@ -540,6 +542,15 @@ def test_an_envelope_is_held_against_what_follows_it() -> None:
         codec.decode_envelope(data.ljust(ENVELOPE_LIMIT_BYTES + 1, b"\0"), 1, header.nbytes)
     with pytest.raises(LimitExceededError):
         codec.encode_envelope(envelope_of(*[header] * 64))
+
+
+def test_an_envelope_may_be_just_as_large_as_its_limit() -> None:
+    header = sent(Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0]))[0]
+    name = "p" * 1000
+    name += "p" * (ENVELOPE_LIMIT_BYTES - len(codec.encode_envelope(envelope_of(header, producer=name))))
+    assert len(codec.encode_envelope(envelope_of(header, producer=name))) == ENVELOPE_LIMIT_BYTES
+    with pytest.raises(LimitExceededError):
+        codec.encode_envelope(envelope_of(header, producer=name + "p"))
 
 
 DECODERS = [

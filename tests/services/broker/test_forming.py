@@ -530,10 +530,35 @@ def test_a_minimum_share_is_waited_for_and_given_up_by_a_silent_environment() ->
 
 def test_a_minimum_share_is_kept() -> None:
     bench = Bench(config(a={"weight": 99.0}, b={"min_share": 0.5, "weight": 1.0}))
-    bench.producer("pb", "b").send(3)
+    bench.producer("pb", "b").send(2)
     bench.producer("pa", "a").send(9)
     bench.consumer()
     assert sorted(d.env for d in bench.batch(0, 16).groups) == ["a", "a", "b", "b"]
+
+
+def test_a_batch_that_is_full_without_a_minimum_share_is_not_short() -> None:
+    bench = Bench(config(broker={"exact_wait_s": 5.0}, a={}, b={"group_size": 3, "min_share": 0.5}))
+    bench.producer("pb", "b", group_size=3).send(sequences=3)
+    bench.producer("pa", "a").send(2)
+    bench.consumer()
+    assert wait_of(bench.pull(0, 8)) is Wait.NO_EXACT_FIT
+    bench.now += 5.0
+    batch = bench.batch(0, 8)
+    assert {d.env for d in batch.groups} == {"a"}
+    assert not batch.short
+
+
+def test_who_had_nothing_more_to_give_is_owed_nothing() -> None:
+    bench = Bench(config(a={}, b={}))
+    a, b = bench.producer("pa", "a"), bench.producer("pb", "b")
+    a.send(20)
+    b.send(1)
+    bench.consumer()
+    first = bench.batch(0, 16)
+    assert sorted(d.env for d in first.groups) == ["a", "a", "a", "b"]
+    bench.settle(first)
+    b.send(20)
+    assert sorted(d.env for d in bench.batch(1, 16).groups) == ["a", "a", "b", "b"]
 
 
 def test_a_batch_that_the_mark_cannot_hold_is_named() -> None:

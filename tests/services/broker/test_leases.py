@@ -114,6 +114,8 @@ def test_each_fate_has_its_place_in_the_ledger() -> None:
     ledger = bench.pressure().ledger
     assert (ledger.trained, ledger.filtered, ledger.dead) == (2, 1, 1)
     assert ledger.reasons == {"dead(rejected)": 1}
+    (lane,) = bench.pressure().lanes
+    assert lane.trained_groups == 2
     (record,) = bench.dropped
     assert (record.group_id, record.state, record.reason) == (d, "dead", "rejected: nan")
     bench.ask(Commit(consumer="c", version=PolicyVersion(0, 1)), Ok)
@@ -247,19 +249,31 @@ def test_progress_keeps_a_lease() -> None:
     bench.settle(batch)
 
 
+def test_a_lease_is_lost_at_the_very_moment_that_was_told() -> None:
+    bench = ready(broker={"silence_s": 1000.0, "lease_s": 50.0})
+    bench.batch(0)
+    while bench.now < 150.0:
+        bench.now = bench.core.next_deadline(bench.now)
+        bench.tick()
+    assert bench.now == 150.0
+    assert bench.pressure().ledger.leased == 0
+
+
 def test_a_group_that_kills_its_trainers_is_buried_alone() -> None:
     bench = ready(6)
     poison = ids(bench.batch(0))[1]
     bench.consumer()
     trained: list[str] = []
-    step = 0
+    step, killed = 0, 1
     while isinstance(batch := bench.pull(step), Batch):
         if poison in ids(batch):
             bench.consumer()
+            killed += 1
             continue
         bench.settle(batch)
         trained += ids(batch)
         step += 1
+    assert killed == bench.settings.broker.max_deliveries
     ledger = bench.pressure().ledger
     assert (ledger.dead, ledger.queued, len(set(trained))) == (1, 0, 5)
     assert ledger.reasons == {"dead(deliveries)": 1}
@@ -311,6 +325,18 @@ def test_a_rank_that_never_pulls_does_not_hold_the_others_for_ever() -> None:
         bench.ask(ConsumerBeat(consumer="c0", progress=int(bench.now)), Ok)
         bench.tick()
     assert bench.pressure().ledger.leased == 0
+
+
+def test_a_rank_that_is_done_costs_the_others_no_time() -> None:
+    bench = ready()
+    one, other = world(bench)
+    bench.settle(bench.batch(0, 16, **one), consumer="c0", rank=0)
+    slow = bench.batch(0, 16, **other)
+    for progress in range(1, 20):
+        bench.now += 9.0
+        bench.ask(ConsumerBeat(consumer="c1", progress=progress), Ok)
+        bench.tick()
+    bench.settle(slow, consumer="c1", rank=1)
 
 
 # Going back to a checkpoint
@@ -386,6 +412,16 @@ def test_a_batch_without_a_step_comes_again_if_the_checkpoint_may_be_older() -> 
     bench.consumer(resume=PolicyVersion(0, 1))
     assert bench.pressure().ledger.committed == 2
     assert ids(bench.batch(1)) == ids(after)
+
+
+def test_a_batch_of_which_a_part_was_trained_is_a_step() -> None:
+    bench = ready()
+    batch = bench.batch(0)
+    trained, filtered = ids(batch)
+    bench.settle(batch, trained=(trained,), filtered=(filtered,))
+    bench.consumer(resume=PolicyVersion(0, 1))
+    ledger = bench.pressure().ledger
+    assert (ledger.committed, ledger.filtered, ledger.queued) == (1, 1, 2)
 
 
 def test_a_rewound_batch_whose_lease_is_lost_comes_first_again() -> None:

@@ -60,6 +60,16 @@ def test_without_pacing_only_the_marks_bind() -> None:
     assert peer.sync().start_limit > OPEN_WINDOW
 
 
+def test_without_pacing_a_window_is_filled_when_half_of_it_is_used() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    assert starts(bench) == [OPEN_WINDOW]
+    peer.send(OPEN_WINDOW // 2 - 1)
+    assert starts(bench) == [OPEN_WINDOW // 2 + 1]
+    peer.send()
+    assert starts(bench) == [OPEN_WINDOW]
+
+
 def test_producers_share_a_lane_evenly_within_their_slots() -> None:
     bench = paced(e=4)
     peers = [bench.producer(name, slots=slots) for name, slots in (("a", 2), ("b", 99), ("c", 99))]

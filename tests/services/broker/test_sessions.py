@@ -105,7 +105,8 @@ def test_a_session_that_is_not_known_resumes_as_a_fresh_one(wrong: str) -> None:
 def test_only_the_last_sessions_of_a_producer_are_kept() -> None:
     bench = Bench()
     peers = [bench.producer() for _ in range(IDLE_SESSIONS + 3)]
-    for peer, kept in ((peers[0], False), (peers[-2], True)):
+    oldest = len(peers) - 1 - IDLE_SESSIONS
+    for peer, kept in ((peers[oldest], True), (peers[oldest - 1], False), (peers[-2], True)):
         request = RegisterProducer(producer="p", env="e", resume_session=peer.session)
         assert (bench.ask(request, Registered).ack.session == peer.session) is kept
 

@@ -314,6 +314,18 @@ def test_the_deadline_goes_on_over_a_restart() -> None:
     assert look(bench, "a").state is TaskState.EXPIRED
 
 
+def test_the_deadline_of_a_task_is_not_that_of_one_that_had_its_name() -> None:
+    bench = Bench(config(broker={"remembered_tasks": 1}, e={}))
+    for early in (task("a", deadline_s=5.0), task("b")):
+        submit(bench, early)
+        bench.ask(CancelTasks(ids=(early.id,)), TaskStates)
+    submit(bench, task("a", deadline_s=60.0))
+    bench.tick(5.0)
+    assert look(bench, "a").state is TaskState.QUEUED
+    bench.tick(55.0)
+    assert look(bench, "a").state is TaskState.EXPIRED
+
+
 def test_a_second_group_of_a_task_is_counted_and_changes_nothing() -> None:
     bench = Bench()
     one, two = Taker(bench.producer("p")), Taker(bench.producer("q"))
@@ -323,6 +335,7 @@ def test_a_second_group_of_a_task_is_counted_and_changes_nothing() -> None:
     two.take()
     first = one.answer("a")  # it had given it back, and found an answer after all
     two.answer("a")
+    two.answer("a", group_id=first)  # the first one again is no second one
     assert (look(bench, "a").group_id, look(bench, "a").worker) == (first, "p")
     assert counts(bench) == TaskCounts(done=1, extra=1)
 
