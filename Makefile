@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
 .PHONY: quickstart quickstart-vllm test test-atropos test-trl test-transformers4 test-vllm test-transferqueue soak check bench \
-	bench-rivals accept clean
+	bench-rivals accept reference clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -88,6 +88,9 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-transformers4/.installed \
 	.venv-vllm/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
+
+reference: $(VENV)/.installed ## the page of all keys of a configuration
+	$(BIN)/python -m rolloutmq.launch.reference > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-transformers4 .venv-vllm build dist *.egg-info \

@@ -130,11 +130,11 @@ def _section(location: Iterable[str]) -> Any:
     """Return the type of what is at a location of an error."""
     annotation: Any = RunConfig
     for part in location:
-        if _is_section(annotation):
+        if is_section(annotation):
             field = annotation.model_fields.get(part)
             annotation = field.annotation if field else None
-        elif _kinds(annotation):
-            annotation = _kinds(annotation)[part]
+        elif kinds_of(annotation):
+            annotation = kinds_of(annotation)[part]
         elif get_origin(annotation) is dict:  # from names to sections: the part is the name
             annotation = get_args(annotation)[1]
         else:
@@ -148,16 +148,17 @@ def _written(location: list[str]) -> list[str]:
     Where a section is of one of several kinds, told apart by its `name`, an error's location has the kind as a part of
     its own.
     """
-    return [part for at, part in enumerate(location) if part not in _kinds(_section(location[:at]))]
+    return [part for at, part in enumerate(location) if part not in kinds_of(_section(location[:at]))]
 
 
-def _kinds(annotation: Any) -> dict[str, Any]:
+def kinds_of(annotation: Any) -> dict[str, Any]:
     """Return the kinds of a section by their names; none if it has only one, or is no section."""
     members = get_args(annotation)
-    if not members or not all(map(_is_section, members)):
+    if not members or not all(map(is_section, members)):
         return {}
     return {member.model_fields["name"].default: member for member in members}
 
 
-def _is_section(annotation: Any) -> bool:
+def is_section(annotation: Any) -> bool:
+    """Whether the type of a key is a section."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
