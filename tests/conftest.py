@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rolloutmq.bus.segments import Segment
+from rolloutmq.bus import segments
+from rolloutmq.bus.segments import Owner, Segment
 
 SHM = Path("/dev/shm")
 # Whatever is started in the background by a shell ignores SIGINT, and so would all that the tests start.
@@ -45,19 +46,21 @@ def _descriptors() -> set[str]:
 
 
 class Family(threading.Thread):
-    """Remembers who was ever a child: what the dead leave in shared memory says no more than their process id."""
+    """Remembers who was ever a child: what the dead leave in shared memory says no more than who they were."""
 
     def __init__(self) -> None:
         super().__init__(name="family", daemon=True)
-        self.known = {os.getpid()}
+        self.known = {Owner.current()}
 
     def run(self) -> None:
         while True:
             self.look()
             time.sleep(FAMILY_S)
 
-    def look(self) -> set[int]:
-        self.known |= _processes()
+    def look(self) -> set[Owner]:
+        for pid in _processes():
+            if ticks := segments._start_ticks(pid):  # process ids come again within one session
+                self.known.add(Owner(pid, ticks, segments._pid_namespace()))
         return self.known
 
 
@@ -80,7 +83,7 @@ def _segments() -> set[str]:
     return {path.name for path in SHM.glob("rolloutmq*") if _is_ours(path, ours)}
 
 
-def _is_ours(path: Path, ours: set[int]) -> bool:
+def _is_ours(path: Path, ours: set[Owner]) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:
@@ -89,7 +92,7 @@ def _is_ours(path: Path, ours: set[int]) -> bool:
         owner = Segment(path, "", fd).owner()
     finally:
         os.close(fd)
-    return owner is None or owner.pid in ours
+    return owner in ours
 
 
 def _threads() -> set[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from tests.descriptors import opened
 
 from rolloutmq.bus import arena
 from rolloutmq.bus.arena import TRIM_S, Arena, Arenas, Mapped
@@ -26,11 +27,6 @@ def made(nbytes: int = NBYTES) -> Iterator[Arena]:
         yield one
     finally:
         one.close()
-
-
-def descriptors() -> int:
-    """Open descriptors of this process."""
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def resident(one: Arena) -> int:
@@ -143,10 +139,10 @@ def test_another_users_memory_is_not_read(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_refusal_leaves_no_descriptor_open() -> None:
-    before = descriptors()
+    before = opened().total()
     with _memory(4096, 0) as ref, pytest.raises(SegmentGoneError):
         Mapped(ref)
-    assert descriptors() == before
+    assert opened().total() == before
 
 
 def test_a_trainer_opens_an_arena_once_and_closes_what_no_batch_names(
@@ -155,19 +151,19 @@ def test_a_trainer_opens_an_arena_once_and_closes_what_no_batch_names(
     now = [0.0]
     monkeypatch.setattr("rolloutmq.bus.arena.time.monotonic", lambda: now[0])
     with made() as one, made() as other:
-        before = descriptors()
+        before = opened().total()
         arenas = Arenas()
         first, second = arenas.open([one.ref, other.ref])
         assert arenas.open([other.ref]) == [second]
         del first, second
-        open_now = descriptors()
+        open_now = opened().total()
         assert open_now == before + 2
         now[0] = arena.UNUSED_S - 1
         arenas.open([other.ref])
         arenas.sweep()
-        assert descriptors() == open_now
+        assert opened().total() == open_now
         now[0] = arena.UNUSED_S
         arenas.sweep()
-        assert descriptors() == open_now - 1
+        assert opened().total() == open_now - 1
         arenas.close()
-        assert descriptors() == before
+        assert opened().total() == before

@@ -2,6 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.descriptors import opened
 
 from rolloutmq.bus.durability import force
 
@@ -16,21 +17,21 @@ def test_a_file_and_a_directory_are_forced_and_let_go(
 
     monkeypatch.setattr(os, "fsync", noted)
     (file := tmp_path / "file").touch()
-    before = set(Path("/proc/self/fd").iterdir())
+    before = opened()
     force(file)
     force(tmp_path)
     assert forced == [file, tmp_path]
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert opened() == before
 
 
 def test_a_disk_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    before = set(Path("/proc/self/fd").iterdir())
+    before = opened()
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         force(tmp_path)
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert opened() == before
     with pytest.raises(FileNotFoundError):
         force(tmp_path / "nothing")

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.descriptors import opened
 from tests.trainer.weights.conftest import Shares
 from tests.trainer.weights.models import TOKENS, logits, on_meta
 from torch import nn
@@ -233,14 +234,14 @@ def test_what_cannot_be_mapped_is_removed(shares: Shares, monkeypatch: pytest.Mo
     def refused(*_: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    opened = set(Path("/proc/self/fd").iterdir())
+    before = opened()
     monkeypatch.setattr(segments, "create", noted)
     monkeypatch.setattr(mmap, "mmap", refused)
     with pytest.raises(OSError, match="Cannot allocate"):
         shares.create(policy())
     (path,) = made
     assert not path.exists()
-    assert set(Path("/proc/self/fd").iterdir()) == opened
+    assert opened() == before
 
 
 def test_a_damaged_manifest_is_a_mismatch(shares: Shares) -> None:

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.descriptors import opened
 from tests.services.broker.journal.journals import (
     SMALL,
     Driven,
@@ -390,7 +391,7 @@ def test_status_tells_how_far_behind_it_is(tmp_path: Path) -> None:
 
 
 def test_after_the_end_nothing_is_open(tmp_path: Path) -> None:
-    before = set(Path("/proc/self/fd").iterdir())
+    before = opened()
     run = Driven(tmp_path, config(), ram=Ram(0)).start()
     groups = [group(number, ram=Ram(0)) for number in range(1, 60)]
     run.write(*groups)
@@ -398,7 +399,7 @@ def test_after_the_end_nothing_is_open(tmp_path: Path) -> None:
         one.body.shed()
         assert one.body.load()
     run.journal.close()
-    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert opened() == before
     assert "journal" not in {thread.name for thread in threading.enumerate()}
 
 
