@@ -31,8 +31,10 @@ from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.schemas.sharing import WeightsMismatchError
+from rolloutmq.schemas.training import WeightsConfig
 from rolloutmq.services.inference.vllm.client import VllmClient
 from rolloutmq.trainer.weights.posix_shm import WeightShare
+from rolloutmq.trainer.weights.sender import Sender
 from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 from rolloutmq.trainer.weights.vllm_http import SentWeights
 
@@ -263,3 +265,47 @@ def test_whoever_is_stopped_hangs_no_request_and_is_asked_again(tmp_path: Path) 
             assert is_exact(trainer, engine)
         log = (trainer.layout.root / "inference.log").read_text()
         assert log.count("vllm stalled") == log.count("vllm gets on") == 2, log
+
+
+SENDER = """
+import os, signal, sys
+from tests.services.inference.vllm.lent import model_of
+from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.trainer.weights.sender import Sender
+from pathlib import Path
+layout = RunLayout(Path(sys.argv[1]))
+sender = Sender.create(model_of("qwen2"), layout.weights, layout.vllm)
+sender.supply()
+sys.stdin.readline()
+sender._sent._post("/pause?mode=keep", {})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_vllm_has_of_a_sender_that_dies_is_answered_at_once(tmp_path: Path) -> None:
+    """It dies right after the pause, so that the weights are whole: vLLM would keep what it has until it stalls."""
+    lender = Lender(tmp_path / "run", "qwen2")  # what is in the run, without the weights
+    lender.close()
+    layout, model = lender.layout, model_of("qwen2")
+    sent = lender.config.model_copy(update={"weights": WeightsConfig(backend="vllm_http")})
+    layout.config.write_text(sent.model_dump_json())
+    command = [sys.executable, "-c", SENDER, str(layout.root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as sender:
+        engine = Engine(layout)
+        try:
+            engine.wait_ready()
+            with under_way(engine) as status:
+                sender.communicate(b"\n")
+                assert sender.returncode == -signal.SIGKILL
+                assert status() == 503
+            refuses(engine, "torn")
+            heir = Sender.create(model, layout.weights, layout.vllm, version=PolicyVersion(1, 0))
+            heir.supply()
+            until(lambda: health(engine) == (200, "ok"))
+            (choice,) = engine.complete()
+            assert choice["weight_versions"][0]["version"] == {"incarnation": 1, "step": 0}
+            assert worst(model, choice) < EXACT
+            heir.close(unlink=True)
+        finally:
+            sender.kill()
+            engine.end()
