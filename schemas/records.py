@@ -78,6 +78,8 @@ class SentAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Process id of the trainer, its start in ticks, and the inode of its pid namespace."""
     version: PolicyVersion | None = None
     """Of the last set that vLLM took whole; None if it has none of this trainer."""
+    waits: str = ""
+    """Why the trainer waits for a vLLM to take them before it pulls again, if it does."""
 
 
 class VllmAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,7 +77,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was read. Its tensors are its files, mapped: files that are removed keep their room until then."""
+    """A checkpoint that was read. Its tensors are its files, mapped: removed ones keep their room for as long."""
 
     path: Path
     state: TrainerState

@@ -7,11 +7,13 @@ version that they are.
 """
 
 import logging
+import time
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from rolloutmq.bus.refrain import Refrain
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
@@ -42,10 +44,13 @@ class ServedPolicy:
         self._share = share
 
     @classmethod
-    def attach(cls, layout: RunLayout, *, max_rows: int, seed: int) -> "ServedPolicy | None":
+    def attach(
+        cls, layout: RunLayout, *, max_rows: int, seed: int, refrain: Refrain | None = None
+    ) -> "ServedPolicy | None":
         """Attach to the weights of a run, or return None as long as they are not there.
 
-        Blocks, some 50 ms, and where weights are read from disk as long as that takes.
+        Blocks, some 50 ms, and where weights are read from disk as long as that takes. Damage is told in the log; who
+        tries again and again brings a `refrain`.
 
         Raises:
             WeightsMismatchError: A living trainer shares weights that are not of the model in `model/`.
@@ -63,7 +68,8 @@ class ServedPolicy:
         except SegmentGoneError:
             return None
         except WeightsDamagedError as error:
-            logger.warning("not attached why=%s", error)
+            if (refrain or Refrain()).is_due(str(error), time.monotonic()):
+                logger.warning("not attached why=%s", error)
             return None  # a newer version may be whole
         except WeightsMismatchError:
             if address.owner_lives(layout.weights):

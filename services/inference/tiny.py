@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from rolloutmq.bus.engines import FIRST, engine_number
+from rolloutmq.bus.refrain import Refrain
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run
 from rolloutmq.schemas.config import InferenceConfig
 from rolloutmq.schemas.errors import ConfigError
@@ -62,13 +63,15 @@ class TinyServer(Front):
 
     async def follow(self, layout: RunLayout, seed: int) -> None:
         """Attach anew whenever the trainer shares another segment, until cancelled."""
+        refrain = Refrain()
         while True:
             # The address is another process's file: there is no event to wait for.
             await asyncio.sleep(WATCH_S)
             if not self.served.is_replaced():
                 continue
             rows = self.served.limits.max_rows
-            fresh = await self.batcher.call(partial(ServedPolicy.attach, layout, max_rows=rows, seed=seed))
+            attach = partial(ServedPolicy.attach, layout, max_rows=rows, seed=seed, refrain=refrain)
+            fresh = await self.batcher.call(attach)
             if fresh is not None:
                 old, self.served = self.served, fresh
                 await self.batcher.call(old.close)
@@ -121,8 +124,9 @@ async def _attached(
     layout: RunLayout, config: InferenceConfig, seed: int, leaving: Leaving
 ) -> ServedPolicy | None:
     logger.info("waiting for=%s", layout.weights)
+    refrain = Refrain()
     while not leaving.is_asked():
-        served = ServedPolicy.attach(layout, max_rows=config.max_batch, seed=seed)
+        served = ServedPolicy.attach(layout, max_rows=config.max_batch, seed=seed, refrain=refrain)
         if served is not None:
             return served
         with suppress(TimeoutError):

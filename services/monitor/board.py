@@ -59,6 +59,8 @@ class Board:
         self._engines: dict[str, tuple[EngineSample, float]] = {}
         self.supervision: Supervision | None = None
         """What the orchestrator says of its workers: no event, whoever feeds the board looks for it."""
+        self.unsent = ""
+        """Why the trainer waits where it does not wait for the broker: no event either, see `sending`."""
         self.notice = ""
         """What a person should know first."""
         self.started_at: float | None = None

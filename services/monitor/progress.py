@@ -7,7 +7,7 @@ does not flood a log and a stuck one does not go silent.
 from typing import Final
 
 from rolloutmq.schemas.control import WorkerState
-from rolloutmq.services.monitor import figures, waits
+from rolloutmq.services.monitor import figures, sending, waits
 from rolloutmq.services.monitor.board import Board
 
 EVERY_STEPS: Final = 25
@@ -73,5 +73,6 @@ def _waits(board: Board) -> list[str]:
     if pressure is None:
         return []
     reasons = dict.fromkeys(lane.wait for lane in pressure.lanes if waits.is_waiting(lane.wait))
-    trainer = [f"trainer waits: {pressure.trainer_wait}"] if waits.trainer(pressure) else []
+    waiting = sending.REASON if board.unsent else pressure.trainer_wait if waits.trainer(pressure) else ""
+    trainer = [f"trainer waits: {waiting}"] if waiting else []
     return trainer + [f"workers wait: {reason}" for reason in reasons]

@@ -21,6 +21,7 @@ from rolloutmq.services.monitor.crew import WorkerRow, fields, joined, supervisi
 from rolloutmq.services.monitor.exits import FAILED, USAGE, complain, reader_may_leave
 from rolloutmq.services.monitor.gpus import read_gpus
 from rolloutmq.services.monitor.life import Fate, Life, fate_of
+from rolloutmq.services.monitor.sending import unsent
 from rolloutmq.services.telemetry.feed import endpoints_of
 
 PATIENCE_S: Final = 3.0
@@ -30,11 +31,15 @@ _LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
 
 @dataclass(frozen=True)
 class Also:
-    """What is known beside the broker's answer: workers as it and the orchestrator see them, engines, GPUs."""
+    """What is known beside the broker's answer: workers as it and the orchestrator see them, engines, GPUs.
+
+    And why the trainer waits where it does not wait for the broker, see `sending`.
+    """
 
     crew: Sequence[WorkerRow] = ()
     engines: Sequence[InferenceAddress] = ()
     book: GpuBook = field(default_factory=GpuBook)
+    unsent: str = ""
 
 
 def status(where: Path, as_json: bool) -> int:
@@ -54,7 +59,8 @@ def status(where: Path, as_json: bool) -> int:
     if not isinstance(reply, StatusReply):
         return complain("the broker gave no status", FAILED)
     known, book = supervision_of(layout), read_gpus(layout)
-    also = Also(joined(known, reply.pressure.workers, time.monotonic()), engines_of(layout), book)
+    crew = joined(known, reply.pressure.workers, time.monotonic())
+    also = Also(crew, engines_of(layout), book, unsent(layout))
     if as_json:
         plain = status_json(reply, also, supervision=fields(known, also.crew), life=fate.life)
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
@@ -77,7 +83,7 @@ def status_json(reply: StatusReply, also: Also = Also(), **more: Any) -> dict[st
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
     return {
-        "why": waits.explain(reply.pressure),
+        "why": waits.explain(reply.pressure, also.unsent),
         "engines": msgspec.to_builtins(also.engines),
         "gpus": [_gpu(record) for record in also.book.gpus],
         "limits": also.book.limits,
@@ -112,7 +118,7 @@ def status_text(reply: StatusReply, also: Also = Also(), wall: float = 0.0) -> s
             "flow",
             f"in {pressure.produced_per_s:.0f}, out {pressure.consumed_per_s:.0f} sequences a second",
         ),
-        ("why", waits.explain(pressure)),
+        ("why", waits.explain(pressure, also.unsent)),
         ("groups", figures.accounts(pressure.ledger)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),

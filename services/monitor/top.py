@@ -29,6 +29,7 @@ from rolloutmq.services.monitor.crew import supervision_of
 from rolloutmq.services.monitor.exits import FAILED, USAGE, complain, reader_may_leave
 from rolloutmq.services.monitor.life import Fate, Life, fate_of
 from rolloutmq.services.monitor.progress import Progress
+from rolloutmq.services.monitor.sending import unsent
 from rolloutmq.services.telemetry.feed import Feed
 
 logger = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.E
         while not until.is_set():
             if time.monotonic() >= look_at:
                 live.board.supervision = supervision_of(layout)
+                live.board.unsent = unsent(layout)
                 look_at = time.monotonic() + LOOK_S
             event = await feed.next(max(0.0, refresh_at - time.monotonic()))
             if event is not None:

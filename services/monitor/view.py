@@ -162,7 +162,7 @@ def wait_lines(board: Board, pressure: Pressure, now: float) -> list[Text]:
 
 
 def _trainer_line(board: Board, pressure: Pressure) -> Text:
-    if reason := waits.trainer(pressure):
+    if reason := board.unsent or waits.trainer(pressure):
         return _row("trainer", "waits: ", Text(reason, style="yellow"))
     if not board.steps_done and not pressure.ledger.leased:
         return _row("trainer", Text("has pulled nothing yet", style=QUIET))

@@ -56,9 +56,13 @@ def _lanes(pressure: Pressure) -> str:
     return f"{text}; other environments wait too: {more}"
 
 
-def explain(pressure: Pressure) -> str:
-    """Answer in one line why anybody waits, or say that nobody does."""
-    told = {"trainer waits": trainer(pressure), "workers wait": workers(pressure)}
+def explain(pressure: Pressure, unsent: str = "") -> str:
+    """Answer in one line why anybody waits, or say that nobody does.
+
+    Args:
+        unsent: Why the trainer asks the broker for nothing yet, see `sending`.
+    """
+    told = {"trainer waits": unsent or trainer(pressure), "workers wait": workers(pressure)}
     parts = [f"{who}: {why}" for who, why in told.items() if why]
     if parts:
         return "; ".join(parts)

@@ -167,10 +167,13 @@ def test_what_a_killed_trainer_left_half_written_makes_room_for_the_next(tmp_pat
     identity = tmp_path / "model"
     write_identity(policy, MODEL, identity)
     own_tensors, found = checkpoint.own_tensors, list[bool]()
+
+    def looked(one: Policy) -> dict[str, torch.Tensor]:
+        found.append(left.exists())
+        return own_tensors(one)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            checkpoint, "own_tensors", lambda one: (found.append(left.exists()), own_tensors(one))[1]
-        )
+        patch.setattr(checkpoint, "own_tensors", looked)
         checkpoint.save(tmp_path / "checkpoints", identity, state, policy, optimizer)
     assert found == [False]
 

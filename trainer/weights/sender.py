@@ -5,7 +5,8 @@
 
 That vLLM dies, or does not take a step, is no failure of the trainer: the step stands. Before the next batch is asked
 for, `supply` waits until there is a vLLM again, and sends it the weights whole. One whose model is another ends the
-trainer, by name; so does one that lives and has refused the weights several times in a row.
+trainer, by name; so does one that lives and has refused the weights several times in a row. Why it waits is told in the
+address file, for `rolloutmq status`, and now and then in the log.
 """
 
 import logging
@@ -19,6 +20,7 @@ from typing import Final
 from torch import nn
 
 from rolloutmq.bus import segments
+from rolloutmq.bus.refrain import Refrain
 from rolloutmq.bus.rundir import FILE_POLL_S, read_json, write_json
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.records import SentAddress, VllmAddress
@@ -50,6 +52,9 @@ class Sender:
         """None as long as no vLLM has them."""
         self._nonce = ""
         """Of the vLLM that has them."""
+        self._waits = ""
+        """Why nobody has them."""
+        self._refrain = Refrain()
 
     @classmethod
     def create(
@@ -115,14 +120,12 @@ class Sender:
             WeightsNotSentError: It lives, and has refused them several times.
         """
         refused, until = 0, time.monotonic() + wait_s
-        if not self._is_supplied():
-            logger.info("waiting for=%s version=%d.%d", self._vllm_file, *_pair(self.version))
         while not self._is_supplied():
             if not refused and time.monotonic() > until:
                 return False
             found = read_json(self._vllm_file, VllmAddress)
             if found is None:
-                time.sleep(FILE_POLL_S)
+                self._wait(f"no vLLM has said in {self._vllm_file.name} where it is", FILE_POLL_S)
                 continue
             try:
                 self._send_whole(found)
@@ -131,10 +134,18 @@ class Sender:
                 refused = 0 if error.away else refused + 1
                 if refused == REFUSALS:
                     raise
-                if refused:
-                    logger.warning("weights refused number=%d why=%s", refused, error)
-                time.sleep(PAUSE_S if refused else FILE_POLL_S)
+                why = f"refused {refused} times, {error}" if refused else str(error)
+                self._wait(why, PAUSE_S if refused else FILE_POLL_S)
         return True
+
+    def _wait(self, why: str, pause_s: float) -> None:
+        """Let some time pass, and say why."""
+        if self._refrain.is_due(why, time.monotonic()):
+            logger.warning("waiting for=vllm version=%d.%d why=%s", *_pair(self.version), why)
+        if why != self._waits:
+            self._waits = why
+            self._tell()
+        time.sleep(pause_s)
 
     def _is_supplied(self) -> bool:
         """Tell whether the vLLM that the run has now has the weights. Reads a file."""
@@ -147,14 +158,16 @@ class Sender:
         self._sent = SentWeights.create(
             self._model, found.url, segments.SHM, version=self.version, tokenizer=self._tokenizer
         )
-        self._nonce = found.nonce
+        self._nonce, self._waits = found.nonce, ""
+        self._refrain = Refrain()
         logger.info("weights sent to=%s version=%d.%d", found.url, *_pair(self.version))
         self._tell()
 
     def _tell(self) -> None:
-        """Say who sends, and what has arrived."""
+        """Say who sends, what has arrived, and why it waits."""
         arrived = self.version if self._sent else None
-        write_json(self._address_file, SentAddress(sender=segments.Owner.current(), version=arrived))
+        me = segments.Owner.current()
+        write_json(self._address_file, SentAddress(sender=me, version=arrived, waits=self._waits))
 
     def close(self, *, unlink: bool = False) -> None:
         """Let go of the weights; with `unlink`, say no more who sends. What vLLM has it keeps."""

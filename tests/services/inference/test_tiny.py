@@ -407,6 +407,27 @@ async def test_it_does_not_begin_with_a_damaged_version(of_backend: Trainer) -> 
     served.close()
 
 
+@pytest.mark.parametrize("backend", ["disk"])
+async def test_a_server_that_waits_for_a_whole_version_says_so_once(
+    of_backend: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, stop, tried = of_backend, Stop(), list[bool]()
+    trainer.start()
+    cut(newest_file(trainer.layout))
+    attach = ServedPolicy.attach
+
+    def counted(*given: Any, **named: Any) -> ServedPolicy | None:
+        tried.append(True)
+        return attach(*given, **named)
+
+    monkeypatch.setattr(ServedPolicy, "attach", counted)
+    task = asyncio.create_task(serve(trainer.layout.root, stop))
+    await until(lambda: len(tried) > 3)
+    stop.request("the test is over")
+    await task
+    assert caplog.text.count("not attached why=the weights in") == 1
+
+
 def newest_file(layout: RunLayout) -> Path:
     found = read_disk(layout.weights)
     assert found is not None

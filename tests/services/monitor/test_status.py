@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from rolloutmq.bus import codec
 from rolloutmq.bus.engines import engine_name
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.segments import Owner
 from rolloutmq.schemas.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
 from rolloutmq.schemas.hardware import Cause, GpuStanding
 from rolloutmq.schemas.layout import RunLayout
@@ -25,12 +26,15 @@ from rolloutmq.schemas.records import (
     GpuBook,
     GpuRecord,
     InferenceAddress,
+    SentAddress,
     Supervision,
+    WeightsAddress,
     WorkerRecord,
 )
 from rolloutmq.schemas.tasks import TaskCounts
 from rolloutmq.schemas.telemetry import GpuSample
 from rolloutmq.services.monitor import status as command
+from rolloutmq.services.monitor.sending import unsent
 from rolloutmq.services.monitor.status import Also, status, status_json, status_text
 from rolloutmq.services.orchestrator.identity import identify
 
@@ -85,6 +89,24 @@ def test_json_says_why_and_holds_everything(answering: RunLayout, capsys: pytest
     assert fields["pressure"]["ledger"]["accepted"] == 50
     assert fields["pressure"]["workers"][1]["worker"] == "b"
     assert fields["run"] == "quickstart"
+
+
+def test_a_trainer_that_cannot_send_its_weights_says_why(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_json(answering.weights, SentAddress(sender=Owner.current(), waits="no vLLM is there"))
+    assert status(answering.root, as_json=True) == 0
+    why = json.loads(capsys.readouterr().out)["why"]
+    assert why.startswith("trainer waits: weights_unsent, no vLLM is there; workers wait: ")
+
+
+def test_weights_that_are_not_waited_for_are_no_reason(run_dir: Path) -> None:
+    layout, me = RunLayout(run_dir), Owner.current()
+    assert unsent(layout) == ""
+    dead = SentAddress(sender=(me.pid, me.start_ticks - 1, me.namespace), waits="no vLLM is there")
+    for other in (SentAddress(sender=me), dead, WeightsAddress(path="/dev/shm/a", nonce="0")):
+        write_json(layout.weights, other)
+        assert unsent(layout) == ""
 
 
 def test_text_is_for_a_person(answering: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,12 @@ from rich.console import Console
 
 from rolloutmq.bus import codec
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.segments import Owner
 from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
 from rolloutmq.schemas.control import Pressure, StepDone
 from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.records import Supervision, Target, WorkerRecord
+from rolloutmq.schemas.records import SentAddress, Supervision, Target, WorkerRecord
 from rolloutmq.services.monitor import top
 from rolloutmq.services.monitor.board import Board
 from rolloutmq.services.monitor.life import Life
@@ -236,3 +237,21 @@ async def test_what_the_orchestrator_knows_is_shown(plain: RunLayout) -> None:
         await watching
     assert "e: 2 wanted, 2 there; hold: no pressure heard yet" in out.getvalue()
     assert "e-0: fatal; no such dataset" in out.getvalue()
+
+
+async def test_a_trainer_whose_weights_nobody_takes_is_shown(
+    plain: RunLayout, make_pressure: Callable[..., Pressure]
+) -> None:
+    write_json(plain.weights, SentAddress(sender=Owner.current(), waits="no vLLM is there"))
+    console, out = terminal(100, 30)
+    until, board, said = asyncio.Event(), Board.of(CONFIG), list[str]()
+    board.feed(make_pressure(), time.monotonic())
+    with LiveView(board, console) as live, PlainView(board, said.append) as lines:
+        watching = asyncio.create_task(watch(plain, live, until))
+        async with asyncio.timeout(10):
+            while "waits: weights_unsent, no vLLM is there" not in out.getvalue():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        lines.refresh()
+        until.set()
+        await watching
+    assert "trainer waits: weights_unsent" in said[0]

@@ -1,13 +1,17 @@
 """A trainer that sends: to whichever vLLM is there, before anybody samples, and again when it was another one."""
 
+import itertools
+import logging
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Semaphore
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ import torch
 from tests.trainer.weights.models import built, config
 from tests.trainer.weights.receiver import Server
 
+from rolloutmq.bus.refrain import EVERY_S
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.layout import RunLayout
@@ -57,8 +62,19 @@ def supplied(sender: Sender, meanwhile: Callable[[], None]) -> None:
     """Let it wait in a thread while something happens."""
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(sender.supply)
-        meanwhile()
+        try:
+            meanwhile()
+        except BaseException:
+            sender._vllm_file.write_bytes(b"{")  # ends the wait, which would go on for ever
+            raise
         waiting.result(DEADLINE_S)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + DEADLINE_S / 2
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_it_waits_for_a_vllm_and_then_sends_each_step(
@@ -131,6 +147,35 @@ def test_one_that_is_away_is_waited_for(
     write_json(layout.vllm, VllmAddress(url=f"unix:{layout.root}/nowhere", nonce="dead"))
     supplied(sender, comes)
     assert server.finished() == ["1.4"]
+
+
+def test_why_it_waits_is_said_again_and_again_until_it_does_not(
+    layout: RunLayout,
+    server: Server,
+    sender: Sender,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = itertools.count(0, EVERY_S / 4)
+    monkeypatch.setattr(sending, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
+
+    def waits() -> str:
+        found = read_sent(layout.weights)
+        assert found is not None
+        return found.waits
+
+    def comes() -> None:
+        wait_until(lambda: caplog.text.count("why=no vLLM has said in vllm.json where it is") >= 3)
+        assert waits() == "no vLLM has said in vllm.json where it is"
+        write_json(layout.vllm, VllmAddress(url=f"unix:{layout.root}/nowhere", nonce="dead"))
+        wait_until(lambda: "FileNotFoundError" in waits())
+        there(layout, server)
+
+    with caplog.at_level(logging.INFO):
+        supplied(sender, comes)
+    assert waits() == ""
+    assert "why=the weights did not reach unix:" in caplog.text
+    assert len(caplog.records) < next(clock) / EVERY_S + 5
 
 
 def test_one_that_refuses_and_lives_ends_it_after_several_times(
