@@ -40,6 +40,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         trained, filtered, rejected, repeated: Ids of groups: learned from; without a signal; unusable, those that did
             not even decode included; learned from before.
+        fault: Why the first of the unusable is.
         staleness: Of each trained group.
         too_old: How many of the filtered ones are too old for the loss.
         rewards: Mean score of each trained group, then of each filtered one.
@@ -50,6 +51,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     filtered: tuple[str, ...]
     rejected: tuple[str, ...]
     repeated: tuple[str, ...]
+    fault: str
     staleness: tuple[int, ...]
     too_old: int
     rewards: tuple[float, ...]
@@ -64,11 +66,13 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, batch: PulledBatch, lesson: Lesson) -> Self:
         """Sum up what was pulled, and what was made of it."""
         scores = [group.columns["scores"].numbers() for group in batch.groups]
+        unusable = (*batch.rejected, *lesson.rejected)
         return cls(
             trained=tuple(group.group_id for group in lesson.trained),
             filtered=tuple(group.group_id for group in lesson.filtered),
-            rejected=tuple(one.group_id for one in (*batch.rejected, *lesson.rejected)),
+            rejected=tuple(one.group_id for one in unusable),
             repeated=tuple(lesson.repeated),
+            fault=unusable[0].reason if unusable else "",
             staleness=tuple(example.staleness for example in lesson.examples),
             too_old=lesson.too_old,
             rewards=tuple(mean_score([group]) for group in (*lesson.trained, *lesson.filtered)),
@@ -104,6 +108,15 @@ class Account:
     def repeated(self) -> list[str]:
         """Ids of the groups that an earlier step learned from."""
         return [one for part in self.parts for one in part.repeated]
+
+    @property
+    def barren_because(self) -> str:
+        """Why there was nothing to learn, of one of the groups of any rank; empty if all were learned from before."""
+        if fault := next((part.fault for part in self.parts if part.fault), ""):
+            return fault
+        if any(part.too_old for part in self.parts):
+            return "its groups are older than trainer.loss.correction.max_staleness"
+        return "all scores of each group are equal" if any(part.filtered for part in self.parts) else ""
 
     def line(self, at: float) -> SettledBatch | None:
         """Return the journal's line, or None if all of the batch stands in an earlier one."""

@@ -50,15 +50,6 @@ class Lesson:
         """The groups of the examples."""
         return [example.group for example in self.examples]
 
-    @property
-    def barren_because(self) -> str:
-        """Why there is nothing to learn from a batch without examples, of one of its groups."""
-        if self.rejected:
-            return self.rejected[0].reason
-        if self.too_old:
-            return "its groups are older than trainer.loss.correction.max_staleness"
-        return "all scores of each group are equal"
-
     def void(self, reason: str) -> None:
         """Reject what was to be learned from: it turned out to be unusable."""
         self.rejected += [Rejected(group_id=group.group_id, reason=reason) for group in self.trained]

@@ -76,7 +76,7 @@ from rolloutmq.trainer.scoring import Scorer
 from rolloutmq.trainer.sharding import Sharded
 from rolloutmq.trainer.teaching import columns_needed as columns_of_teacher
 from rolloutmq.trainer.tokenizer import configured_fingerprint
-from rolloutmq.trainer.uplink import PulledBatch, Uplink, connect
+from rolloutmq.trainer.uplink import LAST_WORD_S, PulledBatch, Uplink, connect
 from rolloutmq.trainer.weights.backends import owned
 from rolloutmq.trainer.weights.sender import Sender
 from rolloutmq.trainer.weights.share import Writable
@@ -260,8 +260,8 @@ class Trainer:
         if self._covered:
             self._commit(uplink)
         with suppress(StoppedError), self._to_the_end_of_a_replay():
+            began = time.perf_counter()
             while self.version.step < self._config.steps:
-                began = time.perf_counter()
                 batch = self._lockstep.pull(lambda: self._pull(uplink, stop))
                 if batch is None:
                     uplink.progress()
@@ -271,6 +271,10 @@ class Trainer:
                 metrics = self._learn(lesson, uplink)
                 parts = self._ranks.every(Part.of(batch, lesson))
                 account = Account(parts, self.version, metrics)
+                if metrics:
+                    self._barren = 0
+                elif reason := account.barren_because:
+                    self._note_barren(reason)
                 self._descent.took(self.version, account.trained)
                 wanted = self._settle(account, batch, lesson, uplink, stop)
                 if metrics and self._ranks.leads:
@@ -278,6 +282,7 @@ class Trainer:
                     uplink.publish(topics.STEP, account.event(self._run.name, time.time(), *times))
                 if wanted or self.version.step >= self._covered + self._config.checkpoint_interval:
                     self._save(uplink)
+                began = time.perf_counter()
         self._save(uplink)
 
     @contextmanager
@@ -300,7 +305,7 @@ class Trainer:
     def _learn(self, lesson: Lesson, uplink: Uplink) -> dict[str, float]:
         """Take one optimizer step if there is anything to learn; return its metrics, or nothing if there was none."""
         if not any(self._ranks.sums(len(lesson.examples))):
-            return self._note_barren(lesson)
+            return {}
         step = self.version.step + 1
         tokens, pack = self._config.micro_batch_tokens, self._config.pack and self._scorer.packs
         passes = collate(lesson.examples, tokens, self._bounds.columns, pack=pack) if lesson.examples else []
@@ -316,18 +321,15 @@ class Trainer:
         if not isfinite(norm):
             # Weights that are not numbers could never be repaired; this batch can be done without.
             lesson.void("its gradient is not finite")
-            return self._note_barren(lesson)
+            return {}
         self.version = after
-        self._barren = 0
         return metrics | {"learning_rate": rate, "grad_norm": norm}
 
-    def _note_barren(self, lesson: Lesson) -> dict[str, float]:
-        if any(self._ranks.sums(len(lesson.filtered) + len(lesson.rejected))):
-            self._barren += 1
-            logger.info("no signal in batch number=%d reason=%s", self._barren, lesson.barren_because)
-            if self._barren >= BARREN_LIMIT:
-                raise NothingToLearnError(self._barren, lesson.barren_because)
-        return {}
+    def _note_barren(self, reason: str) -> None:
+        self._barren += 1
+        logger.info("no signal in batch number=%d reason=%s", self._barren, reason)
+        if self._barren >= BARREN_LIMIT:
+            raise NothingToLearnError(self._barren, reason)
 
     def _settle(
         self, account: Account, batch: PulledBatch, lesson: Lesson, uplink: Uplink, stop: Stop
@@ -353,7 +355,7 @@ class Trainer:
             lost = True
             groups = len(lesson.trained)
             logger.warning("lease lost step=%d groups=%d error=%s", account.after.step, groups, error)
-        except StoppedError:
+        except BrokerUnavailableError:
             lost = True  # whether it was settled is not known; the next pull ends the run in order
         if not self._ranks.most(lost):
             self._unsettled.difference_update(account.trained, account.repeated)
@@ -387,11 +389,15 @@ class Trainer:
             logger.warning("commit not confirmed step=%d error=%s", self.version.step, error)
 
 
-def _until_answered(settle: Callable[[], bool], stop: Stop) -> bool:
-    """Settle, for as long as the broker is away."""
-    with stop.interrupting():
-        while True:
-            try:
-                return settle()
-            except BrokerUnavailableError as error:
-                logger.warning("no broker, settling again error=%s", error)
+def _until_answered(settle: Callable[..., bool], stop: Stop) -> bool:
+    """Settle, for as long as the broker is away; where a stop was asked for, a last time and briefly."""
+    try:
+        with stop.interrupting():
+            while True:
+                try:
+                    return settle()
+                except BrokerUnavailableError as error:
+                    logger.warning("no broker, settling again error=%s", error)
+    except StoppedError:
+        # What was interrupted may be settled or not. Unsettled, what was learned would come again.
+        return settle(patience_s=LAST_WORD_S)

@@ -1,6 +1,6 @@
 """How the trainer lives as a process: its log, the signals that end it, the run that it belongs to.
 
-    SIGTERM, SIGINT, SIGUSR1   end in order: the step in hand is finished, a checkpoint written, the batch given back;
+    SIGTERM, SIGINT, SIGUSR1   end in order: the step in hand is finished and settled, a checkpoint written;
                                the exit code is 130, so that whoever keeps it knows that there are steps left
     SIGTERM, SIGINT again      end at once with 130
 

@@ -1,29 +1,32 @@
 """The trainer's side of the broker: a consumer with its heartbeats in a thread, and a publisher of steps.
 
 Waiting is interruptible: a signal handler that raises KeyboardInterrupt or a child of it ends a pull or a settlement in
-order. A commit alone has a time limit, because it is also said on the way out, to a broker that may be gone already.
+order. What is said on the way out, to a broker that may be gone already, has a time limit.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from rolloutmq.bus.consumer import BlockingBatch, BlockingConsumer, Consumer
 from rolloutmq.bus.endpoint import resolve_blocking
 from rolloutmq.bus.events import Publisher
-from rolloutmq.schemas.delivery import Rejected, RunInfo
+from rolloutmq.schemas.delivery import Rejected, RunInfo, Settled
 from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import BrokerUnavailableError
 from rolloutmq.schemas.message import Message
 from rolloutmq.schemas.training import TrainerConfig
 from rolloutmq.schemas.trajectory import Group
 
+T = TypeVar("T")
+
 CONSUMER: Final = "trainer-{rank}"
-COMMIT_PATIENCE_S: Final = 2.0
-"""A commit that nobody heard costs nothing: the next one covers it."""
+LAST_WORD_S: Final = 2.0
+"""A commit that nobody heard costs nothing: the next one covers it. Groups that were not settled come again, and are
+known."""
 
 
 class PulledBatch(Protocol):
@@ -60,8 +63,12 @@ class Uplink(Protocol):
         trained: Sequence[str],
         filtered: Sequence[str],
         rejected: Sequence[Rejected],
+        patience_s: float | None = None,
     ) -> bool:
-        """End the lease; True if a checkpoint is wanted soon. LeaseLostError if there is no lease any more."""
+        """End the lease; True if a checkpoint is wanted soon. LeaseLostError if there is no lease any more.
+
+        `patience_s` bounds the wait for an answer. Doing it again with the same outcome is harmless.
+        """
 
     def commit(self, version: PolicyVersion) -> None:
         """Say that a checkpoint covers the version."""
@@ -93,16 +100,15 @@ class BrokerUplink:
         trained: Sequence[str],
         filtered: Sequence[str],
         rejected: Sequence[Rejected],
+        patience_s: float | None = None,
     ) -> bool:
         """End the lease; True if a checkpoint is wanted soon."""
-        settled = self._consumer.settle(
-            batch, version=version, trained=trained, filtered=filtered, rejected=rejected
-        )
-        return settled.commit_wanted
+        outcome = {"version": version, "trained": trained, "filtered": filtered, "rejected": rejected}
+        return self._consumer.settle_within(patience_s, batch, **outcome).commit_wanted
 
     def commit(self, version: PolicyVersion) -> None:
         """Say that a checkpoint covers the version; BrokerUnavailableError if nobody hears it in good time."""
-        self._consumer.commit_within(version, COMMIT_PATIENCE_S)
+        self._consumer.commit_within(LAST_WORD_S, version)
 
     def progress(self) -> None:
         """Show that the trainer advances."""
@@ -114,13 +120,19 @@ class BrokerUplink:
 
 
 class _TimedConsumer(BlockingConsumer):
-    """A blocking consumer whose commit can fail."""
+    """A blocking consumer whose words can fail."""
 
-    def commit_within(self, version: PolicyVersion, patience_s: float) -> None:
+    def settle_within(self, patience_s: float | None, batch: BlockingBatch, **outcome: Any) -> Settled:
+        return self._within(patience_s, self._object.settle(batch, **outcome))
+
+    def commit_within(self, patience_s: float, version: PolicyVersion) -> None:
+        self._within(patience_s, self._object.commit(version))
+
+    def _within(self, patience_s: float | None, word: Coroutine[Any, Any, T]) -> T:
         try:
-            self._run(asyncio.wait_for(self._object.commit(version), patience_s))
+            return self._run(asyncio.wait_for(word, patience_s))
         except TimeoutError:
-            raise BrokerUnavailableError("serve", patience_s) from None
+            raise BrokerUnavailableError("serve", patience_s or 0.0) from None
 
 
 @contextmanager

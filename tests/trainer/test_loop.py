@@ -1,9 +1,11 @@
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -436,6 +438,23 @@ def test_batches_without_a_signal_are_no_steps(layout: RunLayout) -> None:
     assert [line.filtered for line in lines(layout)][:2] == [("flat1",), ("flat2",)]
 
 
+def test_the_wait_for_a_batch_is_told_whole_however_many_pulls_it_took(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def ten_seconds_later(number: int) -> None:
+        nonlocal now
+        now += 10.0
+        if number < 3:
+            raise BrokerUnavailableError("ipc://serve", 10.0)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now, time=time.time))
+    broker = MemoryBroker(steady, on_pull=ten_seconds_later)
+    train(run_config(steps=2), layout, Stop(), broker.connect)
+    assert [event.pull_s for event in broker.events] == [30.0, 10.0]
+
+
 def test_a_run_that_can_learn_nothing_fails_and_says_why(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,25 +550,51 @@ def test_a_broker_that_is_away_is_waited_for(layout: RunLayout) -> None:
     assert standing(layout) == [f"s{step}-{n}" for step in range(1, 4) for n in range(4)]
 
 
-@pytest.mark.parametrize("moment", ["pull", "settle"])
-def test_a_signal_ends_in_order_with_a_checkpoint(layout: RunLayout, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["pull", "step", "settle"])
+def test_a_signal_ends_in_order_with_a_checkpoint(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """What was learned is settled, at whichever moment the signal came: none of it comes again."""
     config = run_config(steps=6, checkpoint_interval=50)
     broker = MemoryBroker(steady)
-    act = on_call(3, lambda: signal.raise_signal(signal.SIGTERM))
+
+    def terminate(number: int) -> None:
+        if number == 3 and not stop.asked:  # the second signal would end at once
+            signal.raise_signal(signal.SIGTERM)
+
     if moment == "pull":
-        broker.on_pull = act
+        broker.on_pull = terminate
+    elif moment == "settle":
+        broker.on_settle = terminate
     else:
-        broker.on_settle = act
+        monkeypatch.setattr(broker, "progress", lambda: terminate(len(broker.pulls)))
     with stop_on_signals() as stop:
         reached = train(config, layout, stop, broker.connect)
     assert reached == PolicyVersion(0, 2 if moment == "pull" else 3)
     assert broker.commits[-1] == reached
     assert broker.lease is None
+    assert [one["version"] for one in broker.settled] == [
+        PolicyVersion(0, step) for step in range(1, reached.step + 1)
+    ]
+    assert (saved := checkpoint.latest(layout.checkpoints)) is not None
+    assert saved.state.unsettled == ()
     assert not layout.weights.exists()
 
     broker.on_pull = broker.on_settle = lambda _number: None
     assert train(config, layout, Stop(), broker.connect) == PolicyVersion(1, 6)
     assert sorted(standing(layout)) == sorted(f"s{step}-{n}" for step in range(1, 7) for n in range(4))
+
+
+def test_a_broker_that_is_away_does_not_hold_who_is_asked_to_end(layout: RunLayout) -> None:
+    def away(_number: int) -> None:
+        if not stop.asked:
+            stop.request("SIGTERM")
+        raise BrokerUnavailableError("ipc://serve", 1.0)
+
+    stop, broker = Stop(), MemoryBroker(steady, on_settle=away)
+    assert train(run_config(), layout, stop, broker.connect) == PolicyVersion(0, 1)
+    assert (saved := checkpoint.latest(layout.checkpoints)) is not None
+    assert saved.state.unsettled == tuple(f"s1-{n}" for n in range(4))
 
 
 def test_a_wish_for_a_commit_brings_a_checkpoint(layout: RunLayout) -> None:

@@ -342,7 +342,7 @@ def test_whoever_comes_back_too_early_waits_for_the_next_meeting(
 def test_nobody_waits_for_ever_for_a_rank_at_the_meeting(tmp_path: Path, comes: bool) -> None:
     layout = RunLayout(tmp_path / "run")
     layout.root.mkdir(mode=0o700)
-    layout.config.write_text(run_of(steps=1, ranks=2, rank_patience_s=3.0).model_dump_json())
+    layout.config.write_text(run_of(steps=1, ranks=2, rank_patience_s=3).model_dump_json())
     words = "rolloutmq.launch.cli", "trainer", "--run-dir", layout.root
     with process(*words, log=tmp_path / "said") as first:
         if comes:

@@ -164,7 +164,7 @@ def test_a_signal_ends_the_wait_for_a_broker_and_for_a_batch(layout: RunLayout, 
 
 
 def test_a_commit_that_nobody_hears_is_given_up(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolloutmq.trainer.uplink.COMMIT_PATIENCE_S", 0.2)
+    monkeypatch.setattr("rolloutmq.trainer.uplink.LAST_WORD_S", 0.2)
     info = RunInfo(run="run", batch_sequences=16)
     with (
         running_broker(config_of(steps=1), layout) as broker,

@@ -167,7 +167,9 @@ class MemoryBroker:
         trained: Sequence[str],
         filtered: Sequence[str],
         rejected: Sequence[Rejected],
+        patience_s: float | None = None,
     ) -> bool:
+        del patience_s
         self.on_settle(len(self.settled) + 1)
         if self.lease is not batch:
             raise LeaseLostError(batch.step, "it went back")
