@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.launch.settings import load, validate
+from rolloutmq.bus.rundir import load_run
+from rolloutmq.launch.settings import load, prepare_service, validate
 from rolloutmq.schemas.config import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 
@@ -257,3 +258,18 @@ def test_the_example_of_distillation_is_valid() -> None:
     assert config.teacher.enabled
     assert config.trainer.distillation.teaches
     assert config.trainer.distillation.rl_weight == 0.0
+
+
+def test_a_directory_that_is_configured_stays_so_unless_something_is_said(tmp_path: Path) -> None:
+    seeds = []
+    for assignments in (["run.seed=1"], [], ["run.seed=2"]):
+        prepare_service(tmp_path / "run", None, assignments)
+        seeds.append(load_run(tmp_path / "run")[0].run.seed)
+    assert seeds == [1, 1, 2]
+
+
+def test_what_the_loader_fills_in_is_not_offered() -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate({"brokr": {}})
+    assert "did you mean `broker`?" in caught.value.problem
+    assert "base_dir" not in caught.value.problem

@@ -101,6 +101,12 @@ def test_shares_beyond_the_whole_are_scaled() -> None:
     assert told(made, 2)["unallocated_fraction"] == 0.0
 
 
+def test_shares_within_the_whole_are_as_they_were_asked_for() -> None:
+    made = registry(0.3, 0.2, None)
+    assert [made.share(env(made, number)) for number in range(3)] == [0.3, 0.2, 0.0]
+    assert told(made, 2)["unallocated_fraction"] == 0.5
+
+
 def test_forgotten_environments_keep_their_numbers_and_count_when_they_are_heard() -> None:
     made = registry(None)
     made.forget()

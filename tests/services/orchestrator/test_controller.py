@@ -109,6 +109,23 @@ def test_an_operator_is_obeyed_within_the_bounds() -> None:
     assert loop.tick(wanted=0).target == 1
 
 
+def test_the_fewest_stay_and_that_is_the_reason() -> None:
+    loop = Loop(PressureController(5, 50, ScalingConfig()), workers=5)
+    decision = loop.tick(200, eats=2.0)
+    assert (decision.target, "5 is the fewest allowed" in decision.reason) == (5, True)
+
+
+def test_what_workers_cannot_do_anything_about_is_not_added_up() -> None:
+    at_the_limit = Loop(PressureController(1, 10, ScalingConfig()))
+    at_the_limit.tick(120, eats=80.0, pressure=0.5)
+    assert at_the_limit.state.trim == 0.0
+    on_the_way = Loop()
+    on_the_way.tick(60, crew=Crew(ready=10, starting=1), pressure=0.5)
+    assert on_the_way.state.trim == 0.0
+    on_the_way.tick(60, crew=Crew(ready=10), pressure=0.5)
+    assert on_the_way.state.trim > 0.0
+
+
 def test_who_starves_gets_more_before_anything_is_known() -> None:
     loop = Loop(workers=1)
     waited = 0.0

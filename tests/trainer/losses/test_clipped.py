@@ -49,11 +49,16 @@ def test_entropy_is_pushed_up() -> None:
 
 
 def test_metrics_are_means_over_tokens() -> None:
-    log_ratios = [0.0, 0.5, -0.5, 0.1]
+    log_ratios = [
+        0.5,
+        0.6,
+        -0.5,
+        0.1,
+    ]  # what fell below the band is left free where the advantage is positive
     metrics = compute(inputs_of(log_ratios, 1.0), CLIP).metrics
     ratios = [math.exp(r) for r in log_ratios]
     assert metrics["ratio"].item() == pytest.approx(sum(ratios) / 4)
-    assert metrics["clipped"].item() == 0.25
+    assert metrics["clipped"].item() == 0.5
     assert metrics["kl"].item() == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 4)
     assert metrics["entropy"].item() == 0.5
     assert metrics["weight"].item() == 1
