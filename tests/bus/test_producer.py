@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from rolloutmq.bus import discovery, uplink
+from rolloutmq.bus import discovery, session, uplink
 from rolloutmq.bus.codec import encode_group
 from rolloutmq.bus.producer import Producer
 from rolloutmq.bus.session import PACK_GROUPS
@@ -131,7 +131,11 @@ async def test_permits_are_bounded_by_the_start_limit_and_come_in_order(
     assert fake.asked_for(Goodbye)[-1].abandoned == 4
 
 
-async def test_abandoned_permits_are_reported_soon_while_somebody_waits(fake: "FakeBroker") -> None:
+async def test_abandoned_permits_are_reported_soon_while_somebody_waits(
+    fake: "FakeBroker", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "SILENCE_S", 60.0)  # what is asked anyway would tell of them, too, but later
+    monkeypatch.setattr(session, "ALIVE_S", 60.0)
     fake.start_limit = 1
 
     def sync(request: Sync) -> Ack:
