@@ -18,8 +18,7 @@ A batch without any signal is settled and is no step: the version stays and the 
 Left out on purpose. A reference model of its own: log-probabilities of one come with the groups, as `ref_logprobs`.
 Several optimizer steps a batch: off-policy drift for little. Overlap of pull and step: the pull of a waiting
 batch takes a millisecond. Autocast: it costs more than it brings at this size, and the weights have their type already.
-Several ranks take each step together, in lockstep (`ranks`); a rank that is alone does the same with itself. One that
-is alone may compute on a GPU (`device`).
+Several ranks take each step together, in lockstep (`ranks`); a rank that is alone does the same with itself.
 """
 
 import logging
@@ -130,9 +129,7 @@ def train(
 
     Raises:
         NothingToLearnError: Too many batches in a row had no signal.
-        MissingError: There is no such device.
     """
-    device = find_device(config.trainer.device)
     saved = checkpoint.latest(layout.checkpoints)
     incarnation = ranks.most(checkpoint.next_incarnation(layout.checkpoints) if ranks.leads else 0)
     version = PolicyVersion(incarnation, saved.state.version.step if saved else 0)
@@ -140,7 +137,7 @@ def train(
         raise ConfigError(
             "trainer.ranks", f"another rank has a newer checkpoint than that of step {version.step}"
         )
-    policy = moved(build_policy(config.model, config.run.seed), device)
+    policy = moved(build_policy(config.model, config.run.seed), find_device(config.trainer.device))
     lora = config.trainer.lora
     adapters = Adapters(policy, lora, config.model.path) if lora else None
     if saved and adapters:
