@@ -6,6 +6,7 @@ import gc
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -80,17 +81,23 @@ def vllm(sage: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     command += ["--max-logprobs", str(VOCABULARY)]
     env = {**os.environ, **VARIABLES, "OMP_NUM_THREADS": "1"}
     with (sage / "log").open("wb") as log:
-        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
         wait_ready(port, process)
         yield f"http://127.0.0.1:{port}", process
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End it in order, with its engine: one whose server alone is killed goes on for ever."""
+    process.terminate()
+    try:
+        process.wait(30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def run_of(root: Path, path: Path, url: str, **distillation: Any) -> tuple[RunConfig, RunLayout]:
@@ -196,14 +203,13 @@ async def test_one_of_another_tokenizer_or_that_tells_too_little_does_not_begin(
     assert not layout.teacher.exists()
 
 
-async def test_one_that_dies_is_waited_for(
+async def test_one_that_is_gone_is_waited_for(
     vllm: tuple[str, "subprocess.Popen[bytes]"], sage: Path, tmp_path: Path
 ) -> None:
     url, process = vllm
     config, layout = run_of(tmp_path / "run", sage, url, kind="top_k")
     async with serving(layout) as served, Teacher.opened(config, layout) as teacher:
-        process.kill()
-        process.wait()
+        end(process)
         waiting = asyncio.create_task(teacher.teach(some_group()))
         async with asyncio.timeout(60), aiohttp.ClientSession() as session:
             while True:
