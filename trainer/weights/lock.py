@@ -79,7 +79,10 @@ class WeightLock:
 
     def is_torn(self) -> bool:
         """Tell whether a write was begun and not finished, by a writer that is gone or failed in the middle."""
-        return bool(self._words[_SEQUENCE] & 1) and not self._held_by_living_writer()
+        sequence = self._words[_SEQUENCE]
+        if not sequence & 1 or self._held_by_living_writer():
+            return False
+        return self._words[_SEQUENCE] == sequence  # or its writer has ended it while it was looked for
 
     def write_at_hand(self) -> tuple[int, int] | None:
         """Return who writes or waits to, and a number that is another for the next write; None if nobody does."""

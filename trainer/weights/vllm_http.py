@@ -37,6 +37,12 @@ MANIFEST: Final = "manifest"
 """Key of the manifest in the metadata of the file."""
 
 
+class _Results(msgspec.Struct, frozen=True):
+    """What vLLM says when methods of its workers were called: the answer of each."""
+
+    results: list[dict[str, str]]
+
+
 class SentWeights:
     """The weights of a trainer, sent to one vLLM. Make it by `create`. Belongs to one thread at a time."""
 
@@ -188,8 +194,12 @@ class SentWeights:
     def _call(self, method: str, *args: Any) -> dict[str, str]:
         """Call a method of the extension in vLLM."""
         said = self._post("/collective_rpc", {"method": method, "args": args})
-        found: dict[str, str] = msgspec.json.decode(said)["results"][0]
-        return found
+        try:
+            return msgspec.json.decode(said, type=_Results).results[0]
+        except (msgspec.DecodeError, IndexError) as error:
+            raise WeightsNotSentError(
+                self._url, f"{method} was answered by something else: {error}"
+            ) from error
 
     def _fused_digests(self, *, exact: bool) -> dict[str, str]:
         tensors = {name: tensor.cpu() for name, tensor in self._tensors().items()}

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,23 @@ def test_where_the_kernel_does_not_tell_there_is_a_reader_all_the_same(
     with reader.reading(), pytest.raises(WeightsBusyError, match="a reader keeps them"):
         writer.writing(V(0, 1), patience_s=0.01).__enter__()
     assert "reader 3 and reader 4 keep them" in str(WeightsBusyError(0, 1.0, (3, 4)))
+
+
+def test_a_write_that_ends_while_it_is_looked_at_is_not_torn(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, reader = page.open(), page.open()
+    look = WeightLock._held_by_living_writer
+    with ExitStack() as stack:
+
+        def late(lock: WeightLock) -> bool:
+            stack.close()
+            return look(lock)
+
+        monkeypatch.setattr(WeightLock, "_held_by_living_writer", late)
+        stack.enter_context(writer.writing(V(0, 1)))
+        assert not reader.is_torn()
+    assert reader.version == V(0, 1)
 
 
 def fail_in_mid_write(writer: WeightLock) -> None:

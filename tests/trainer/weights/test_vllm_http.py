@@ -112,6 +112,16 @@ def test_what_it_holds_is_compared_tensor_by_tensor(server: Server, tmp_path: Pa
         sent.verify(Level.LOGITS)
 
 
+@pytest.mark.parametrize("answer", [b"", b"{}", b'{"results": []}', b'{"results": [null]}'])
+def test_an_answer_that_is_none_is_said(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr(SentWeights, "_post", lambda *_given, **_named: answer)
+    with pytest.raises(WeightsNotSentError, match="match_weights was answered by something else") as caught:
+        SentWeights.create(built(config("llama")), server.url, tmp_path)
+    assert not caught.value.away
+
+
 def test_a_server_that_is_away(tmp_path: Path) -> None:
     for url in ("http://127.0.0.1:1", f"unix:{tmp_path}/nobody"):
         with pytest.raises(WeightsNotSentError, match="Error"):
