@@ -76,6 +76,10 @@ class Timed:
         self._steps: list[float] = []
         self._turns: list[float] = []
 
+    def keeping(self) -> contextlib.AbstractContextManager[None]:
+        """As the generator does."""
+        return self._share.keeping()
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[PolicyVersion]:
         """Hold them. A step lasts from one pass to the next."""

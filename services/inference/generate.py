@@ -25,6 +25,8 @@ from rolloutmq.services.inference.sampling import Sampler, Sampling
 class Weights(Protocol):
     """What holds the weights still, see `WeightShare`."""
 
+    def keeping(self) -> AbstractContextManager[None]: ...
+
     def reading(self) -> AbstractContextManager[PolicyVersion]: ...
 
 
@@ -97,6 +99,10 @@ class Generator:
         Raises:
             WeightsTornError, WeightsBusyError: The weights are not to be read; jobs not handed out are void.
         """
+        with self._weights.keeping():
+            self._generate(jobs, on_done)
+
+    def _generate(self, jobs: Sequence[Job], on_done: Callable[[list[Job]], None]) -> None:
         batch = _Batch(jobs, self._noise)
         logits = self._prefill(batch)
         while True:

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -137,6 +137,10 @@ class DiskShare:
             raise WeightsTornError(self._version)
         self._refresh()
         yield self._version
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Nothing is held by a reading."""
+        return nullcontext()
 
     def _refresh(self) -> None:
         try:

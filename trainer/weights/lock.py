@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fcntl import flock
 from mmap import mmap
 from pathlib import Path
 from typing import Final
@@ -34,6 +35,7 @@ READ_PATIENCE_S: Final = 5.0
 """A write takes milliseconds; a writer that holds the lock for longer is stopped or hung."""
 WRITE_PATIENCE_S: Final = 60.0
 """A reader holds the lock for one forward pass."""
+_SHARED, _FREE = fcntl.LOCK_SH | fcntl.LOCK_NB, fcntl.LOCK_UN
 _FIRST_PAUSE_S: Final = 20e-6
 _LAST_PAUSE_S: Final = 1e-3
 _LIVENESS_S: Final = 0.02
@@ -52,6 +54,7 @@ class WeightLock:
         self._me = Owner.current()
         self._known = -1, PolicyVersion()
         """The last sequence that was read, and its version."""
+        self._keeps = self._has = False
 
     def close(self) -> None:
         """Let go of the page. The lock is free afterwards, as it always is outside the two blocks."""
@@ -98,6 +101,19 @@ class WeightLock:
         return Owner(*self._words[_WRITER : _WRITER + 3])
 
     @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep the lock from one reading in the block to the next, until a writer waits: two calls less for each.
+
+        For readings that follow each other at once: a writer waits for the next of them, or for the end of the block.
+        """
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
+            self._let_go()
+
+    @contextmanager
     def reading(self, patience_s: float = READ_PATIENCE_S) -> Iterator[PolicyVersion]:
         """Hold the weights still and yield their version; see `begin_reading`."""
         version = self.begin_reading(patience_s)
@@ -116,24 +132,34 @@ class WeightLock:
             WeightsBusyError: A living writer kept them for longer than `patience_s`.
         """
         words = self._words
+        if self._has:
+            if not words[_PENDING]:
+                return self._known[1]  # nobody can have written
+            self._let_go()
         if words[_PENDING]:
             self._take(fcntl.LOCK_SH, patience_s, self._writer_waits)
         else:
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                flock(self._fd, _SHARED)
             except BlockingIOError:
                 self._take(fcntl.LOCK_SH, patience_s, self._writer_waits)
         sequence = words[_SEQUENCE]
         if sequence & 1:
-            self.end_reading()
+            self._let_go()
             raise WeightsTornError(self.version)
+        self._has = self._keeps
         if sequence != self._known[0]:
             self._known = sequence, self.version
         return self._known[1]
 
     def end_reading(self) -> None:
-        """Let the weights go."""
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        """Let the weights go, unless they are kept and nobody waits for them."""
+        if not self._has or self._words[_PENDING]:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._has = False
+        flock(self._fd, _FREE)
 
     @contextmanager
     def writing(

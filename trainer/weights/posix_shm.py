@@ -19,7 +19,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, Final, Self
 
@@ -37,6 +37,7 @@ from rolloutmq.trainer.weights.manifest import WeightManifest
 from rolloutmq.trainer.weights.nonce import SCRATCH_AT, Scratch
 from rolloutmq.trainer.weights.placement import align
 from rolloutmq.trainer.weights.proof import logits_digest, require_aliases, tensor_digests
+from rolloutmq.trainer.weights.reading import Reading
 from rolloutmq.trainer.weights.room import mapped, open_left
 from rolloutmq.trainer.weights.share import Level, Proof
 from rolloutmq.trainer.weights.views import view
@@ -260,9 +261,13 @@ class WeightShare:
         owner = self._segment.owner()
         return owner is not None and owner.alive()
 
-    def reading(self, patience_s: float = READ_PATIENCE_S) -> "Reading":
+    def reading(self, patience_s: float = READ_PATIENCE_S) -> Reading:
         """Hold the weights still and yield their version; see `WeightLock.begin_reading`."""
         return Reading(self, patience_s)
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Keep the weights between readings that follow each other at once; see `WeightLock.keeping`."""
+        return self._lock.keeping()
 
     def _begin_reading(self, patience_s: float) -> PolicyVersion:
         version = self._lock.begin_reading(patience_s)
@@ -382,19 +387,3 @@ class WeightShare:
             self.path.unlink(missing_ok=True)
         os.close(self._segment.fd)
         self._memory = self._scratch = self._model = self._flat = None
-
-
-class Reading:
-    """One turn of a reader: `with share.reading() as version`. A generator in its place would take twice as long."""
-
-    __slots__ = ("_patience_s", "_share")
-
-    def __init__(self, share: WeightShare, patience_s: float) -> None:
-        self._share = share
-        self._patience_s = patience_s
-
-    def __enter__(self) -> PolicyVersion:
-        return self._share._begin_reading(self._patience_s)
-
-    def __exit__(self, *_error: object) -> None:
-        self._share._end_reading()

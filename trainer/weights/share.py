@@ -104,6 +104,9 @@ class SharedWeights(Protocol):
     def reading(self, patience_s: float = ...) -> AbstractContextManager[PolicyVersion]:
         """Hold the weights still and yield their version."""
 
+    def keeping(self) -> AbstractContextManager[None]:
+        """Let readings in the block follow each other at little cost; who writes waits for one of them, no longer."""
+
     def writing(
         self, version: PolicyVersion, *, restoring: bool = ..., patience_s: float = ...
     ) -> AbstractContextManager[None]:

@@ -1,7 +1,7 @@
 """Generation against a plain forward pass over the whole sequence, and against a loop that has no cache."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +26,9 @@ class Still:
         self.passes = 0
         self.change_at = change_at
         self.model = model
+
+    def keeping(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def reading(self) -> Iterator[PolicyVersion]:

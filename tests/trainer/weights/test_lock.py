@@ -180,6 +180,44 @@ def test_a_dead_pending_writer_holds_nobody_up(page: Page) -> None:
     assert time.monotonic() - started < 1.0
 
 
+def test_a_reader_that_keeps_the_lock_gives_it_to_a_writer_at_its_next_turn(page: Page) -> None:
+    writer, reader, other = page.open(), page.open(), page.open()
+    written = threading.Event()
+
+    def write() -> None:
+        with writer.writing(V(0, 1), patience_s=30.0):
+            pass
+        written.set()
+
+    with reader.keeping():
+        with reader.reading() as version:
+            assert version == V(0, 0)
+        with pytest.raises(WeightsBusyError), other.writing(V(0, 9), patience_s=0.0):
+            pass
+        waiting = threading.Thread(target=write)
+        waiting.start()
+        while not written.is_set():
+            with reader.reading():
+                pass
+        with reader.reading() as seen:
+            assert seen == V(0, 1)
+        waiting.join()
+    with other.writing(V(0, 2), patience_s=0.0):
+        pass
+
+
+def test_a_kept_lock_is_let_go_however_the_block_ends(page: Page) -> None:
+    writer, reader = page.open(), page.open()
+    with pytest.raises(ZeroDivisionError), reader.keeping(), reader.reading():
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), writer.writing(V(0, 1), patience_s=0.0):
+        raise ZeroDivisionError
+    with pytest.raises(WeightsTornError), reader.keeping(), reader.reading():
+        pass
+    with writer.writing(V(0, 2), restoring=True, patience_s=0.0):
+        pass
+
+
 def test_the_lock_is_cheap(page: Page) -> None:
     """A reader takes it for every decoding step; the bound is generous for a machine under load."""
     reader, best = page.open(), 1.0
