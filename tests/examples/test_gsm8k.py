@@ -25,7 +25,11 @@ SMALL: dict[str, Any] = {"hidden_size": 16, "mlp_size": 16, "max_positions": 160
 
 @pytest.fixture
 def problems(tmp_path: Path) -> Path:
-    path = tmp_path / "problems.jsonl"
+    return made_up(tmp_path / "problems.jsonl")
+
+
+def made_up(path: Path) -> Path:
+    """Write three problems."""
     made = [
         {"question": f"{a} and {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"}
         for a, b in [(1, 2), (3, 4), (900, 334)]
@@ -91,22 +95,21 @@ def test_a_file_that_is_wrong_is_said_with_the_line(problems: Path, text: str, w
     assert why in str(refused.value)
 
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("device", "backend"), [("cpu", "posix_shm"), pytest.param("cuda", "disk", marks=GPU)]
-)
-def test_twenty_steps_without_a_teacher(problems: Path, tmp_path: Path, device: str, backend: str) -> None:
+def test_twenty_steps_without_a_teacher(problems: Path, tmp_path: Path) -> None:
+    twenty_steps(problems, tmp_path)
+
+
+def twenty_steps(problems: Path, tmp_path: Path, *assignments: str) -> None:
+    """Take them, with further keys of the configuration, and see that every tensor has learned."""
     student = save_model(tmp_path / "student", 1, **SMALL, alphabet=LETTERS)
     code, summary = scenario.run(
         tmp_path / "run",
         [
             *(f"model.path={student}", "model.dtype=float32"),
-            *(f"trainer.device={device}", f"weights.backend={backend}"),
             f'environment.gsm8k.options={{ problems = "{problems}", max_tokens = 12, prompt = "{{question}}" }}',
             *("trainer.steps=20", "trainer.batch_sequences=16", "trainer.learning_rate=1e-3"),
+            *assignments,
         ],
         config=CONFIG,
     )
