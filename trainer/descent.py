@@ -5,6 +5,9 @@ policy, it comes to the same policy, and the fork between it and the life before
 before sampled are then as fresh as they were. From the first step that learns from other groups on, the steps that the
 life before took since count, and so do those of the present one.
 
+A life that was killed may have taken one step more than it wrote down: its weights were there to be sampled from, and
+the line was not yet. The batch of that step was under a lease and comes again, so the step is the same when it does.
+
 That the same groups lead to the same weights takes the same configuration. What a journal lost with its machine is not
 known; such lives are measured by the numbers of their steps.
 """
@@ -25,8 +28,10 @@ class Descent(Lineage):
 
     def __init__(self) -> None:
         super().__init__()
-        self._life: int | None = None
-        """The youngest that is known."""
+        self._reached: PolicyVersion | None = None
+        """How far the youngest life is known to have come."""
+        self._unsure: PolicyVersion | None = None
+        """The step that the life before it may have taken without a line."""
         self._taken: dict[int, tuple[PolicyVersion, int]] = {}
         """By number of the step: the policy that it led to last, and what it learned from, hashed."""
 
@@ -43,21 +48,25 @@ class Descent(Lineage):
 
     def began(self, version: PolicyVersion) -> None:
         """Note that a life goes on from a checkpoint of those before it, under a version of its own."""
-        if self._life is not None and self._life < version.incarnation:
-            self.forks[version.incarnation] = self.origin(PolicyVersion(self._life, version.step))
-        self._life = version.incarnation
+        before, self._reached = self._reached, version
+        if before is not None and before.incarnation < version.incarnation:
+            self.forks[version.incarnation] = self.origin(PolicyVersion(before.incarnation, version.step))
+            self._unsure = PolicyVersion(before.incarnation, before.step + 1)
 
     def took(self, version: PolicyVersion, groups: Collection[str]) -> None:
         """Note the step that led to a version, and the groups that it learned from; without any it was none."""
         if not groups:
             return
-        self._life = version.incarnation
+        self._reached = version
         learned = hash(frozenset(groups))
         known, same = self._taken.get(version.step, (version, None))
         if learned == same and self._before(known) == self._before(version):
             self.forks[version.incarnation] = self.origin(known)
-        else:
-            self._taken[version.step] = version, learned
+            return
+        self._taken[version.step] = version, learned
+        unsure = self._unsure
+        if unsure and unsure.step == version.step and self._before(unsure) == self._before(version):
+            self.forks[version.incarnation] = self.origin(unsure)
 
     def _before(self, version: PolicyVersion) -> PolicyVersion:
         return self.origin(PolicyVersion(version.incarnation, version.step - 1))

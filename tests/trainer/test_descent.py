@@ -45,6 +45,27 @@ def test_a_step_on_the_same_groups_leads_to_the_same_policy(tmp_path: Path) -> N
     assert descent.distance(V(1, 52), V(0, 60)) == 8
 
 
+def test_a_step_that_was_sampled_from_and_not_written_down_is_the_one_that_is_taken_again(
+    tmp_path: Path,
+) -> None:
+    descent = told(tmp_path / "trained", steps(0, 1, 53), V(1, 50))
+    for step in (51, 52, 53):
+        descent.took(V(1, step), [f"a{step}", "b"])
+    descent.took(V(1, 54), ["c"])
+    assert descent.distance(V(1, 54), V(0, 54)) == 0
+    descent.took(V(1, 55), ["d"])
+    assert descent.distance(V(1, 55), V(0, 54)) == 1
+    assert descent.distance(V(1, 55), V(0, 55)) == 1 + 1, "of which no life can have been"
+
+
+def test_a_step_behind_one_on_others_is_not_taken_again(tmp_path: Path) -> None:
+    descent = told(tmp_path / "trained", steps(0, 1, 53), V(1, 50))
+    for step in (51, 52, 53):
+        descent.took(V(1, step), [f"a{step}", "other"])
+    descent.took(V(1, 54), ["c"])
+    assert descent.distance(V(1, 54), V(0, 54)) == 4 + 4
+
+
 def test_after_a_step_on_others_nothing_is_the_same(tmp_path: Path) -> None:
     descent = told(tmp_path / "trained", steps(0, 1, 60), V(1, 50))
     descent.took(V(1, 51), ["a51", "b"])

@@ -32,6 +32,7 @@ from rolloutmq.schemas.records import SettledBatch, VllmAddress
 from rolloutmq.schemas.training import LoraConfig, WeightsConfig
 from rolloutmq.schemas.trajectory import Group
 from rolloutmq.trainer import checkpoint, loop
+from rolloutmq.trainer.journal import Journal
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.model import build_policy
 from rolloutmq.trainer.process import Stop, stop_on_signals
@@ -207,6 +208,17 @@ def a_step_late(step: int, version: PolicyVersion) -> list[Group]:
     return steady(step, PolicyVersion(version.incarnation, max(0, version.step - 1)))
 
 
+def killed_at(step: int, write: Callable[[Journal, SettledBatch], None]) -> Callable[..., None]:
+    """The weights of the step are there to be sampled from, and its line is not."""
+
+    def killed(journal: Journal, line: SettledBatch) -> None:
+        if line.version.step == step:
+            raise Killed
+        write(journal, line)
+
+    return killed
+
+
 LATE = {"loss": {"correction": {"level": "token", "from_staleness": 2, "max_staleness": 3}}}
 
 
@@ -224,6 +236,22 @@ def test_batches_that_come_again_are_as_stale_as_they_were(layout: RunLayout, tm
     train(config, layout, Stop(), broker.connect)
     assert [event.staleness_max for event in broker.events[4:]] == [0, 1, 1, 1, 1, 1]
     assert same(weights(layout), weights(unbroken))
+
+
+def test_groups_of_a_step_whose_line_was_never_written_are_as_fresh_as_they_were(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer was killed when its weights could be sampled from, and before it had said so."""
+    queued = {step: steady(step, PolicyVersion(0, step - 1)) for step in range(1, 7)}
+    broker = MemoryBroker(lambda step, _version: queued[step])
+    config = run_config(steps=6, checkpoint_interval=50)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "write", killed_at(5, Journal.write))
+        with pytest.raises(Killed):
+            train(config, layout, Stop(), broker.connect)
+    assert [line.version.step for line in lines(layout)] == [1, 2, 3, 4]
+    train(config, layout, Stop(), broker.connect)
+    assert [event.staleness_max for event in broker.events] == [0] * (4 + 6)
 
 
 def test_groups_of_a_life_that_was_lost_are_as_old_as_the_way_to_them(layout: RunLayout) -> None:
