@@ -196,7 +196,14 @@ def test_one_rank_killed_takes_the_whole_step_back(run_dir: Path, settled_before
     assert ledger(run_dir).trained == 2 * BATCH
 
 
-def test_a_pull_repeated_over_a_restart_gets_the_same_batch(run_dir: Path, broker: BrokerProcess) -> None:
+@pytest.fixture
+def patient(run_dir: Path) -> Iterator[BrokerProcess]:
+    """A broker to whom nobody is silent: who asks by hand sends no heartbeats."""
+    with audited(run_dir, silence_s=60.0) as running:
+        yield running
+
+
+def test_a_pull_repeated_over_a_restart_gets_the_same_batch(run_dir: Path, patient: BrokerProcess) -> None:
     feed(run_dir, names(2 * BATCH))
 
     def asked(request: RegisterConsumer | Pull | Settle) -> tuple[object, list[bytes]]:
@@ -209,7 +216,7 @@ def test_a_pull_repeated_over_a_restart_gets_the_same_batch(run_dir: Path, broke
     pull = Pull(consumer="t", step=1, version=PolicyVersion(), sequences=BATCH * SEQUENCES, request_id="one")
     batch, frames = asked(pull)
     assert isinstance(batch, Batch)
-    broker.kill_and_start()
+    patient.kill_and_start()
     kept, _ = asked(RegisterConsumer(consumer="t", generation=registered.generation))
     assert isinstance(kept, ConsumerRegistered)
     assert (kept.generation, kept.epoch > registered.epoch) == (registered.generation, True)
@@ -223,7 +230,7 @@ def test_a_pull_repeated_over_a_restart_gets_the_same_batch(run_dir: Path, broke
     )
     settled, _ = asked(settle)
     assert isinstance(settled, Settled)
-    broker.kill_and_start()
+    patient.kill_and_start()
     assert asked(settle) == (settled, [])
     counts = ledger(run_dir)
     assert (counts.trained, counts.queued, counts.leased) == (BATCH, BATCH, 0)
