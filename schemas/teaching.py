@@ -24,6 +24,8 @@ TEACH_PATH: Final = "/v1/token_logprobs"
 """Where a teacher is asked, by POST, in msgpack."""
 HEALTH_PATH: Final = "/health"
 """Where it says, with status 200, that it is well."""
+AWAY: Final = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses by which a teacher, or who stands before it, says that it takes no question now: they pass by themselves."""
 
 
 class Lore(StrEnum):

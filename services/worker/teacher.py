@@ -45,6 +45,7 @@ from rolloutmq.schemas.layout import RunLayout
 from rolloutmq.schemas.mask import trained_tokens
 from rolloutmq.schemas.records import InferenceAddress
 from rolloutmq.schemas.teaching import (
+    AWAY,
     HEALTH_PATH,
     IDS_COLUMN,
     LOGPROBS_COLUMN,
@@ -77,8 +78,6 @@ REQUEST_TOKENS: Final = 400_000
 """Most tokens of one request, unless one sequence alone has more: 2 MB, half of what the teacher takes."""
 NOT_FOUND: Final = 404
 MISMATCH: Final = 409
-AWAY: Final = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses by which a teacher, or who stands before it, says that it takes no question now: they pass by themselves."""
 FAILED: Final = 500
 """From here on, all others are those of a teacher that took the question and failed: it may be the group's doing."""
 

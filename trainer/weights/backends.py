@@ -34,9 +34,7 @@ def owned(
     # What a dead trainer left there in another way has no heir.
     if backend == "disk":
         segments.sweep(layout.weights)
-        address.sweep_sent(
-            layout.weights
-        )  # what was published as files stays good until there is a newer version
+        address.sweep_sent(layout.weights)  # published files stay good until there is a newer version
         share = DiskShare.create(policy, layout.weights, version=version, tokenizer=tokenizer)
     elif backend == "vllm_http":
         segments.sweep(layout.weights)

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from rolloutmq.bus.rundir import FILE_POLL_S
 from rolloutmq.bus.tokenizer import FILE, fingerprint, vocabulary
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.teaching import DistillationConfig, Lore, TeacherConfig
+from rolloutmq.schemas.teaching import AWAY, DistillationConfig, Lore, TeacherConfig
 from rolloutmq.services.inference.protocol import ApiError
 from rolloutmq.services.inference.scoring import Question, Reach
 from rolloutmq.services.inference.vllm.client import EngineFailedError
@@ -36,8 +36,6 @@ HEALTH_S: Final = 5.0
 LOOK_S: Final = 1.0
 ABOVE_ONE: Final = 1e-4
 """Nats above 0 that rounding may add to a log-probability; what is above it is a logit."""
-AWAY: Final = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses that pass by themselves."""
 FIELD: Final = "teacher.vllm_url"
 
 
