@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from msgspec.structs import astuple
 
 from rolloutmq.bus import topics
 from rolloutmq.bus.lifecycle import log_failure, set_up_logging
@@ -129,6 +130,7 @@ def train(
 
     Raises:
         NothingToLearnError: Too many batches in a row had no signal.
+        MissingError: There is no such device.
     """
     saved = checkpoint.latest(layout.checkpoints)
     incarnation = ranks.most(checkpoint.next_incarnation(layout.checkpoints) if ranks.leads else 0)
@@ -161,18 +163,14 @@ def train(
             del saved  # what it has mapped would keep the room of a checkpoint that is removed later
         if incarnation:
             journal.write(SettledBatch(at=time.time(), version=version, resumed=True))
-        logger.info("ready incarnation=%d step=%d of=%d", *_pair(version), config.trainer.steps)
+        logger.info("ready incarnation=%d step=%d of=%d", *astuple(version), config.trainer.steps)
         with suppress(StoppedError), ExitStack() as stack:
             with stop.interrupting():
                 joining = join(layout.root, trainer.info(), version, config.trainer, ranks.rank)
                 uplink = stack.enter_context(joining)
             trainer.run(uplink, stop)
-        logger.info("ended incarnation=%d step=%d", *_pair(trainer.version))
+        logger.info("ended incarnation=%d step=%d", *astuple(trainer.version))
     return trainer.version
-
-
-def _pair(version: PolicyVersion) -> tuple[int, int]:
-    return version.incarnation, version.step
 
 
 class Trainer:

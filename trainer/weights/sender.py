@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import astuple
 from torch import nn
 
 from rolloutmq.bus import segments
@@ -102,7 +103,7 @@ class Sender:
                 yield
                 self.version = version
         except WeightsNotSentError as error:
-            logger.warning("weights not sent version=%d.%d why=%s", *_pair(version), error)
+            logger.warning("weights not sent version=%d.%d why=%s", *astuple(version), error)
             self._sent = None
         self._tell()
 
@@ -141,7 +142,7 @@ class Sender:
     def _wait(self, why: str, pause_s: float) -> None:
         """Let some time pass, and say why."""
         if self._refrain.is_due(why, time.monotonic()):
-            logger.warning("waiting for=vllm version=%d.%d why=%s", *_pair(self.version), why)
+            logger.warning("waiting for=vllm version=%d.%d why=%s", *astuple(self.version), why)
         if why != self._waits:
             self._waits = why
             self._tell()
@@ -160,7 +161,7 @@ class Sender:
         )
         self._nonce, self._waits = found.nonce, ""
         self._refrain = Refrain()
-        logger.info("weights sent to=%s version=%d.%d", found.url, *_pair(self.version))
+        logger.info("weights sent to=%s version=%d.%d", found.url, *astuple(self.version))
         self._tell()
 
     def _tell(self) -> None:
@@ -173,7 +174,3 @@ class Sender:
         """Let go of the weights; with `unlink`, say no more who sends. What vLLM has it keeps."""
         if unlink:
             self._address_file.unlink(missing_ok=True)
-
-
-def _pair(version: PolicyVersion) -> tuple[int, int]:
-    return version.incarnation, version.step
