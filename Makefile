@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 
-.PHONY: quickstart quickstart-vllm test test-atropos test-trl test-transformers4 test-vllm test-transferqueue soak check bench \
-	bench-rivals accept reference clean
+# Two at once, since many start processes of their own.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-transformers4 test-vllm \
+	test-transferqueue soak check docs bench bench-rivals accept reference clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[trainer,lora,report,dev]'
+		--editable '.[trainer,lora,report,dev,docs]'
 	touch $@
 
 quickstart: $(VENV)/.installed ## train a policy through the bus, and watch it
@@ -19,24 +22,29 @@ quickstart: $(VENV)/.installed ## train a policy through the bus, and watch it
 quickstart-vllm: $(VENV)/.installed .venv-vllm/.installed ## the same with vLLM, which maps the trainer's weights
 	$(BIN)/rolloutmq up examples/quickstart-vllm.toml
 
-test: $(VENV)/.installed ## every test, as a user runs them; two at once, since many start processes of their own
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'not rival'
+test: $(VENV)/.installed ## the tests, in minutes: all but those that take long or run other software
+	$(PYTEST) -m 'not rival and not extended'
+
+test-extended: $(VENV)/.installed ## the tests that take long: whole runs, more kills, more parameters
+	$(PYTEST) -m 'extended and not rival'
+
+test-all: test test-extended ## every test that runs no other software
 
 test-atropos: $(VENV)/.installed .venv-atropos/.installed ## Atropos' server, environment, trainer and tests, for real
-	$(BIN)/python -m pytest -m rival tests/benchmarks/test_atropos.py tests/benchmarks/test_gateway.py \
+	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_atropos.py tests/benchmarks/queues/test_gateway.py \
 		tests/services/gateway/atropos tests/examples
 
 test-trl: $(VENV)/.installed .venv-trl/.installed ## the losses against those of TRL, which computes them anew
-	$(BIN)/python -m pytest -m rival tests/trainer/losses tests/benchmarks/test_trl.py
+	$(BIN)/python -m pytest -m rival tests/trainer/losses tests/benchmarks/training/test_trl.py
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
-	$(BIN)/python -m pytest -m rival tests/benchmarks/test_transferqueue.py
+	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_transferqueue.py
 
 test-vllm: $(VENV)/.installed .venv-vllm/.installed ## real vLLM against forward passes of transformers, and killed
 	$(BIN)/python -m pytest -m rival tests/services/inference/vllm tests/trainer/weights
 
 test-transformers4: $(VENV)/.installed .venv-transformers4/.installed ## tokenizers, read by the version before
-	$(BIN)/python -m pytest -m rival tests/trainer/test_tokenizer.py
+	$(BIN)/python -m pytest -m rival tests/trainer/policy/test_tokenizer.py
 
 soak: $(VENV)/.installed ## the faults again, with ten times the rounds
 	ROLLOUTMQ_SOAK_ROUNDS=100 $(BIN)/python -m pytest tests/faults
@@ -45,7 +53,14 @@ check: $(VENV)/.installed ## style, types, and who may import whom
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python # and ask nobody for its newest version
 	$(BIN)/lint-imports
+	$(BIN)/python tests/house/prose.py
+	$(MAKE) --no-print-directory docs
+
+docs: $(VENV)/.installed ## the documentation as a site, in site/; needs no network
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict # no --quiet: it hides warnings from --strict
+	$(BIN)/python tests/house/site_loads.py site
 
 bench: $(VENV)/.installed ## the figures, with their rivals in the same run
 	$(BIN)/python -m benchmarks
@@ -89,10 +104,10 @@ accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-t
 	.venv-vllm/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
-reference: $(VENV)/.installed ## the page of all keys of a configuration
-	$(BIN)/python -m rolloutmq.launch.reference > docs/configuration.md
+reference: $(VENV)/.installed ## the pages of docs/reference that are made from the code
+	$(BIN)/python -m rolloutmq.launch.reference docs/reference
 
 clean:
-	rm -rf $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-transformers4 .venv-vllm build dist *.egg-info \
+	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-transformers4 .venv-vllm build dist *.egg-info \
 		src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,1 +1,1 @@
-"""What is promised and what is measured: `make accept` and `make bench`."""
+"""Acceptance and benchmarks: `make accept` and `make bench`."""

@@ -1,9 +1,9 @@
-"""`make bench`: every figure with its rival in the same run; written to `results.json`. Exit 1 if a goal is unmet.
+"""`make bench`: every figure with its rival in the same run; results in `results.json`. Exit 1 if a goal is unmet.
 
-python -m benchmarks                    all of it
-python -m benchmarks journal restart    only these parts; the other rows stay as they were
+python -m benchmarks                    all parts
+python -m benchmarks journal restart    only these parts; the other rows are kept
 
-A part whose rival is not installed is left out, and its rows stay as they were too: see `make bench-rivals`.
+A part without its rival installed is skipped, and its rows are kept: see `make bench-rivals`.
 """
 
 import sys
@@ -11,35 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks import (
-    atropos,
-    distillation,
-    fairness,
-    gateway,
-    journal,
-    latency,
-    lending,
-    memory,
-    producers,
-    results,
-    scoring,
-    start,
-    throughput,
-    transferqueue,
-    trl,
-    weights,
-    wire,
-)
-from benchmarks.row import Row
+from benchmarks.broker import fairness, journal, latency, memory, producers, start, throughput, wire
+from benchmarks.harness import results
+from benchmarks.harness.row import Row
+from benchmarks.queues import atropos, gateway, transferqueue
+from benchmarks.training import distillation, lending, scoring, trl, weights
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that are measured together.
+    """Rows measured together.
 
     Attributes:
-        rows: Measures them, one after the other.
-        missing: Says why they cannot be measured, empty if they can.
+        rows: Measures the rows, one after another.
+        missing: Returns why they cannot be measured; empty if they can.
     """
 
     rows: Callable[[], Iterator[Row]]
@@ -68,9 +53,9 @@ PARTS: Final = {
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure the parts that were named, or all of them, and write their rows down."""
+    """Measure the named parts, or all of them, and save their rows."""
     if unknown := set(words) - set(PARTS):
-        print(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}", file=sys.stderr)
+        print(f"unknown part: {', '.join(sorted(unknown))}; use {', '.join(PARTS)}", file=sys.stderr)
         return 2
     rows, skipped = measured({name: part for name, part in PARTS.items() if not words or name in words})
     results.keep(rows, whole=not words and not skipped)
@@ -78,11 +63,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def measured(parts: dict[str, Part]) -> tuple[list[Row], list[str]]:
-    """Measure parts and return their rows, and the names of those that could not be."""
+    """Measure parts; return their rows, and the names of the skipped parts."""
     rows, skipped = [], []
     for name, part in parts.items():
         if why := part.missing():
-            print(f"{name} is left out: {why}", flush=True)
+            print(f"{name} skipped: {why}", flush=True)
             skipped.append(name)
             continue
         for row in part.rows():

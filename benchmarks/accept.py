@@ -1,11 +1,11 @@
 """`make accept`: every promise with its bound, met or unmet. Exit 1 if one is unmet.
 
-    python -m benchmarks.accept            all of it
-    python -m benchmarks.accept seeds      only the scenarios whose name contains a word
+    python -m benchmarks.accept            all of them
+    python -m benchmarks.accept seeds      only the scenarios with a matching name
 
-Promises are of four kinds: figures of real runs (the scenarios below, and `workers.followed`), of simulated ones
-(`workers.simulated`), tests by name (`promises.toml`), and the rows with a goal that `make bench` measured last
-(`results.json`). A figure of `promises.toml` without its rows there was never measured, and is unmet.
+There are four kinds of promises: figures of real runs (the scenarios below, and `workers.followed`), figures of
+simulated runs (`workers.simulated`), tests by name (`promises.toml`), and the rows with a goal from the last `make
+bench` (`results.json`). A figure of `promises.toml` without rows there was never measured, and is unmet.
 """
 
 import json
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import scenario, workers
-from benchmarks.figure import Figure, at_least, at_most, equal
-from benchmarks.results import RESULTS
-from benchmarks.scenario import QUICKSTART, RUN_DEADLINE_S, LiveRun, ScenarioError
+from benchmarks.end_to_end import scenario, workers
+from benchmarks.end_to_end.scenario import QUICKSTART, RUN_DEADLINE_S, LiveRun, ScenarioError
+from benchmarks.harness.figure import Figure, at_least, at_most, equal
+from benchmarks.harness.results import RESULTS
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.inference.vllm.installed import require_vllm
 
@@ -37,12 +37,12 @@ TESTED: Final = {
     "own": ("-m", "not rival", "--numprocesses", "2", "--dist", "worksteal"),
     "rival": ("-m", "rival"),
 }
-"""How the tests are run: as `make test` does, and those with foreign systems one after another."""
+"""Pytest options: as in `make test-all`, and one after another for tests with foreign systems."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run and what it must show."""
+    """One run and its expected results."""
 
     name: str
     judge: Callable[[str, dict[str, Any]], list[Figure]]
@@ -52,11 +52,11 @@ class Scenario:
     config: Path = QUICKSTART
     deadline_s: float = RUN_DEADLINE_S
     missing: Callable[[], str] = str
-    """Says why it cannot be played, empty if it can."""
+    """Returns why it cannot run; empty if it can."""
 
 
 def nothing_lost(where: str, summary: dict[str, Any]) -> list[Figure]:
-    """What holds of every run, whatever happened to it."""
+    """Return the figures that hold for every run."""
     accounted = sum(
         summary[f"groups_{state}"]
         for state in ("trained", "filtered", "expired", "dead", "in_flight", "discarded", "lost")
@@ -90,7 +90,7 @@ def survived(where: str, summary: dict[str, Any]) -> list[Figure]:
 
 
 def bound_is_broken(where: str, summary: dict[str, Any]) -> list[Figure]:
-    """Without pacing the staleness must exceed the bound, or the bound would prove nothing."""
+    """Without pacing the staleness must exceed the bound, or the bound proves nothing."""
     beyond = summary["staleness_bound"] + 1
     return [at_least(where, "staleness_max without pacing", summary["staleness_max"], beyond)]
 
@@ -127,7 +127,7 @@ def learned_with_vllm(where: str, summary: dict[str, Any]) -> list[Figure]:
 
 
 def no_vllm() -> str:
-    """Say why there is no vLLM to run with, or nothing."""
+    """Return why there is no vLLM; empty if there is one."""
     try:
         require_vllm(VLLM)
     except ConfigError as error:
@@ -158,7 +158,7 @@ SCENARIOS: Final = (
 
 
 def play(one: Scenario, directory: Path) -> list[Figure]:
-    """Run a scenario and judge it; a run that fails is an unmet figure, not an exception."""
+    """Run and judge a scenario; a failed run is an unmet figure, not an exception."""
     if why := one.missing():
         return [Figure(one.name, "the run itself", "not played", why, met=False)]
     run_dir = directory / one.name.replace(" ", "-").replace(":", "")
@@ -172,7 +172,7 @@ def play(one: Scenario, directory: Path) -> list[Figure]:
 
 
 def commands_answer() -> Iterator[Figure]:
-    """Time what a user waits for at every command; the best of five, on a machine that does other things too."""
+    """Time the start-up of every command: best of five, on a machine with other load."""
     commands = {
         "import rolloutmq, s": [sys.executable, "-c", "import rolloutmq"],
         "rolloutmq --help, s": [sys.executable, "-m", "rolloutmq.launch.cli", "--help"],
@@ -188,7 +188,7 @@ def _seconds(command: Sequence[str]) -> float:
 
 
 def promised_tests() -> Iterator[Figure]:
-    """Run the tests that promises name, once, and report each promise."""
+    """Run the tests named by promises once, and report each promise."""
     promises = tomllib.loads(PROMISES.read_text())["promise"]
     names = sorted({test for promise in promises for test in promise["tests"]})
     with tempfile.TemporaryDirectory(prefix="rolloutmq-accept-") as directory:
@@ -214,7 +214,7 @@ def promised_tests() -> Iterator[Figure]:
 
 
 def measured_rows() -> Iterator[Figure]:
-    """Report each row with a goal, as it was measured last, and each figure that has fewer rows than it must."""
+    """Report each row with a goal as last measured, and each figure with too few rows."""
     rows = json.loads(RESULTS.read_text())["rows"]
     found = Counter(row["figure"] for row in rows)
     for promised in tomllib.loads(PROMISES.read_text())["row"]:
@@ -233,9 +233,9 @@ def _passed(reports: Sequence[Path]) -> Callable[[str], bool]:
     import xml.etree.ElementTree as ElementTree
 
     verdicts: dict[str, list[bool]] = {}
-    told = (ElementTree.parse(report).getroot() for report in reports if report.exists())
-    for case in (case for root in told for case in root.iter("testcase")):
-        # A test of a class, as hypothesis makes them of state machines, counts for its module.
+    roots = (ElementTree.parse(report).getroot() for report in reports if report.exists())
+    for case in (case for root in roots for case in root.iter("testcase")):
+        # A test in a class, such as hypothesis' state machines, counts for its module.
         parts = [part for part in str(case.get("classname")).split(".") if not part[:1].isupper()]
         module = "/".join(parts) + ".py"
         name = str(case.get("name")).partition("[")[0]
@@ -245,7 +245,7 @@ def _passed(reports: Sequence[Path]) -> Callable[[str], bool]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Play what was asked for, print every figure, keep them, and say whether all were met."""
+    """Run the selected scenarios, print and save every figure; return 0 if all are met."""
     figures: list[Figure] = []
     chosen = [one for one in SCENARIOS if not words or any(word in one.name for word in words)]
     with tempfile.TemporaryDirectory(prefix="rolloutmq-accept-") as directory:

@@ -1,1 +1,1 @@
-"""The wire and its transport: codec, sockets, and the SDK for producers and consumers."""
+"""The SDK for producers, consumers and tasks, with its codec, sockets and shared memory."""

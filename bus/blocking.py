@@ -1,8 +1,8 @@
-"""An event loop in a thread of its own, for code that has none.
+"""Blocking facades: an event loop in its own thread, for callers without one.
 
-The blocking facades hold one of these and hand every call to the asynchronous object that lives in it: there is no
-second implementation of anything. Calls may come from any thread. A call that is interrupted (Ctrl-C) is cancelled in
-the loop and waited for before KeyboardInterrupt goes on, so that it leaves what a cancelled call leaves.
+A facade passes every call to the asynchronous object in its loop, so there is only one implementation. Any thread may
+call. Ctrl-C cancels the call in the loop and waits for its end before KeyboardInterrupt propagates: an interrupted call
+has the same effects as a cancelled one.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import uvloop
 
@@ -18,17 +18,18 @@ from rolloutmq.schemas.errors import ClosedError
 
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 
 
 class _Outcome(Generic[R]):
-    """What a call came to: told once, in the loop's thread, and waited for in that of the caller."""
+    """Result of a call: set once in the loop's thread, awaited in the caller's."""
 
-    __slots__ = ("_ended", "_error", "_result", "_told")
+    __slots__ = ("_done", "_ended", "_error", "_result")
 
     def __init__(self) -> None:
-        # A lock is what a Future is made of, at a third of the price.
-        self._told = threading.Lock()
-        self._told.acquire()
+        # A lock costs a third of a Future, which is built on one.
+        self._done = threading.Lock()
+        self._done.acquire()
         self._ended = False
         self._result: R
         self._error: BaseException | None = None
@@ -43,16 +44,16 @@ class _Outcome(Generic[R]):
 
     def _end(self) -> None:
         self._ended = True
-        self._told.release()
+        self._done.release()
 
     def wait(self, interrupted: Callable[[], None]) -> R:
-        """Return the result or raise the error. Ctrl-C: calls `interrupted`, waits all the same, then goes on."""
+        """Return the result or raise the error. Ctrl-C: call `interrupted`, wait for the end, then re-raise."""
         try:
-            self._told.acquire()
+            self._done.acquire()
         except (KeyboardInterrupt, SystemExit):
             interrupted()
-            if not self._ended:  # or the interrupt came when the lock was ours already
-                self._told.acquire()
+            if not self._ended:  # otherwise the interrupt came after the lock was acquired
+                self._done.acquire()
             raise
         if self._error is not None:
             raise self._error
@@ -72,11 +73,11 @@ class LoopThread:
             runner.get_loop().run_forever()
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
-        """Run a coroutine in the loop and block until it has ended.
+        """Run a coroutine in the loop and block until it ends.
 
         Raises:
             ClosedError: The loop has ended.
-            KeyboardInterrupt: It was interrupted; the coroutine was cancelled and has ended.
+            KeyboardInterrupt: Ctrl-C; the coroutine was cancelled and has ended.
         """
         outcome: _Outcome[R] = _Outcome()
         tasks: list[asyncio.Task[R]] = []
@@ -93,20 +94,20 @@ class LoopThread:
         return outcome.wait(lambda: self._cancel(tasks))
 
     def call(self, function: Callable[..., R], *args: Any) -> R:
-        """Run a function that waits for nothing in the loop's thread, and block until it has returned.
+        """Run a non-waiting function in the loop's thread, and block until it returns.
 
-        Cheaper than `run`: no task is made.
+        Cheaper than `run`: it needs no task.
 
         Raises:
             ClosedError: The loop has ended.
-            KeyboardInterrupt: It was interrupted; the function has returned.
+            KeyboardInterrupt: Ctrl-C; the function has returned.
         """
         outcome: _Outcome[R] = _Outcome()
 
         def act() -> None:
             try:
                 result = function(*args)
-            except Exception as error:  # noqa: BLE001 - it is raised where the function was called from
+            except Exception as error:  # noqa: BLE001 - raised in the caller's thread
                 outcome.fail(error)
             else:
                 outcome.succeed(result)
@@ -137,10 +138,10 @@ def _hand_over(task: "asyncio.Task[R]", outcome: "_Outcome[R]") -> None:
 
 
 class Facade(Generic[T]):
-    """A context manager that holds an asynchronous object in a loop thread.
+    """A context manager around an asynchronous object in a loop thread.
 
     Args:
-        opening: Makes the object's own context manager.
+        opening: Makes the object's asynchronous context manager.
         name: Name of the thread.
     """
 
@@ -148,6 +149,7 @@ class Facade(Generic[T]):
         self._opening = opening
         self._name = name
         self._held: tuple[LoopThread, AbstractAsyncContextManager[T], T] | None = None
+        self._was_open = False
 
     def __enter__(self) -> Self:
         loop = LoopThread(self._name)
@@ -161,6 +163,7 @@ class Facade(Generic[T]):
         except BaseException:
             loop.close()
             raise
+        self._was_open = True
         return self
 
     def __exit__(
@@ -169,14 +172,14 @@ class Facade(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Leave the object's context, then end the thread. May be called twice."""
+        """Close the object, then end its thread; blocks until both are done. May be called twice."""
         if self._held is None:
             return
         loop, opened, _ = self._held
         self._held = None
 
         async def leave() -> None:
-            # The error of the block stays out of the loop, which a KeyboardInterrupt would end at once.
+            # The error of the block does not enter the loop: a KeyboardInterrupt would end the loop at once.
             await opened.__aexit__(None, None, None)
 
         try:
@@ -184,19 +187,40 @@ class Facade(Generic[T]):
         finally:
             loop.close()
 
+    def _closed(self) -> ClosedError:
+        name = type(self).__name__
+        if self._was_open:
+            return ClosedError(f"{name}: closed; open a new one")
+        return ClosedError(f"{name}: not open; use it in a `with` statement")
+
     @property
     def _object(self) -> T:
         if self._held is None:
-            raise ClosedError
+            raise self._closed()
         return self._held[2]
 
     def _run(self, work: Coroutine[Any, Any, R]) -> R:
         if self._held is None:
             work.close()
-            raise ClosedError
+            raise self._closed()
         return self._held[0].run(work)
 
     def _call(self, function: Callable[..., R], *args: Any) -> R:
         if self._held is None:
-            raise ClosedError
+            raise self._closed()
         return self._held[0].call(function, *args)
+
+
+def with_arguments_of(
+    _open: Callable[[], Callable[P, AbstractAsyncContextManager[T]]],
+) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Give a function, for type checkers, the parameters of the `open` that it forwards to.
+
+    Args:
+        _open: Returns that `open`; a function, because its class is not complete yet.
+    """
+
+    def decorate(function: Callable[..., R]) -> Callable[P, R]:
+        return function
+
+    return decorate

@@ -1,11 +1,11 @@
-"""How every process of a run lives, whatever it does: its log, the signals that end it, how it says why it failed.
+"""The lifecycle of a process of a run: its log, its signals, and the reason of its failure.
 
-    SIGTERM, SIGINT   the first asks for an orderly end, the second ends at once with 130
-    SIGUSR1           asks to drain; where there is nothing to drain, for an orderly end
+    SIGTERM, SIGINT   the first requests an orderly end, the second ends the process at once with 130
+    SIGUSR1           requests a drain; a process without a drain treats it as a request to end
 
-A process is spawned with SIGUSR1 blocked, because one that is still importing would die of it. It is unblocked here,
-once the handler stands, and a drain that came earlier arrives then. The last line that a failed process writes is
-`error: ` and the reason: the end of its log tells why.
+A process starts with SIGUSR1 blocked, because the signal would kill it during its imports. It is unblocked here once
+the handler is installed; an earlier drain arrives then. A failed process writes `error: ` and the reason as its last
+line.
 """
 
 import logging
@@ -23,6 +23,7 @@ from rolloutmq.schemas.errors import (
     EnvironmentFailedError,
     JournalFailedError,
     NothingToLearnError,
+    RecordVersionError,
     RolloutMQError,
     RunDirInUseError,
     WorkersFailedError,
@@ -32,9 +33,9 @@ from rolloutmq.schemas.process import PERMANENT_FAILURE
 logger = logging.getLogger(__name__)
 
 FAILED: Final = 1
-"""Exit code after an error that another start may be spared."""
+"""Exit code after an error a restart may avoid."""
 IN_USE: Final = 4
-"""Exit code where another process has what this one is for: the run directory."""
+"""Exit code if another process uses the run directory."""
 FORCED: Final = 130
 """Exit code after a second signal."""
 _HOPELESS: Final = (
@@ -43,9 +44,10 @@ _HOPELESS: Final = (
     EnvironmentFailedError,
     JournalFailedError,
     NothingToLearnError,
+    RecordVersionError,
     WorkersFailedError,
 )
-"""Errors that the next start would meet again."""
+"""Errors that every restart would meet again."""
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -55,17 +57,15 @@ def signals(
     on_drain: Callable[[], None] | None = None,
     on_force: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Handle the signals of a service as long as the block lasts, then put the old handlers back.
+    """Handle the signals of a service during the block, then restore the old handlers.
 
-    For the main thread only. The callbacks run in it between two bytecodes, wherever it is: they
-    may set a flag, write to a pipe or use `call_soon_threadsafe`, and nothing else. SIGUSR1 is
-    unblocked inside the block.
+    For the main thread only. The callbacks run between two bytecodes of the main thread: they may only set a flag,
+    write to a pipe or use `call_soon_threadsafe`. SIGUSR1 is unblocked inside the block.
 
     Args:
         on_stop: Called with the name of the first SIGTERM or SIGINT; a second one ends the process.
-        on_drain: Called at each SIGUSR1. Without it SIGUSR1 is a request to stop, but never the
-            second one that forces.
-        on_force: Called at the second, before the process ends: the last chance to kill children.
+        on_drain: Called at each SIGUSR1. Without it SIGUSR1 requests a stop, but never counts as the second signal.
+        on_force: Called at the second signal before the process ends, for example to kill children.
     """
     asked = False
 
@@ -99,7 +99,7 @@ def signals(
 
 
 def set_up_logging() -> None:
-    """Log to standard error: time, level, logger, event. Does nothing where handlers stand already."""
+    """Log time, level, logger and event to standard error. Does nothing if handlers are installed."""
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,
@@ -109,10 +109,10 @@ def set_up_logging() -> None:
 
 
 def log_failure(name: str, error: BaseException) -> int:
-    """Log why a process failed, and return the exit code that says whether starting it again can help.
+    """Log the failure of a process, and return its exit code.
 
-    A defect is logged with its traceback, our own errors without; the last line is the reason.
-    What the next start would meet again is PERMANENT_FAILURE.
+    Unexpected errors are logged with a traceback, errors of this package without; the last line is the reason. The code
+    is PERMANENT_FAILURE if every restart would meet the error again.
     """
     leaves = list(_leaves(error))
     ours = all(isinstance(leaf, RolloutMQError) for leaf in leaves)
@@ -126,7 +126,7 @@ def log_failure(name: str, error: BaseException) -> int:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """Yield what a TaskGroup wrapped, however deep."""
+    """Yield the errors inside nested ExceptionGroups."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _leaves(inner)

@@ -1,4 +1,5 @@
-"""Files through which the processes of a run know each other: read whole or not at all, replaced in one step."""
+"""Files that the processes of a run share: a writer replaces one atomically, so a reader sees it whole or not at
+all."""
 
 import asyncio
 import os
@@ -8,14 +9,15 @@ from typing import Any, Final, TypeVar
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.config.base import problem_of
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, MissingError
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.files import RunLayout
 
 _T = TypeVar("_T")
 
 FILE_POLL_S: Final = 0.05
-"""How often a file of another process is looked for; it is one `open` that fails."""
+"""Time between two looks for another process's file; each is one failed `open`."""
 
 
 def load_run(run_dir: Path) -> tuple[RunConfig, RunLayout]:
@@ -23,7 +25,7 @@ def load_run(run_dir: Path) -> tuple[RunConfig, RunLayout]:
 
     Raises:
         MissingError: The directory holds no run.
-        ConfigError: Its configuration is not valid, for example of another version.
+        ConfigError: Its configuration is invalid, for example because another version wrote it.
     """
     layout = RunLayout(run_dir)
     try:
@@ -34,14 +36,14 @@ def load_run(run_dir: Path) -> tuple[RunConfig, RunLayout]:
         return RunConfig.model_validate_json(data), layout
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(".".join(map(str, first["loc"])) or "config", first["msg"]) from None
+        raise ConfigError(".".join(map(str, first["loc"])) or "config", problem_of(first)) from None
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by the JSON of a struct, a pydantic model or plain data.
+    """Replace `path` with the JSON of a struct, a pydantic model or plain data.
 
-    Readers see the old file or the new one, whole. Atomic against the death of this process, not
-    against loss of power: nothing is synced to disk.
+    Readers see the old file or the new one, whole. That holds if this process dies, but not after a power cut: nothing
+    is synced to disk.
     """
     if isinstance(value, BaseModel):
         data = value.model_dump_json(indent=1).encode()
@@ -53,10 +55,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, kind: type[_T]) -> _T | None:
-    """Read what `write_json` wrote, or None where there is nothing.
+    """Read a file of `write_json`; None if there is none.
 
     Raises:
-        msgspec.DecodeError: The file is not of this kind.
+        msgspec.DecodeError: The file does not decode as `kind`.
     """
     try:
         data = path.read_bytes()
@@ -66,8 +68,8 @@ def read_json(path: Path, kind: type[_T]) -> _T | None:
 
 
 async def wait_json(path: Path, kind: type[_T]) -> _T:
-    """Wait for the file of another process, however late it starts. Cancellation is safe."""
-    # The file is another process's: there is no event to wait for.
+    """Wait without a limit for the file of another process. Cancellation is safe."""
+    # Another process writes the file: there is no event to wait for.
     while (found := read_json(path, kind)) is None:  # noqa: ASYNC110
         await asyncio.sleep(FILE_POLL_S)
     return found

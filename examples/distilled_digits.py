@@ -1,4 +1,4 @@
-"""The quickstart's task without a part of its prompts: those are kept to see what was learned beyond the others."""
+"""The quickstart's task without one in ten prompts, which are held out to measure generalisation."""
 
 import random
 
@@ -6,7 +6,7 @@ from sort_digits import SortDigits
 
 
 def is_held_out(task: str) -> bool:
-    """Whether a prompt is kept from training: one in ten."""
+    """Return whether a prompt is held out from training: one in ten is."""
     return sum(map(int, task)) % 10 == 3
 
 

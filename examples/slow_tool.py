@@ -1,7 +1,7 @@
-"""An environment that waits for a tool: what a rollout costs is time, and more workers bring more of them.
+"""An environment that waits for a slow tool, to show autoscaling: throughput grows with the number of workers.
 
-No policy is asked, so nothing but the tool bounds a worker: with `concurrency = 4` and half a second a call, one makes
-eight groups a second.
+It does not sample from the policy, so only the tool limits a worker: with `concurrency = 4` and half a second for each
+call, one worker makes eight groups a second.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from rolloutmq import Policy, Trajectory
 
 
 class SlowTool:
-    """Calls a tool and scores what it says; a call takes `seconds`, a tenth more or less."""
+    """Calls a simulated tool and scores its result. A call takes `seconds`, plus or minus a tenth."""
 
     def __init__(self, seconds: float = 0.5) -> None:
         self._seconds = seconds

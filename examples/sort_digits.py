@@ -1,4 +1,4 @@
-"""The quickstart's environment: sort three digits, learned from nothing but a score."""
+"""The quickstart's environment: sort three digits, learned from a score alone."""
 
 import random
 
@@ -6,7 +6,7 @@ from rolloutmq import Completion, SingleTurn
 
 
 class SortDigits(SingleTurn[str]):
-    max_tokens = 4  # three digits and the end
+    max_tokens = 4  # three digits and the end token
 
     def task(self, rng: random.Random) -> str:
         return "".join(rng.choices("0123456789", k=3))

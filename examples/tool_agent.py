@@ -1,12 +1,12 @@
-"""An agent with a calculator: it talks to the policy through OpenAI's own client, and makes the calls that come back.
+"""An agent with a calculator: it samples through the OpenAI client and executes the tool calls.
 
     pip install openai
     rolloutmq up examples/tool_agent.toml
 
-Trained is what the policy sampled, calls as well as answers; what it was given, the tool's words among it, is not. A
-call that cannot be made is the policy's to learn from: a tool that raises, or that there is not, says so in its message
-and the conversation goes on; arguments that are no JSON end it, worth nothing, since many servers do not take such a
-call back. A server that fails is nobody's lesson: the client tries again, then the rollout is abandoned.
+The loss covers every token that the policy sampled, in calls and answers, but not the prompts and tool results. The
+policy learns from failed calls: if a tool raises or does not exist, its message has the error and the conversation
+continues. Arguments that are not JSON end the conversation with a score of 0, because many servers refuse such a call
+in the history. If the server fails, the client retries; then the rollout is abandoned without a lesson.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from rolloutmq import Completion, Policy, Trajectory
 
 Message = Mapping[str, Any]
 Ask = Callable[[Sequence[Message]], Awaitable[tuple[Message, Completion]]]
-"""Puts a conversation to the policy; returns what it says, as a message and as it was sampled."""
+"""Sends a conversation to the policy; returns its answer as a message and as sampled tokens."""
 
 TOOL_S = 10.0
-"""A tool that takes longer has failed."""
+"""Time limit of a tool call, in seconds."""
 ERROR_CHARS = 200
 OPERATIONS = {
     "add": operator.add,
@@ -59,26 +59,26 @@ TOOLS: Mapping[str, Callable[..., Awaitable[str]]] = {"calculate": calculate}
 
 
 class MalformedCallError(Exception):
-    """The arguments of a call are no JSON object."""
+    """The arguments of a call are not a JSON object."""
 
 
 class ToolAgent:
     """Asks for `(a + b) * c`, which takes two calls and an answer.
 
     Args:
-        turns: Most answers of the policy in one conversation; the last one counts if it is no call.
+        turns: Most answers of the policy in one conversation; the last one counts if it is not a call.
         max_tokens: Longest answer, in tokens.
-        retries: How often the client tries again, with growing pauses, before a rollout is abandoned.
+        retries: Retries of the client, with growing pauses, before a rollout is abandoned.
     """
 
     def __init__(self, turns: int = 4, max_tokens: int = 256, retries: int = 5) -> None:
-        from openai import AsyncOpenAI  # only who runs this example needs it
+        from openai import AsyncOpenAI  # pyright: ignore[reportMissingImports] - only who runs this needs it
 
         if turns < 1:
             raise ValueError("turns must be at least 1")
         self._turns = turns
         self._max_tokens = max_tokens
-        # One client, so that connections are kept; where the policy is, each conversation says anew.
+        # One client, so connections are reused; each conversation sets the current address of the policy.
         self._client = AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=retries)
 
     async def __aenter__(self) -> "ToolAgent":
@@ -94,7 +94,7 @@ class ToolAgent:
 
     async def rollout(self, policy: Policy, size: int, rng: random.Random) -> Sequence[Trajectory]:
         task = self.task(rng)
-        async with asyncio.TaskGroup() as group:  # if one fails, the others end, too
+        async with asyncio.TaskGroup() as group:  # if one fails, the others are cancelled
             members = [group.create_task(self.member(policy, task, rng)) for _ in range(size)]
         return [member.result() for member in members]
 
@@ -122,12 +122,12 @@ class ToolAgent:
 
 
 async def converse(ask: Ask, question: str, wanted: str, turns: int) -> Trajectory:
-    """Ask, make the calls, ask again, until there is an answer; its score is whether it is the one wanted."""
+    """Alternate between the policy and its tool calls until it answers; the score is 1 for the wanted answer."""
     messages: list[Message] = [{"role": "user", "content": question}]
     sequence: Trajectory | None = None
     for _ in range(turns):
         said, completion = await ask(messages)
-        # Given is whatever the prompt of this turn has beyond the turns before; sampled is the completion alone.
+        # The prompt of this turn extends the previous turns; only the completion was sampled.
         sequence = Trajectory.of(completion) if sequence is None else sequence.then(completion)
         messages.append(repeated(said))
         calls = said.get("tool_calls")
@@ -142,15 +142,15 @@ async def converse(ask: Ask, question: str, wanted: str, turns: int) -> Trajecto
 
 
 def repeated(said: Message) -> Message:
-    """Return a message as the server takes it back: what it lacks is left out, and it always has a content."""
+    """Return a message in a form that the server accepts back: without empty fields, but with a content."""
     return {"role": "assistant", "content": "", **{key: value for key, value in said.items() if value}}
 
 
 async def made(call: Message) -> Message:
-    """Make one call; the message says what came of it, whatever it was.
+    """Execute one call and return the tool's message, with the result or the error.
 
     Raises:
-        MalformedCallError: Its arguments cannot be read.
+        MalformedCallError: The arguments are not a JSON object.
     """
     name = call["function"]["name"]
     arguments = arguments_of(call)
@@ -162,13 +162,13 @@ async def made(call: Message) -> Message:
         try:
             async with asyncio.timeout(TOOL_S):
                 content = await tool(**arguments)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the policy is told
+        except Exception as error:  # noqa: BLE001 - the policy gets every error as the result
             content = f"error: {type(error).__name__}: {error}"[:ERROR_CHARS]
     return {"role": "tool", "tool_call_id": call["id"], "content": content}
 
 
 def arguments_of(call: Message) -> dict[str, Any]:
-    """Return the arguments of a call; MalformedCallError if they are no JSON object."""
+    """Return the arguments of a call; MalformedCallError if they are not a JSON object."""
     try:
         arguments = json.loads(call["function"]["arguments"] or "{}")
     except (ValueError, RecursionError) as error:
@@ -179,5 +179,5 @@ def arguments_of(call: Message) -> dict[str, Any]:
 
 
 def score(answer: str, wanted: str) -> float:
-    """Return 1 if the last number of an answer is the one wanted."""
+    """Return 1 if the last number of the answer is the wanted one, otherwise 0."""
     return float(re.findall(r"-?\d+(?:\.\d+)?", answer)[-1:] == [wanted])

@@ -1,1 +1,1 @@
-"""Composition: from a configuration to running processes, and the command line."""
+"""The command line, and the launcher that turns a configuration into running processes."""

@@ -1,7 +1,8 @@
-"""The command line. Every command imports what it needs when it runs, so that `--help` answers at once.
+"""The command line.
 
-Exit codes: 0 done, 1 failed, 2 the configuration or the command line is wrong, 4 somebody else has the run directory,
-130 interrupted.
+Every command imports its code when it runs, so that `--help` answers at once.
+
+Exit codes: 0 done, 1 failed, 2 invalid configuration or command line, 4 the run directory is in use, 130 interrupted.
 """
 
 import os
@@ -12,9 +13,8 @@ from typing import Annotated, Final
 import typer
 
 from rolloutmq.bus.lifecycle import IN_USE
-from rolloutmq.launch import gpucommands
-from rolloutmq.launch.services import Assignments
-from rolloutmq.launch.services import app as services
+from rolloutmq.launch.service_commands import Assignments
+from rolloutmq.launch.service_commands import app as services
 from rolloutmq.schemas.errors import ConfigError, RolloutMQError, RunDirInUseError
 
 EXIT_FAILED: Final = 1
@@ -22,7 +22,7 @@ EXIT_CONFIG: Final = 2
 
 app = typer.Typer(
     name="rolloutmq",
-    help="The message bus for LLM reinforcement learning.",
+    help="Message bus for LLM reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,44 +30,42 @@ app = typer.Typer(
 )
 
 RUN = "Run"
-LOOK = "Look"
+INSPECT = "Inspect"
 STEER = "Steer"
 
-ConfigFile = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(help="Run configuration (TOML).", show_default=False)]
 RunDir = Annotated[
     Path | None,
-    typer.Argument(help="Run directory; the one living run below runs/ if left out."),
+    typer.Argument(help="Run directory. Default: the only active run under runs/."),
 ]
 RunOption = Annotated[
     Path | None,
-    typer.Option("--run-dir", help="Run directory; the one living run below runs/ if left out."),
+    typer.Option("--run-dir", help="Run directory. Default: the only active run under runs/."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-GroupId = Annotated[str, typer.Argument(help="Id of the group.", show_default=False)]
+Gpu = Annotated[str, typer.Argument(help="GPU UUID, or an unambiguous prefix of one.", show_default=False)]
+GroupId = Annotated[str, typer.Argument(help="Group id.", show_default=False)]
 
-ledger = typer.Typer(help="Check where every accepted group is.", no_args_is_help=True)
-dead = typer.Typer(
-    help="Look at the groups that could not be trained, or queue them again.", no_args_is_help=True
-)
-app.add_typer(gpucommands.app)
-app.add_typer(ledger, name="ledger", rich_help_panel=LOOK)
+ledger = typer.Typer(help="Audit the ledger of accepted groups.", no_args_is_help=True)
+dead = typer.Typer(help="Inspect dead-lettered groups, or queue them again.", no_args_is_help=True)
+app.add_typer(ledger, name="ledger", rich_help_panel=INSPECT)
 app.add_typer(dead, name="dead", rich_help_panel=STEER)
 
 
 @app.command(rich_help_panel=RUN)
 def up(
     config: ConfigFile,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the run directory left off.")] = False,
-    seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run leaves its files.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the run directory.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Override run.seed.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Override run.dir, the run directory.")] = None,
     assignments: Assignments = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return once the run has started.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Progress lines instead of the live view.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return as soon as the run has started.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print progress lines, not the live view.")] = False,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Keep every group on disk, for `rolloutmq replay`.")
+        bool, typer.Option("--replay", help="Record every group on disk for `rolloutmq replay`.")
     ] = False,
 ) -> None:
-    """Start a whole run and watch it until it ends."""
+    """Start a run and watch it until it ends."""
     from rolloutmq.launch.settings import load
 
     extra = list(assignments or [])
@@ -75,7 +73,8 @@ def up(
     extra += [f'run.dir="{run_dir}"'] if run_dir is not None else []
     extra += ["broker.replay=true"] if replay else []
     resolved = load(config, environ=os.environ, assignments=extra)
-    from rolloutmq.launch import local, steer
+    from rolloutmq.launch import local
+    from rolloutmq.launch.commands import steer
 
     if detach:
         raise typer.Exit(steer.detach(resolved, sys.argv[1:]))
@@ -85,19 +84,19 @@ def up(
 @app.command(rich_help_panel=RUN)
 def gateway(
     run_dir: Annotated[
-        Path, typer.Option("--run-dir", help="Where it leaves its files, or a run that lives.")
+        Path, typer.Option("--run-dir", help="Run directory: new, resumed, or of an active run.")
     ] = Path("runs/gateway"),
     host: Annotated[str | None, typer.Option(help="Address to bind.  [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to bind; 0 for any.  [default: 8000]")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to bind, 0 for a free one.  [default: 8000]")] = None,
+    config: Annotated[Path | None, typer.Option(help="Run configuration (TOML).")] = None,
     assignments: Assignments = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Progress lines instead of the live view.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print progress lines, not the live view.")] = False,
     broker_only: Annotated[
-        bool, typer.Option("--broker-only", help="Do not listen: an ASGI server of your own does.")
+        bool, typer.Option("--broker-only", help="Start no HTTP server; serve the ASGI app yourself.")
     ] = False,
 ) -> None:
-    """Serve environments and trainers of Atropos, in place of `run-api`."""
-    from rolloutmq.launch import gateway as serving
+    """Serve Atropos environments and trainers over HTTP, in place of `run-api`."""
+    from rolloutmq.launch.commands import gateway as serving
 
     more = assignments or []
     raise typer.Exit(serving.gateway(run_dir, host, port, config, more, plain=plain, broker_only=broker_only))
@@ -105,29 +104,29 @@ def gateway(
 
 @app.command("run-api-alias", rich_help_panel=RUN)
 def run_api_alias() -> None:
-    """Install a command `run-api` that is `rolloutmq gateway`, unless there is one."""
-    from rolloutmq.launch import gateway as serving
+    """Install `run-api` as an alias of `rolloutmq gateway`, unless a `run-api` exists."""
+    from rolloutmq.launch.commands import gateway as serving
 
     typer.echo(f"wrote {serving.alias()}")
 
 
 @app.command(rich_help_panel=RUN)
 def replay(
-    recorded: Annotated[Path, typer.Argument(help="Run directory of a run that was started with --replay.")],
+    recorded: Annotated[Path, typer.Argument(help="Run directory of a run started with --replay.")],
     run_dir: Annotated[
-        Path, typer.Option("--run-dir", help="Run directory of the replay, for its trainers.")
+        Path, typer.Option("--run-dir", help="Run directory of the replay; trainers connect to it.")
     ] = Path("runs/replay"),
 ) -> None:
-    """Serve the batches of a recorded run again, the same in the same order, until all are trained."""
-    from rolloutmq.launch import replay as replaying
+    """Replay a recorded run: serve its batches again in the same order, until all are trained."""
+    from rolloutmq.launch.commands import replay as replaying
 
     raise typer.Exit(replaying.replay(recorded, run_dir))
 
 
 @app.command(rich_help_panel=RUN)
 def down(run_dir: RunDir = None) -> None:
-    """End a run in order; what is queued is saved."""
-    from rolloutmq.launch import steer
+    """Stop a run in order and save its queues."""
+    from rolloutmq.launch.commands import steer
     from rolloutmq.launch.rundir import find_run
 
     raise typer.Exit(steer.down(find_run(run_dir)))
@@ -135,11 +134,13 @@ def down(run_dir: RunDir = None) -> None:
 
 @app.command(rich_help_panel=RUN)
 def init(
-    directory: Annotated[Path, typer.Argument(help="Directory to write.")],
-    name: Annotated[str | None, typer.Option(help="Name of the environment.")] = None,
+    directory: Annotated[Path, typer.Argument(help="Directory of the new project.")],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the environment.  [default: the directory's]")
+    ] = None,
 ) -> None:
-    """Write an environment of your own, a configuration and a test of it."""
-    from rolloutmq.launch.init import write_project
+    """Create a project: an environment, its configuration and a test."""
+    from rolloutmq.launch.commands.init import write_project
 
     for path in write_project(directory, name or directory.resolve().name):
         typer.echo(f"wrote {path}")
@@ -151,86 +152,86 @@ def doctor(
     as_json: Json = False,
     sweep: Annotated[
         bool,
-        typer.Option("--sweep", help="Remove what dead processes left: shared memory, sockets, addresses."),
+        typer.Option("--sweep", help="Remove shared memory, sockets and addresses that dead runs left."),
     ] = False,
     weights: Annotated[
-        bool, typer.Option("--weights", help="Prove that the weights of a living run are one and the same.")
+        bool, typer.Option("--weights", help="Verify that an active run trains and samples the same weights.")
     ] = False,
     config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file of a run: check that too, as `up` would.")
+        Path | None, typer.Option("--config", help="Check this configuration too, with all checks of `up`.")
     ] = None,
 ) -> None:
-    """Tell what is missing on this machine and how to get it; or sweep, or prove the weights of a run."""
+    """Check the dependencies of this machine; --sweep cleans up dead runs, --weights verifies shared weights."""
     if sweep:
-        from rolloutmq.launch import remains
+        from rolloutmq.launch.commands import sweep as remains
 
         raise typer.Exit(remains.report(run_dir))
     if weights:
-        from rolloutmq.launch import weights as proofs
+        from rolloutmq.launch.commands import weights as proofs
         from rolloutmq.launch.rundir import find_run
 
         raise typer.Exit(proofs.report(find_run(run_dir), as_json=as_json))
-    from rolloutmq.launch import doctor as checks
+    from rolloutmq.launch.commands import doctor as checks
 
     raise typer.Exit(checks.report(as_json=as_json, file=config))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def status(run_dir: RunDir = None, as_json: Json = False) -> None:
-    """Show the state of a run, and who waits for what."""
+    """Show the state of a run: queues, workers, and the reason why a process waits."""
     from rolloutmq.launch.rundir import find_run
-    from rolloutmq.services.monitor.status import status as show
+    from rolloutmq.services.monitor.status.status import status as show
 
     raise typer.Exit(show(find_run(run_dir), as_json))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def workers(run_dir: RunDir = None, as_json: Json = False) -> None:
-    """Show every worker, why one is not up, and how many there should be."""
+    """Show every worker with its state, and the target count of each environment."""
     from rolloutmq.launch.rundir import find_run
-    from rolloutmq.services.monitor.workers import workers as show
+    from rolloutmq.services.monitor.status.workers import workers as show
 
     raise typer.Exit(show(find_run(run_dir), as_json))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def top(run_dir: RunDir = None) -> None:
     """Watch a run live."""
     from rolloutmq.launch.rundir import find_run
-    from rolloutmq.services.monitor.top import top as watch
+    from rolloutmq.services.monitor.live.top import top as watch
 
     raise typer.Exit(watch(find_run(run_dir)))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def logs(
-    name: Annotated[str, typer.Argument(help="Process, for example broker or sort3-0.")],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as it grows.")] = False,
+    name: Annotated[str, typer.Argument(help="Process name, for example broker or sort3-0.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log as it grows.")] = False,
     run_dir: RunOption = None,
 ) -> None:
     """Print the log of one process."""
     from rolloutmq.launch.rundir import find_run
-    from rolloutmq.services.monitor.logs import logs as show
+    from rolloutmq.services.monitor.text.logs import logs as show
 
     raise typer.Exit(show(find_run(run_dir, living=False), name, follow=follow))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def tail(
-    topic: Annotated[str, typer.Argument(help="Topic or its beginning; all if empty.")] = "",
+    topic: Annotated[str, typer.Argument(help="Topic prefix. Default: all topics.")] = "",
     run_dir: RunOption = None,
 ) -> None:
-    """Print events of the bus as JSON lines."""
+    """Print bus events as JSON lines."""
     from rolloutmq.launch.rundir import find_run
-    from rolloutmq.services.monitor.tail import tail as show
+    from rolloutmq.services.monitor.text.tail import tail as show
 
     raise typer.Exit(show(find_run(run_dir), topic))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def explain(group_id: GroupId, run_dir: RunOption = None, as_json: Json = False) -> None:
-    """Tell where a group came from, where it has been and why."""
-    from rolloutmq.launch import explain
+    """Show the history of a group: origin, deliveries and outcome."""
+    from rolloutmq.launch.commands import explain
     from rolloutmq.launch.rundir import find_run
 
     raise typer.Exit(explain.explain(find_run(run_dir, living=False), group_id, as_json=as_json))
@@ -239,21 +240,21 @@ def explain(group_id: GroupId, run_dir: RunOption = None, as_json: Json = False)
 @ledger.command("verify")
 def ledger_verify(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="Run directory; the newest below runs/ if left out.")
+        Path | None, typer.Argument(help="Run directory. Default: the newest under runs/.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave the groups themselves unread.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip reading and checksumming the groups.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Recompute the ledger of a run from its files alone, and name every group that is not accounted for."""
-    from rolloutmq.launch import ledger
+    """Recompute the ledger of a run from its files, and name every group it cannot account for."""
+    from rolloutmq.launch.commands import ledger
 
     raise typer.Exit(ledger.verify(run_dir, as_json=as_json, quick=quick))
 
 
 @dead.command("list")
 def dead_list(run_dir: RunOption = None, as_json: Json = False) -> None:
-    """List the dead groups."""
-    from rolloutmq.launch import dead
+    """List dead groups."""
+    from rolloutmq.launch.commands import dead
     from rolloutmq.launch.rundir import find_run
 
     raise typer.Exit(dead.show_list(find_run(run_dir, living=False), as_json=as_json))
@@ -261,8 +262,8 @@ def dead_list(run_dir: RunOption = None, as_json: Json = False) -> None:
 
 @dead.command("show")
 def dead_show(group_id: GroupId, run_dir: RunOption = None) -> None:
-    """Show one dead group: why it died, its history, what it holds."""
-    from rolloutmq.launch import dead
+    """Show a dead group: reason, history and columns."""
+    from rolloutmq.launch.commands import dead
     from rolloutmq.launch.rundir import find_run
 
     raise typer.Exit(dead.show(find_run(run_dir, living=False), group_id))
@@ -270,49 +271,50 @@ def dead_show(group_id: GroupId, run_dir: RunOption = None) -> None:
 
 @dead.command("requeue")
 def dead_requeue(
-    group_ids: Annotated[
-        list[str] | None, typer.Argument(help="Ids of the groups.", show_default=False)
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All dead groups.")] = False,
+    group_ids: Annotated[list[str] | None, typer.Argument(help="Group ids.", show_default=False)] = None,
+    every: Annotated[bool, typer.Option("--all", help="Requeue all dead groups.")] = False,
     run_dir: RunOption = None,
 ) -> None:
-    """Have the living broker queue dead groups again, with a clean slate."""
-    from rolloutmq.launch import dead
+    """Queue dead groups again in the running broker, with their failure counts reset."""
+    from rolloutmq.launch.commands import dead
     from rolloutmq.launch.rundir import find_run
 
     raise typer.Exit(dead.requeue(find_run(run_dir), group_ids or [], every=every))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def report(run_dir: RunDir = None, as_json: Json = False) -> None:
-    """Write summary.json and report.png of a run again; compare what it trained with what it produced."""
-    from rolloutmq.launch import steer
+    """Rewrite summary.json and report.png, and compare produced with trained groups."""
+    from rolloutmq.launch.commands import steer
     from rolloutmq.launch.rundir import find_run
 
     raise typer.Exit(steer.report(find_run(run_dir, living=False), as_json=as_json))
 
 
-@app.command(rich_help_panel=LOOK)
+@app.command(rich_help_panel=INSPECT)
 def simulate(
     start: Annotated[
-        list[float] | None, typer.Option(help="Seconds that a worker takes to start; may be repeated.")
+        list[float] | None, typer.Option(help="Worker start-up time in seconds; repeatable.  [default: 20]")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Trials of each law on each scenario.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Trials per controller and scenario.")] = 5,
     scenario: Annotated[
-        list[str] | None, typer.Option(help="Only this one; may be repeated. All if left out.")
+        list[str] | None, typer.Option(help="Run only this scenario; repeatable. Default: all.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="CSV of seconds and consumed sequences per second, instead.")
+        Path | None,
+        typer.Option(
+            help="Replay a demand trace (CSV: seconds, sequences/s) instead of the built-in scenarios."
+        ),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the first seed, for example as a .png.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Plot the first seed to this file (.png).")] = None,
     replay: Annotated[
         Path | None,
-        typer.Option(help="Run directory or decisions.jsonl: make its decisions again instead, and compare."),
+        typer.Option(help="Recompute the recorded decisions of a run (run directory or decisions.jsonl)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare rules that scale workers, on simulated runs; or make the decisions of a run again."""
-    from rolloutmq.launch import simulate as simulation
+    """Compare autoscaling controllers on simulated runs, or recompute the decisions of a recorded run."""
+    from rolloutmq.launch.commands import simulate as simulation
 
     if replay is not None:
         raise typer.Exit(simulation.decide_again(replay, as_json=as_json))
@@ -321,11 +323,11 @@ def simulate(
 
 @app.command(rich_help_panel=STEER)
 def drain(
-    worker: Annotated[str, typer.Argument(help="Worker, for example sort3-0.")],
+    worker: Annotated[str, typer.Argument(help="Worker name, for example sort3-0.")],
     run_dir: RunOption = None,
 ) -> None:
-    """Let a worker finish what it has in hand and go."""
-    from rolloutmq.launch import steer
+    """Drain a worker: it finishes its running rollouts, then exits."""
+    from rolloutmq.launch.commands import steer
     from rolloutmq.launch.rundir import find_run
 
     raise typer.Exit(steer.drain(find_run(run_dir), worker))
@@ -333,12 +335,12 @@ def drain(
 
 @app.command(rich_help_panel=STEER)
 def scale(
-    env: Annotated[str, typer.Argument(help="Environment, or `inference` for the engines.")],
-    count: Annotated[str, typer.Argument(help="Number of workers or engines, or `auto`.")],
+    env: Annotated[str, typer.Argument(help="Environment, or `inference` for the inference servers.")],
+    count: Annotated[str, typer.Argument(help="Number of workers or servers, or `auto`.")],
     run_dir: RunOption = None,
 ) -> None:
-    """Ask for a number of workers, or give the orchestrator its judgement back."""
-    from rolloutmq.launch import steer
+    """Pin an environment's worker count, or return it to autoscaling with `auto`."""
+    from rolloutmq.launch.commands import steer
     from rolloutmq.launch.rundir import find_run
 
     if count != "auto" and not count.isdecimal():
@@ -350,15 +352,37 @@ def scale(
 @app.command("set", rich_help_panel=STEER)
 def set_values(
     values: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE...", help="For example env.math.weight=2.")
+        list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, for example env.math.weight=2.")
     ],
     run_dir: RunOption = None,
 ) -> None:
-    """Change weights, bounds and marks of a living run, all that are named or none; a restart keeps them."""
-    from rolloutmq.launch import steer
+    """Change settings of a running run atomically; changes survive a broker restart."""
+    from rolloutmq.launch.commands import steer
     from rolloutmq.launch.rundir import find_run
 
     raise typer.Exit(steer.set_values(find_run(run_dir), values))
+
+
+@app.command(rich_help_panel=STEER)
+def cordon(
+    gpu: Gpu,
+    reason: Annotated[str, typer.Option(help="Reason, shown by `status` and `top`.")] = "asked",
+    run_dir: RunOption = None,
+) -> None:
+    """Keep new workers off a GPU; running workers stay."""
+    from rolloutmq.launch.commands import gpus
+    from rolloutmq.launch.rundir import find_run
+
+    raise typer.Exit(gpus.cordon(find_run(run_dir), gpu, reason))
+
+
+@app.command(rich_help_panel=STEER)
+def uncordon(gpu: Gpu, run_dir: RunOption = None) -> None:
+    """Allow new workers on a cordoned GPU. The event that caused the cordon is ignored from now on."""
+    from rolloutmq.launch.commands import gpus
+    from rolloutmq.launch.rundir import find_run
+
+    raise typer.Exit(gpus.uncordon(find_run(run_dir), gpu))
 
 
 app.add_typer(services)
@@ -380,7 +404,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line and turn our errors into one line and an exit code."""
+    """Run the command line; report a RolloutMQ error as one line and an exit code."""
     try:
         app()
     except ConfigError as error:

@@ -1,11 +1,11 @@
-"""A whole run on this machine: start its processes, watch them, end them in order, say what became of it.
+"""The launcher: start the processes of a run on this machine, watch them, stop them in order, report the result.
 
-The launcher decides little. It keeps the services that the plan names (see `Supervisor`), and the run is over when the
-trainer has ended its work, when somebody asks, or when a process is given up. Then everything ends in the plan's order,
-what the dead left behind is removed, and the summary is made from the logs alone.
+The launcher keeps the services of the plan running (see `Supervisor`). A run ends when the trainer is done, when
+a signal asks for it, or when a process is given up. Then the launcher stops everything in the plan's order, removes
+the leftovers of dead processes, and makes the summary from the logs alone.
 
-    first signal    everything ends in order
-    second signal   everything is killed, and what is left is put away and told all the same
+    first signal    stop everything in order
+    second signal   kill everything, then clean up and report as usual
     SIGHUP          like the others, unless the run was started under nohup
 """
 
@@ -29,35 +29,43 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight import check
 from rolloutmq.launch.results import conclude
-from rolloutmq.launch.rundir import claimed, clear, give_back
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.launch.rundir import claimed, clear, trim_journal
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
-from rolloutmq.services.gateway.listener import BACKLOG, LISTEN_FD, bind, port_before
-from rolloutmq.services.logbook import LogLimits, Rotation
-from rolloutmq.services.monitor.top import LiveView, PlainView, make_view, watch
-from rolloutmq.services.orchestrator.keeper import Supervisor
-from rolloutmq.services.orchestrator.processes import end_marked
-from rolloutmq.services.orchestrator.roster import env_of
-from rolloutmq.services.orchestrator.supervisor import KILL_LADDER, OVER, Backoff, Phase, View, term_ladder
-from rolloutmq.services.runner import Stop
+from rolloutmq.services.broker.journal.read.versions import require_own_records
+from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
+from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
+from rolloutmq.services.orchestrator.supervision.core import (
+    KILL_LADDER,
+    OVER,
+    Backoff,
+    Phase,
+    ProcessView,
+    term_ladder,
+)
+from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor
+from rolloutmq.services.orchestrator.supervision.worker_table import env_of
+from rolloutmq.services.process.child import end_marked
+from rolloutmq.services.process.logbook import LogLimits, Rotation
+from rolloutmq.services.process.runner import Stop
 
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
 SERVICE_GRACE_S: Final = 20.0
-"""Time that a service gets after SIGTERM: a step, a checkpoint, or the saving of the queue."""
+"""Time a service has after SIGTERM: for a step, a checkpoint, or saving the queues."""
 SAVE_GRACE_S: Final = 2.0
-"""Time that the broker gets to save its queue when everything else is killed."""
+"""Time the broker has to save its queues when everything else is killed."""
 
 
 @dataclass(frozen=True)
 class UpOptions:
-    """How `up` was asked for.
+    """Options of `up`.
 
     Attributes:
-        resume: Go on with the run directory as it is.
-        plain: Progress lines even where there is a terminal.
+        resume: Resume the run in the run directory.
+        plain: Print progress lines even on a terminal.
     """
 
     resume: bool = False
@@ -66,22 +74,24 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a run ended, and the exit code that says so."""
+    """Reason why a run ended, and its exit code."""
 
     code: int
     reason: str
 
 
 def up(config: RunConfig, options: UpOptions) -> int:
-    """Run to the end and return the exit code. Blocks; for the main thread.
+    """Run to the end and return the exit code. Blocks; call it from the main thread.
 
     Raises:
-        ConfigError: The configuration cannot work; nothing was started.
-        RunDirInUseError, AddressInUseError: Somebody is there already.
+        ConfigError: The configuration is invalid; nothing was started.
+        RunDirInUseError, AddressInUseError: Another process holds the run directory or a port.
+        RecordVersionError: Another version wrote the run directory; nothing was started.
     """
     check(config)
     token = secrets.token_hex(8)
     with claimed(config.run.dir, token, resume=options.resume) as layout:
+        require_own_records(layout)
         _log_to(layout.log("up"))
         write_json(layout.config, config)
         with _listener(config, layout) as listener:
@@ -93,10 +103,10 @@ def up(config: RunConfig, options: UpOptions) -> int:
 
 @contextlib.contextmanager
 def _listener(config: RunConfig, layout: RunLayout) -> Iterator[socket.socket | None]:
-    """Hold the socket of the gateway, so that its clients wait in line while it is started again.
+    """Hold the gateway's socket, so that its clients queue while the gateway restarts.
 
     Raises:
-        AddressInUseError: Somebody else has the port.
+        AddressInUseError: Another process listens on the port.
     """
     if not (config.gateway.enabled and config.gateway.listen):
         yield None
@@ -104,13 +114,13 @@ def _listener(config: RunConfig, layout: RunLayout) -> Iterator[socket.socket | 
     with bind(config.gateway, port_before(layout)) as bound:
         bound.listen(BACKLOG)
         host, port = bound.getsockname()[:2]
-        sys.stdout.write(f"serving http://{host}:{port}, see /docs there\n")
+        sys.stdout.write(f"serving http://{host}:{port} (API documentation: /docs)\n")
         sys.stdout.flush()
         yield bound
 
 
 class Launcher:
-    """The processes of one run, from their start to their end."""
+    """The processes of one run, from start to end."""
 
     def __init__(
         self,
@@ -137,18 +147,18 @@ class Launcher:
         self._began = time.monotonic()
 
     async def run(self) -> Ending:
-        """Start, watch and end the run, and say what became of it; the second signal kills everything at once."""
+        """Start, watch and end the run, and report its result; the second signal kills everything at once."""
         stop = Stop()
         with _signals(stop, self._kill):
             ending = await self._live(stop)
-            # These hold the loop: a signal that comes now must not tear the summary.
+            # These calls block the loop, so that a signal cannot interrupt the summary.
             clear(self._config, self._layout)
-            give_back(self._layout)
+            trim_journal(self._layout)
             conclude(self._config, self._layout, ending.reason, time.monotonic() - self._began)
         return ending
 
     async def _live(self, stop: Stop) -> Ending:
-        """Start and watch the processes until they have ended."""
+        """Start the processes and watch them until they have ended."""
         shown = asyncio.Event()
         with self._view:
             async with self._supervisor, asyncio.TaskGroup() as tasks:
@@ -171,7 +181,7 @@ class Launcher:
         return msgspec.structs.replace(spec, env={**spec.env, LISTEN_FD: str(fd)}, fds=(fd,))
 
     def _rotation(self) -> Rotation:
-        """Return who keeps the logs short that are no worker's: those are the orchestrator's."""
+        """Return the log rotation of the services; the orchestrator rotates the logs of its workers."""
         run, logs = self._config.run, self._layout.logs
         limits = LogLimits(run.log_bytes, run.log_files)
         return Rotation(limits, lambda: [log for log in logs.glob("*.log") if not env_of(log.stem)])
@@ -196,15 +206,15 @@ class Launcher:
             await self._supervisor.stop(names, term_ladder(grace_s), reason)
 
     def _kill(self) -> None:
-        """Kill everything now; `run` sees it end and goes on from there. The broker may save its queue first."""
+        """Kill everything now, but let the broker save its queues; `run` notices and continues from there."""
         self._killed = True
         for name, view in self._supervisor.views().items():
             ladder = term_ladder(SAVE_GRACE_S) if view.role is Role.BROKER else KILL_LADDER
             self._supervisor.retire(name, ladder, "killed by a second signal")
 
 
-def _verdict(views: Mapping[str, View]) -> Ending | None:
-    """Say whether the run is over, and how."""
+def _verdict(views: Mapping[str, ProcessView]) -> Ending | None:
+    """Return how the run ended, or None while it is running."""
     for view in views.values():
         if view.phase is Phase.FATAL:
             return Ending(EXIT_FAILED, f"{view.name}: {view.reason}")
@@ -239,7 +249,7 @@ def _signals(stop: Stop, kill: Callable[[], None]) -> Iterator[None]:
 
 
 def _log_to(path: Path) -> None:
-    """Send the launcher's own log to its file: the terminal belongs to the view."""
+    """Send the launcher's own log to its file: the view owns the terminal."""
     logging.basicConfig(
         filename=path,
         level=logging.INFO,

@@ -1,6 +1,6 @@
-"""From a configuration to the processes of a run. Pure: nothing is started, nothing is looked up.
+"""The plan: the processes that the launcher starts for a configuration. Pure: it starts and looks up nothing.
 
-The workers are not here, and no engine but the first: the orchestrator starts them, as many as are wanted.
+Workers, and engines but the first, are not in the plan: the orchestrator starts and scales them.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
 
 STOP_ORDER: Final[Sequence[frozenset[Role]]] = (
@@ -18,20 +18,20 @@ STOP_ORDER: Final[Sequence[frozenset[Role]]] = (
     frozenset({Role.BROKER}),
     frozenset({Role.TELEMETRY}),
 )
-"""Who ends together, first to last. The orchestrator takes its workers with it, and they flush what they have into a
-broker that still lives; what is queued then is saved by the broker; telemetry sees it all."""
+"""Groups of roles that end together, first to last. The orchestrator ends its workers, and they flush into a running
+broker. The broker saves its queues after them. Telemetry, the last to end, records all of it."""
 
 _COMMANDS: Final = {Role.GATEWAY: "serve-gateway"}
-"""Where the command of a service is not called as its role is."""
+"""Commands with a name other than their role's."""
 
 
 def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]:
-    """List the processes that the launcher starts and keeps, in the order of their start.
+    """Return the processes that the launcher starts and restarts, in start order.
 
     Args:
         config: The resolved configuration.
         layout: The run directory.
-        python: Interpreter of the processes.
+        python: Interpreter that runs the processes.
     """
     roles = [Role.BROKER, Role.TELEMETRY]
     if config.trainer.enabled:
@@ -54,7 +54,7 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
 
 
 def _rank(number: int, layout: RunLayout, python: str) -> ProcessSpec:
-    """One more rank of the trainer; the first is the trainer itself."""
+    """Return one more rank of the trainer; the trainer itself is the first."""
     first = _service(Role.TRAINER, layout, python)
     name = f"{first.name}.rank{number}"
     argv = (*first.argv, "--rank", str(number))

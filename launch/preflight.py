@@ -1,6 +1,6 @@
-"""What can be known to fail before anything is started: said in one line, nothing left to clean up.
+"""Preflight checks: errors found before any process starts, reported in one line each.
 
-The user's own code is not run here: an environment's class is loaded by its worker, in its own process.
+The user's own code does not run here: a worker loads its environment's class in its own process.
 """
 
 import errno
@@ -12,25 +12,31 @@ from typing import Final
 
 import psutil
 
-from rolloutmq.bus.endpoint import bind_host
-from rolloutmq.bus.tokenizer import MODEL_FILE, fingerprint, vocabulary
-from rolloutmq.schemas.config import InferenceConfig, RunConfig
-from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError
-from rolloutmq.schemas.teaching import TokenizerMismatchError, VocabularyMismatchError
+from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
+from rolloutmq.bus.transport.endpoint import bind_host
+from rolloutmq.schemas.config.inference import InferenceConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import (
+    AddressInUseError,
+    ConfigError,
+    MissingError,
+    TokenizerMismatchError,
+    VocabularyMismatchError,
+)
 from rolloutmq.services.inference.vllm.installed import require_vllm
-from rolloutmq.services.worker.entry import check_entry
+from rolloutmq.services.worker.loader import check_entry
 
 TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
 
 
 def check(config: RunConfig) -> None:
-    """Raise the first thing that would make the run fail.
+    """Raise the first error that would make the run fail.
 
     Raises:
-        ConfigError: The entry of an environment names nothing, an address cannot be bound, no batch comes out even, or
-            the teacher is none for this student.
-        MissingError: A package that the run needs is not installed.
-        AddressInUseError: Somebody listens where the inference server is to.
+        ConfigError: The entry of an environment does not exist, an address cannot be bound, no combination of whole
+            groups fills a batch, or the teacher does not fit the student.
+        MissingError: A required package is not installed.
+        AddressInUseError: Another process listens on the port of the inference server.
     """
     for name, environment in config.environment.items():
         check_entry(name, environment, config.base_dir)
@@ -52,27 +58,27 @@ def check(config: RunConfig) -> None:
 
 def _check_device(config: RunConfig) -> None:
     if config.trainer.enabled and config.trainer.device != "cpu":
-        from rolloutmq.trainer import device  # loads torch, which takes seconds
+        from rolloutmq.trainer.policy import device  # imports torch, which takes seconds
 
         device.find_device(config.trainer.device)
 
 
 def _check_batch(config: RunConfig) -> None:
-    """Refuse a batch that groups of the announced sizes never make: each step would wait for it, and be short."""
+    """Reject a batch size that groups of the announced sizes cannot fill: each step would wait, then be short."""
     sizes = {env.group_size for env in config.environment.values() if env.split == "train"}
     batch = config.trainer.batch_sequences
     if config.trainer.enabled and batch and sizes and batch % math.gcd(*sizes):
-        told = " or ".join(map(str, sorted(sizes)))
+        choices = " or ".join(map(str, sorted(sizes)))
         raise ConfigError(
-            "trainer.batch_sequences", f"{batch} sequences are not made of whole groups of {told}"
+            "trainer.batch_sequences",
+            f"{batch} sequences are no sum of whole groups of {choices}; use a multiple of a group size",
         )
 
 
 def _check_teacher(config: RunConfig) -> None:
-    """Refuse a teacher that is not there, whose tokenizer cannot be read, or who does not fit the student.
+    """Reject a teacher without files, without a readable tokenizer, or with another tokenizer than the student's.
 
-    What a teacher elsewhere is, is seen when it is first asked; and the tokenizer of a student that is yet to be built,
-    once it is built.
+    A remote teacher is checked at its first request, and the tokenizer of a student without files once it is built.
     """
     teacher, model = config.teacher, config.model
     if not teacher.path:
@@ -86,7 +92,9 @@ def _check_teacher(config: RunConfig) -> None:
     if model.path and (ours := fingerprint(Path(model.tokenizer or model.path))) != theirs:
         raise TokenizerMismatchError.of(theirs, ours)
     known = vocabulary(Path(model.path)) if model.path else model.vocab_size
-    VocabularyMismatchError.check(config.trainer.distillation.lore, vocabulary(Path(teacher.path)), known)
+    VocabularyMismatchError.check(
+        config.trainer.distillation.teacher_logprobs, vocabulary(Path(teacher.path)), known
+    )
 
 
 def _check_port(inference: InferenceConfig) -> None:
@@ -107,9 +115,10 @@ def _check_port(inference: InferenceConfig) -> None:
 
 
 def _listener(port: int) -> str:
-    """Say who listens on a port, as far as this user may know."""
+    """Name the process that listens on a port, as far as this user may see it."""
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+        here = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and here and here.port == port and connection.pid:
             try:
                 return f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
             except psutil.Error:

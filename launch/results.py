@@ -1,33 +1,103 @@
-"""What a run leaves when it has ended: `summary.json`, `report.png`, and a few lines for the person who waited."""
+"""Results of an ended run: `summary.json`, `report.png`, and a few lines on the terminal.
+
+The survey compares produced with trained groups. The ack logs describe most groups. The journal describes the rest:
+groups of a worker killed before it wrote, of a producer without a log, or of an earlier version. At durability
+`memory` the rest stays unknown and is counted. A line that does not decode costs its group, not the comparison.
+"""
 
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rolloutmq.launch.bias import Survey, survey, unread
-from rolloutmq.schemas.config import RunConfig
+import msgspec
+
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.services.broker.journal.remaining import remaining_ids
-from rolloutmq.services.broker.saved import load
-from rolloutmq.services.monitor.bias_table import table, verdict_line
-from rolloutmq.services.monitor.report import bound_text, write_report
-from rolloutmq.services.monitor.summary import summarise
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.services.broker.journal.format.events import Accepted, GroupSnapshot
+from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
+from rolloutmq.services.broker.journal.inspect.history import JournalHistory
+from rolloutmq.services.broker.journal.inspect.ledger_model import remaining_ids
+from rolloutmq.services.broker.snapshots.memory_snapshot import load
+from rolloutmq.services.monitor.report.bias import Bias, Produced, described, find_bias, headed
+from rolloutmq.services.monitor.report.bias_table import table, verdict_line
+from rolloutmq.services.monitor.report.plot import bound_text, write_report
+from rolloutmq.services.monitor.report.summary import read_trainer_log, settle_accounts, summarise
+from rolloutmq.services.monitor.text.jsonl import read_whole_lines
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """The comparison, and the files it could not read: damaged lines by file, gaps in the journal."""
+
+    bias: Bias
+    unreadable_lines: dict[str, int]
+    journal_damage: tuple[str, ...]
+
+    def fields(self) -> dict[str, Any]:
+        """Return the survey as JSON objects."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return {**fields.pop("bias"), **fields}
+
+
+def survey(layout: RunLayout, saved: Iterable[str]) -> Survey:
+    """Compare produced with trained groups of a run. Blocks on the disk.
+
+    Args:
+        layout: Of a running or ended run; a missing log counts as empty.
+        saved: Ids of the groups the broker still queues.
+    """
+    unreadable: Counter[str] = Counter()
+    acked: dict[str, Produced | None] = {}
+    for path in sorted(layout.acks.glob("*.jsonl")):
+        for line in read_whole_lines(path, AckedGroup, unreadable):
+            acked[line.group_id] = described(line) or acked.get(line.group_id)
+    log = read_trainer_log(read_whole_lines(layout.trained, SettledBatch, unreadable))
+    dropped = list(read_whole_lines(layout.dropped, DroppedGroup, unreadable))
+    accounts = settle_accounts(acked, log, dropped, saved)
+    produced = {name: group for name, group in acked.items() if group is not None}
+    history = JournalHistory(layout.journal)
+    if unknown := accounts.accepted - produced.keys():
+        produced.update(_journaled(history, unknown))
+    return Survey(find_bias(produced, accounts), dict(unreadable), tuple(history.damage))
+
+
+def unread(found: Survey) -> Iterable[str]:
+    """Yield a line for each file with damage."""
+    for name, count in found.unreadable_lines.items():
+        yield f"not read: {count:,} line{'s' * (count != 1)} of {name}, damaged; their groups are missing above"
+    for damage in found.journal_damage:
+        yield f"not read: {damage}"
+
+
+def _journaled(history: JournalHistory, wanted: Collection[str]) -> Iterable[tuple[str, Produced]]:
+    for log in history.logs():
+        yield from _of(log.snapshot, wanted)
+        for commit in log.commits:
+            yield from _of(commit.events, wanted)
+
+
+def _of(events: Iterable[AnyEvent], wanted: Collection[str]) -> Iterable[tuple[str, Produced]]:
+    for event in events:
+        accepted = event.accepted if isinstance(event, GroupSnapshot) else event
+        if isinstance(accepted, Accepted) and accepted.header.group_id in wanted:
+            yield accepted.header.group_id, headed(accepted.env, accepted.split, accepted.header)
+
 
 logger = logging.getLogger(__name__)
 
 
 def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | None) -> None:
-    """Write the summary and the picture of a run that has ended, and print what it came to.
+    """Write summary and picture of an ended run, and print the result.
 
     Args:
-        config: Of the run.
-        layout: Of the run.
-        reason: Why it ended.
-        wall_s: Seconds from the start of the command to the end of its last process; None if nobody knows.
+        config: Configuration of the run.
+        layout: Files of the run.
+        reason: Why the run ended.
+        wall_s: Seconds from the start of the command to the end of its last process; None if unknown.
     """
     if config.gateway.enabled and not config.trainer.enabled:
         _conclude_gateway(layout, reason, wall_s)
@@ -40,20 +110,20 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | 
 
 
 def _conclude_gateway(layout: RunLayout, reason: str, wall_s: float | None) -> None:
-    """Say how to go on: the trainer is somebody else's, and only it knows what was learned."""
+    """Print how to continue. The trainer is not ours, and only it knows the learning result."""
     layout.summary.write_text(json.dumps({"ended": reason, "wall_s": wall_s}, indent=2) + "\n")
     sys.stdout.write(
         f"ended      {reason}\n"
-        f"what was not handed out is kept: go on with `rolloutmq gateway --run-dir {layout.root}`\n"
-        f"`rolloutmq ledger verify {layout.root}` tells where every group is\n"
+        f"undelivered groups are kept: continue with `rolloutmq gateway --run-dir {layout.root}`\n"
+        f"check every group with `rolloutmq ledger verify {layout.root}`\n"
     )
 
 
-def retell(config: RunConfig, layout: RunLayout, *, as_json: bool) -> None:
-    """Write summary and picture again, and print what it came to, with produced against trained in full.
+def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> None:
+    """Rewrite summary and picture, and print the result with the full comparison of produced and trained groups.
 
     Raises:
-        DamagedFileError: A log is damaged. The comparison, which says so too, is printed nevertheless.
+        DamagedFileError: A log is damaged. The comparison is printed nevertheless, and names the damage.
     """
     saved = _saved_ids(layout)
     found = survey(layout, saved)
@@ -92,7 +162,7 @@ def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> P
     try:
         write_report(layout, config, summary)
     except MissingError as error:
-        logger.warning("no picture reason=%s", error)
+        logger.warning("picture not written reason=%s", error)
         return None
     return layout.report
 
@@ -104,14 +174,14 @@ def _lines(
     if summary["reward_first"] is not None:
         yield f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps"
     yield from _groups(layout, summary)
-    yield f"staleness  {summary['staleness_max']} at most, the bound is {bound_text(summary)}"
+    yield f"staleness  at most {summary['staleness_max']}, bound {bound_text(summary)}"
     yield f"bias       {verdict_line(found.bias)}"
     yield f"workers    {summary['workers_min']} to {summary['workers_max']}"
     yield f"summary    {layout.summary}"
     if picture is not None:
         yield f"picture    {picture}"
     if summary["steps"] < total:
-        yield f"go on with `rolloutmq up CONFIG --run-dir {layout.root} --resume`"
+        yield f"continue with `rolloutmq up CONFIG --run-dir {layout.root} --resume`"
 
 
 def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
@@ -121,7 +191,7 @@ def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
     )
     if summary.get("groups_settled") is not None:
         yield f"groups     {summary['groups_accepted']} accepted: {summary['groups_settled']} to your trainer, {rest}"
-        yield f"           `rolloutmq ledger verify {layout.root}` tells what became of them"
+        yield f"           `rolloutmq ledger verify {layout.root}` shows their states"
         return
     yield (
         f"groups     {summary['groups_accepted']} accepted: {summary['groups_trained']} trained, "

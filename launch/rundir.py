@@ -1,7 +1,7 @@
-"""Who owns a run directory, and which run a command means.
+"""Run directories: ownership by a launcher, and the run that a command means.
 
-The launcher locks `run.lock` for its life and says in `run.json` who it is. A directory that already holds a run is
-moved aside, never mixed with a new run and never deleted, unless the new run goes on with it.
+The launcher locks `run.lock` while it runs and identifies itself in `run.json`. A directory with an earlier run is
+moved aside, never mixed with a new run and never deleted, unless the new run resumes it.
 """
 
 import fcntl
@@ -13,47 +13,45 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.bus.endpoint import bindings, claim
 from rolloutmq.bus.rundir import read_json, write_json
-from rolloutmq.bus.segments import sweep
-from rolloutmq.schemas.config import RunConfig
+from rolloutmq.bus.shm.segment_file import sweep
+from rolloutmq.bus.transport.endpoint import bindings, claim
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseError
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, Role
-from rolloutmq.services.broker.journal.trimming import trim
-from rolloutmq.services.inference.vllm import place
-from rolloutmq.services.orchestrator.identity import alive, identify
-from rolloutmq.services.orchestrator.processes import end_strays
+from rolloutmq.services.broker.journal.read.trim import trim
+from rolloutmq.services.inference.vllm import socket_dir
+from rolloutmq.services.process.child import end_strays
+from rolloutmq.services.process.identity import alive, identify
 from rolloutmq.trainer.weights import address
 
 logger = logging.getLogger(__name__)
 
 RUNS: Final = Path("runs")
-"""Where a command looks for the run it means, if it is not told."""
+"""Directory that commands search for a run by default."""
 STRAY_GRACE_S: Final = 5.0
-"""Time that processes of a launcher that was killed get to end."""
+"""Time the processes of a killed launcher have to end."""
 
 
 @contextmanager
 def claimed(root: Path, token: str, *, resume: bool) -> Iterator[RunLayout]:
-    """Own a run directory as long as the block lasts.
-
-    Processes that a killed launcher left in it are ended first.
+    """Own a run directory within the block, and end the processes of a killed launcher first.
 
     Args:
-        root: The directory; made if it is not there.
-        token: Run token, which marks every process of the run.
-        resume: Go on with what is there, instead of moving it aside.
+        root: The directory; created if missing.
+        token: Run token, a marker in every process of the run.
+        resume: Keep the run in the directory, instead of moving it aside.
 
     Raises:
-        RunDirInUseError: A living launcher owns it.
+        RunDirInUseError: A running launcher owns it.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = _lock(root)
     layout = RunLayout(root.resolve())
     try:
         end_strays(recorded(layout), STRAY_GRACE_S)
-        give_back(layout)
+        trim_journal(layout)
         if layout.config.exists() and not resume:
             _move_aside(layout)
             os.close(lock)
@@ -71,10 +69,10 @@ def claimed(root: Path, token: str, *, resume: bool) -> Iterator[RunLayout]:
 
 @contextmanager
 def idle(root: Path) -> Iterator[None]:
-    """Keep a run directory free of launchers as long as the block lasts.
+    """Keep launchers out of a run directory within the block.
 
     Raises:
-        RunDirInUseError: A living launcher owns it.
+        RunDirInUseError: A running launcher owns it.
     """
     lock = _lock(root)
     try:
@@ -83,8 +81,8 @@ def idle(root: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def give_back(layout: RunLayout) -> None:
-    """Return to the disk what a killed broker had reserved for its journal; not if one lives."""
+def trim_journal(layout: RunLayout) -> None:
+    """Free the disk space a killed broker had reserved for its journal; skip it while a broker runs."""
     if not layout.journal.is_dir():
         return
     with suppress(RolloutMQError), claim(layout):
@@ -95,19 +93,19 @@ def give_back(layout: RunLayout) -> None:
 
 
 def clear(config: RunConfig, layout: RunLayout) -> None:
-    """Remove what killed processes of a run left: shared memory, versions of the weights on disk, sockets, addresses.
+    """Remove the leftovers of killed processes: shared memory, weight versions on disk, sockets, addresses.
 
-    None of them may live any more.
+    All processes of the run must have ended.
     """
     sweep(layout.weights)
     address.sweep(layout.weights)
-    place.clear(layout)
+    socket_dir.clear(layout)
     with suppress(RolloutMQError), claim(layout), bindings(config.broker, layout):
         layout.endpoints.unlink(missing_ok=True)
 
 
 def recorded(layout: RunLayout) -> list[ProcessIdentity]:
-    """Return the identities of all processes of a run, whether they live or not."""
+    """Return the identities of all processes of a run, running or not."""
     known: list[ProcessIdentity] = []
     for file in (layout.processes, layout.workers, layout.engines):
         known += read_json(file, list[ProcessIdentity]) or []
@@ -115,13 +113,13 @@ def recorded(layout: RunLayout) -> list[ProcessIdentity]:
 
 
 def owner(layout: RunLayout) -> ProcessIdentity | None:
-    """Return the launcher of a run if it lives."""
+    """Return the launcher of a run if it is running."""
     found = read_json(layout.owner, ProcessIdentity)
     return found if found is not None and alive(found) else None
 
 
 def in_use(root: Path, launcher: ProcessIdentity) -> RunDirInUseError:
-    """Return the error that says who has a run directory, and since when."""
+    """Return the error that names the owner of a run directory and its start time."""
     since = RunLayout(root).owner.stat().st_mtime
     return RunDirInUseError(str(root), "rolloutmq up", launcher.pid, since)
 
@@ -130,11 +128,11 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     """Return the run directory that a command means.
 
     Args:
-        given: The one that was named, or None for the only one below `runs/`.
-        living: If none was named, only a run whose launcher lives will do; else the newest.
+        given: The named directory, or None for the only active run under `runs/`.
+        living: Without a name, accept only a run with a running launcher; else the newest run.
 
     Raises:
-        MissingError: There is none, or more than one lives.
+        MissingError: There is no such run, or several are active.
     """
     if given is not None:
         if not RunLayout(given).config.exists():
@@ -144,7 +142,7 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     alive_ones = [layout for layout in layouts if owner(layout) is not None]
     if len(alive_ones) > 1:
         names = ", ".join(sorted(str(layout.root) for layout in alive_ones))
-        raise MissingError("the name of a run", f"several live, say which: {names}")
+        raise MissingError("the name of a run", f"several are active, name one: {names}")
     if alive_ones:
         return alive_ones[0].root
     if layouts and not living:
@@ -153,9 +151,12 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     hint = "start one with `rolloutmq up CONFIG`"
     if dead:
         hint = (
-            f"{dead[0].root} is dead, its launcher was killed: `rolloutmq down {dead[0].root}` puts it away"
+            f"{dead[0].root} is dead, its launcher was killed: clean up with `rolloutmq down {dead[0].root}`"
         )
-    raise MissingError(f"a living run below {RUNS}/", hint)
+    elif layouts:
+        latest = max(layouts, key=lambda layout: layout.config.stat().st_mtime).root
+        hint += f", or name a run directory (latest: {latest})"
+    raise MissingError(f"an active run under {RUNS}/", hint)
 
 
 def _lock(root: Path) -> int:
@@ -172,7 +173,7 @@ def _lock(root: Path) -> int:
 
 
 def _move_aside(layout: RunLayout) -> Path:
-    """Rename the directory by the time its run was configured; returns the new name."""
+    """Rename the directory after the time its run was configured; return the new path."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(layout.config.stat().st_mtime))
     aside = layout.root.with_name(f"{layout.root.name}.{stamp}")
     number = 1

@@ -1,8 +1,8 @@
-"""Where a configuration comes from: a TOML file, then environment variables, then `--set key=value`; the last wins.
+"""Sources of a configuration: a TOML file, then environment variables, then `--set key=value`; the last wins.
 
 `broker.high_bytes` is `[broker] high_bytes = ...` in the file, `ROLLOUTMQ_BROKER__HIGH_BYTES=...` in the environment
-and `--set broker.high_bytes=...` on the command line. Values of the last two are TOML, or else plain text. Whatever is
-wrong becomes one `ConfigError` with the dotted path and what is allowed there.
+and `--set broker.high_bytes=...` on the command line. Values of the last two are TOML; what is not TOML is plain text.
+The first problem becomes a `ConfigError` with the dotted path and the allowed values.
 """
 
 import difflib
@@ -16,9 +16,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.config.base import problem_of
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.files import RunLayout
 
 ENV_PREFIX: Final = "ROLLOUTMQ_"
 ENV_NESTING: Final = "__"
@@ -29,11 +30,11 @@ def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable
 
     Args:
         file: TOML file, or None for the defaults alone.
-        environ: Environment variables; those with the prefix and a nesting mark count.
-        assignments: `key=value` texts, dotted keys.
+        environ: Environment variables; only those of the form `ROLLOUTMQ_SECTION__KEY` are used.
+        assignments: Texts `key=value` with dotted keys.
 
     Raises:
-        ConfigError: Unreadable file, unknown key, wrong type, or two values that contradict each other.
+        ConfigError: The file is unreadable, a key is unknown, a value is invalid, or two values contradict each other.
     """
     tree = _read(file) if file is not None else {}
     for name, text in environ.items():
@@ -49,15 +50,15 @@ def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable
 
 
 def assigned(assignment: str) -> tuple[str, Any]:
-    """Return the dotted key and the value of a `key=value` text; ConfigError if it is none."""
+    """Return the dotted key and the value of a text `key=value`; ConfigError if it has another form."""
     key, equals, text = assignment.partition("=")
     if not equals or not all(key.split(".")):
-        raise ConfigError(assignment, "must be key=value with a dotted key")
+        raise ConfigError(assignment, "must be key=value with a dotted key, such as broker.lease_s=60")
     return key.strip(), _value(text.strip())
 
 
 def validate(tree: Mapping[str, Any]) -> RunConfig:
-    """Make a configuration of nested values; ConfigError with the first thing that is wrong."""
+    """Validate nested values; ConfigError with the first problem."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -65,9 +66,9 @@ def validate(tree: Mapping[str, Any]) -> RunConfig:
 
 
 def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]) -> None:
-    """Configure a run directory for a service that is started by hand, without a launcher.
+    """Configure a run directory for a service that runs without a launcher.
 
-    A directory that is configured already is left as it is, unless a file or an assignment is given.
+    A configured directory stays unchanged unless a file or an assignment is given.
     """
     layout = RunLayout(run_dir)
     if layout.config.exists() and file is None and not assignments:
@@ -82,7 +83,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(file), f"is not TOML: {error}") from None
+        raise ConfigError(str(file), f"is not valid TOML: {error}") from None
 
 
 def _value(text: str) -> Any:
@@ -96,7 +97,9 @@ def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
     for depth, key in enumerate(path[:-1]):
         branch = tree.setdefault(key, {})
         if not isinstance(branch, dict):
-            raise ConfigError(".".join(path[: depth + 1]), "is a value, it has no keys below it")
+            raise ConfigError(
+                ".".join(path[: depth + 1]), f"is a value without keys below it (got {'.'.join(path)})"
+            )
         tree = branch
     tree[path[-1]] = value
 
@@ -105,29 +108,36 @@ def _explained(error: ErrorDetails) -> ConfigError:
     parts = [str(part) for part in error["loc"]]
     location = _written(parts)
     path = ".".join(location) or "configuration"
-    problem = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         return ConfigError(path, _unknown(parts))
+    if error["type"] == "union_tag_invalid":
+        return ConfigError(f"{path}.name", _unknown_kind(parts, error.get("ctx", {})["tag"]))
+    problem = problem_of(error)
     if error["type"] == "value_error":
-        # Validators of a section begin their text with the field, those of the whole with its dotted path.
+        # A validator of a section begins its text with the field, one of the whole run with the dotted path.
         named, _, rest = problem.partition(" " if location else ": ")
         return ConfigError(".".join([*location, named]), rest)
-    if error["type"] == "missing":
-        return ConfigError(path, "is required")
-    problem = problem[0].lower() + problem[1:]
-    return ConfigError(path, f"{problem.removeprefix('input ')} (got {error['input']!r})")
+    return ConfigError(path, problem)
 
 
 def _unknown(location: list[str]) -> str:
     section = _section(location[:-1])
     allowed = [key for key in section.model_fields if key != "base_dir"]
-    close = difflib.get_close_matches(location[-1], allowed, n=1)
-    hint = f"did you mean `{close[0]}`? " if close else ""
-    return f"unknown key; {hint}allowed: {', '.join(sorted(allowed))}"
+    return f"unknown key; {_hint(location[-1], allowed)}allowed: {', '.join(sorted(allowed))}"
+
+
+def _unknown_kind(location: list[str], name: str) -> str:
+    allowed = list(kinds_of(_section(location)))
+    return f"unknown name (got {name!r}); {_hint(name, allowed)}allowed: {', '.join(allowed)}"
+
+
+def _hint(given: str, allowed: list[str]) -> str:
+    close = difflib.get_close_matches(given, allowed, n=1)
+    return f"did you mean `{close[0]}`? " if close else ""
 
 
 def _section(location: Iterable[str]) -> Any:
-    """Return the type of what is at a location of an error."""
+    """Return the type at the location of an error."""
     annotation: Any = RunConfig
     for part in location:
         if is_section(annotation):
@@ -135,7 +145,7 @@ def _section(location: Iterable[str]) -> Any:
             annotation = field.annotation if field else None
         elif kinds_of(annotation):
             annotation = kinds_of(annotation)[part]
-        elif get_origin(annotation) is dict:  # from names to sections: the part is the name
+        elif get_origin(annotation) is dict:  # a mapping from names to sections: the part is the name
             annotation = get_args(annotation)[1]
         else:
             return None
@@ -143,16 +153,15 @@ def _section(location: Iterable[str]) -> Any:
 
 
 def _written(location: list[str]) -> list[str]:
-    """Return a location as the configuration writes it.
+    """Return a location as the configuration spells it.
 
-    Where a section is of one of several kinds, told apart by its `name`, an error's location has the kind as a part of
-    its own.
+    Where `name` selects the kind of a section, the location of an error has the kind as an extra part.
     """
     return [part for at, part in enumerate(location) if part not in kinds_of(_section(location[:at]))]
 
 
 def kinds_of(annotation: Any) -> dict[str, Any]:
-    """Return the kinds of a section by their names; none if it has only one, or is no section."""
+    """Return the kinds of a section by name; empty if it has only one kind or is a value."""
     members = get_args(annotation)
     if not members or not all(map(is_section, members)):
         return {}
@@ -160,5 +169,5 @@ def kinds_of(annotation: Any) -> dict[str, Any]:
 
 
 def is_section(annotation: Any) -> bool:
-    """Whether the type of a key is a section."""
+    """Return whether the type of a key is a section."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -1,1 +1,1 @@
-"""Pure data: what the processes say to each other and what a run is made of. No I/O, no torch."""
+"""Data structures of messages, files and configuration. No I/O, no torch."""

@@ -1,64 +1,59 @@
-"""The error tree, split by what the caller can do about it.
+"""The error tree, divided by what the caller can do.
 
     RolloutMQError
-    ├── RetryableError            nothing is wrong with the call: try again
-    │   ├── BrokerUnavailableError     no answer within the deadline
-    │   ├── PolicyUnavailableError     the inference server did not come back in time
-    │   ├── TeacherFailedError         the teacher is there, and failed on a group again and again
-    │   └── JournalWaitsError          the journal lacks room, memory or a descriptor
-    ├── GivenUpError              the call can no longer succeed: stop, or start afresh
+    ├── RetryableError            the call is correct: try again
+    │   ├── BrokerUnavailableError     the broker did not answer within the deadline
+    │   ├── PolicyUnavailableError     the inference server did not answer within the deadline
+    │   ├── TasksFullError             too many tasks are open
+    │   ├── TeacherFailedError         the teacher failed on a group several times
+    │   ├── JournalWaitsError          the journal lacks disk space, memory or a descriptor
+    │   ├── SegmentGoneError           shared memory was removed or replaced
+    │   └── Weights...Error            Torn, Busy, Silent, Damaged, NotSent: the weights cannot be used now
+    ├── GivenUpError              the call can no longer succeed: stop, or open a new client
     │   ├── SessionFencedError         a newer session of this producer took over
     │   ├── LeaseLostError             the step went back to the queue; its work is void
-    │   ├── EndOfReplayError           every recorded batch was served
+    │   ├── EndOfReplayError           every recorded batch was delivered
     │   ├── RankLostError              another rank of the trainer ended
-    │   ├── DrainingError              told to stop: start nothing new
-    │   └── ClosedError                the client was closed
-    ├── UsageError                the caller's own data or code is wrong
-    │   ├── ConfigError                a key of the configuration
+    │   ├── DrainingError              the worker is draining: start nothing new
+    │   └── ClosedError                the client is closed
+    ├── UsageError                the caller's data or code is wrong
+    │   ├── ConfigError                a key of the configuration is wrong
     │   │   ├── TokenizerMismatchError     teacher and student mean different tokens by the same ids
-    │   │   └── VocabularyMismatchError    they know different numbers of ids, and all are to be compared
+    │   │   └── VocabularyMismatchError    `full` compares two vocabularies of different sizes
     │   ├── TeacherRefusedError        the teacher does not accept these sequences
-    │   ├── InvalidGroupError          a trajectory group that contradicts itself
-    │   ├── GroupTooLargeError         a group no credit could ever cover
-    │   ├── WeightsMismatchError       two sides of shared weights mean different tensors
-    │   ├── RefusedError               the broker does not accept this request
-    │   ├── PolicyRefusedError         the inference server does not accept this prompt
-    │   ├── EnvironmentFailedError     an environment that only ever fails
-    │   ├── WorkersFailedError         no worker of an environment can work
-    │   └── NothingToLearnError        batch after batch without a signal
-    ├── WireError                 the peer sent bytes that are not of this protocol
+    │   ├── InvalidGroupError          the columns of a group contradict each other
+    │   ├── InvalidTaskError           a task cannot be sent
+    │   ├── GroupTooLargeError         no credit could ever cover the group
+    │   ├── WeightsMismatchError       two sides of a weight share have different tensors
+    │   ├── RefusedError               the broker does not accept the request
+    │   ├── PolicyRefusedError         the inference server does not accept the prompt
+    │   ├── EnvironmentFailedError     an environment failed many times in a row
+    │   ├── WorkersFailedError         every worker of an environment failed
+    │   └── NothingToLearnError        many batches in a row had no learning signal
+    ├── WireError                 the peer sent bytes that break the protocol
     │   ├── MalformedError
     │   ├── LimitExceededError
     │   ├── VersionMismatchError
     │   └── ChecksumError
-    └── ResourceError             something of this machine is missing or taken
+    └── ResourceError             something on this machine is missing, damaged or in use
         ├── RunDirInUseError
         ├── AddressInUseError
-        ├── SegmentInUseError          another living process owns the shared memory
+        ├── SegmentInUseError          another live process owns the shared memory
         ├── DamagedFileError, DamagedRecordError, DamagedJournalError
-        ├── JournalFailedError         the disk failed, and nothing more can be promised
+        ├── RecordVersionError         another version of RolloutMQ wrote the file
+        ├── JournalFailedError         the disk failed, so the broker ends
+        ├── WeightsNotWrittenError     the weights could not be written to disk
         └── MissingError
 
-Exceptions carry fields and build their own text. Over the wire an error is an `ErrorCode` and that text.
+Exceptions carry fields and build their own text: `key: what is wrong (got X); what to do`. Over the wire an error is an
+`ErrorCode` and that text.
 """
 
 import time
-from enum import StrEnum
+from typing import ClassVar, Self
 
-
-class ErrorCode(StrEnum):
-    """Why a request was not granted; the value travels in `ErrorReply.code`."""
-
-    MALFORMED = "malformed"
-    LIMIT = "limit"
-    VERSION = "version"
-    FENCED = "fenced"
-    LEASE_LOST = "lease_lost"
-    UNKNOWN = "unknown"
-    """The request names a producer, consumer, lease or worker that the broker does not know."""
-    CONFLICT = "conflict"
-    """The request contradicts what is already agreed, for example another world size for a step."""
-    INVALID = "invalid"
+from rolloutmq.schemas.wire.distillation import TeacherLogprobs
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 
 
 class RolloutMQError(Exception):
@@ -66,43 +61,48 @@ class RolloutMQError(Exception):
 
 
 class RetryableError(RolloutMQError):
-    """Nothing is wrong with the call; the same call may succeed later."""
+    """The call is correct and may succeed later."""
 
 
 class BrokerUnavailableError(RetryableError):
-    """No answer from the broker within the deadline."""
+    """The broker did not answer within the deadline."""
 
     def __init__(self, address: str, waited_s: float) -> None:
         self.address = address
         self.waited_s = waited_s
 
     def __str__(self) -> str:
-        return f"no answer from the broker at {self.address} within {self.waited_s:.1f} s"
+        return f"broker: no answer from {self.address} within {self.waited_s:.1f} s; check that its process is alive"
 
 
 class PolicyUnavailableError(RetryableError):
-    """The inference server gave no answer within the deadline, over all attempts."""
+    """The inference server did not answer within the deadline, over all attempts."""
 
     def __init__(self, address: str, waited_s: float, last: str) -> None:
         self.address = address
         self.waited_s = waited_s
         self.last = last
-        """What went wrong with the last attempt."""
+        """Error of the last attempt."""
 
     def __str__(self) -> str:
-        where = self.address or "an address that nobody has written yet"
-        return f"no answer from the policy at {where} within {self.waited_s:.1f} s: {self.last}"
+        problem = f"no answer from {self.address}" if self.address else "no inference server was found"
+        return (
+            f"policy: {problem} within {self.waited_s:.1f} s (last error: {self.last}); "
+            "check the log of the inference server"
+        )
 
 
 class JournalWaitsError(RetryableError):
-    """The journal lacks what somebody else can give back: room on the disk, memory, or a descriptor."""
+    """The journal lacks disk space, memory or a descriptor; it continues once there is some."""
 
     def __init__(self, path: str, problem: str) -> None:
         self.path = path
         self.problem = problem
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.problem}; nothing is lost, and it may go on as soon as there is some"
+        return (
+            f"{self.path}: {self.problem}; free that resource: nothing is lost, and the broker then continues"
+        )
 
 
 class GivenUpError(RolloutMQError):
@@ -110,51 +110,57 @@ class GivenUpError(RolloutMQError):
 
 
 class SessionFencedError(GivenUpError):
-    """A newer session of the same producer registered; this one may send nothing more."""
+    """A newer session of the same producer registered; this one may not send any more."""
 
     def __init__(self, producer: str, session: int) -> None:
         self.producer = producer
         self.session = session
 
     def __str__(self) -> str:
-        return f"session {self.session} of producer {self.producer} is fenced by a newer one"
+        return (
+            f"producer {self.producer}: session {self.session} is fenced by a newer session of that name; "
+            "give each producer its own name"
+        )
 
 
 class LeaseLostError(GivenUpError):
-    """The leased step was returned to the queue; whatever was computed from it is void."""
+    """The leased step went back to the queue; its work is void."""
 
     def __init__(self, lease: int, why: str) -> None:
         self.lease = lease
         self.why = why
 
     def __str__(self) -> str:
-        return f"lease {self.lease} is lost: {self.why}"
+        return f"lease {self.lease}: lost ({self.why}); discard the work of its step and pull again"
 
 
 class EndOfReplayError(GivenUpError):
-    """The broker serves a recorded run, and the record is at its end."""
+    """The broker replays a recorded run and has delivered every batch of it."""
 
 
 class DrainingError(GivenUpError):
-    """The worker is draining: finish what is in hand and start nothing new."""
+    """The worker is draining: finish the rollouts in progress and start nothing new."""
 
     def __str__(self) -> str:
-        return "draining: no new rollout may start"
+        return "draining: no new rollout may start; finish those in progress"
 
 
 class ClosedError(GivenUpError):
-    """The client was closed."""
+    """The client is closed, or was never opened."""
+
+    def __init__(self, problem: str = "client: closed; open a new one") -> None:
+        self.problem = problem
 
     def __str__(self) -> str:
-        return "the client is closed"
+        return self.problem
 
 
 class UsageError(RolloutMQError):
-    """The caller's own data or code is wrong; retrying cannot help."""
+    """The caller's data or code is wrong; retrying cannot help."""
 
 
 class ConfigError(UsageError):
-    """A configuration key is unknown, of a wrong type, or contradicts another."""
+    """A configuration key is unknown, has the wrong type, or contradicts another."""
 
     def __init__(self, path: str, problem: str) -> None:
         self.path = path
@@ -177,14 +183,17 @@ class InvalidGroupError(UsageError):
 
 
 class GroupTooLargeError(UsageError):
-    """A group is larger than any credit could ever cover."""
+    """A group is larger than the broker or the producer's spool accepts."""
 
     def __init__(self, nbytes: int, limit: int) -> None:
         self.nbytes = nbytes
         self.limit = limit
 
     def __str__(self) -> str:
-        return f"a group of {self.nbytes} bytes exceeds the limit of {self.limit}"
+        return (
+            f"group: too large (got {self.nbytes} bytes, limit {self.limit}); "
+            "make it smaller, or raise broker.max_group_bytes and the producer's spool_bytes"
+        )
 
 
 class RefusedError(UsageError):
@@ -195,11 +204,11 @@ class RefusedError(UsageError):
         self.detail = detail
 
     def __str__(self) -> str:
-        return f"refused ({self.code.value}): {self.detail}"
+        return f"broker: request refused ({self.code.value}): {self.detail}"
 
 
 class PolicyRefusedError(UsageError):
-    """The inference server does not accept the request, or its answer cannot be used; asking again cannot help."""
+    """The inference server refused the request, or its answer cannot be used; a retry cannot help."""
 
     def __init__(self, status: int, detail: str) -> None:
         self.status = status
@@ -207,11 +216,15 @@ class PolicyRefusedError(UsageError):
         self.detail = detail
 
     def __str__(self) -> str:
-        return f"the policy refused ({self.status}): {self.detail}"
+        return f"policy: {_refusal(self.status)}: {self.detail}"
+
+
+def _refusal(status: int) -> str:
+    return "unusable answer" if status == 200 else f"request refused with status {status}"
 
 
 class EnvironmentFailedError(UsageError):
-    """An environment came to nothing so many times in a row that trying on makes no sense."""
+    """An environment failed `failure_limit` times in a row, so its worker gives up."""
 
     def __init__(self, env: str, failures: int, last: str) -> None:
         self.env = env
@@ -219,11 +232,11 @@ class EnvironmentFailedError(UsageError):
         self.last = last
 
     def __str__(self) -> str:
-        return f"environment.{self.env}: {self.failures} rollouts in a row came to nothing, the last: {self.last}"
+        return f"environment.{self.env}: {self.failures} rollouts in a row failed, the last with: {self.last}"
 
 
 class WorkersFailedError(UsageError):
-    """Every worker of an environment was given up, so the run cannot go on."""
+    """Every worker of an environment failed for good, so the run cannot continue."""
 
     def __init__(self, env: str, worker: str, reason: str) -> None:
         self.env = env
@@ -231,22 +244,22 @@ class WorkersFailedError(UsageError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"environment {self.env}: all its workers failed; {self.worker}: {self.reason}"
+        return f"environment.{self.env}: all workers failed; {self.worker}: {self.reason}"
 
 
 class NothingToLearnError(UsageError):
-    """Batch after batch gave no signal, so the trainer takes no step and never will."""
+    """Many batches in a row had no learning signal, so the trainer takes no step."""
 
     def __init__(self, batches: int, last: str) -> None:
         self.batches = batches
         self.last = last
 
     def __str__(self) -> str:
-        return f"{self.batches} batches in a row had nothing to learn from, the last: {self.last}"
+        return f"trainer: {self.batches} batches in a row had nothing to learn from, the last: {self.last}"
 
 
 class WireError(RolloutMQError):
-    """The peer sent bytes that are not of this protocol."""
+    """The peer sent bytes that break the protocol."""
 
     code = ErrorCode.MALFORMED
 
@@ -258,16 +271,16 @@ class WireError(RolloutMQError):
 
 
 class MalformedError(WireError):
-    """The bytes do not decode, or decode to values that cannot be."""
+    """The bytes do not decode, or decode to impossible values."""
 
 
 class LimitExceededError(WireError):
-    """A frame, a count or a depth is above its limit; nothing was decoded."""
+    """A size, a count or a depth exceeds its limit; nothing was decoded."""
 
     code = ErrorCode.LIMIT
 
     def __init__(self, what: str, value: int, limit: int) -> None:
-        super().__init__(f"{what} is {value}, above the limit of {limit}")
+        super().__init__(f"{what}: above the limit (got {value}, limit {limit})")
         self.what = what
         self.value = value
         self.limit = limit
@@ -279,27 +292,30 @@ class VersionMismatchError(WireError):
     code = ErrorCode.VERSION
 
     def __init__(self, theirs: int, ours: int) -> None:
-        super().__init__(f"protocol version {theirs}, this side speaks {ours}")
+        super().__init__(
+            f"protocol: the peer speaks another version (got {theirs}, this side speaks {ours}); "
+            "run the same version of RolloutMQ on both sides"
+        )
         self.theirs = theirs
         self.ours = ours
 
 
 class ChecksumError(WireError):
-    """A body does not have the checksum that its header names."""
+    """The checksum of a body differs from the one in its header."""
 
 
 class ResourceError(RolloutMQError):
-    """Something of this machine is missing or taken."""
+    """Something on this machine is missing, damaged or in use."""
 
 
 class RunDirInUseError(ResourceError):
-    """Somebody else lives in this run directory.
+    """Another process uses this run directory.
 
     Attributes:
         path: The directory.
-        owner: What it is.
-        pid: Its process; 0 if nobody knows.
-        since: When it came, wall clock; 0.0 if nobody knows.
+        owner: What the process is, for example `rolloutmq up`.
+        pid: Its process id; 0 if unknown.
+        since: Its start, wall-clock seconds; 0.0 if unknown.
     """
 
     def __init__(self, path: str, owner: str, pid: int = 0, since: float = 0.0) -> None:
@@ -326,7 +342,7 @@ class AddressInUseError(ResourceError):
 
 
 class DamagedFileError(ResourceError):
-    """A line of a file of the run does not decode, and not as its end that a kill tore: what follows would be wrong."""
+    """A line of a file of the run does not decode, and is not the torn last line of a killed process."""
 
     def __init__(self, path: str, line: int, problem: str) -> None:
         self.path = path
@@ -338,28 +354,44 @@ class DamagedFileError(ResourceError):
 
 
 class DamagedRecordError(ResourceError):
-    """What is read back from the journal is not what was written; it is kept aside."""
+    """A record of the journal fails its checksum; it is quarantined."""
 
     def __init__(self, path: str, offset: int) -> None:
         super().__init__(f"{path}: the record at {offset} is damaged")
 
 
 class DamagedJournalError(ResourceError):
-    """So much of the journal is damaged that what is left contradicts itself; nothing was changed."""
+    """The journal is so damaged that the rest contradicts itself; nothing was changed."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}; `rolloutmq ledger verify` names what is missing")
+        super().__init__(f"journal: {problem}; run `rolloutmq ledger verify` to list what is missing")
+
+
+class RecordVersionError(ResourceError):
+    """Another version of RolloutMQ wrote this file. The file is not damaged and was not changed."""
+
+    def __init__(self, path: str, theirs: int, ours: int) -> None:
+        self.path = path
+        self.theirs = theirs
+        self.ours = ours
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path}: another version of RolloutMQ wrote these records (got version {self.theirs}, this one reads "
+            f"version {self.ours}); nothing was changed: finish the run with the RolloutMQ that wrote them, "
+            "or start in another run directory"
+        )
 
 
 class JournalFailedError(ResourceError):
-    """The disk failed to write or to sync: nothing more can be promised, and the broker ends."""
+    """The disk failed a write or a sync, so the broker ends."""
 
     def __init__(self, path: str, problem: str) -> None:
-        super().__init__(f"{path}: {problem}; what was acked before is safe, nothing was acked since")
+        super().__init__(f"{path}: {problem}; acked groups are safe: repair the disk and start the run again")
 
 
 class MissingError(ResourceError):
-    """Something that should be on this machine is not."""
+    """This machine lacks a file, a package or a device that the run needs."""
 
     def __init__(self, what: str, remedy: str) -> None:
         self.what = what
@@ -367,3 +399,199 @@ class MissingError(ResourceError):
 
     def __str__(self) -> str:
         return f"{self.what} is missing: {self.remedy}"
+
+
+class TasksFullError(RetryableError):
+    """Too many tasks are open; some must end first."""
+
+    def __init__(self, retry_s: float, detail: str) -> None:
+        self.retry_s = retry_s
+        """Seconds until there may be room, estimated from the tasks that ended recently."""
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"tasks: too many are open ({self.detail}); try again in {self.retry_s:.1f} s"
+
+
+class InvalidTaskError(UsageError):
+    """A task cannot be sent: its payload or one of its fields is invalid."""
+
+    def __init__(self, task: str, problem: str) -> None:
+        self.task = task
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"task {self.task}: {self.problem}"
+
+
+class TokenizerMismatchError(ConfigError):
+    """Teacher and student mean different tokens by the same ids, so the student cannot learn from it."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("teacher", problem)
+
+    @classmethod
+    def of(cls, teacher: str, student: str) -> Self:
+        """Build the error from two fingerprints; an empty one means that there is no tokenizer."""
+        theirs, own = (text[:16] or "none" for text in (teacher, student))
+        return cls(
+            f"its tokenizer differs from the student's (got fingerprint {theirs}, the student has {own}); "
+            "use a teacher with the student's tokenizer"
+        )
+
+
+class VocabularyMismatchError(ConfigError):
+    """`full` compares whole vocabularies, and those of teacher and student differ in size."""
+
+    CODE: ClassVar[str] = "vocabulary_mismatch"
+    """Error code in a teacher's refusal."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__("teacher", problem)
+
+    @classmethod
+    def of(cls, teacher: int, student: int) -> Self:
+        """Build the error from two vocabulary sizes."""
+        return cls(
+            f"its vocabulary differs from the student's (got {teacher} token ids, the student has {student}); "
+            'trainer.distillation.kind = "full" compares whole vocabularies: use "top_k" or "sampled"'
+        )
+
+    @classmethod
+    def check(cls, teacher_logprobs: TeacherLogprobs, teacher: int, student: int) -> None:
+        """Raise VocabularyMismatchError for `full` if both sizes are known (not 0) and differ."""
+        if teacher_logprobs is TeacherLogprobs.FULL and teacher and student and teacher != student:
+            raise cls.of(teacher, student)
+
+
+class TeacherFailedError(RetryableError):
+    """The teacher answered, but failed on one group in every attempt; other groups may succeed."""
+
+    def __init__(self, times: int, last: str) -> None:
+        self.times = times
+        self.last = last
+        """Error of the last attempt."""
+
+    def __str__(self) -> str:
+        return f"teacher: failed {self.times} times on a group, the last with: {self.last}"
+
+
+class TeacherRefusedError(UsageError):
+    """The teacher refused the request, or its answer cannot be used; a retry cannot help."""
+
+    def __init__(self, status: int, why: str) -> None:
+        self.status = status
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"teacher: {_refusal(self.status)}: {self.why}"
+
+
+class SegmentGoneError(RetryableError):
+    """An address names shared memory that was removed or replaced; its owner will publish a new one."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"shared memory {self.path}: gone ({self.why}); retry once its owner has published a new one"
+
+
+class WeightsTornError(RetryableError):
+    """The weights are half-written and their writer is dead; they are unusable until a trainer restores them."""
+
+    def __init__(self, last: PolicyVersion) -> None:
+        self.last = last
+        """Version of the last complete write."""
+
+    def __str__(self) -> str:
+        version = f"{self.last.incarnation}.{self.last.step}"
+        return f"weights: half-written since version {version}; they become usable when the trainer restores them"
+
+
+class WeightsBusyError(RetryableError):
+    """Another process held the lock of the shared weights too long: it is stopped or hangs."""
+
+    def __init__(self, writer: int, waited_s: float, readers: tuple[int, ...] = ()) -> None:
+        self.writer = writer
+        """Process id of the writer that holds or awaits the lock, 0 for none."""
+        self.waited_s = waited_s
+        self.readers = readers
+        """Process ids of the readers that are visible from this process."""
+
+    def __str__(self) -> str:
+        whose = f"writer {self.writer}" if self.writer else "a reader"
+        if self.readers:
+            whose = " and ".join(f"reader {pid}" for pid in self.readers)
+        holds = "hold" if len(self.readers) > 1 else "holds"
+        return f"weights: no lock within {self.waited_s:.1f} s, {whose} {holds} it; check whether that process hangs"
+
+
+class WeightsSilentError(RetryableError):
+    """A process that shares the weights did not answer a challenge in time."""
+
+    def __init__(self, who: str, waited_s: float) -> None:
+        self.who = who
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        return f"{self.who} did not answer within {self.waited_s:.1f} s"
+
+
+class WeightsDamagedError(RetryableError):
+    """The files of a weight version differ from what was published; readers refuse them and wait for a newer one."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.path}: the weights are damaged: {self.problem}; readers wait for a newer version"
+
+
+class WeightsMismatchError(UsageError):
+    """A model and a weight share have different tensors; nothing was attached."""
+
+    def __init__(self, tensor: str, problem: str) -> None:
+        self.tensor = tensor
+        """Name of the tensor or configuration key."""
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.problem}"
+
+
+class WeightsNotWrittenError(ResourceError):
+    """A weight version could not be written to disk; the version published before stays valid."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.path}: the weights could not be written: {self.why}; the published version stays valid"
+
+
+class WeightsNotSentError(RetryableError):
+    """An inference server did not receive its copy of the weights."""
+
+    def __init__(self, server: str, why: str, *, away: bool = False) -> None:
+        self.server = server
+        self.why = why
+        self.away = away
+        """The server does not answer. False: it refused the weights, or they could not be prepared."""
+
+    def __str__(self) -> str:
+        return f"weights: not sent to {self.server}: {self.why}"
+
+
+class SegmentInUseError(ResourceError):
+    """Another live process owns the shared memory."""
+
+    def __init__(self, path: str, pid: int) -> None:
+        self.path = path
+        self.pid = pid
+
+    def __str__(self) -> str:
+        return f"shared memory {self.path}: in use by process {self.pid}; end that process first"

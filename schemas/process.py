@@ -1,4 +1,4 @@
-"""What a process of a run is, before it is started, and how it is known again afterwards."""
+"""The processes of a run: their specification before the start, and their identity after it."""
 
 from enum import StrEnum
 from typing import Final
@@ -6,14 +6,14 @@ from typing import Final
 import msgspec
 
 PERMANENT_FAILURE: Final = 3
-"""Exit code of a process that can never work, however often it is started: its environment always raises, say."""
+"""Exit code of a process that every restart would fail again, for example because its environment always raises."""
 
 MISSED_FELLOW: Final = 5
-"""Exit code of a process that has waited as long as it may for another of its crew."""
+"""Exit code of a process that waited `crew_patience_s` in vain for another of its crew."""
 
 
 class Role(StrEnum):
-    """What a process does; the launcher ends roles in a fixed order."""
+    """Role of a process; the launcher ends roles in a fixed order."""
 
     BROKER = "broker"
     ORCHESTRATOR = "orchestrator"
@@ -27,25 +27,25 @@ class Role(StrEnum):
 
 
 class Restart(StrEnum):
-    """What follows when a process ends by itself."""
+    """Reaction to a process that ends by itself."""
 
     NEVER = "never"
     ON_FAILURE = "on_failure"
-    """Exit 0 is the end of its work; anything else starts it again."""
+    """Exit code 0 ends its work; any other code restarts it."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How to start one process.
+    """Specification of one process.
 
     Attributes:
         name: Unique in the run; its log is `logs/<name>.log`.
         argv: Program and arguments.
         env: Variables added to the environment.
-        log: Path that standard output and error are appended to: a file, never a pipe that could break.
-        hopeless: Exit codes after which starting it again cannot help; 2 is a wrong configuration.
-        fds: Descriptors of its parent that it gets under the same numbers.
-        crew: What those have in common that work together and end together, if any.
-        crew_patience_s: How long one of them waits for another until it ends with MISSED_FELLOW.
+        log: File for standard output and error; a file, because a pipe could break.
+        hopeless: Exit codes after which a restart cannot help; 2 is a wrong configuration.
+        fds: Descriptors that it inherits from its parent under the same numbers.
+        crew: Name shared by processes that work and end together, such as ranks; empty if it has none.
+        crew_patience_s: Longest wait for another of the crew; then it ends with MISSED_FELLOW.
     """
 
     name: str
@@ -61,10 +61,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that cannot be mistaken for another: pids are used again, start ticks of one boot are not.
+    """Identity of a process: pids are reused, start ticks of one boot are not.
 
     Attributes:
-        pid: Process id; also its process group, since each process of a run leads its own session.
+        pid: Process id; also its process group, because each process of a run leads its own session.
         start_ticks: Field 22 of /proc/<pid>/stat.
         boot_id: /proc/sys/kernel/random/boot_id at the start.
         marker: Value of ROLLOUTMQ_PROCESS in its environment, which its children inherit.

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rolloutmq.bus import segments
-from rolloutmq.bus.segments import Owner, Segment
+from rolloutmq.bus.shm import segment_file
+from rolloutmq.bus.shm.segment_file import SegmentFile, SegmentOwner
 
 SHM = Path("/dev/shm")
 # Whatever is started in the background by a shell ignores SIGINT, and so would all that the tests start.
@@ -50,17 +51,17 @@ class Family(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="family", daemon=True)
-        self.known = {Owner.current()}
+        self.known = {SegmentOwner.current()}
 
     def run(self) -> None:
         while True:
             self.look()
             time.sleep(FAMILY_S)
 
-    def look(self) -> set[Owner]:
+    def look(self) -> set[SegmentOwner]:
         for pid in _processes():
-            if ticks := segments._start_ticks(pid):  # process ids come again within one session
-                self.known.add(Owner(pid, ticks, segments._pid_namespace()))
+            if ticks := segment_file._start_ticks(pid):  # process ids come again within one session
+                self.known.add(SegmentOwner(pid, ticks, segment_file._pid_namespace()))
         return self.known
 
 
@@ -79,17 +80,19 @@ def family() -> Family:
 
 def _segments() -> set[str]:
     """Segments of this process and of those that ever were its children; other runs of this machine have their own."""
-    ours = family().look()
-    return {path.name for path in SHM.glob("rolloutmq*") if _is_ours(path, ours)}
+    relatives = family()  # begins before the first test
+    found = list(SHM.glob("rolloutmq*"))
+    ours = relatives.look() if found else set()
+    return {path.name for path in found if _is_ours(path, ours)}
 
 
-def _is_ours(path: Path, ours: set[Owner]) -> bool:
+def _is_ours(path: Path, ours: set[SegmentOwner]) -> bool:
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:
-        owner = Segment(path, "", fd).owner()
+        owner = SegmentFile(path, "", fd).owner()
     finally:
         os.close(fd)
     return owner in ours
@@ -107,9 +110,22 @@ PROBES: dict[str, Callable[[], set[int] | set[str]]] = {
 }
 
 
+_frozen: set[str] = set()
+
+
+def _freeze_what_was_imported() -> None:
+    """Keep modules out of the collections that follow: torch alone is 200 000 objects, 0.1 s for every test."""
+    if not _frozen.issuperset(sys.modules):
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        _frozen.update(sys.modules)
+
+
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
     """Fail the test that leaves a process, a socket, a thread or shared memory behind."""
+    _freeze_what_was_imported()
     before = {what: probe() for what, probe in PROBES.items()}
     yield
     deadline = time.monotonic() + LEAK_DEADLINE_S

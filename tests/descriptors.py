@@ -1,4 +1,4 @@
-"""What this process has open."""
+"""Open descriptors of this process."""
 
 from collections import Counter
 from pathlib import Path

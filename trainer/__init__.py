@@ -1,1 +1,1 @@
-"""The torch side: the policy, what it learns from a batch, the weights it shares, and the loop that drives it."""
+"""The trainer: policy, losses, shared weights, and the training loop. Uses torch."""

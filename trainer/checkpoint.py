@@ -1,18 +1,18 @@
-"""Checkpoints: `step-000050/` with everything that a trainer needs to go on as if it had never stopped.
+"""Checkpoints: `step-000050/` holds everything a trainer needs to continue exactly where it was.
 
-    model.safetensors      the policy's weights, each storage once; with config.json and the tokenizer, which are
-                           copied in, the directory is a model that transformers loads; or instead of it
-    adapter_model.safetensors, adapter_config.json   LoRA, as peft loads it, where only adapters learn
+    model.safetensors      the policy's weights, each storage once; with the copied config.json and tokenizer the
+                           directory is a model for transformers; or instead of it
+    adapter_model.safetensors, adapter_config.json   LoRA adapters in peft's format, if only adapters are trained
     optimizer.safetensors  moments, master weights, torch's random state
-    state.json             step, incarnation, groups of an open account, digest of the weights that adapters belong
-                           to; sizes and checksums of the other files, and its own checksum
+    state.json             step, incarnation, unsettled groups, digest of the adapters' base weights; sizes and
+                           checksums of the other files, and its own checksum
 
-A checkpoint is written into a hidden directory, forced to disk and renamed: it is there whole or not at all. One that
-was damaged later (a size, a header or a checksum does not fit) is passed over for the one before. Steps that were
-passed over are void: the life that goes on from the one before takes them again, otherwise. So the newest checkpoint is
-that of the youngest life, and within a life that of the highest step; what is void goes once a checkpoint of that life
-is on disk, and if the trainer dies in between, it is no newer than that. The counter of incarnations lies beside the
-checkpoints: it grows with each life of the trainer, and is on disk before that life touches a weight.
+A checkpoint is written to a hidden directory, synced and renamed: it is complete or absent. A checkpoint that was
+damaged later (size, header or checksum) is skipped in favour of the one before. Skipped steps are void: the trainer
+that continues from the earlier checkpoint takes them again, with another result. So the newest checkpoint is that of
+the highest incarnation, and within it that of the highest step. Void checkpoints are removed once a checkpoint of the
+current incarnation is on disk. The counter of incarnations lies beside the checkpoints; it grows with each start of the
+trainer, and is on disk before that trainer changes a weight.
 """
 
 import logging
@@ -30,12 +30,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rolloutmq.bus.codec import checksum
-from rolloutmq.bus.durability import force, sum_of
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.bus.encoding.codec import checksum
+from rolloutmq.bus.fsync import force, sum_of
 from rolloutmq.schemas.errors import ConfigError, DamagedFileError
-from rolloutmq.trainer.adapters import ADAPTERS, Adapters
-from rolloutmq.trainer.optimizer import PolicyOptimizer
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.policy.adapters import ADAPTERS, Adapters
+from rolloutmq.trainer.step.optimizer import PolicyOptimizer
 from rolloutmq.trainer.weights.manifest import named_tensors
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ INCARNATIONS: Final = "incarnation"
 PREFIX: Final = "step-"
 _NAME: Final = re.compile(rf"{PREFIX}(\d+)")
 _UNREADABLE: Final = (OSError, msgspec.MsgspecError, SafetensorError, ValueError)
-"""What comes of reading a damaged checkpoint."""
+"""Errors of reading a damaged checkpoint."""
 _UNKNOWN: Final = -1
 """Incarnation of a checkpoint whose state cannot be read."""
 _RANDOM: Final = "random_state"
@@ -57,14 +57,14 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """`state.json`.
 
     Attributes:
-        version: The policy that the weights are.
-        unsettled: Groups that were learned from, but whose lease was lost before the broker was told. They come
-            again, and are then settled without being learned from a second time.
-        base: Digest of the frozen weights that the adapters belong to, if there are adapters.
-        alpha: Their scale, before it is divided by their rank.
+        version: Policy version of the weights.
+        unsettled: Groups that were trained on, but whose lease was lost before the broker heard. They are redelivered,
+            and then settled without being trained on again.
+        base: Digest of the frozen base weights of the adapters, if there are adapters.
+        alpha: Scale of the adapters, before division by their rank.
         sizes: Bytes of the other files, by name.
-        sums: CRC32C of the other files, by name; empty if it was written before there were any.
-        own: CRC32C of this file, with 0 in this place.
+        sums: CRC-32C of the other files, by name; empty in old checkpoints without checksums.
+        own: CRC-32C of this file, computed with 0 in this field.
     """
 
     version: PolicyVersion
@@ -77,7 +77,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was read. Its tensors are its files, mapped: removed ones keep their room for as long."""
+    """A checkpoint in memory. Its tensors map its files; a removed file keeps its disk space while mapped."""
 
     path: Path
     state: TrainerState
@@ -87,12 +87,12 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def next_incarnation(directory: Path) -> int:
-    """Begin a new life: return its number, from 0, once that number is on disk and can never be given again.
+    """Reserve the next incarnation, from 0, and return it once it is on disk.
 
-    It is above those of all checkpoints, also where these were brought here without the counter.
+    It is above the incarnations of all checkpoints, even if these were copied here without the counter.
 
     Raises:
-        DamagedFileError: The counter is no number: a life that was given before could be given again.
+        DamagedFileError: The counter is not a number, so an incarnation could be used twice.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / INCARNATIONS
@@ -111,7 +111,7 @@ def _counted(path: Path) -> int:
     except FileNotFoundError:
         return _UNKNOWN
     except ValueError:
-        problem = "is no number; write there the largest incarnation in trained.jsonl"
+        problem = "must be a number; write the largest incarnation in trained.jsonl there"
         raise DamagedFileError(str(path), 1, problem) from None
 
 
@@ -123,15 +123,15 @@ def save(
     optimizer: PolicyOptimizer,
     adapters: Adapters | None = None,
 ) -> Path:
-    """Write a checkpoint and return its path once it is on disk. Blocks for as long as the disk takes.
+    """Write a checkpoint and return its path once it is on disk. Blocks while the disk writes.
 
     Args:
-        directory: Where the checkpoints are.
+        directory: Directory of the checkpoints.
         identity: Directory with the policy's configuration and tokenizer.
-        state: What else to remember; sizes and checksums are filled in here.
-        policy: Its weights must not change meanwhile. By name, where the policy itself is in shards.
-        optimizer: The same.
-        adapters: What is saved in place of the policy, if only they learn.
+        state: Further state; sizes and checksums are filled in here.
+        policy: The policy, or its tensors by name if it is sharded. Must not change meanwhile.
+        optimizer: The optimizer. Must not change meanwhile.
+        adapters: Adapters to save instead of the policy, if only they are trained.
     """
     final = directory / f"{PREFIX}{state.version.step:06d}"
     with _becoming(final) as partial:
@@ -151,7 +151,7 @@ def save(
 
 
 def _seal(path: Path, state: TrainerState) -> None:
-    """Write the state, with what the files beside it are to be found as."""
+    """Write the state, with sizes and checksums of the files beside it."""
     files = list(path.iterdir())
     sizes = {file.name: file.stat().st_size for file in files}
     state = msgspec.structs.replace(
@@ -163,9 +163,9 @@ def _seal(path: Path, state: TrainerState) -> None:
 
 @contextmanager
 def _becoming(final: Path) -> Iterator[Path]:
-    """Yield an empty directory that takes the place of `final`, durably, when the block ends without an error."""
+    """Yield an empty directory that durably replaces `final` if the block ends without an error."""
     partial = final.with_name(f".{final.name}.partial")
-    for left in final.parent.glob(f".{PREFIX}*"):  # of a trainer that was killed: this one needs the room
+    for left in final.parent.glob(f".{PREFIX}*"):  # left by a killed trainer; frees its disk space
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -173,7 +173,7 @@ def _becoming(final: Path) -> Iterator[Path]:
         for file in partial.iterdir():
             force(file)
         force(partial)
-        shutil.rmtree(final, ignore_errors=True)  # of an earlier life, whose later steps are void
+        shutil.rmtree(final, ignore_errors=True)  # of an earlier incarnation, whose later steps are void
         partial.rename(final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -182,7 +182,7 @@ def _becoming(final: Path) -> Iterator[Path]:
 
 
 def own_tensors(policy: nn.Module) -> dict[str, Tensor]:
-    """Return the policy's own tensors by name; a tied one has its first name only."""
+    """Return the policy's tensors by name; a tied one under its first name only."""
     once: dict[int, str] = {}
     tensors = dict(named_tensors(policy))
     for name, tensor in tensors.items():
@@ -191,28 +191,30 @@ def own_tensors(policy: nn.Module) -> dict[str, Tensor]:
 
 
 def latest(directory: Path) -> Checkpoint | None:
-    """Read the newest whole checkpoint, or return None if there is none."""
+    """Read the newest valid checkpoint; None if there is none."""
     for path in reversed(saved(directory)):
         try:
             return _read(path)
         except _UNREADABLE as error:
-            logger.warning("checkpoint passed over path=%s reason=%s", path, error)
+            logger.warning("checkpoint skipped path=%s reason=%s", path, error)
     return None
 
 
 def saved(directory: Path) -> list[Path]:
-    """List the checkpoints, oldest first: by life, then by step. Those whose life cannot be read come last."""
+    """List the checkpoints, oldest first: by incarnation, then step. Unreadable ones come last."""
     return sorted((path for path in directory.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name)), key=_age)
 
 
 def _age(path: Path) -> tuple[bool, int, int]:
-    """Return what is larger of a newer checkpoint, or of one that may be newer: it is tried, and told of, first."""
+    """Return a sort key, larger for newer checkpoints; unknown incarnations are largest, so that they are tried
+    first.
+    """
     incarnation = _incarnation(path)
     return incarnation == _UNKNOWN, incarnation, _step(path)
 
 
 def _incarnation(path: Path) -> int:
-    """Return the life that wrote a checkpoint."""
+    """Return the incarnation that wrote a checkpoint."""
     try:
         return _state(path).version.incarnation
     except _UNREADABLE:
@@ -231,20 +233,20 @@ def _state(path: Path) -> TrainerState:
     if (state.sums or state.own) and state.own != checksum(
         [data.replace(b'"own":%d' % state.own, b'"own":0')]
     ):
-        raise ValueError(f"{STATE} is not as it was written")
+        raise ValueError(f"{STATE} does not match its checksum")
     return state
 
 
 def _check_sizes(path: Path, state: TrainerState) -> None:
     for name, size in state.sizes.items():
         if (found := (path / name).stat().st_size) != size:
-            raise ValueError(f"{name} has {found} bytes, was written with {size}")
+            raise ValueError(f"{name} has {found} bytes, {size} were written")
 
 
 def _check_sums(path: Path, state: TrainerState) -> None:
     for name, known in state.sums.items():
         if sum_of(path / name) != known:
-            raise ValueError(f"{name} is not as it was written")
+            raise ValueError(f"{name} does not match its checksum")
 
 
 def _read(path: Path) -> Checkpoint:
@@ -261,39 +263,42 @@ def _read(path: Path) -> Checkpoint:
 
 
 def restore_policy(checkpoint: Checkpoint, policy: nn.Module) -> None:
-    """Put the saved weights into a policy that was built from the same configuration.
+    """Copy the saved weights into a policy built from the same configuration.
 
     Raises:
-        ConfigError: The configuration describes another policy than the one that was saved.
+        ConfigError: The configuration describes another policy than the saved one.
     """
     if checkpoint.adapters:
-        raise ConfigError("trainer.lora", f"is missing: the checkpoint {checkpoint.path} has adapters alone")
+        raise ConfigError("trainer.lora", f"is required: the checkpoint {checkpoint.path} has adapters only")
     mine, saved_ones = own_tensors(policy), checkpoint.weights
     if {n: (t.shape, t.dtype) for n, t in mine.items()} != {
         n: (t.shape, t.dtype) for n, t in saved_ones.items()
     }:
-        raise ConfigError("model", f"is another policy than that of the checkpoint {checkpoint.path}")
+        raise ConfigError(
+            "model",
+            f"does not fit the checkpoint {checkpoint.path}: names, shapes or types of tensors differ",
+        )
     for name, tensor in mine.items():
         tensor.copy_(saved_ones[name])
 
 
 def random_state(checkpoint: Checkpoint) -> Tensor:
-    """Return the state of torch's random numbers at the time of the checkpoint."""
+    """Return the saved state of torch's random generator."""
     return checkpoint.optimizer[_RANDOM]
 
 
 def prune(written: Path, keep: int, *, began: int, proven: set[Path]) -> None:
-    """Remove what nobody would go on from, now that a checkpoint was written; never that one.
+    """Remove checkpoints that no trainer would continue from, after one was written; never that one.
 
-    There remain the newest `keep` whole ones, `written` included. Damaged ones go, and those that are void. What cannot
-    be removed stays until the next time, with a line in the log.
+    The newest `keep` valid ones stay, including `written`. Damaged and void ones are removed. A checkpoint that cannot
+    be removed is logged and stays until the next time.
 
     Args:
-        written: The newest.
-        keep: How many may remain.
-        began: Step from which this life went on: what earlier lives have beyond it is void.
-        proven: What this life has read or written, and so knows to be whole. Only others are read here, as few as
-            will do and each once, and added: to read all of them each time would take as long as to write them.
+        written: The newest checkpoint.
+        keep: How many may stay.
+        began: Step from which this incarnation continued: later steps of earlier incarnations are void.
+        proven: Checkpoints this incarnation knows to be valid; extended here. Only others are read, as few as needed
+            and each once, because reading all of them takes as long as writing them.
     """
     life, step = _incarnation(written), _step(written)
     proven.add(written)
@@ -310,7 +315,7 @@ def prune(written: Path, keep: int, *, began: int, proven: set[Path]) -> None:
 
 
 def _is_whole(path: Path, proven: set[Path]) -> bool:
-    """Tell whether all files are there as they were written; of what is proven only the sizes are looked at."""
+    """Return whether all files are as written; of known checkpoints only the sizes are checked."""
     try:
         state = _state(path)
         _check_sizes(path, state)

@@ -1,11 +1,11 @@
-"""How the trainer lives as a process: its log, the signals that end it, the run that it belongs to.
+"""Process of the trainer: signals, and the waits they end.
 
-    SIGTERM, SIGINT, SIGUSR1   end in order: the step in hand is finished and settled, a checkpoint written;
-                               the exit code is 130, so that whoever keeps it knows that there are steps left
+    SIGTERM, SIGINT, SIGUSR1   orderly end: finish and settle the step, write a checkpoint; exit code 130, so that the
+                               supervisor knows that steps are left
     SIGTERM, SIGINT again      end at once with 130
 
-The trainer blocks: it computes, or it waits for the broker, perhaps for ever. A signal that comes while it computes is
-only noted. One that comes within `Stop.interrupting` ends the wait there, by an exception, as Ctrl-C would.
+The trainer blocks: it computes, or waits for the broker, perhaps forever. A signal during computation sets a flag. A
+signal inside `Stop.interrupting` ends the wait by an exception, like Ctrl-C.
 """
 
 import logging
@@ -22,18 +22,18 @@ INTERRUPTED: Final = 130
 
 
 class StoppedError(KeyboardInterrupt):
-    """The trainer was asked to end while it waited. A wait that Ctrl-C can end in order, this ends in order too."""
+    """The trainer was asked to end while it waited. Handled like KeyboardInterrupt."""
 
 
 class Stop:
-    """The request to end. Belongs to the main thread, where signal handlers run."""
+    """The request to end. For the main thread, where signal handlers run."""
 
     def __init__(self) -> None:
         self.asked = False
         self._waiting = False
 
     def request(self, reason: str) -> None:
-        """Ask for the end. Raises StoppedError if called from a handler while the trainer waits."""
+        """Request the end. Raises StoppedError in a handler that interrupts a wait."""
         if not self.asked:
             self.asked = True
             logger.info("stopping reason=%s", reason)
@@ -43,7 +43,7 @@ class Stop:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Let a request end the wait in the block with StoppedError, at once if it was made before."""
+        """Let a request end the wait in the block with StoppedError; at once if it was made before."""
         self._waiting = True
         try:
             if self.asked:
@@ -55,7 +55,7 @@ class Stop:
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Handle the signals of the process within the block, then put the old handlers back. For the main thread."""
+    """Handle the signals of the process within the block, then restore the old handlers. For the main thread."""
     stop = Stop()
     with signals(stop.request):
         yield stop

@@ -1,14 +1,14 @@
-"""The ranks of one trainer: processes that take each step together, each on its own part of the batch.
+"""Ranks of one trainer: processes that take each step together, each on its own shard of the batch.
 
-Rank 0 owns what there is once: the shared weights, the journal, the checkpoints. All ranks hold a shard of the
-parameters and of the optimizer (`sharding`), pull under one lease, which gives them disjoint groups, and settle each
-for itself. Whatever is decided is decided by all, in the same place of the loop, or one would wait for ever for the
-others: whether there is a batch, whether there is anything to learn, whether to stop.
+Rank 0 owns the shared weights, the log and the checkpoints. All ranks hold a shard of the parameters and the optimizer
+(`sharding`), pull under one lease, which gives them disjoint groups, and settle separately. All ranks take every
+decision together, at the same place of the loop, or one would wait forever for the others: whether there is a batch,
+whether there is a signal, whether to stop.
 
-They meet at a store that rank 0 opens on this host; its address lies in the run directory. If one of them dies the
-others' next word to it is an error, and they end too; all are started again, and go on from the checkpoint. Whoever is
-back before rank 0 has noticed finds a meeting that has begun without him, and waits for the next. One that hangs is
-missed after `trainer.rank_patience_s`, which bounds every wait for another; whoever keeps the ranks then ends it, too.
+They meet at a store that rank 0 opens on this host; its address lies in the run directory. If a rank dies, the next
+collective call of the others fails and they end too; all are restarted and continue from the checkpoint. A rank that is
+back before rank 0 has noticed finds a meeting that has begun without it, and waits for the next one. A hanging rank is
+detected after `trainer.rank_patience_s`, which bounds every wait for another rank; the supervisor then ends it.
 """
 
 import logging
@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rolloutmq.bus.rundir import read_json, write_json
-from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import ConfigError, EndOfReplayError, GivenUpError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.process import StoppedError
 
 logger = logging.getLogger(__name__)
@@ -42,96 +42,96 @@ B = TypeVar("B")
 HOST: Final = "127.0.0.1"
 LOOK_S: Final = 0.05
 JOIN_S: Final = 5.0
-"""How long one attempt to reach the store may take."""
+"""Time limit of one attempt to reach the store, in seconds."""
 _BEGUN: Final = "begun"
-"""Key that the first rank sets when all have met."""
+"""Key that rank 0 sets once all ranks have met."""
 
 
 class RankLostError(GivenUpError):
-    """The ranks cannot hear each other any more: all of them begin again."""
+    """The ranks lost contact: all of them restart."""
 
     def __str__(self) -> str:
-        return "another rank of the trainer is gone, its log says why"
+        return "another rank of the trainer has ended; see its log"
 
 
 class RankSilentError(RankLostError):
-    """Another rank was waited for as long as the configuration says, and has not ended."""
+    """Another rank did not respond within the configured time, and has not ended."""
 
     def __init__(self, patience_s: float, ranks: Sequence[int] = ()) -> None:
         self.patience_s = patience_s
         self.ranks = ranks
-        """Which of them, if that is known."""
+        """The silent ranks, if known."""
 
     def __str__(self) -> str:
         who = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "another rank"
         return (
-            f"{who} of the trainer was not heard for {self.patience_s:g} s, trainer.rank_patience_s: "
-            "it hangs, or needs longer than that"
+            f"{who} of the trainer did not respond within {self.patience_s:g} s (trainer.rank_patience_s): "
+            "it hangs, or needs a longer limit"
         )
 
 
 class Ranks:
-    """A rank that is alone."""
+    """A single rank."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that owns what there is once."""
+        """Whether this rank owns weights, log and checkpoints."""
         return self.rank == 0
 
     def sums(self, *values: int) -> list[int]:
-        """Add up numbers over all ranks."""
+        """Return the sums of numbers over all ranks."""
         return list(values)
 
     def most(self, value: int) -> int:
-        """Return the largest number of any rank."""
+        """Return the maximum of a number over all ranks."""
         return value
 
     def every(self, own: T) -> list[T]:
-        """Tell all ranks something, and return what each of them tells, by rank."""
+        """Return the values of all ranks, by rank."""
         return [own]
 
 
 class ManyRanks(Ranks):
-    """One of several. Every method waits for the others, who must call the same."""
+    """One of several ranks. Every method waits for the other ranks, which must call the same."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
     def sums(self, *values: int) -> list[int]:
-        """Add up numbers over all ranks."""
+        """Return the sums of numbers over all ranks."""
         total = torch.tensor(values)
         dist.all_reduce(total)
         return [int(value) for value in total]
 
     def most(self, value: int) -> int:
-        """Return the largest number of any rank."""
+        """Return the maximum of a number over all ranks."""
         found = torch.tensor(value)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
     def every(self, own: T) -> list[T]:
-        """Tell all ranks something, and return what each of them tells, by rank."""
+        """Return the values of all ranks, by rank."""
         data = msgspec.msgpack.encode(own)
         size = self.most(len(data))
         padded = torch.zeros(size + 8, dtype=torch.uint8)
         padded[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
         padded[8 : 8 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        told = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(told, padded)
-        return [msgspec.msgpack.decode(_unpadded(one), type=type(own)) for one in told]
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded)
+        return [msgspec.msgpack.decode(_unpadded(one), type=type(own)) for one in gathered]
 
 
-def _unpadded(told: torch.Tensor) -> bytes:
-    raw = told.numpy().tobytes()
+def _unpadded(padded: torch.Tensor) -> bytes:
+    raw = padded.numpy().tobytes()
     return raw[8 : 8 + int.from_bytes(raw[:8], "little")]
 
 
 class _Outcome(IntEnum):
-    """What a pull came to; the largest of all ranks holds for all."""
+    """Outcome of a pull; the largest of all ranks holds for all."""
 
     BATCH = 0
     NOTHING = 1
@@ -140,20 +140,20 @@ class _Outcome(IntEnum):
 
 
 class Lockstep(Generic[B]):
-    """Pulls of all ranks: either all have their part of the same step, or none goes on."""
+    """Pulls of all ranks: all have their shard of the same step, or none continues."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._held: B | None = None
 
     def pull(self, ask: Callable[[], B | None]) -> B | None:
-        """Return this rank's part of a batch when all ranks have theirs; None if they have to ask once more.
+        """Return this rank's shard of a batch once all ranks have theirs; None if they have to pull again.
 
         Args:
-            ask: Waits for the part, for a bounded time.
+            ask: Waits for the shard, for a bounded time.
 
         Raises:
-            StoppedError, EndOfReplayError: `ask` raised it, here or at another rank.
+            StoppedError, EndOfReplayError: `ask` raised it, on this rank or another.
         """
         error: BaseException | None = None
         if self._held is None:
@@ -165,7 +165,7 @@ class Lockstep(Generic[B]):
         if worst == _Outcome.STOPPED:
             raise error if isinstance(error, StoppedError) else StoppedError
         if worst == _Outcome.OVER:
-            raise error or EndOfReplayError("another rank has come to the end")
+            raise error or EndOfReplayError("another rank reached the end of the replay")
         if not self._all_of_one_lease() or worst == _Outcome.NOTHING:
             return None
         batch, self._held = self._held, None
@@ -179,9 +179,9 @@ class Lockstep(Generic[B]):
         return _Outcome.NOTHING if self._held is None else _Outcome.BATCH
 
     def _all_of_one_lease(self) -> bool:
-        """Where parts are of different leases, let go of all: whose lease is alive gets its part again.
+        """If shards belong to different leases, drop all: a live lease delivers its shard again.
 
-        The number tells nothing of that: a broker that keeps nothing begins anew with it.
+        Lease numbers do not tell which is live: a broker without a journal starts numbering again.
         """
         if self._ranks.size == 1:
             return True
@@ -195,11 +195,11 @@ def _lease(batch: Any) -> int:
     return -1 if batch is None else int(batch.lease << 20) + int(batch.generation)
 
 
-class Unshared:
-    """What a rank that does not own the shared weights has in their place."""
+class NoSharedWeights:
+    """Placeholder for the shared weights on ranks that do not own them."""
 
     def writing(self, _version: PolicyVersion) -> AbstractContextManager[None]:
-        """Keep nobody out: nobody reads here."""
+        """Lock nothing: there are no readers."""
         return nullcontext()
 
 
@@ -214,21 +214,21 @@ class _Address(msgspec.Struct, frozen=True):
 def met(file: Path, rank: int, size: int, patience_s: float) -> Iterator[Ranks]:
     """Meet the other ranks of a run, and leave them at the end.
 
-    KeyboardInterrupt and its children end the wait.
+    KeyboardInterrupt and its subclasses end the wait.
 
     Args:
-        file: Where the first says where.
-        rank: Which of them this is.
-        size: How many there are.
-        patience_s: Longest wait for another rank, here and for each word inside.
+        file: Address file of the store.
+        rank: This rank.
+        size: Number of ranks.
+        patience_s: Longest wait for another rank, here and in every collective call.
 
     Raises:
-        ConfigError: There is no such rank.
-        RankSilentError: Another rank does not come, or says nothing any more.
-        RankLostError: Another rank ended meanwhile; also in place of what was raised inside because of it.
+        ConfigError: The rank does not exist.
+        RankSilentError: Another rank does not come, or does not respond.
+        RankLostError: Another rank ended; also replaces errors inside the block that follow from it.
     """
     if rank >= size:
-        raise ConfigError("trainer.ranks", f"is {size}: there is no rank {rank}")
+        raise ConfigError("trainer.ranks", f"must be above {rank} for rank {rank} (got {size})")
     if size == 1:
         yield Ranks()
         return
@@ -237,7 +237,7 @@ def met(file: Path, rank: int, size: int, patience_s: float) -> Iterator[Ranks]:
         store = _opened(file) if rank == 0 else _found(file, patience_s)
         store.set(f"here/{rank}", "")
         _await_all(store, size, patience_s)
-        # Who has died since he came is missed here, unless he is back in time: then he takes his place again.
+        # A rank that died since it came is missed here, unless it is back in time and takes its place again.
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=patience_s)
         )
@@ -251,7 +251,7 @@ def met(file: Path, rank: int, size: int, patience_s: float) -> Iterator[Ranks]:
 
 @contextmanager
 def _noticing_losses(patience_s: float) -> Iterator[None]:
-    """Say of an error of torch that it means the end of another rank. Most of them have no class of their own."""
+    """Translate errors of torch that mean the end of another rank. Most have no class of their own."""
     try:
         yield
     except RuntimeError as error:
@@ -270,7 +270,7 @@ def _opened(file: Path) -> Any:
 
 
 def _await_all(store: Any, size: int, patience_s: float) -> None:
-    """Wait until every rank has come."""
+    """Wait until every rank is there."""
     until = time.monotonic() + patience_s
     while missing := [each for each in range(size) if not store.check([f"here/{each}"])]:
         if time.monotonic() > until:
@@ -294,7 +294,7 @@ def _found(file: Path, patience_s: float) -> Any:
 
 
 def _listens(port: int) -> bool:
-    """Tell whether anybody is there: the address may be of a life that is over, and torch would make many words."""
+    """Return whether the port accepts connections: the address may be outdated, and torch would log at length."""
     try:
         socket.create_connection((HOST, port), JOIN_S).close()
     except OSError:

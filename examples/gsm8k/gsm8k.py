@@ -1,9 +1,9 @@
-"""Word problems with a number as their answer, from a file of your own: a JSON object a line, `question` and `answer`.
+"""Word problems with numeric answers, from your own file: one JSON object with `question` and `answer` on each line.
 
     {"question": "Tom has 3 apples and buys 4. How many has he?", "answer": "He has 3 + 4 = 7.\\n#### 7"}
 
-The answer is what stands behind `####`, or else the last number. A reply scores 1 if its last number is that one, and
-0.1 if it has another number at all, so that a policy that has none yet has something to go by.
+The right answer is the number after `####`, or else the last number. A reply scores 1 if its last number is right, and
+0.1 if it has any other number, so a policy without a format yet has a signal.
 """
 
 import json
@@ -29,10 +29,10 @@ class GSM8K(SingleTurn[Problem]):
     """Draws problems from a file.
 
     Args:
-        problems: The file, relative to where the run was started.
-        max_tokens: Longest reply.
-        prompt: How a question is put, with `{question}` in it.
-        chat: Put it as a message, through the chat template of the model.
+        problems: Path of the file, relative to the working directory of the run.
+        max_tokens: Longest reply, in tokens.
+        prompt: Template of the prompt, with `{question}`.
+        chat: Send the prompt as a chat message through the model's chat template.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GSM8K(SingleTurn[Problem]):
 
 
 def read(path: Path) -> list[Problem]:
-    """Read a file of problems; ValueError with the line that is none."""
+    """Read a file of problems; ValueError names a line that is not a problem."""
     problems = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -67,17 +67,17 @@ def read(path: Path) -> list[Problem]:
             found = json.loads(line)
             question, answer = str(found["question"]), str(found["answer"])
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}:{number}: is no object with `question` and `answer`") from None
+            raise ValueError(f"{path}:{number}: must be an object with `question` and `answer`") from None
         right = last_number(answer.rpartition("####")[2])
         if right is None:
-            raise ValueError(f"{path}:{number}: its answer has no number")
+            raise ValueError(f"{path}:{number}: its answer has no number (got {answer!r:.80})")
         problems.append(Problem(question, right))
     if not problems:
-        raise ValueError(f"{path}: holds no problem")
+        raise ValueError(f"{path}: has no problem; write one JSON object on each line")
     return problems
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text; 1,234.50 and 1234.5 are the same."""
+    """Return the last number of a text, or None; 1,234.50 equals 1234.5."""
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "")) if found else None

@@ -1,4 +1,5 @@
-"""The broker: takes in groups, holds them back or lets them through, and hands out exact batches under leases.
+"""The broker: queues groups, applies backpressure, and leases exact batches.
 
-`core` decides and touches no socket, file or clock; `dataplane` drives it on the four sockets; `server` is its life.
+`core` decides and touches no socket, file or clock. `io.data_plane` drives it on the four sockets. `server` starts
+and ends it.
 """

@@ -1,60 +1,60 @@
-"""What the core asks its shell to do. The core itself touches no socket and no file."""
+"""Actions: the core's instructions to the data plane. The core itself touches no socket and no file."""
 
 from typing import Any
 
 import msgspec
 
-from rolloutmq.schemas import delivery
-from rolloutmq.schemas.message import Message
-from rolloutmq.schemas.records import DroppedGroup
-from rolloutmq.services.broker.groups import StoredGroup
+from rolloutmq.schemas.files import DroppedGroup
+from rolloutmq.schemas.wire import replies
+from rolloutmq.schemas.wire.envelope import Message
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
 
 Route = tuple[bytes, ...]
 """Return address of a request: opaque to the core."""
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Answer one request. `frames` follow the message, untouched."""
+    """Answer one request. `frames` follow the message unchanged."""
 
     route: Route
-    message: delivery.Reply
+    message: replies.Reply
     frames: tuple[Any, ...] = ()
-    binding: bool = False
-    """It tells of a change, and must not be said before the change is as durable as the run demands."""
+    durable: bool = False
+    """Send it only when the events it reports are as durable as the run demands."""
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """Publish on `events`. An ack is binding; everything else is not."""
+    """Publish on `events`. Only an ack waits until its events are durable."""
 
     topic: bytes
     message: Message
 
     @property
-    def binding(self) -> bool:
-        return isinstance(self.message, delivery.Ack)
+    def durable(self) -> bool:
+        return isinstance(self.message, replies.Ack)
 
 
 class Dropped(msgspec.Struct, frozen=True):
     """Write one line of `dropped.jsonl`."""
 
     record: DroppedGroup
-    binding: bool = False
+    durable: bool = False
 
 
 class Bury(msgspec.Struct, frozen=True):
-    """Put a dead group's contents aside; without frames they are damaged."""
+    """Write the dead letter of a group; `frames` is None if its contents are damaged."""
 
     group: StoredGroup
     frames: tuple[Any, ...] | None
     reason: str
-    binding: bool = False
+    durable: bool = False
 
 
 class Unbury(msgspec.Struct, frozen=True):
-    """Remove a dead group's contents: it lives again, and will do so after a restart too."""
+    """Remove the dead letter of a group queued again."""
 
     order: int
-    binding: bool = True
+    durable: bool = True
 
 
 Action = Reply | Publish | Dropped | Bury | Unbury
@@ -66,12 +66,12 @@ class Outbox:
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self.muted = False
-        """An earlier life is being brought back: what it did was done then."""
+        """Events of an earlier life are being applied: its dead letters were written then."""
 
     def reply(
-        self, route: Route, message: delivery.Reply, frames: tuple[Any, ...] = (), *, binding: bool = False
+        self, route: Route, message: replies.Reply, frames: tuple[Any, ...] = (), *, durable: bool = False
     ) -> None:
-        self._actions.append(Reply(route, message, frames, binding))
+        self._actions.append(Reply(route, message, frames, durable))
 
     def bury(self, group: StoredGroup, frames: tuple[Any, ...] | None, reason: str) -> None:
         self._actions.append(Bury(group, frames, reason))
@@ -83,10 +83,10 @@ class Outbox:
         self._actions.append(Dropped(DroppedGroup(at=at, group_id=group_id, state=state, reason=reason)))
 
     def drop_all(self) -> None:
-        """Forget what was gathered."""
+        """Forget the gathered actions."""
         self._actions.clear()
 
     def take(self) -> list[Action]:
-        """Return what was gathered and start anew."""
+        """Return the gathered actions and start anew."""
         actions, self._actions = self._actions, []
         return actions

@@ -1,26 +1,28 @@
-"""The broker's core, sans I/O: events in, actions out. This file only composes.
+"""The broker's core, sans I/O: requests and groups in, actions out.
 
-    producing   sessions, groups coming in        sessions, windows, admission, pacing, lanes
-    consuming   pulls, leases, settlements        consumers, leases, forming, batching, shards, settlement, retained
-    operating   workers, drains, status, reset    workers, status, runs, ledger
-    tasking     tasks that a trainer submits      tasks
+    producers   sessions, incoming groups          flow: sessions, credits, permits, acks
+    consumers   pulls, leases, settle, commit      batches: builder, staleness, leases, transitions, rewind
+    admin       workers, drains, settings, reset   state: workers, ledger, GPU orders
+    tasks       tasks submitted by a trainer       state: tasks
 
-Every call takes the clock: `now` in monotonic seconds decides, `wall` is for records. The core keeps groups as opaque
-frames and opens none. It is deterministic, it logs nothing, and whatever a peer says ends in a reply or a count.
+This file only composes. Every call takes the clock: `now` in monotonic seconds decides, `wall` is for records. The
+core keeps groups as opaque frames and decodes none. It is deterministic and logs nothing. Every message of a peer
+ends in a reply or a count.
 
-The seam of the journal: each call leaves `facts` of what it changed, and marks the actions that tell of a change as
-binding. The shell hands the facts to the journal and lets binding actions wait until they are durable. `snapshot` and
-`restore` are the two ends of a life; an earlier life is brought back by the very code that serves this one.
+The seam to the journal: each call leaves `events` for its changes and marks the actions that report a change as
+durable. The data plane hands the events to the journal and holds durable actions back until it has committed them.
+`snapshot` and `restore` are the two ends of a life: a restart applies the events with the same code.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from rolloutmq.bus import topics
-from rolloutmq.schemas import delivery
-from rolloutmq.schemas.config import BrokerConfig, RunConfig
-from rolloutmq.schemas.control import (
+from rolloutmq.bus.encoding import topics
+from rolloutmq.schemas.config.broker import BrokerConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import Endpoints
+from rolloutmq.schemas.wire.control import (
     Disconnect,
     Drain,
     GetStatus,
@@ -33,49 +35,47 @@ from rolloutmq.schemas.control import (
     Shutdown,
     WorkerBeat,
 )
-from rolloutmq.schemas.delivery import (
+from rolloutmq.schemas.wire.envelope import Envelope
+from rolloutmq.schemas.wire.hardware import CordonGpu, UncordonGpu
+from rolloutmq.schemas.wire.replies import Ok, Reply
+from rolloutmq.schemas.wire.requests import (
     Commit,
     ConsumerBeat,
     DeclareTables,
     GetInfo,
     Goodbye,
-    Ok,
     Pull,
     RegisterConsumer,
     RegisterProducer,
     Release,
+    Request,
     Settle,
     Sync,
 )
-from rolloutmq.schemas.envelope import Envelope
-from rolloutmq.schemas.hardware import CordonGpu, UncordonGpu
-from rolloutmq.schemas.records import Endpoints
-from rolloutmq.schemas.tasks import AwaitTasks, CancelTasks, HandBack, SubmitTasks, TakeTasks
+from rolloutmq.schemas.wire.tasks import AwaitTasks, CancelTasks, HandBack, SubmitTasks, TakeTasks
 from rolloutmq.services.broker.actions import Action, Publish, Route
-from rolloutmq.services.broker.arenas import OpenArena
-from rolloutmq.services.broker.audit import audit
-from rolloutmq.services.broker.consuming import Consuming
-from rolloutmq.services.broker.groups import StoredGroup
-from rolloutmq.services.broker.journal.body import Ram
-from rolloutmq.services.broker.journal.packing import AnyFact
-from rolloutmq.services.broker.log import Entry, SnapshotItem
-from rolloutmq.services.broker.operating import Operating
-from rolloutmq.services.broker.producing import Producing
-from rolloutmq.services.broker.restoring import restore
-from rolloutmq.services.broker.snapshot import snapshot
-from rolloutmq.services.broker.state import State
-from rolloutmq.services.broker.status import Status
-from rolloutmq.services.broker.tasking import Tasking
-from rolloutmq.services.broker.unpacking import Source
+from rolloutmq.services.broker.broker_state import BrokerState
+from rolloutmq.services.broker.flow.arenas import OpenArena
+from rolloutmq.services.broker.invariants import check_invariants
+from rolloutmq.services.broker.journal.event_buffer import Entry, SnapshotRecord
+from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
+from rolloutmq.services.broker.journal.stored_group import BodyMemory, StoredGroup
+from rolloutmq.services.broker.requests.admin import AdminRequests
+from rolloutmq.services.broker.requests.consumers import ConsumerRequests
+from rolloutmq.services.broker.requests.producers import ProducerRequests
+from rolloutmq.services.broker.requests.status import StatusReporter
+from rolloutmq.services.broker.requests.tasks import TaskRequests
+from rolloutmq.services.broker.snapshots.restore import BodySource, restore
+from rolloutmq.services.broker.snapshots.snapshot import snapshot
 
-POUR_S: Final = 0.05
-"""How often room is looked for on behalf of producers that wait for it; what is settled goes to them at once."""
+GRANT_S: Final = 0.05
+"""How often credits are granted to waiting producers. Room freed by a settle is granted at once."""
 LOOKS_PER_S: Final = 4000
-"""So many producers are looked at in a second for that; with more of them it is done less often."""
-_TELL_NOTHING: Final = frozenset({GetInfo, WorkerBeat, GetStatus, ConsumerBeat, Shutdown})
-"""Requests whose answers bind nobody to anything."""
+"""Producers examined for credit in a second. Beyond it credits are granted less often."""
+_STATELESS: Final = frozenset({GetInfo, WorkerBeat, GetStatus, ConsumerBeat, Shutdown})
+"""Requests whose replies report no change."""
 SWEEP_S: Final = 1.0
-"""How often the silent are looked for."""
+"""How often silent peers are looked for."""
 
 
 class BrokerCore:
@@ -83,13 +83,13 @@ class BrokerCore:
 
     Args:
         config: The run's configuration.
-        epoch: Number of this life of the broker; larger than that of any life before.
-        endpoints: Addresses to tell to those who ask.
-        ram: Budget of the groups that are in memory; None if they cannot be anywhere else.
-        open_arena: Opens the arenas of producers on this host; None if no arena is to be read.
+        epoch: Number of this life of the broker; larger than that of any earlier life.
+        endpoints: Addresses reported to clients.
+        ram: Budget of the group bodies in memory; None if there is no journal to read them back from.
+        open_arena: Opens the arenas of producers on this host; None disables shared memory.
 
     Attributes:
-        shutdown: Somebody asked the broker to save what it holds and end.
+        shutdown: A client asked the broker to save its state and end.
     """
 
     def __init__(
@@ -98,55 +98,55 @@ class BrokerCore:
         *,
         epoch: int,
         endpoints: Endpoints | None = None,
-        ram: Ram | None = None,
+        ram: BodyMemory | None = None,
         open_arena: OpenArena | None = None,
     ) -> None:
         self.shutdown = False
         self._pressure_s = config.broker.pressure_interval_s
         self._ack_s = config.broker.ack_interval_s
-        self._state = State(config, epoch, endpoints, ram, open_arena)
-        self._producing = Producing(self._state)
-        self._consuming = Consuming(self._state)
-        self._operating = Operating(self._state, self._producing, self._consuming)
-        self._status = Status(self._state, self._consuming, self._operating.tuning)
-        self._tasking = Tasking(self._state, self._producing)
-        self._producing.on_left = self._tasking.left
-        self._handlers = self._table()
+        self._state = BrokerState(config, epoch, endpoints, ram, open_arena)
+        self._producers = ProducerRequests(self._state)
+        self._consumers = ConsumerRequests(self._state)
+        self._admin = AdminRequests(self._state, self._producers, self._consumers)
+        self._status = StatusReporter(self._state, self._consumers, self._admin.live_settings)
+        self._tasks = TaskRequests(self._state, self._producers)
+        self._producers.on_left = self._tasks.left
+        self._handlers = self._request_handlers()
         self._pressure: Publish | None = None
-        self._pressure_due = self._pour_due = self._sweep_due = 0.0
+        self._pressure_due = self._grant_due = self._sweep_due = 0.0
 
-    def _table(self) -> "dict[type, Callable[[Any, float, float], delivery.Reply]]":
-        """Return who answers which request. What may be answered later is missing."""
-        producing, consuming, operating = self._producing, self._consuming, self._operating
-        tasking = self._tasking
+    def _request_handlers(self) -> "dict[type, Callable[[Any, float, float], Reply]]":
+        """Return the handler of each request with an immediate reply."""
+        producers, consumers, admin = self._producers, self._consumers, self._admin
+        tasks = self._tasks
         return {
-            RegisterProducer: lambda r, now, _: producing.register(r, now),
-            DeclareTables: lambda r, now, _: producing.declare(r, now),
-            Sync: lambda r, now, _: producing.sync(r, now),
-            Goodbye: lambda r, now, _: producing.goodbye(r, now),
-            RegisterConsumer: consuming.register,
-            Settle: consuming.settle,
-            Commit: lambda r, now, _: consuming.commit(r, now),
-            Release: consuming.release,
-            ConsumerBeat: lambda r, now, _: consuming.beat(r, now),
-            GetInfo: lambda *_: operating.info(),
-            WorkerBeat: lambda r, now, _: operating.beat(r, now),
-            Drain: lambda r, *_: operating.drain(r),
-            SetWorkers: lambda r, *_: operating.set_workers(r),
-            CordonGpu: lambda r, _, wall: operating.order_gpu(r, wall),
-            UncordonGpu: lambda r, _, wall: operating.order_gpu(r, wall),
-            SetValues: operating.set_values,
+            RegisterProducer: lambda r, now, _: producers.register(r, now),
+            DeclareTables: lambda r, now, _: producers.declare(r, now),
+            Sync: lambda r, now, _: producers.sync(r, now),
+            Goodbye: lambda r, now, _: producers.goodbye(r, now),
+            RegisterConsumer: consumers.register,
+            Settle: consumers.settle,
+            Commit: lambda r, now, _: consumers.commit(r, now),
+            Release: consumers.release,
+            ConsumerBeat: lambda r, now, _: consumers.beat(r, now),
+            GetInfo: lambda *_: admin.info(),
+            WorkerBeat: lambda r, now, _: admin.beat(r, now),
+            Drain: lambda r, *_: admin.drain(r),
+            SetWorkers: lambda r, *_: admin.set_workers(r),
+            CordonGpu: lambda r, _, wall: admin.order_gpu(r, wall),
+            UncordonGpu: lambda r, _, wall: admin.order_gpu(r, wall),
+            SetValues: admin.set_values,
             GetStatus: lambda _, now, wall: self._status.report(now, wall),
-            Disconnect: lambda r, *_: operating.disconnect(r),
+            Disconnect: lambda r, *_: admin.disconnect(r),
             Reset: lambda r, _, wall: self._reset(r, wall),
-            SubmitTasks: tasking.submit,
-            CancelTasks: lambda r, now, _: tasking.cancel(r, now),
-            HandBack: lambda r, now, _: tasking.hand_back(r, now),
+            SubmitTasks: tasks.submit,
+            CancelTasks: lambda r, now, _: tasks.cancel(r, now),
+            HandBack: lambda r, now, _: tasks.hand_back(r, now),
             Shutdown: lambda *_: self._end(),
         }
 
     def ingest(self, envelope: Envelope, frames: Sequence[Any], now: float, wall: float) -> list[Action]:
-        """Take in the groups of one message. Their acks come with the next `tick`, which is due at once.
+        """Accept the groups of one message. Their acks come with the next `tick`, which is due at once.
 
         Args:
             envelope: The decoded envelope.
@@ -154,29 +154,29 @@ class BrokerCore:
             now: Monotonic seconds.
             wall: Seconds since the epoch.
         """
-        if self._producing.ingest(envelope, frames, now, wall) and self._state.consumers.any_waiting:
-            self._consuming.serve(now, wall)
-        self._tasking.serve(now)
+        if self._producers.ingest(envelope, frames, now, wall) and self._state.consumers.any_waiting:
+            self._consumers.serve(now, wall)
+        self._tasks.serve(now)
         return self._state.outbox.take()
 
-    def request(self, route: Route, request: delivery.Request, now: float, wall: float) -> list[Action]:
-        """Serve one request; a pull may be answered by a later call. `route` is opaque and comes back."""
+    def request(self, route: Route, request: Request, now: float, wall: float) -> list[Action]:
+        """Serve one request; a pull may be answered by a later call. `route` is returned with the reply."""
         if isinstance(request, Pull):
-            self._consuming.pull(route, request, now, wall)
+            self._consumers.pull(route, request, now, wall)
         elif isinstance(request, TakeTasks):
-            self._tasking.take(route, request, now)
+            self._tasks.take(route, request, now)
         elif isinstance(request, AwaitTasks):
-            self._tasking.ask(route, request, now)
+            self._tasks.ask(route, request, now)
         elif isinstance(request, LatestExample):
-            self._state.outbox.reply(route, *self._operating.latest(request))
+            self._state.outbox.reply(route, *self._admin.latest(request))
         else:
             reply = self._handlers[type(request)](request, now, wall)
-            self._state.outbox.reply(route, reply, binding=type(request) not in _TELL_NOTHING)
+            self._state.outbox.reply(route, reply, durable=type(request) not in _STATELESS)
         return self._state.outbox.take()
 
     def _reset(self, request: Reset, wall: float) -> Ok:
-        reply = self._operating.reset(request, wall)
-        self._tasking.reset()
+        reply = self._admin.reset(request, wall)
+        self._tasks.reset()
         return reply
 
     def _end(self) -> Ok:
@@ -184,35 +184,35 @@ class BrokerCore:
         return Ok()
 
     def tick(self, now: float, wall: float) -> list[Action]:
-        """Do what time demands: expiries, credit, acks, drains, `pressure`."""
+        """Do the periodic work: expiries, credits, permits, acks, drains, `pressure`."""
         state = self._state
         self._status.begin(now)
-        self._consuming.tick(now, wall)
-        self._tasking.tick(now)  # as often as room is poured: it asks for no deadline of its own
+        self._consumers.tick(now, wall)
+        self._tasks.tick(now)  # needs no deadline of its own: credits are granted as often
         if now >= self._sweep_due:
             self._sweep_due = now + SWEEP_S
-            self._producing.sweep(now)
-            self._consuming.sweep(now)
-            self._operating.sweep(now)
-            self._tasking.sweep(now)
-            state.repace = True
-        if now >= self._pour_due:
-            self._pour_due = now + min(max(POUR_S, state.admission.live / LOOKS_PER_S), SWEEP_S)
-            state.admission.pour(now)
-            if state.repace or state.pacing.behind:
-                state.pacing.pace_all(now)
-        elif state.repace:
-            state.admission.flow(now)
-            state.pacing.pace_urgent(now)
-        state.repace = False
+            self._producers.sweep(now)
+            self._consumers.sweep(now)
+            self._admin.sweep(now)
+            self._tasks.sweep(now)
+            state.permits_due = True
+        if now >= self._grant_due:
+            self._grant_due = now + min(max(GRANT_S, state.credits.live / LOOKS_PER_S), SWEEP_S)
+            state.credits.grant_all(now)
+            if state.permits_due or state.permits.behind:
+                state.permits.pace_all(now)
+        elif state.permits_due:
+            state.credits.grant_freed(now)
+            state.permits.pace_urgent(now)
+        state.permits_due = False
         self._publish_acks(now)
         self._publish_pressure(now, wall)
         return state.outbox.take()
 
     def _publish_acks(self, now: float) -> None:
         state = self._state
-        for session in state.acks.due(now):
-            state.outbox.publish(topics.ack(session.producer), state.acks.of(session))
+        for session in state.ack_schedule.due(now):
+            state.outbox.publish(topics.ack(session.producer), state.ack_schedule.of(session))
         for drain in state.workers.due(now, self._ack_s):
             state.outbox.publish(topics.control(drain.worker), drain)
 
@@ -223,22 +223,22 @@ class BrokerCore:
             self._state.outbox.publish(self._pressure.topic, self._pressure.message)
 
     def next_deadline(self, now: float) -> float:
-        """Return the monotonic time at which `tick` has something to do; not after it if that is now."""
+        """Return the monotonic time of the next `tick`; at most `now` if one is due."""
         state = self._state
-        if state.repace:
+        if state.permits_due:
             return now
         return min(
-            state.acks.next_due(),
+            state.ack_schedule.next_due(),
             self._pressure_due,
             self._sweep_due,
-            self._pour_due,
-            self._consuming.next_deadline(),
-            state.former.deadline(now) if state.consumers.any_waiting else math.inf,
+            self._grant_due,
+            self._consumers.next_deadline(),
+            state.builder.deadline(now) if state.consumers.any_waiting else math.inf,
             state.workers.next_due(),
         )
 
     def subscribed(self, topic: bytes) -> list[Action]:
-        """Return the last value of every state topic that a new subscription to `topic` matches."""
+        """Return the last value of every state topic a new subscription matches."""
         state = self._state
         found: list[Action] = []
         if self._pressure is not None and topics.PRESSURE.startswith(topic):
@@ -246,105 +246,105 @@ class BrokerCore:
         for session in state.sessions:
             name = topics.ack(session.producer)
             if session.alive and name.startswith(topic):
-                found.append(Publish(name, state.acks.of(session)))
-        for drain in state.workers.told():
+                found.append(Publish(name, state.ack_schedule.of(session)))
+        for drain in state.workers.drains():
             name = topics.control(drain.worker)
             if name.startswith(topic):
                 found.append(Publish(name, drain))
         return found
 
     def reading(self) -> bool:
-        """Whether the shell may read `ingest`: the global mark is the last resort, credits come first."""
-        return not self._state.admission.full()
+        """Return whether the data plane may read `ingest`. The high-water mark is the last resort: credits come
+        first.
+        """
+        return not self._state.credits.full()
 
-    def facts(self) -> list[Entry]:
-        """Return what has changed since the last time, for the journal."""
-        return self._state.log.take()
+    def events(self) -> list[Entry]:
+        """Return the events since the last call, for the journal."""
+        return self._state.events.take()
 
     def journaled(self, status: JournalStatus, now: float) -> None:
-        """Note how the journal does; while it does not keep up, nothing more is begun."""
+        """Note the journal's health. While it cannot keep up, no permits are granted."""
         state = self._state
         stalled = status.health in {"slow", "full"}
         state.journal = status
-        if stalled != state.pacing.stalled:
-            state.pacing.stalled = stalled
-            state.pacing.pace_all(now)
+        if stalled != state.permits.stalled:
+            state.permits.stalled = stalled
+            state.permits.pace_all(now)
 
     def requeue(
         self, route: Route, dead: Sequence[StoredGroup], refused: dict[str, str], now: float, wall: float
     ) -> tuple[list[Action], list[int]]:
-        """Queue dead groups again, which the shell has read back; returns their former orders, too."""
+        """Queue dead groups again; return the actions and the orders of the groups."""
         names: list[str] = []
         orders: list[int] = []
         for group in dead:
             order = group.order
-            problem = self._operating.requeue(group, now, wall)
+            problem = self._admin.requeue(group, now, wall)
             if problem:
                 refused[group.header.group_id] = problem
             else:
                 names.append(group.header.group_id)
                 orders.append(order)
-        self._state.outbox.reply(route, Requeued(requeued=tuple(names), refused=refused), binding=True)
-        self._consuming.serve(now, wall)
+        self._state.outbox.reply(route, Requeued(requeued=tuple(names), refused=refused), durable=True)
+        self._consumers.serve(now, wall)
         return self._state.outbox.take(), orders
 
     @property
     def disk_full(self) -> bool:
-        """Whether nothing becomes durable for now."""
+        """Whether the disk is full, so nothing becomes durable for now."""
         return self._state.journal.health == "full"
 
     def close(self) -> None:
-        """Close what it has open: the arenas of producers."""
+        """Close the arenas of producers."""
         self._state.arenas.close()
 
     def rejected(self, reason: str) -> None:
-        """Count a message that the shell could not decode."""
+        """Count a message the data plane could not decode."""
         self._state.rejected[reason] += 1
 
-    def snapshot(self) -> "Iterator[SnapshotItem]":
-        """Yield the whole state, for the beginning of a log. What is pending in `facts` comes before it."""
+    def snapshot(self) -> "Iterator[SnapshotRecord]":
+        """Yield the whole state, for the beginning of an event log. Pending `events` come before it."""
         return snapshot(self._state)
 
     @property
     def config(self) -> BrokerConfig:
-        """The settings as they are now: some change while it runs."""
+        """The present settings; some change while the run is live."""
         return self._state.config.broker
 
     @property
     def held_groups(self) -> int:
-        """Groups that still exist, settled ones that wait for their checkpoint included."""
+        """Groups that still exist, including settled ones that wait for their checkpoint."""
         return len(self._state.groups)
 
     def lives(self, order: int) -> bool:
-        """Whether the group of that acceptance still exists, or was queued again under another."""
+        """Return whether the accepted group still exists, or was queued again under another order."""
         return self._state.groups.find(order) is not None or order in self._state.requeued
 
     def forget_unclaimed(self) -> None:
-        """Let the settled batches of trainers go that make no checkpoints."""
-        self._state.settlement.forget_unclaimed()
+        """Forget the settled batches of trainers that write no checkpoints."""
+        self._state.transitions.forget_unclaimed()
 
     def restore(
         self,
-        facts: Iterable[AnyFact],
-        source: Source,
+        events: Iterable[AnyEvent],
+        source: BodySource,
         now: float,
         wall: float,
     ) -> list[str]:
-        """Become what an earlier life was. Before anything else.
+        """Restore the state of an earlier life. Call it before anything else.
 
         Args:
-            facts: The items of a snapshot, then facts in their order.
-            source: Where the groups are.
-            now: Monotonic seconds; whoever was alive gets the full time to speak up.
+            events: The records of a snapshot, then events in their order.
+            source: Reads the bodies of groups.
+            now: Monotonic seconds. Every peer gets the full silence limit from here.
             wall: Seconds since the epoch.
 
         Returns:
-            What does not fit together, a line each; something was damaged then.
+            One line for each contradiction; the journal was damaged then.
         """
-        return restore(
-            self._state, self._operating, self._producing, self._consuming, facts, source, now, wall
-        )
+        return restore(self._state, self._admin, self._producers, self._consumers, events, source, now, wall)
 
     def validate(self) -> None:
         """Assert every invariant; for tests."""
-        audit(self._state)
+        check_invariants(self._state)

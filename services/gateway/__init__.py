@@ -1,1 +1,1 @@
-"""The gateway: the HTTP interface of Atropos, served by the bus."""
+"""The gateway: Atropos' HTTP interface on top of the bus."""

@@ -1,8 +1,8 @@
 """The gateway as an ASGI target: `uvicorn rolloutmq.services.gateway.asgi:app --host 0.0.0.0 --port 8000`.
 
-It serves the run in `ROLLOUTMQ_RUN_DIR` (default `runs/gateway`). If none lives there, it starts a broker of its own,
-which goes on with what lies there, and ends it when the server ends. One process for each run: a second one, such as
-another of uvicorn's workers, is refused.
+It serves the run in `ROLLOUTMQ_RUN_DIR` (default `runs/gateway`). If that run is not active, it starts a broker there,
+which resumes the run and ends with the server. Each run allows one process: a second one, such as another uvicorn
+worker, is rejected.
 """
 
 import asyncio
@@ -18,27 +18,26 @@ from typing import Final
 
 from rolloutmq.bus.rundir import load_run, wait_json
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import Endpoints
-from rolloutmq.services.gateway.exchange import Receive, Scope, Send
-from rolloutmq.services.gateway.http import SWITCH_S, Application
+from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.services.gateway.app import SWITCH_S, GatewayApp
+from rolloutmq.services.gateway.http_io import Receive, Scope, Send
 from rolloutmq.services.gateway.service import Gateway
-from rolloutmq.services.monitor.life import Life, fate_of
+from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 
 logger = logging.getLogger(__name__)
 
 RUN_DIR: Final = "ROLLOUTMQ_RUN_DIR"
 DEFAULT: Final = "runs/gateway"
 END_S: Final = 60.0
-"""A broker that has not ended by then is left to its launcher's own deadlines."""
+"""Longest wait for the broker's end; after that its launcher's own deadlines apply."""
 
 
-class Target:
-    """An application that opens its gateway when the server starts."""
+class AsgiTarget:
+    """Application that opens its gateway when the server starts."""
 
     def __init__(self, run_dir: Path | None = None) -> None:
         self._run_dir = run_dir
-        self._application: Application | None = None
+        self._application: GatewayApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -55,16 +54,16 @@ class Target:
         async with AsyncExitStack() as stack:
             try:
                 self._application = await stack.enter_async_context(self._opened())
-            except Exception as error:  # the server tells its text and ends
+            except Exception as error:  # the server logs its text and ends
                 if not isinstance(error, RolloutMQError):
-                    logger.exception("the gateway cannot start")
+                    logger.exception("gateway not started")
                 await send({"type": "lifespan.startup.failed", "message": str(error)})
                 return
             await send({"type": "lifespan.startup.complete"})
             try:
                 await receive()
             except BaseException:
-                # The gateway failed beneath it. Servers take that for a target without a lifespan, and would go on.
+                # The gateway failed while running. Servers mistake that for an app without lifespan, and would go on.
                 signal.raise_signal(signal.SIGTERM)
                 raise
             finally:
@@ -72,22 +71,22 @@ class Target:
         await send({"type": "lifespan.shutdown.complete"})
 
     @asynccontextmanager
-    async def _opened(self) -> AsyncIterator[Application]:
+    async def _opened(self) -> AsyncIterator[GatewayApp]:
         layout = RunLayout(self._run_dir or Path(os.environ.get(RUN_DIR, DEFAULT)))
         async with AsyncExitStack() as stack:
-            if fate_of(layout).life is not Life.LIVING:
+            if fate_of(layout).life is not RunLiveness.LIVING:
                 await stack.enter_async_context(_broker(layout))
             run, _ = load_run(layout.root)
             sys.setswitchinterval(SWITCH_S)
             gateway = await stack.enter_async_context(Gateway.opened(layout, run.gateway))
-            application = Application(gateway, run.gateway)
+            application = GatewayApp(gateway, run.gateway)
             stack.callback(application.close)
             yield application
 
 
 @asynccontextmanager
 async def _broker(layout: RunLayout) -> AsyncIterator[None]:
-    """Run a broker as long as the block lasts, with the launcher that keeps it."""
+    """Run a broker within the block, under a launcher."""
     layout.endpoints.unlink(missing_ok=True)
     argv = (
         "-m",
@@ -126,4 +125,4 @@ async def _up(launcher: Process, layout: RunLayout) -> None:
         ended.cancel()
 
 
-app = Target()
+app = AsgiTarget()

@@ -1,9 +1,9 @@
-"""`/metrics`: the state of the run in the text format of Prometheus (version 0.0.4). Pure."""
+"""`/metrics`: state of the run in Prometheus' text format (version 0.0.4). Pure."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from rolloutmq.schemas.control import LaneStatus, StatusReply
+from rolloutmq.schemas.wire.control import LaneStatus, StatusReply
 
 if TYPE_CHECKING:
     from rolloutmq.services.gateway.service import Gateway
@@ -14,15 +14,15 @@ Samples = Iterable[tuple[Labels, float]]
 
 
 def exposition(gateway: "Gateway", status: StatusReply | None) -> str:
-    """Return the page; without a broker, what the gateway knows by itself."""
+    """Return the page; without a broker, only the gateway's own values."""
     book = gateway.registry.book
     lines = [
-        *_metric("up", "gauge", "Whether the broker answers.", [((), float(gateway.watch.answers))]),
-        *_metric("step", "counter", "Batches handed out, from the starting step on.", [((), book.step)]),
-        *_metric("gateway_groups", "counter", "Groups taken by this gateway.", [((), gateway.posted_groups)]),
+        *_metric("up", "gauge", "1 while the broker replies.", [((), float(gateway.watch.answers))]),
+        *_metric("step", "counter", "Batches delivered, counted from the starting step.", [((), book.step)]),
         *_metric(
-            "environments", "gauge", "Environments that are heard.", [((), len(gateway.registry.here()))]
+            "gateway_groups", "counter", "Groups accepted by this gateway.", [((), gateway.posted_groups)]
         ),
+        *_metric("environments", "gauge", "Connected environments.", [((), len(gateway.registry.here()))]),
     ]
     if status is not None:
         lines += _of_broker(status)
@@ -31,10 +31,10 @@ def exposition(gateway: "Gateway", status: StatusReply | None) -> str:
 
 def _of_broker(status: StatusReply) -> Iterator[str]:
     pressure = status.pressure
-    yield from _metric("rollout_pressure", "gauge", "Batches that wait.", [((), pressure.rollout_pressure)])
+    yield from _metric("rollout_pressure", "gauge", "Queued batches.", [((), pressure.rollout_pressure)])
     yield from _metric("held_bytes", "gauge", "Queued bytes.", [((), pressure.queued_bytes)])
     yield from _metric("leased_bytes", "gauge", "Leased bytes.", [((), pressure.leased_bytes)])
-    yield from _metric("high_bytes", "gauge", "The global mark.", [((), pressure.high_bytes)])
+    yield from _metric("high_bytes", "gauge", "Global high-water mark in bytes.", [((), pressure.high_bytes)])
     ledger = [
         (((("state", name)),), float(getattr(pressure.ledger, name)))
         for name in (
@@ -42,18 +42,18 @@ def _of_broker(status: StatusReply) -> Iterator[str]:
             *("filtered", "expired", "dead", "discarded"),
         )
     ]
-    yield from _metric("groups", "gauge", "Where every accepted group is.", ledger)
+    yield from _metric("groups", "gauge", "Accepted groups by state.", ledger)
     waits = [((("reason", why),), seconds) for why, seconds in pressure.trainer_waits_s.items()]
-    yield from _metric("trainer_wait_seconds", "counter", "Time that trainers waited.", waits)
+    yield from _metric("trainer_wait_seconds", "counter", "Time trainers waited, by reason.", waits)
     waits = [((("reason", why),), seconds) for why, seconds in pressure.producer_waits_s.items()]
-    yield from _metric("producer_wait_seconds", "counter", "Time that producers waited.", waits)
+    yield from _metric("producer_wait_seconds", "counter", "Time producers waited, by reason.", waits)
     lanes = pressure.lanes
-    yield from _metric("queued_groups", "gauge", "Groups that wait.", _by_env(lanes, "queued_groups"))
+    yield from _metric("queued_groups", "gauge", "Queued groups.", _by_env(lanes, "queued_groups"))
+    yield from _metric("queued_sequences", "gauge", "Queued sequences.", _by_env(lanes, "queued_sequences"))
+    yield from _metric("accepted_groups", "counter", "Accepted groups.", _by_env(lanes, "accepted_groups"))
     yield from _metric(
-        "queued_sequences", "gauge", "Sequences that wait.", _by_env(lanes, "queued_sequences")
+        "oldest_seconds", "gauge", "Age of the oldest queued group.", _by_env(lanes, "oldest_age_s")
     )
-    yield from _metric("accepted_groups", "counter", "Groups that came.", _by_env(lanes, "accepted_groups"))
-    yield from _metric("oldest_seconds", "gauge", "Age of the oldest group.", _by_env(lanes, "oldest_age_s"))
 
 
 def _by_env(lanes: Iterable[LaneStatus], name: str) -> Samples:

@@ -1,4 +1,4 @@
-"""What the gateway tells beyond Atropos' own endpoints: the state of everything, its health, what it serves. Pure."""
+"""The gateway's own pages: state, health, and documentation of its endpoints. Pure."""
 
 import html
 import time
@@ -7,47 +7,47 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from rolloutmq.schemas.control import StatusReply
-from rolloutmq.services.gateway.contract import EnvIdentifier, RegisterEnv, Registration, ScoredData
+from rolloutmq.schemas.wire.control import StatusReply
+from rolloutmq.services.gateway.atropos_wire import EnvIdentifier, RegisterEnv, Registration, ScoredData
 
 if TYPE_CHECKING:
     from rolloutmq.services.gateway.service import Gateway
 
 ENDPOINTS: Final[tuple[tuple[str, str, Any, str], ...]] = (
-    ("GET", "/", None, "Says that the server is there."),
-    ("POST", "/register", Registration, "A trainer begins a run, or goes on with it."),
-    ("POST", "/register-env", RegisterEnv, "An environment gets its number, once the trainer has begun."),
-    ("POST", "/disconnect-env", EnvIdentifier, "An environment gives up its claims."),
+    ("GET", "/", None, "Confirms that the server is up."),
+    ("POST", "/register", Registration, "Starts or resumes a trainer's run."),
+    ("POST", "/register-env", RegisterEnv, "Registers an environment, once the trainer has started."),
+    ("POST", "/disconnect-env", EnvIdentifier, "Releases the claims of an environment."),
     ("GET", "/wandb_info", None, "Group and project of the run."),
-    ("GET", "/info", None, "Size of a batch, and the longest sequence; -1 while no trainer has said."),
-    ("GET", "/status", None, "The step, and how many groups wait."),
-    ("GET", "/status-env", EnvIdentifier, "What an environment paces itself by; also as ?env_id=."),
-    ("POST", "/scored_data", ScoredData, "One group. Answered when the broker has it."),
+    ("GET", "/info", None, "Batch size and longest sequence; -1 before a trainer has registered."),
+    ("GET", "/status", None, "Step and number of queued groups."),
+    ("GET", "/status-env", EnvIdentifier, "Pacing information of an environment; also as ?env_id=."),
+    ("POST", "/scored_data", ScoredData, "Sends one group. Replies once the broker has it."),
     (
         "POST",
         "/scored_data_list",
         list[ScoredData],
-        "Several groups: if the body of one cannot be, none is taken.",
+        "Sends several groups; none is accepted if one is invalid.",
     ),
-    ("GET", "/batch", None, "The next batch, oldest first, or null while there is none."),
-    ("GET", "/latest_example", None, "The newest group."),
-    ("GET", "/reset_data", None, "Forgets the run, and what is queued."),
-    ("GET", "/global-status", None, "Pressure, environments, workers and waits in one answer."),
+    ("GET", "/batch", None, "Next batch, oldest groups first, or null if there is none."),
+    ("GET", "/latest_example", None, "Newest group."),
+    ("GET", "/reset_data", None, "Discards the run and its queue."),
+    ("GET", "/global-status", None, "Pressure, environments, workers and waits in one reply."),
     ("GET", "/metrics", None, "The same for Prometheus."),
-    ("GET", "/health", None, "200 while the broker answers, 503 otherwise."),
-    ("GET", "/openapi.json", None, "This, for programs."),
+    ("GET", "/health", None, "200 while the broker replies, 503 otherwise."),
+    ("GET", "/openapi.json", None, "This page for programs."),
 )
 
 
 def health(gateway: "Gateway", status: StatusReply | None) -> dict[str, Any]:
-    """Return whether the gateway can do its work."""
+    """Return whether the gateway is able to serve."""
     if status is None or not gateway.watch.answers:
         return {"status": "no broker"}
     return {"status": "ok", "durability": status.durability, "journal": status.journal.health}
 
 
 def global_status(gateway: "Gateway", status: StatusReply | None) -> dict[str, Any]:
-    """Return what somebody who scales environments wants to know. Times in seconds."""
+    """Return the state for tools that scale environments. Times in seconds."""
     now, registry = time.monotonic(), gateway.registry
     queued = gateway.queued(status)
     lanes = {lane.env: lane for lane in status.pressure.lanes} if status is not None else {}
@@ -98,7 +98,7 @@ def global_status(gateway: "Gateway", status: StatusReply | None) -> dict[str, A
 
 @cache
 def openapi() -> dict[str, Any]:
-    """Return what is served, in OpenAPI 3.1."""
+    """Return the endpoints in OpenAPI 3.1."""
     bodies = [body for _, _, body, _ in ENDPOINTS if body is not None]
     _, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def openapi() -> dict[str, Any]:
         if body is not None:
             (schema,), _ = msgspec.json.schema_components([body], ref_template="#/components/schemas/{name}")
             operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
-            operation["responses"]["422"] = {"description": "The body cannot be; the answer says why."}
+            operation["responses"]["422"] = {"description": "Invalid body; the reply names the error."}
         paths.setdefault(path, {})[method.lower()] = operation
     info = {"title": "RolloutMQ gateway", "version": "1", "description": "Atropos' HTTP interface."}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
@@ -115,7 +115,7 @@ def openapi() -> dict[str, Any]:
 
 @cache
 def docs() -> str:
-    """Return a page for people. It needs nothing from anywhere else."""
+    """Return the documentation as one HTML page without external resources."""
     rows = []
     for method, path, body, says in ENDPOINTS:
         fields = _fields(body)
@@ -148,8 +148,8 @@ td { border-top: 1px solid #e4e7eb; padding: .4rem .6rem; vertical-align: top }
 small { color: #7b8794 }
 </style></head><body>
 <h1>RolloutMQ gateway</h1>
-<p>Atropos' HTTP interface on top of the bus. Bodies and answers are JSON, compressed with gzip if you like; fields in
-bold must be there. Machines read <a href="openapi.json">openapi.json</a>.</p>
+<p>Atropos' HTTP interface on top of the bus. Bodies and replies are JSON, optionally compressed with gzip; fields in
+bold are required. Programs read <a href="openapi.json">openapi.json</a>.</p>
 <table>
 ROWS
 </table></body></html>

@@ -1,8 +1,8 @@
-"""Who is registered at the gateway: the trainer and its run, the environments, and what each may claim. Pure.
+"""Registrations at the gateway: the trainer and its run, the environments and their claims. Pure.
 
-Environments never say goodbye: one that was not heard of for a while is taken for gone, and for back when it is heard
-again. Numbers are never given twice in a run directory, so that what an old environment still sends cannot pass for a
-new one's. What must outlive the gateway is in `Book`.
+Environments never sign off: one that is silent for a while counts as gone, and as back at its next request. Numbers are
+unique within a run directory, so that late requests of an old environment are never attributed to a new one.
+`RegistryState` is the persistent part.
 """
 
 import math
@@ -13,23 +13,23 @@ from typing import Any, Final
 
 import msgspec
 
-from rolloutmq.services.gateway.contract import RegisterEnv, Registration
+from rolloutmq.services.gateway.atropos_wire import RegisterEnv, Registration
 
 LEAST_WEIGHT: Final = 0.01
-"""An environment is told at least that part of the weights, so that it does not stand still."""
+"""Minimum weight reported to an environment, so that it does not stall."""
 NAME_CHARS: Final = 48
 _OTHER: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """An environment as it registered.
+    """A registered environment.
 
     Attributes:
         env_id: Its number.
-        wandb_name: What it is told to call itself.
+        wandb_name: Its assigned name for W&B.
         lane: Its name on the bus.
-        min_share: Part of each batch that is kept for it, or None if it asked for none.
-        forgotten: The data were reset since: it counts again when it is heard.
+        min_share: Part of each batch reserved for it, or None.
+        forgotten: The data were reset since: it counts again at its next request.
     """
 
     env_id: int
@@ -43,34 +43,34 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     forgotten: bool = False
 
 
-class Book(msgspec.Struct, kw_only=True):
-    """What outlives the gateway."""
+class RegistryState(msgspec.Struct, kw_only=True):
+    """Persistent state of the gateway."""
 
     trainer: Registration | None = None
     started: bool = False
-    """A trainer has asked for a batch."""
+    """Whether a trainer has asked for a batch."""
     step: int = 0
-    """Batches that were handed out, from the step on at which the trainer began."""
+    """Delivered batches, counted from the trainer's starting step."""
     environments: list[Environment] = []
 
 
 @dataclass(slots=True)
-class Presence:
-    """What is known of an environment in this life of the gateway; times are monotonic."""
+class EnvPresence:
+    """Presence of an environment in this life of the gateway; times are monotonic."""
 
     heard_at: float
     here: bool = True
     largest: int = 0
-    """Sequences of the largest group that it sent."""
+    """Sequences of its largest group."""
 
 
 class Registry:
-    """Registrations, and who is there."""
+    """Registrations and presence."""
 
-    def __init__(self, book: Book, absent_s: float, now: float) -> None:
+    def __init__(self, book: RegistryState, absent_s: float, now: float) -> None:
         self.book = book
         self._absent_s = absent_s
-        self._presence = {env.env_id: Presence(now, here=not env.forgotten) for env in book.environments}
+        self._presence = {env.env_id: EnvPresence(now, here=not env.forgotten) for env in book.environments}
 
     def enrol(self, asked: RegisterEnv, now: float) -> Environment:
         """Register an environment under the next number."""
@@ -88,30 +88,30 @@ class Registry:
             min_share=asked.min_batch_allocation,
         )
         known.append(env)
-        self._presence[env_id] = Presence(now)
+        self._presence[env_id] = EnvPresence(now)
         return env
 
     def find(self, env_id: int) -> Environment | None:
-        """Return the environment of that number."""
+        """Return the environment with that number."""
         known = self.book.environments
         return known[env_id] if 0 <= env_id < len(known) else None
 
     def hear(self, env: Environment, now: float) -> None:
-        """Note that an environment lives."""
+        """Record a request of an environment."""
         presence = self._presence[env.env_id]
         presence.heard_at, presence.here = now, True
 
     def saw(self, env: Environment, sequences: int) -> None:
-        """Note the size of a group."""
+        """Record the size of a group."""
         presence = self._presence[env.env_id]
         presence.largest = max(presence.largest, sequences)
 
     def leave(self, env: Environment) -> None:
-        """Note that an environment is gone, until it is heard again."""
+        """Mark an environment as gone until its next request."""
         self._presence[env.env_id].here = False
 
     def vanished(self, now: float) -> list[Environment]:
-        """Return those that are gone since the last call."""
+        """Return the environments that left since the last call."""
         gone = []
         for env in self.here():
             if now - self._presence[env.env_id].heard_at > self._absent_s:
@@ -120,15 +120,15 @@ class Registry:
         return gone
 
     def here(self) -> list[Environment]:
-        """Return the environments that are there."""
+        """Return the present environments."""
         return [env for env in self.book.environments if self._presence[env.env_id].here]
 
     def silent_s(self, env: Environment, now: float) -> float:
-        """Return for how long nothing was heard of an environment."""
+        """Return the time since the last request of an environment."""
         return now - self._presence[env.env_id].heard_at
 
     def forget(self) -> None:
-        """Forget the run and count no environment any more before it is heard again."""
+        """Forget the run, and all environments until their next request."""
         book = self.book
         book.trainer, book.started, book.step = None, False, 0
         book.environments = [msgspec.structs.replace(env, forgotten=True) for env in book.environments]
@@ -136,14 +136,14 @@ class Registry:
             presence.here = False
 
     def group_size(self, env: Environment) -> int:
-        """Return the size of its groups: as registered, or that of the largest it sent."""
+        """Return its group size: as registered, or that of its largest group."""
         return max(env.group_size, self._presence[env.env_id].largest)
 
     def standing(self, env: Environment, queued: Mapping[str, int], step: int, batch: int) -> dict[str, Any]:
-        """Return what `/status-env` tells, given the sequences that wait, by lane, the step and the size of a batch.
+        """Return the reply to `/status-env`, from the queued sequences by lane, the step and the batch size.
 
-        The size of the queue is in groups of the environment's own size: its own, and what others have beyond their
-        minimum share, for that much will be trained before what it would begin now.
+        The queue size is in groups of the environment's own size. It includes its own groups, and the groups of others
+        beyond their minimum share: they will be trained before its next rollout.
         """
         here = self.here()
         weights = sum(one.max_tokens * max(0.0, one.weight) for one in here)
@@ -167,7 +167,7 @@ class Registry:
         }
 
     def share(self, env: Environment) -> float:
-        """Return the minimum share of an environment; where all together ask for more than there is, a part of it."""
+        """Return the minimum share of an environment, scaled down if the total exceeds a batch."""
         if env.min_share is None:
             return 0.0
         together = _shares(self.here())
@@ -175,7 +175,7 @@ class Registry:
 
 
 def lane_name(desired: str, env_id: int) -> str:
-    """Return a name that the bus allows and that no other environment has."""
+    """Return a valid and unique lane name."""
     plain = _OTHER.sub("-", desired).strip("-._")[:NAME_CHARS]
     return f"{plain or 'env'}-{env_id}"
 

@@ -1,7 +1,8 @@
-"""The gateway's process: an HTTP server in the loop of a service.
+"""The gateway's process: its listening socket, and an HTTP server in the loop of a service.
 
-It binds before it says where it is, and goes back to the port that it had, so that clients need not look. A client
-that comes while it is being started again waits in the line of the socket, if the launcher holds it.
+The launcher binds the socket and passes it down, if there is one. The gateway binds before it publishes its address,
+and reuses its earlier port, so that clients need not look it up. While the gateway restarts, clients queue in the
+backlog of the launcher's socket.
 """
 
 import asyncio
@@ -16,24 +17,53 @@ from typing import Final
 
 import uvicorn
 
-from rolloutmq.bus.endpoint import http_url
-from rolloutmq.bus.rundir import load_run, write_json
-from rolloutmq.schemas.gateway import GatewayConfig
-from rolloutmq.schemas.records import GatewayAddress
-from rolloutmq.services.gateway.http import SWITCH_S, Application
-from rolloutmq.services.gateway.listener import BACKLOG, LISTEN_FD, bind, port_before
+from rolloutmq.bus.rundir import load_run, read_json, write_json
+from rolloutmq.bus.transport.endpoint import http_url
+from rolloutmq.schemas.config.gateway import GatewayConfig
+from rolloutmq.schemas.errors import AddressInUseError
+from rolloutmq.schemas.files import GatewayAddress, RunLayout
+from rolloutmq.services.gateway.app import SWITCH_S, GatewayApp
 from rolloutmq.services.gateway.service import Gateway
-from rolloutmq.services.runner import Stop, run_service
+from rolloutmq.services.process.runner import Stop, run_service
+
+LISTEN_FD: Final = "ROLLOUTMQ_LISTEN_FD"
+"""Variable with the descriptor of the launcher's socket, whose backlog holds clients during a restart."""
+
+BACKLOG: Final = 2048
+
+
+def bind(config: GatewayConfig, before: int | None) -> socket.socket:
+    """Return a bound socket: at the configured port, or for any port at the earlier one if it is free."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    for port in [config.port] if config.port or before is None else [before, 0]:
+        made = socket.socket(family, socket.SOCK_STREAM)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            made.bind((config.host, port))
+        except OSError:
+            made.close()
+            continue
+        return made
+    raise AddressInUseError(f"{config.host}:{config.port}")
+
+
+def port_before(layout: RunLayout) -> int | None:
+    """Return the port of an earlier life."""
+    known = read_json(layout.gateway, GatewayAddress)
+    return int(known.url.rpartition(":")[2]) if known is not None else None
+
 
 logger = logging.getLogger(__name__)
 
+
 GRACE_S: Final = 5
-"""How long requests in hand may take when the gateway is asked to end."""
+"""Time running requests have after a request to stop."""
+
 KEEP_ALIVE_S: Final = 75
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to its process."""
+    """Server that leaves signals to its process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -45,18 +75,18 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
 
     Args:
         run_dir: The run.
-        stop: Ends it; requests in hand are answered.
-        config: Instead of that of the run.
+        stop: Ends the server; running requests get a reply.
+        config: Replaces the run's configuration.
 
     Raises:
-        AddressInUseError: Somebody else has the configured port.
+        AddressInUseError: Another process listens on the configured port.
     """
     run, layout = load_run(run_dir)
     config = config or run.gateway
     held = os.environ.get(LISTEN_FD)
     bound = socket.socket(fileno=int(held)) if held else bind(config, port_before(layout))
     async with Gateway.opened(layout, config) as gateway:
-        application = Application(gateway, config)
+        application = GatewayApp(gateway, config)
         server = _Server(
             uvicorn.Config(
                 application,
@@ -89,6 +119,6 @@ async def _end(server: uvicorn.Server, stop: Stop) -> None:
 
 
 def main(run_dir: Path, config: GatewayConfig | None = None) -> int:
-    """Run the service; returns the exit code."""
+    """Run the service; return its exit code."""
     sys.setswitchinterval(SWITCH_S)
     return run_service("gateway", lambda stop: serve(run_dir, stop, config))

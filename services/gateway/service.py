@@ -1,8 +1,7 @@
-"""What the gateway does for each of Atropos' endpoints. HTTP is in `http`; the law of who may claim what in `registry`.
+"""The gateway's operations, one for each of Atropos' endpoints. `app` has the HTTP part, `registry` the claims.
 
-A request for `/scored_data` is answered when the broker has its groups. Whatever the broker knows, the gateway asks it
-for; the only state of its own are the registrations, which are written down before they are answered, and the posts
-that may not have been answered, of which `doubts` tells.
+A request to `/scored_data` is answered once the broker has its groups. The gateway asks the broker for all shared
+state. It owns only the registrations, written to disk before the reply, and the posts in doubt (`in_doubt`).
 """
 
 import asyncio
@@ -14,68 +13,68 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-from rolloutmq.bus import codec
+from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.rundir import read_json, write_json
-from rolloutmq.schemas.control import Disconnect, LatestExample, LatestExampleReply, Reset, StatusReply
-from rolloutmq.schemas.delivery import GetInfo, InfoReply
-from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.config.gateway import GatewayConfig
 from rolloutmq.schemas.errors import BrokerUnavailableError, GroupTooLargeError, RefusedError, RolloutMQError
-from rolloutmq.schemas.gateway import GatewayConfig
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.trajectory import Group
-from rolloutmq.services.gateway.contract import RefusedBodyError, RegisterEnv, Registration
-from rolloutmq.services.gateway.doubts import Doubts, Post
-from rolloutmq.services.gateway.handout import Handout, Offer, registration_of
-from rolloutmq.services.gateway.outlet import NoRoomError, Outlet
-from rolloutmq.services.gateway.outlets import Outlets
-from rolloutmq.services.gateway.registry import Book, Environment, Registry
-from rolloutmq.services.gateway.scored import Posted
-from rolloutmq.services.gateway.watch import FRESH_S, Watch
-from rolloutmq.services.lock import only_one
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.control import Disconnect, LatestExample, LatestExampleReply, Reset, StatusReply
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.replies import InfoReply
+from rolloutmq.schemas.wire.requests import GetInfo
+from rolloutmq.services.gateway.atropos_wire import RefusedBodyError, RegisterEnv, Registration
+from rolloutmq.services.gateway.batch_server import BatchOffer, BatchServer, registration_of
+from rolloutmq.services.gateway.broker_status import FRESH_S, BrokerStatus
+from rolloutmq.services.gateway.group_mapping import PostedGroup
+from rolloutmq.services.gateway.in_doubt import InDoubt, Post
+from rolloutmq.services.gateway.producers import EnvProducer, EnvProducers, NoRoomError
+from rolloutmq.services.gateway.registry import Environment, Registry, RegistryState
+from rolloutmq.services.process.lock import only_one
 
 logger = logging.getLogger(__name__)
 
 SWEEP_S: Final = 1.0
-"""How often it is looked who has vanished."""
+"""Interval of the search for environments that left."""
 RESET_S: Final = 10.0
 INFO_S: Final = 2.0
-"""Who asks whether there is a trainer asks again."""
+"""Polling interval of clients that wait for a trainer."""
 WAIT_FOR_TRAINER: Final = {"status": "wait for trainer to start"}
 
 
 class Gateway:
-    """One gateway of one run. Made by `opened`."""
+    """Gateway of one run. Create it with `opened`."""
 
-    def __init__(self, layout: RunLayout, config: GatewayConfig, watch: Watch) -> None:
+    def __init__(self, layout: RunLayout, config: GatewayConfig, watch: BrokerStatus) -> None:
         self.watch = watch
         self.config = config
-        book = read_json(layout.registrations, Book) or Book()
+        book = read_json(layout.registrations, RegistryState) or RegistryState()
         self.registry = Registry(book, config.absent_s, time.monotonic())
         self.posted_groups = 0
-        """Groups that were taken in this life of the gateway."""
-        self.doubts = Doubts(layout.doubts, time.monotonic())
+        """Groups accepted in this life of the gateway."""
+        self.in_doubt = InDoubt(layout.doubts, time.monotonic())
         self._layout = layout
-        self._outlets = Outlets(layout.root, self.registry)
-        self._handout = Handout(layout.root, lambda: self.doubts.went, self.doubts.settled)
+        self._producers = EnvProducers(layout.root, self.registry)
+        self._batches = BatchServer(layout.root, lambda: self.in_doubt.went, self.in_doubt.settled)
         self._latest: Group | None = None
         self._unregistered = asyncio.Event()
         self._unregistered.set()
         self._turn = asyncio.Lock()
-        """One registration or reset at a time."""
+        """Serializes registrations and resets."""
         self._changed_at = float("-inf")
-        """When the queue last lost what every environment must know of, monotonic."""
+        """Last change of the queue that every environment must see, monotonic."""
 
     @classmethod
     @asynccontextmanager
     async def opened(cls, layout: RunLayout, config: GatewayConfig) -> AsyncIterator["Gateway"]:
-        """Go on with what is registered; leaving gives back what was not handed out.
+        """Restore the registrations; on exit give back the undelivered batch.
 
         Raises:
             RunDirInUseError: Another gateway serves the run.
         """
         async with AsyncExitStack() as stack:
             stack.enter_context(only_one(layout.root / "gateway.lock", "gateway"))
-            watch = await stack.enter_async_context(Watch(layout.root))
+            watch = await stack.enter_async_context(BrokerStatus(layout.root))
             made = cls(layout, config, watch)
             stack.push_async_callback(made._close)
             tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -90,19 +89,19 @@ class Gateway:
                     task.cancel()
 
     async def _close(self) -> None:
-        await self._handout.close()
-        await self._outlets.close()
-        self.doubts.close()
+        await self._batches.close()
+        await self._producers.close()
+        self.in_doubt.close()
 
     async def _register_again(self) -> None:
-        """Register the trainer of an earlier life, or of before a reset that failed, whenever it has to be."""
+        """Register the trainer again after a restart, or after a failed reset, as often as needed."""
         while True:
             await self._unregistered.wait()
             self._unregistered.clear()
             await self._go_on()
 
     async def _go_on(self) -> None:
-        """Register the trainer of the book; a step that the broker knows and the book does not counts."""
+        """Register the recorded trainer; a step that only the broker knows counts."""
         async with self._turn:
             book = self.registry.book
             if book.trainer is None:
@@ -111,21 +110,21 @@ class Gateway:
             status = await self.watch.refresh()
             settled = status.pressure.step if status is not None else 0
             book.step = max(book.step, settled)
-            # The last batch went, and its settlement died: its groups come for the same step, and are settled then.
+            # The last batch left, but its settlement was lost: its groups return for the same step, and are settled.
             unsettled = settled == book.step - 1
             try:
-                await self._handout.open(book.trainer, settled if unsettled else book.step)
-            except RolloutMQError as error:  # others go on; the trainer may register again
-                logger.error("the trainer could not be registered again error=%s", error)
+                await self._batches.open(book.trainer, settled if unsettled else book.step)
+            except RolloutMQError as error:  # environments continue; the trainer may register again
+                logger.error("trainer not registered again error=%s", error)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            self._handout.keep()
-            self.doubts.forget_old(time.monotonic())
+            self._batches.keep()
+            self.in_doubt.forget_old(time.monotonic())
             for env in self.registry.here():
-                outlet = self._outlets.get(env.lane)
-                if outlet is not None and outlet.busy:
+                producer = self._producers.get(env.lane)
+                if producer is not None and producer.busy:
                     self.registry.hear(env, time.monotonic())
             for env in self.registry.vanished(time.monotonic()):
                 logger.info("environment vanished name=%s", env.wandb_name)
@@ -134,26 +133,26 @@ class Gateway:
     # The trainer
 
     async def register(self, trainer: Registration) -> dict[str, Any]:
-        """Begin a run; with the settings of the present one, go on with it."""
+        """Start a run; with the settings of the present one, resume it."""
         if trainer.batch_size < 1:
-            raise RefusedBodyError(("body", "batch_size"), "a batch has at least one sequence")
+            raise RefusedBodyError(("body", "batch_size"), "must be at least 1")
         async with self._turn:
             book = self.registry.book
-            if book.trainer != trainer or not self._handout.is_open:
+            if book.trainer != trainer or not self._batches.is_open:
                 if book.trainer not in (None, trainer):
-                    logger.info("another run begins: what is queued is discarded")
+                    logger.info("another run started, queue discarded")
                     await self._reset("another run was registered")
                     book.started = False
                 step = book.step if book.trainer == trainer else trainer.starting_step
-                await self._handout.open(trainer, step)
+                await self._batches.open(trainer, step)
                 book.trainer, book.step = trainer, step
                 self._write()
-                self._queue_changed()  # what counts as promised depends on the size of a batch
+                self._queue_changed()  # minimum shares depend on the batch size
         return {"uuid": uuid.uuid4().int}
 
     @asynccontextmanager
-    async def batch(self) -> AsyncIterator[Offer | None]:
-        """Yield the next batch, or None; it counts as handed out if it was delivered.
+    async def batch(self) -> AsyncIterator[BatchOffer | None]:
+        """Yield the next batch, or None; it counts as delivered once complete.
 
         Raises:
             NotRegisteredError: No trainer has registered.
@@ -164,47 +163,47 @@ class Gateway:
         if not book.started:
             book.started = True
             self._write()
-        async with self._handout.next() as offer:
+        async with self._batches.next() as offer:
             if offer is not None:
-                self.watch.look()  # so that whoever asks when it has gone need not wait for the answer
+                self.watch.look()  # a request after the delivery then need not wait for the status
             yield offer
             if offer is not None and offer.delivered:
-                self.doubts.hand_out(group.group_id for group in offer.batch.groups)
+                self.in_doubt.hand_out(group.group_id for group in offer.batch.groups)
                 book.step += 1
                 try:
                     self._write()
-                except OSError as error:  # the batch went all the same
-                    logger.error("the step cannot be written down step=%d error=%s", book.step, error)
+                except OSError as error:  # the batch was delivered nevertheless
+                    logger.error("step not recorded step=%d error=%s", book.step, error)
 
     async def info(self) -> dict[str, Any]:
-        """Return the size of a batch and the longest sequence, -1 while nobody has said."""
+        """Return batch size and longest sequence; -1 before a registration."""
         trainer = self.registry.book.trainer or await self._trainer()
         if trainer is None:
             return {"batch_size": -1, "max_token_len": -1}
         return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
 
     def wandb_info(self) -> dict[str, Any]:
-        """Return group and project, None while nobody has said."""
+        """Return group and project; None before a registration."""
         trainer = self.registry.book.trainer
         if trainer is None:
             return {"group": None, "project": None}
         return {"group": trainer.wandb_group, "project": trainer.wandb_project}
 
     async def status(self) -> dict[str, Any]:
-        """Return the step and how many groups wait."""
+        """Return the step and the number of queued groups."""
         status = await self.watch.refresh()
         queued = status.pressure.queued_groups if status is not None else 0
-        here = self._outlets.waiting_groups() + len(self._handout.held())
+        here = self._producers.waiting_groups() + len(self._batches.held())
         return {"current_step": self.step(status), "queue_size": queued + here}
 
     def step(self, status: StatusReply | None) -> int:
-        """Return the step: what was handed out here, or where a trainer is that came over the bus."""
+        """Return the step: batches delivered here, or the step of a trainer on the bus."""
         if self.registry.book.trainer is None and status is not None:
             return status.pressure.step
         return self.registry.book.step
 
     async def _trainer(self) -> Registration | None:
-        """Return what environments are told of the trainer: the one that registered here, or one that pulls itself."""
+        """Return the trainer shown to environments: the one registered here, or one on the bus."""
         book = self.registry.book
         if book.trainer is not None:
             return book.trainer if book.started else None
@@ -219,7 +218,7 @@ class Gateway:
     # Environments
 
     async def register_env(self, asked: RegisterEnv) -> dict[str, Any]:
-        """Register an environment, once the trainer has begun."""
+        """Register an environment, once the trainer has started."""
         async with self._turn:
             trainer = await self._trainer()
             if trainer is None:
@@ -238,19 +237,19 @@ class Gateway:
             }
 
     async def disconnect_env(self, env_id: int) -> dict[str, Any]:
-        """Take an environment out of the weights until it is heard again."""
+        """Exclude an environment from the weights until its next request."""
         env = self.registry.find(env_id)
         if env is None:
-            return {"status": "failure", "error": f"no environment has the id {env_id}"}
+            return {"status": "failure", "error": f"env_id: no environment is registered (got {env_id})"}
         self.registry.leave(env)
         await self._let_go(env)
         return {"status": "success"}
 
     async def status_env(self, env_id: int) -> dict[str, Any]:
-        """Return what an environment paces itself by.
+        """Return the pacing information of an environment.
 
         Raises:
-            RefusedBodyError: Nobody has that id.
+            RefusedBodyError: No environment has that id.
         """
         env = self._environment(env_id, 404)
         self.registry.hear(env, time.monotonic())
@@ -259,80 +258,80 @@ class Gateway:
         return self.registry.standing(env, self.queued(status), self.step(status), batch)
 
     async def _state_for(self, env: Environment) -> StatusReply | None:
-        """Return the state as an environment must see it: with its own groups, and the queue that belongs to the step.
+        """Return the status as an environment must see it: with its own groups, and the queue of the current step.
 
-        What others posted, or what was handed out meanwhile, keeps nobody waiting: those groups are counted here.
+        Posts of others and deliveries in the meantime cause no wait: their groups are added here.
         """
-        own = self._outlets.get(env.lane)
+        own = self._producers.get(env.lane)
         posted_at = own.settled_at if own is not None else float("-inf")
-        since = max(posted_at, self._handout.leased_at, self._changed_at, time.monotonic() - FRESH_S)
+        since = max(posted_at, self._batches.leased_at, self._changed_at, time.monotonic() - FRESH_S)
         return await self.watch.refresh(since)
 
     def _queue_changed(self) -> None:
-        """Note that whoever asks from now on must see it."""
+        """Record a change that every later status must include."""
         self._changed_at = time.monotonic()
         self.watch.look()
 
     def queued(self, status: StatusReply | None) -> dict[str, int]:
-        """Return the sequences that wait, by lane: at the broker, on their way or acked since, or about to go."""
+        """Return the queued sequences by lane: at the broker, in flight or acked since, and not yet delivered."""
         lanes = status.pressure.lanes if status is not None else ()
         queued = {lane.env: lane.queued_sequences for lane in lanes if lane.split is Split.TRAIN}
-        for group in self._handout.held():
+        for group in self._batches.held():
             queued[group.env] = queued.get(group.env, 0) + group.sequences
-        for name, sequences in self._outlets.sequences_since(self.watch.asked_at).items():
+        for name, sequences in self._producers.sequences_since(self.watch.asked_at).items():
             queued[name] = queued.get(name, 0) + sequences
         return queued
 
-    async def take(self, posted: Posted, gone: asyncio.Event) -> Post:
-        """Return when the broker has all groups; who answers ends the post.
+    async def take(self, posted: PostedGroup, gone: asyncio.Event) -> Post:
+        """Return when the broker has all groups; the sender of the reply ends the post.
 
         Args:
-            posted: What came. A client that got no answer sends the same again.
+            posted: Groups of the request. A client without a reply sends the same bytes again.
             gone: Set when the client is gone.
 
         Raises:
-            RefusedBodyError: One of them names an environment that nobody registered; none was taken.
-            GroupTooLargeError: One of them can never be sent; none was taken.
-            NoRoomError: There was no room in time; none was taken, or what was is known when they come again.
+            RefusedBodyError: A group names an unregistered environment; none was accepted.
+            GroupTooLargeError: A group can never be sent; none was accepted.
+            NoRoomError: There was no room in time; accepted groups, if any, are recognized when sent again.
         """
         environments = [
             self._environment(env_id, 422) if env_id is not None else None for env_id in posted.env_ids
         ]
-        post = await self.doubts.begin(posted.digest, len(posted.groups), gone, time.monotonic())
+        post = await self.in_doubt.begin(posted.digest, len(posted.groups), gone, time.monotonic())
         try:
             await self._send(posted.groups, environments, post)
         except (RefusedBodyError, GroupTooLargeError, NoRoomError):
-            (self.doubts.leave if post.came else self.doubts.end)(post)
+            (self.in_doubt.leave if post.came else self.in_doubt.end)(post)
             raise
         except BaseException:
-            self.doubts.leave(post)
+            self.in_doubt.leave(post)
             raise
         return post
 
     async def _send(
         self, groups: Sequence[Group], environments: Sequence[Environment | None], post: Post
     ) -> None:
-        by_outlet: dict[Outlet, list[Group]] = {}
+        by_producer: dict[EnvProducer, list[Group]] = {}
         for made, env, group_id in zip(groups, environments, post.ids, strict=True):
             group = replace(made, group_id=group_id)
             if group_id not in post.came:
-                by_outlet.setdefault(self._outlets.of(env), []).append(group)
+                by_producer.setdefault(self._producers.of(env), []).append(group)
             if env is not None:
                 self.registry.hear(env, time.monotonic())
                 self.registry.saw(env, group.sequences)
-        if sum(map(len, by_outlet.values())) > 1:  # one alone is refused as it is sent
-            for outlet, groups in by_outlet.items():
-                await outlet.require_sendable(groups, post.gone, self.config.post_wait_s)
-        for outlet, groups in by_outlet.items():
-            await outlet.deliver(groups, post.gone, self.config.post_wait_s, self._came)
+        if sum(map(len, by_producer.values())) > 1:  # a single group is checked when sent
+            for producer, groups in by_producer.items():
+                await producer.require_sendable(groups, post.gone, self.config.post_wait_s)
+        for producer, groups in by_producer.items():
+            await producer.deliver(groups, post.gone, self.config.post_wait_s, self._came)
 
     def _came(self, group: Group) -> None:
-        self.doubts.came([group.group_id])
+        self.in_doubt.came([group.group_id])
         self.posted_groups += 1
         self._latest = group
 
     async def latest_example(self) -> Group | None:
-        """Return the newest group, also that of an earlier life."""
+        """Return the newest group, also from an earlier life."""
         if self._latest is None:
             try:
                 self._latest = await self._stored_example()
@@ -350,16 +349,16 @@ class Gateway:
     def _environment(self, env_id: int, status: int) -> Environment:
         env = self.registry.find(env_id)
         if env is None:
-            reason = f"no environment has registered with the id {env_id}"
+            reason = f"no environment is registered with the id {env_id}"
             raise RefusedBodyError(("body", "env_id"), reason, status, kind="unknown_env")
         return env
 
     async def _let_go(self, env: Environment) -> None:
-        """Give up what an environment claims; what it has queued is trained all the same."""
-        outlet = self._outlets.get(env.lane)
-        if outlet is None:
+        """Release the claims of an environment; its queued groups are still trained."""
+        producer = self._producers.get(env.lane)
+        if producer is None:
             return
-        await outlet.close()
+        await producer.close()
         try:
             await self.watch.request(Disconnect(env=env.lane), RESET_S)
         except RolloutMQError as error:
@@ -368,7 +367,7 @@ class Gateway:
     # Everything
 
     async def reset_data(self) -> None:
-        """Forget the run and everybody; numbers of environments are not given again."""
+        """Forget the run and all registrations; environment numbers are not reused."""
         async with self._turn:
             await self._reset("reset_data")
             self.registry.forget()
@@ -376,15 +375,15 @@ class Gateway:
             self._write()
 
     async def _reset(self, why: str) -> None:
-        # Who outlived it would register again: a consumer with the step of before, a producer with its minimum share.
-        await self._handout.close()
-        await self._outlets.close()
+        # Close all clients first: a survivor would register again, with the earlier step or minimum share.
+        await self._batches.close()
+        await self._producers.close()
         try:
             await self.watch.request(Reset(reason=why), RESET_S)
         except BaseException:
-            self._unregistered.set()  # nothing has changed
+            self._unregistered.set()  # unchanged
             raise
-        self.doubts.forget_batches()
+        self.in_doubt.forget_batches()
         self._queue_changed()
 
     def _write(self) -> None:
@@ -392,4 +391,4 @@ class Gateway:
 
 
 class NotRegisteredError(Exception):
-    """A batch was asked for and no trainer has registered."""
+    """A batch was requested without a registered trainer."""

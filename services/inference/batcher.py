@@ -1,10 +1,10 @@
-"""Requests that wait are generated together, in one thread, so that the event loop stays free.
+"""Batcher: generates waiting requests together, in one thread, so that the event loop stays free.
 
-First come, first served: what arrives while a batch is generated goes into the next one, as much as fits. A request
-whose caller has gone is not begun, or leaves its batch at the next step. If the weights cannot be read, the whole
-batch fails with the reason and its callers try again: nothing is kept that may have come from half-written weights.
-A batch that fails for another reason is done again one by one, so that a request that cannot be done costs no other;
-but not where it is the weights themselves that nothing can be done with.
+Requests are served in order of arrival. Requests that arrive during a batch join the next one, as many as fit. A
+cancelled request is not started, or leaves its batch at the next step. If the weights cannot be read, the whole batch
+fails with the reason and its callers retry: no result may come from half-written weights. If a batch fails for another
+reason, its requests are repeated one by one, so that a bad request costs no other; errors of the weights themselves are
+not repeated.
 """
 
 import asyncio
@@ -16,28 +16,27 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Final, Generic, Protocol, Self, TypeVar
 
-from rolloutmq.schemas.errors import ClosedError, RetryableError
-from rolloutmq.schemas.sharing import WeightsMismatchError
-from rolloutmq.services.inference.protocol import ApiError
+from rolloutmq.schemas.errors import ClosedError, RetryableError, WeightsMismatchError
+from rolloutmq.services.inference.openai.requests import ApiError
 
 logger = logging.getLogger(__name__)
 OF_THE_WEIGHTS: Final = (FloatingPointError, WeightsMismatchError)
-"""Whatever is asked fails for them: they give no numbers, or are of another model."""
+"""Errors of the weights, not of a request: no finite numbers, or another model."""
 _T = TypeVar("_T")
 
 
-class Work(Protocol):
-    """What waits: a job of the generator, or of another. Its results are put into it."""
+class BatchWork(Protocol):
+    """A job for the batcher; results are stored in it."""
 
     cancelled: bool
 
     @property
     def rows(self) -> int:
-        """Sequences of it."""
+        """Number of sequences."""
         ...
 
 
-_J = TypeVar("_J", bound=Work)
+_J = TypeVar("_J", bound=BatchWork)
 
 
 class Batcher(Generic[_J]):
@@ -45,7 +44,7 @@ class Batcher(Generic[_J]):
 
     Args:
         generate: Called in the thread with jobs of at most `max_rows` sequences together.
-        max_waiting: Jobs that may wait; beyond it they are refused.
+        max_waiting: Longest queue; further jobs are refused.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Batcher(Generic[_J]):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which it generated so far, the batch under way included."""
+        """Seconds spent generating so far, including the running batch."""
         since = self._working_since
         return self._worked_s + (time.monotonic() - since if since is not None else 0.0)
 
@@ -79,7 +78,7 @@ class Batcher(Generic[_J]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Refuse what waits, drop what is being generated, and wait for the thread to see it."""
+        """Refuse the waiting jobs, cancel the running batch, and wait for the thread."""
         self._closed = True
         self._waiting.clear()
         for job, future in self._futures.items():
@@ -89,17 +88,19 @@ class Batcher(Generic[_J]):
         await asyncio.to_thread(self._thread.shutdown)
 
     async def sample(self, job: _J) -> None:
-        """Wait until the job has its results. Cancelling it takes the job out of its batch.
+        """Wait until the job has its results. Cancelling the call removes the job from its batch.
 
         Raises:
-            ApiError: Too many wait already, or generating failed.
+            ApiError: The queue is full, or generation failed.
             RetryableError: The weights could not be read.
-            ClosedError: The server is ending.
+            ClosedError: The server is shutting down.
         """
         if self._closed:
             raise ClosedError
         if len(self._waiting) >= self._max_waiting:
-            raise ApiError(503, f"{len(self._waiting)} requests wait already", "overloaded")
+            raise ApiError(
+                503, f"the queue is full ({len(self._waiting)} requests); try again later", "overloaded"
+            )
         future = self._futures[job] = asyncio.get_running_loop().create_future()
         self._waiting.append(job)
         self._arrived.set()
@@ -116,7 +117,7 @@ class Batcher(Generic[_J]):
             self._waiting.remove(job)
 
     async def call(self, work: Callable[[], _T]) -> _T:
-        """Run something in the thread, between two batches."""
+        """Run a function in the thread, between two batches."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def run(self) -> None:
@@ -152,9 +153,7 @@ class Batcher(Generic[_J]):
             logger.exception("batch failed jobs=%d", len(batch))
             again = batch if len(batch) > 1 and not isinstance(error, OF_THE_WEIGHTS) else []
             if not again:
-                self._fail(
-                    batch, ApiError(500, "generating failed; the log of the server tells why", "failed")
-                )
+                self._fail(batch, ApiError(500, "generation failed; see the log of the server", "failed"))
         else:
             self._complain("")
         finally:
@@ -164,14 +163,17 @@ class Batcher(Generic[_J]):
                 await self._work([job])
 
     def _awaits(self, job: _J) -> bool:
-        """Tell whether somebody waits for it still; in a batch that failed, some may have been done."""
+        """Return whether a caller still waits for the job."""
         future = self._futures.get(job)
         return future is not None and not future.done()
 
     def _complain(self, why: str) -> None:
-        """Say why batches fail, or that they do no more, once and not for every one that is tried again."""
+        """Log that generation fails or has recovered, once per change."""
         if why != self._complaint:
-            logger.warning("batches %s why=%s", "fail" if why else "succeed again", why or "restored")
+            if why:
+                logger.warning("generation failing error=%s", why)
+            else:
+                logger.warning("generation recovered")
         self._complaint = why
 
     def _deliver(self, jobs: list[_J]) -> None:

@@ -1,11 +1,11 @@
-"""How the next token is drawn, for many sequences at once.
+"""Sampling of the next token, for many sequences at once.
 
-Each row has its own temperature and nucleus. What is reported as log-probability is that of the drawn token under the
-distribution that it was drawn from: after temperature, and within the nucleus. A temperature of 0 takes the most
-likely token and reports its log-probability at temperature 1, since a certainty would tell nothing.
+Each row has its own temperature and nucleus. The reported log-probability is that of the drawn token under the
+distribution it was drawn from: after temperature, and within the nucleus. Temperature 0 takes the most likely token and
+reports its log-probability at temperature 1.
 
-Draws are by Gumbel noise, so that one pass serves every row and a request with a seed has noise of its own: the same
-seed, prompt and weights give the same tokens in whatever company they are generated.
+Draws use Gumbel noise, so one pass serves all rows, and a request with a seed gets its own noise: the same seed, prompt
+and weights give the same tokens in any batch.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from torch import Tensor
 
 _TINY: Final = 1e-30
 COLDEST: Final = 1e-2
-"""A lower temperature is taken for this one, as vLLM does; the likeliest token is as good as certain already."""
+"""Lowest temperature above 0; lower ones are raised to it, as vLLM does."""
 NARROWEST: Final = 1e-6
-"""A smaller nucleus would round to nothing; this one has one token already."""
+"""Lowest `top_p`; it keeps one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What a request asks for.
+    """Sampling parameters of a request.
 
     Attributes:
-        n: Sequences for each prompt.
-        max_tokens: Most tokens of each.
+        n: Sequences per prompt.
+        max_tokens: Longest sequence, in tokens.
         stop: Texts that end a sequence.
-        seed: Noise of its own, or None for that of the server.
+        seed: Seed of the request's own noise; None uses the server's.
     """
 
     n: int = 1
@@ -42,15 +42,15 @@ class Sampling:
 
     @property
     def reported_temperature(self) -> float:
-        """That the log-probabilities are of."""
+        """Temperature that the reported log-probabilities refer to."""
         return max(self.temperature, COLDEST) if self.temperature else 1.0
 
 
 class Sampler:
-    """Draws tokens for the rows of one batch; rows that are done leave by `keep`.
+    """Draws tokens for the rows of one batch; finished rows leave by `keep`.
 
     Args:
-        requests: Sampling of each request and how many rows it has, in the order of the rows.
+        requests: Sampling parameters and number of rows of each request, in row order.
         noise: Source of randomness for rows without a seed.
     """
 
@@ -65,16 +65,16 @@ class Sampler:
         self._top_p = top_p.clamp_min(NARROWEST).repeat_interleave(counts)[:, None]
         self._noise = noise
         self._own = _own_noise(requests)
-        self._rows = torch.arange(int(counts.sum()))  # which row of the whole batch each living one is
+        self._rows = torch.arange(int(counts.sum()))  # index in the whole batch of each remaining row
         self._plain = bool((temperature == 1).all() and (top_p == 1).all())
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these of the living rows, `(K,)` indices."""
+        """Continue with these of the remaining rows, `(K,)` indices."""
         self._greedy, self._temperature = self._greedy[rows], self._temperature[rows]
         self._top_p, self._rows = self._top_p[rows], self._rows[rows]
 
     def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw one token for each living row.
+        """Draw one token for each remaining row.
 
         Args:
             logits: `(R, V)`.
@@ -83,7 +83,7 @@ class Sampler:
             `(R,)` token ids and `(R,)` log-probabilities, float32.
 
         Raises:
-            FloatingPointError: The logits are not finite: the weights are spoilt.
+            FloatingPointError: The logits are not finite: the weights are corrupt.
         """
         if self._plain:
             logprobs = logits.float().log_softmax(-1)
@@ -97,13 +97,13 @@ class Sampler:
         tokens = scores.argmax(-1)
         chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
         if not bool(chosen.isfinite().all()):
-            raise FloatingPointError("the policy gives logits that are not finite")
+            raise FloatingPointError("the logits of the policy are not finite")
         return tokens, chosen
 
     def _exponential(self, like: Tensor) -> Tensor:
         drawn = torch.empty_like(like).exponential_(generator=self._noise)
         for begin, end, generator in self._own:
-            # All rows of the request draw, so that a row's noise does not depend on which others live.
+            # All rows of the request draw, so that a row's noise does not depend on which others remain.
             noise = torch.empty(end - begin, like.shape[1]).exponential_(generator=generator)
             mine = (self._rows >= begin) & (self._rows < end)
             drawn[mine] = noise[self._rows[mine] - begin]
@@ -120,7 +120,7 @@ def _own_noise(requests: Sequence[tuple[Sampling, int]]) -> list[tuple[int, int,
 
 
 def nucleus(logprobs: Tensor, top_p: Tensor) -> Tensor:
-    """Restrict each row to the fewest tokens that together have at least `top_p`, and normalise again.
+    """Restrict each row to the fewest tokens with a total probability of at least `top_p`, and renormalize.
 
     Args:
         logprobs: `(R, V)`.

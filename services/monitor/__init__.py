@@ -1,1 +1,1 @@
-"""For people: what happens now (`top`, `status`, `logs`, `tail`) and what happened (`summary.json`, `report.png`)."""
+"""Views of a run: live (`top`, `status`, `logs`, `tail`) and after its end (`summary.json`, `report.png`)."""

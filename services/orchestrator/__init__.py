@@ -1,1 +1,1 @@
-"""Keeps processes alive: the law of supervision, its shell, and the workers that the pressure asks for."""
+"""The orchestrator: supervision of workers and engines, autoscaling, and GPU placement."""

@@ -1,12 +1,12 @@
-"""The orchestrator: keeps as many workers alive as the trainer can eat, and ends them in order.
+"""The orchestrator: runs the workers that the trainer's demand requires, and ends them in order.
 
-Hears `pressure`, asks the law of each environment for a number, and starts or drains workers until it
-is so. A drain goes over the bus, then by SIGUSR1, then down the ladder; see `supervisor`. A worker
-that says it failed, or that crashes again and again, is given up; when all of an environment are,
-the orchestrator ends with the reason, and so the run.
+It receives `pressure`, asks the autoscaler for target counts, and starts or drains workers to match. A drain goes over
+the bus, then by SIGUSR1, then down the stop ladder; see `supervision`. A worker that reports a failure, or crashes
+repeatedly, is given up. When all workers of an environment are given up, the orchestrator ends with the reason, and so
+does the run.
 
-It needs nobody to start: without a broker it keeps the fewest workers, and silence changes nothing.
-The workers that an earlier life of this orchestrator left are adopted, those of another run ended.
+It depends on no other process: without a broker it runs the minimum, and silence changes nothing. It adopts the workers
+of its earlier life, and ends those of another run.
 """
 
 import asyncio
@@ -19,62 +19,69 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.bus.engines import FIRST
-from rolloutmq.bus.resend import resend_spools
+from rolloutmq.bus.engine_registry import FIRST
+from rolloutmq.bus.producer.resend import resend_spools
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.control import WorkerState, WorkerStatus
+from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.orchestration import OrchestratorConfig
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
-from rolloutmq.services.lock import only_one
-from rolloutmq.services.orchestrator.controller import INFERENCE_BOUND
-from rolloutmq.services.orchestrator.decisions import DecisionLog
-from rolloutmq.services.orchestrator.ear import Ear
-from rolloutmq.services.orchestrator.engines import Bound
-from rolloutmq.services.orchestrator.gpus.steward import Steward
-from rolloutmq.services.orchestrator.identity import find_names, inherited_token, marker_of
-from rolloutmq.services.orchestrator.keeper import Supervisor, identities_of
-from rolloutmq.services.orchestrator.pool import EnginePool
-from rolloutmq.services.orchestrator.pressure import Crew, Room
-from rolloutmq.services.orchestrator.processes import end_marked, end_strays
-from rolloutmq.services.orchestrator.record import Record
-from rolloutmq.services.orchestrator.roster import Roster, env_of
-from rolloutmq.services.orchestrator.scaling import Scale, Scaling
-from rolloutmq.services.orchestrator.shelf import Shelf
-from rolloutmq.services.orchestrator.supervisor import OVER, Backoff, Phase, View, drain_ladder, term_ladder
-from rolloutmq.services.runner import Stop, run_service
+from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
+from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler, ScaleTarget
+from rolloutmq.services.orchestrator.autoscaling.control_law import INFERENCE_BOUND
+from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog
+from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
+from rolloutmq.services.orchestrator.bus_client import BusClient
+from rolloutmq.services.orchestrator.engines.pool import EnginePool
+from rolloutmq.services.orchestrator.engines.scaling import EngineBound
+from rolloutmq.services.orchestrator.gpus.manager import GpuManager
+from rolloutmq.services.orchestrator.state_file import StateFile
+from rolloutmq.services.orchestrator.supervision.core import (
+    OVER,
+    Backoff,
+    Phase,
+    ProcessView,
+    drain_ladder,
+    term_ladder,
+)
+from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
+from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of
+from rolloutmq.services.orchestrator.worker_logs import WorkerLogs
+from rolloutmq.services.process.child import end_marked, end_strays
+from rolloutmq.services.process.identity import find_names, inherited_token, marker_of
+from rolloutmq.services.process.lock import only_one
+from rolloutmq.services.process.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
 
 CONFIRM_S: Final = 1.0
-"""Time that a drain over the bus gets before SIGUSR1 says the same."""
+"""Time for a drain over the bus before SIGUSR1."""
 OVERTIME_S: Final = 2.0
-"""Time after the drain deadline before SIGTERM: the worker keeps the same deadline, and then saves its spool."""
+"""Time after the drain deadline before SIGTERM: the worker keeps the same deadline, then saves its spool."""
 ORPHANS_S: Final = 5.0
-"""How often it is looked for groups that workers left behind."""
+"""Interval of the search for spools of ended workers."""
 
 ENDED_S: Final = 60.0
-"""How long a worker that left is remembered: the broker may still speak of it."""
+"""Time an ended worker is remembered: the broker may still report it."""
 
 NO_GPU: Final = "no_gpu"
-"""What bounds workers that no GPU has room for."""
+"""Bound of workers without a fitting GPU."""
 
 Command = Callable[[str], tuple[str, ...]]
-"""Program and arguments of the worker of a name."""
+"""Returns program and arguments of a worker, by name."""
 Heard = Mapping[str, WorkerStatus]
-"""What the broker last heard of the worker processes that we know, by name."""
+"""Last status from the broker of our worker processes, by name."""
 
 
 def worker_command(run_dir: Path) -> Command:
-    """Return how the workers of a run are started."""
+    """Return the command that starts a worker of a run."""
     start = (sys.executable, "-m", "rolloutmq.launch.cli", "worker", "--run-dir", str(run_dir))
     return lambda name: (*start, "--worker", name)
 
 
 class Orchestrator:
-    """The workers of one run. `run` is its life; belongs to one event loop."""
+    """The workers of one run. Belongs to one event loop; `run` runs it."""
 
     def __init__(
         self,
@@ -90,9 +97,9 @@ class Orchestrator:
         self._command = command or worker_command(layout.root)
         self._limits = limits
         self._environments = config.environment
-        self._steward = Steward(config, layout)
-        self._ear = Ear(layout, self._steward.hear)
-        self._record = Record(layout, token)
+        self._steward = GpuManager(config, layout)
+        self._ear = BusClient(layout, self._steward.hear)
+        self._record = StateFile(layout, token)
         self._workers = Supervisor(
             token,
             _backoff(limits),
@@ -105,26 +112,26 @@ class Orchestrator:
         self._drain_ladder = drain_ladder(
             CONFIRM_S, limits.drain_deadline_s + OVERTIME_S, limits.term_grace_s
         )
-        self._shelf = Shelf(layout, config.run, self._workers.views)
+        self._shelf = WorkerLogs(layout, config.run, self._workers.views)
         self._pids: dict[str, int] = {}
-        self._rosters: dict[str, Roster] = {}
-        self._scaling: Scaling
+        self._rosters: dict[str, WorkerTable] = {}
+        self._scaling: Autoscaler
 
     def kill(self) -> None:
-        """Kill all workers and engines now: for a second signal."""
+        """Kill all workers and engines now, after a second signal."""
         self._workers.kill()
         self._engines.kill()
 
     async def run(self, stop: Stop) -> None:
-        """Keep the workers until `stop`; then drain them all and return.
+        """Run the workers until `stop`; then drain all of them and return.
 
         Raises:
             WorkersFailedError: All workers of an environment were given up; the others were drained.
-            RunDirInUseError: Another orchestrator has this run.
+            RunDirInUseError: Another orchestrator runs this run.
         """
         with only_one(self._layout.root / "orchestrator.lock", "orchestrator"):
             previous = identities_of(self._layout.workers)
-            async with self._engines, self._workers:  # workers end first: they ask the engines to the last
+            async with self._engines, self._workers:  # workers end first: they use the engines
                 await self._take_over(previous)
                 async with asyncio.TaskGroup() as tasks:
                     ear = tasks.create_task(self._ear.listen(), name="ear")
@@ -143,7 +150,7 @@ class Orchestrator:
                         ear.cancel()
 
     async def _take_over(self, previous: list[ProcessIdentity]) -> None:
-        """Adopt the living workers of an earlier life, end those of another run, know the names."""
+        """Adopt the workers of an earlier life, end those of another run, reserve the used names."""
         mine = f"{self._token}/"
         ours = [
             (identity, self._steward.adopted(identity, self._spec(identity.name)))
@@ -158,21 +165,21 @@ class Orchestrator:
         if others:
             await asyncio.to_thread(end_strays, others, self._limits.term_grace_s)
         await asyncio.to_thread(self._end_unknown, set(adopted))
-        # Only a life that left workers has a broker that may still tell old names to drain.
+        # Only if an earlier life left workers may the broker still send drains to old names.
         taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
-        self._rosters = {name: Roster(name, taken) for name in self._environments}
+        self._rosters = {name: WorkerTable(name, taken) for name in self._environments}
         alive_now = Counter(map(env_of, adopted))
         log = DecisionLog(self._layout.decisions)
-        self._scaling = Scaling(self._environments, self._limits, alive_now, log)
+        self._scaling = Autoscaler(self._environments, self._limits, alive_now, log)
 
     def _end_unknown(self, known: set[str]) -> None:
-        """End workers of this run that no file names: who started them was killed before it wrote them down."""
+        """End workers of this run without an identity on file: their orchestrator was killed before it wrote one."""
         for name in find_names(self._token) - known:
             if env_of(name) in self._environments:
                 end_marked(marker_of(self._token, name))
 
     async def _bring_home(self) -> None:
-        """Send what workers left behind that will not start again under their names."""
+        """Send the spools of workers that will not restart under their names."""
         while True:
             await asyncio.sleep(ORPHANS_S)
             try:
@@ -183,7 +190,7 @@ class Orchestrator:
                     living={name for name, view in self._workers.views().items() if view.phase not in OVER},
                 )
             except RolloutMQError as error:
-                logger.warning("what workers left was not sent error=%s", error)
+                logger.warning("spools not sent error=%s", error)
 
     async def _govern(self, stop: Stop) -> None:
         while stop.reason is None:
@@ -206,7 +213,7 @@ class Orchestrator:
                 continue
 
     def _heard(self) -> Heard:
-        """Return what the broker says of our processes; what it says of their earlier lives is old."""
+        """Return the broker's status of our processes; ignore their earlier lives."""
         views = self._workers.views()
         for name in views:
             if (identity := self._workers.identity(name)) is not None:
@@ -219,25 +226,25 @@ class Orchestrator:
         }
 
     def _believe(self, heard: Heard) -> None:
-        """Give up workers that say they failed, and follow those that somebody else drains."""
+        """Give up workers that report a failure, and follow drains by others."""
         views = self._workers.views()
         for name, status in heard.items():
             if status.state is WorkerState.FAILED and views[name].phase is not Phase.FATAL:
                 ladder = term_ladder(self._limits.term_grace_s)
-                self._workers.fail(name, ladder, status.error or "the worker says that it failed")
+                self._workers.fail(name, ladder, status.error or "the worker reported a failure")
             elif status.draining and views[name].phase is Phase.RUNNING:
-                # Told is enough: one that hangs never says that it drains, and is ended at the deadline all the same.
+                # The drain request suffices: a hanging worker never reports draining, and is ended at the deadline.
                 self._workers.retire(name, self._drain_ladder, "drained by somebody else")
 
     def _forget_ended(self) -> None:
-        """Forget who left in order some time ago: workers come and go for as long as a run lives."""
+        """Forget workers that left in order some time ago, so that the table does not grow for ever."""
         now = time.monotonic()
         for name, view in self._workers.views().items():
             if view.phase is Phase.ENDED and now - view.since > ENDED_S:
                 self._workers.forget(name)
         self._pids = {name: pid for name, pid in self._pids.items() if name in self._workers.views()}
 
-    def _raise_if_failed(self, roster: Roster) -> None:
+    def _raise_if_failed(self, roster: WorkerTable) -> None:
         crew = roster.mine(self._workers.views())
         if crew and all(view.phase is Phase.FATAL for view in crew):
             last = max(crew, key=lambda view: view.since)
@@ -262,16 +269,16 @@ class Orchestrator:
             if scale.is_news(now):
                 self._ear.publish(scale.said)
 
-    def _rooms(self, crews: Mapping[str, Crew]) -> dict[str, Room]:
-        """Return how many workers the GPUs have room for, where they bound them at all."""
+    def _rooms(self, crews: Mapping[str, WorkerCounts]) -> dict[str, WorkerRoom]:
+        """Return the limits from the GPUs, for environments that have one."""
         rooms = {}
         for env, crew in crews.items():
             limit = self._steward.limit(env, crew.current, self._environments[env].max_workers)
             if limit is not None:
-                rooms[env] = Room(limit.count, NO_GPU, limit.reason)
+                rooms[env] = WorkerRoom(limit.count, NO_GPU, limit.reason)
         return rooms
 
-    def _send_away(self, scale: Scale, number: int, heard: Heard) -> None:
+    def _send_away(self, scale: ScaleTarget, number: int, heard: Heard) -> None:
         views = self._workers.views()
         for name in self._rosters[scale.env].surplus(views, heard, number):
             if views[name].phase is Phase.FATAL:
@@ -280,15 +287,15 @@ class Orchestrator:
                 self._workers.retire(name, self._drain_ladder, scale.decision.reason)
 
     def _look_at_engines(self, now: float) -> None:
-        """Hand on what the rules say of the engines; of an old pressure they say nothing."""
+        """Pass the saturation of the workers to the engine pool; nothing if the pressure is stale."""
         is_news = now - self._ear.heard_at <= self._limits.scaling.stale_s
         said = {scale.env: scale.decision for scale in self._scaling.scales} if is_news else {}
-        bounds = {env: Bound(one.bound == INFERENCE_BOUND, one.short) for env, one in said.items()}
+        bounds = {env: EngineBound(one.bound == INFERENCE_BOUND, one.short) for env, one in said.items()}
         wanted = None if self._ear.pressure is None else self._ear.pressure.wanted.get(FIRST)
         self._engines.look(bounds, now, wanted)
 
-    def _changed(self, view: View) -> None:
-        """Write down what changed; and hold a worker with GPUs that would be started again, until they are free."""
+    def _changed(self, view: ProcessView) -> None:
+        """Write the change to the file, and hold a GPU worker about to restart until its GPUs are free."""
         self._record.soon(self._workers)
         if view.phase is Phase.WAITING and self._steward.has(view.name):
             self._workers.hold(view.name, True)
@@ -304,7 +311,7 @@ def _backoff(limits: OrchestratorConfig) -> Backoff:
 
 
 def main(run_dir: Path) -> int:
-    """Run the orchestrator of a run; returns its exit code. Blocks."""
+    """Run the orchestrator of a run; return its exit code. Blocks."""
     orchestrator: Orchestrator | None = None
 
     async def serve(stop: Stop) -> None:

@@ -1,1 +1,1 @@
-"""What the machine does while the run goes on: samples published on the bus, and the record of every event."""
+"""Telemetry: samples of the machine, published on the bus, and the record of every event."""

@@ -1,26 +1,26 @@
-"""What NVML tells of a GPU, field by field, on drivers and bindings of any age.
+"""GPU samples from NVML, field by field, with drivers and bindings of any age.
 
-A field that a device, a driver or the bindings do not have is not told, which is neither good nor bad. Only two
-answers of a GPU mean that it is lost: that it fell off the bus, and that it must be reset before anybody can use it.
-Every other error of one field costs that field alone. Newer names are asked first, older ones where those are missing.
+A field that a device, a driver or the bindings lack is None, which is neither good nor bad. Only two errors mean that a
+GPU is lost: it fell off the bus, or it must be reset before use. Any other error costs only its field. Newer names are
+tried first, then older ones.
 
-Calls block and may hang: see `gpus`, which asks each GPU in a thread of its own. NVML itself is thread-safe.
+Calls block and may hang: `gpus` calls each GPU in its own thread. NVML itself is thread-safe.
 """
 
 import logging
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from rolloutmq.schemas.telemetry import GpuSample, GpuState
+from rolloutmq.schemas.wire.telemetry import GpuSample, GpuState
 from rolloutmq.services.telemetry.gpus import NoGpuError
 
 logger = logging.getLogger(__name__)
 
 RECOVERY_ACTION: Final = 230
-"""Field of what must be done with the GPU."""
+"""Field with the recovery action of the GPU."""
 XID_EVENT: Final = 0x8
 XIDS_KEPT: Final = 32
-"""Different critical errors remembered of one GPU; there are fewer that matter."""
+"""Maximum number of distinct critical errors kept for one GPU."""
 UNCORRECTED: Final = 1
 VOLATILE: Final = 0
 CORE_TEMPERATURE: Final = 0
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 
 class Nvml:
-    """The driver of this host. Is started at the first call and again after it failed: a driver may come later."""
+    """NVML of this host. Initialized at the first call and again after a failure: a driver may come later."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -42,10 +42,10 @@ class Nvml:
         self._lost: set[str] = set()
 
     def uuids(self) -> tuple[str, ...]:
-        """List the GPUs that the driver reaches.
+        """Return the GPUs the driver can reach.
 
         Raises:
-            NoGpuError: There is no driver, or it lists none.
+            NoGpuError: There is no driver, or it lists no GPU.
         """
         import pynvml
 
@@ -70,18 +70,18 @@ class Nvml:
         """Sample a GPU that was listed before. Blocks as long as the driver does."""
         nvml = self._nvml
         if nvml is None:
-            return self._sample(uuid, number, now, state=GpuState.SILENT, why="the driver does not answer")
+            return self._sample(uuid, number, now, state=GpuState.SILENT, why="the driver does not reply")
         try:
             device = self._handles.get(uuid)
             if device is None:
                 device = self._handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid)
             facts = self._facts(_Device(nvml, device), uuid)
             if all(fact in {None, ""} for what, fact in facts.items() if what != "mig"):
-                # One that is about to be lost answers every question with an error of its own.
-                facts |= {"state": GpuState.SILENT, "why": "the driver tells nothing of it"}
+                # A GPU about to be lost returns an error of its own for every field.
+                facts |= {"state": GpuState.SILENT, "why": "the driver reports no value"}
             return self._sample(uuid, number, now, **facts)
         except lost_errors(nvml) as error:
-            # A handle from before a reset stays lost: the next one is looked up anew.
+            # A handle from before a reset stays lost: look it up anew next time.
             self._handles.pop(uuid, None)
             self._events.pop(uuid, None)
             self._lost.add(uuid)
@@ -91,7 +91,7 @@ class Nvml:
             return self._sample(uuid, number, now, state=GpuState.SILENT, why=str(error))
 
     def _at(self, nvml: Any, index: int) -> str:
-        """Return the UUID of the GPU at an index, or nothing where there is one that cannot be reached."""
+        """Return the UUID of the GPU at an index, or an empty string if it cannot be reached."""
         try:
             device = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = _text(nvml.nvmlDeviceGetUUID(device))
@@ -107,24 +107,24 @@ class Nvml:
         return GpuSample(uuid=uuid, number=number, at=now, xids=self._xids.get(uuid, ()), **(shared | facts))
 
     def _facts(self, device: "_Device", uuid: str) -> dict[str, Any]:
-        temperature = device.told("nvmlDeviceGetTemperature", CORE_TEMPERATURE)
+        temperature = device.get("nvmlDeviceGetTemperature", CORE_TEMPERATURE)
         if uuid in self._lost:
-            # It was reset: what went wrong before is over.
+            # It was reset: earlier faults are over.
             self._lost.discard(uuid)
             self._xids.pop(uuid, None)
         self._hear_xids(device, uuid)
-        rates = device.told("nvmlDeviceGetUtilizationRates")
-        remapped = device.told("nvmlDeviceGetRemappedRows")
-        mig = device.told("nvmlDeviceGetMigMode")
+        rates = device.get("nvmlDeviceGetUtilizationRates")
+        remapped = device.get("nvmlDeviceGetRemappedRows")
+        mig = device.get("nvmlDeviceGetMigMode")
         return {
-            "name": _text(device.told("nvmlDeviceGetName") or ""),
+            "name": _text(device.get("nvmlDeviceGetName") or ""),
             "utilisation_percent": None if rates is None else float(rates.gpu),
             "temperature_c": None if temperature is None else float(temperature),
             "margin_c": _margin(device, temperature),
             "clock_event_reasons": device.first(
                 "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
             ),
-            "ecc_uncorrected": device.told("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE),
+            "ecc_uncorrected": device.get("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE),
             "remap_pending": None if remapped is None else bool(remapped[2]),
             "remap_failed": None if remapped is None else bool(remapped[3]),
             "recovery_action": device.field(RECOVERY_ACTION),
@@ -133,13 +133,13 @@ class Nvml:
         }
 
     def _hear_xids(self, device: "_Device", uuid: str) -> None:
-        """Take the critical errors that came since the last time; they stay until the GPU was lost and came back."""
+        """Collect the critical errors since the last call; they stay until the GPU was lost and returned."""
         if uuid not in self._events:
             events = device.ask("nvmlEventSetCreate")
             if events is not None and device.registers(XID_EVENT, events):
                 self._events[uuid] = events
             else:
-                self._events[uuid] = None  # not on this device, or not for this user
+                self._events[uuid] = None  # unsupported by this device, or not permitted
         events = self._events[uuid]
         while events is not None and (event := device.ask("nvmlEventSetWait_v2", events, 0)) is not None:
             if int(event.eventType) & XID_EVENT:
@@ -148,23 +148,23 @@ class Nvml:
 
 
 class _Device:
-    """One handle, asked so that what is not told is None; only a lost GPU and a driver that is gone are raised."""
+    """One handle, with None for missing values; only a lost GPU and a failed driver raise."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
         self._handle = handle
         self._raised = (*lost_errors(nvml), *_known(nvml, "NVMLError_Uninitialized"))
 
-    def told(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Ask the device."""
+    def get(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Query the device."""
         return self.ask(name, self._handle, *arguments, **options)
 
     def first(self, *names: str) -> Any:
-        """Ask under several names: the answer of the first that tells something."""
-        return next((found for name in names if (found := self.told(name)) is not None), None)
+        """Query under several names: return the first value."""
+        return next((found for name in names if (found := self.get(name)) is not None), None)
 
     def ask(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Ask the driver."""
+        """Query the driver."""
         return self._answer(lambda: getattr(self._nvml, name)(*arguments, **options))
 
     def constant(self, name: str) -> Any:
@@ -172,7 +172,7 @@ class _Device:
         return getattr(self._nvml, name, None)
 
     def registers(self, kinds: int, events: Any) -> bool:
-        """Say whether the device tells events of these kinds."""
+        """Return whether the device reports events of these kinds."""
 
         def register() -> bool:
             self._nvml.nvmlDeviceRegisterEvents(self._handle, kinds, events)
@@ -182,7 +182,7 @@ class _Device:
 
     def field(self, number: int) -> int | None:
         """Return one of the numbered fields."""
-        values = self.told("nvmlDeviceGetFieldValues", [number])
+        values = self.get("nvmlDeviceGetFieldValues", [number])
         if values is None or values[0].nvmlReturn != 0:
             return None
         return int(values[0].value.uiVal)
@@ -193,12 +193,12 @@ class _Device:
         except self._raised:
             raise
         except (self._nvml.NVMLError, AttributeError, TypeError):
-            # The last two: bindings that are older than the function, or than one of its arguments.
+            # The last two: bindings without the function, or without one of its arguments.
             return None
 
 
 def lost_errors(nvml: Any) -> tuple[type[Exception], ...]:
-    """Return the errors after which a GPU is of no use."""
+    """Return the errors of an unusable GPU."""
     return _known(nvml, "NVMLError_GpuIsLost", "NVMLError_ResetRequired")
 
 
@@ -207,12 +207,12 @@ def _known(nvml: Any, *names: str) -> tuple[type[Exception], ...]:
 
 
 def _memory(device: _Device) -> dict[str, int | None]:
-    """Ask for the form that tells reserved memory apart; the older one counts it as used."""
+    """Query the memory with reserved memory apart; the older query counts it as used."""
     version = device.constant("nvmlMemory_v2")
-    memory = None if version is None else device.told("nvmlDeviceGetMemoryInfo", version=version)
+    memory = None if version is None else device.get("nvmlDeviceGetMemoryInfo", version=version)
     reserved = None if memory is None else int(memory.reserved)
     if memory is None:
-        memory = device.told("nvmlDeviceGetMemoryInfo")
+        memory = device.get("nvmlDeviceGetMemoryInfo")
     if memory is None:
         return {}
     return {
@@ -224,14 +224,14 @@ def _memory(device: _Device) -> dict[str, int | None]:
 
 
 def _margin(device: _Device, temperature: int | None) -> float | None:
-    """Ask for the margin; GPUs that tell none tell the temperature at which they slow down."""
-    margin = device.told("nvmlDeviceGetMarginTemperature")
+    """Query the thermal margin; without one compute it from the slowdown temperature."""
+    margin = device.get("nvmlDeviceGetMarginTemperature")
     if margin is not None:
         return float(margin)
-    threshold = device.told("nvmlDeviceGetTemperatureThreshold", SLOWDOWN_THRESHOLD)
+    threshold = device.get("nvmlDeviceGetTemperatureThreshold", SLOWDOWN_THRESHOLD)
     return None if not threshold or temperature is None else float(threshold - temperature)
 
 
 def _text(value: str | bytes) -> str:
-    """Older bindings give bytes."""
+    """Return text; older bindings return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -1,6 +1,6 @@
-"""Where samples of the host and of the run's processes come from: psutil. For GPUs see `gpus`.
+"""Probes of the host and of the run's processes, with psutil. For GPUs see `gpus`.
 
-A probe never takes the service down with it: a process that is gone is left out.
+A probe never ends the service: it skips a process that is gone.
 """
 
 import contextlib
@@ -13,20 +13,20 @@ from typing import Final
 import psutil
 
 from rolloutmq.schemas.process import ProcessIdentity
-from rolloutmq.schemas.telemetry import HostSample, ProcessSample
-from rolloutmq.services.orchestrator.identity import alive
+from rolloutmq.schemas.wire.telemetry import HostSample, ProcessSample
+from rolloutmq.services.process.identity import alive
 
 SHM: Final = Path("/dev/shm")
 
 
 def host_name() -> str:
-    """Return the name of this host, fit for a topic."""
+    """Return the name of this host in a form valid in a topic."""
     return socket.gethostname() or "localhost"
 
 
 @dataclass(frozen=True, slots=True)
 class Disks:
-    """What is free; 0 where nobody answers."""
+    """Free bytes; 0 if unknown."""
 
     shm_free_bytes: int = 0
     disk_free_bytes: int = 0
@@ -36,16 +36,16 @@ class HostProbe:
     """CPU, memory, shared memory and disk of this host.
 
     Args:
-        disk: A directory of the disk that the run writes to.
+        disk: A directory on the disk of the run.
     """
 
     def __init__(self, disk: Path) -> None:
         self._disk = disk
         self._host = host_name()
-        psutil.cpu_percent(None)  # The first call only sets the start of the interval.
+        psutil.cpu_percent(None)  # The first call only starts the interval.
 
     def disks(self) -> Disks:
-        """Ask what is free. May hang where a file system does."""
+        """Return the free bytes. May hang with its file system."""
         return Disks(_free_bytes(SHM), _free_bytes(self._disk))
 
     def sample(self, number: int, now: float, disks: Disks) -> HostSample:
@@ -73,13 +73,13 @@ def _free_bytes(path: Path) -> int:
 
 
 class ProcessProbe:
-    """CPU and memory of the run's processes, told apart by their whole identity: no stranger is ever sampled."""
+    """CPU and memory of the run's processes, by their full identity: a reused pid is never sampled."""
 
     def __init__(self) -> None:
         self._known: dict[ProcessIdentity, psutil.Process] = {}
 
     def sample(self, processes: Iterable[ProcessIdentity], number: int, now: float) -> list[ProcessSample]:
-        """Return a sample of each process that lives; the first of a process has 0 CPU."""
+        """Return a sample of each running process; the first of a process has 0 CPU."""
         living = [one for one in processes if alive(one)]
         self._known = {one: self._known[one] for one in living if one in self._known}
         samples = []

@@ -1,9 +1,9 @@
-"""`metrics.jsonl`: every event that was published, one JSON object a line, for later.
+"""`metrics.jsonl`: every published event, one JSON object a line.
 
-A line is `{"t": wall clock at arrival, "topic": ..., ...fields of the event}`. Acks and drains are for one receiver
-and are not recorded. `pressure` is thinned in a long run, and carries `worker_states`, the number of workers by state,
-which survives where a line has to be cut to its limit. What arrives is written once a second: a killed recorder loses
-the last second, and the line it may have torn is cut off by the next one.
+A line is `{"t": wall clock at arrival, "topic": ..., ...fields of the event}`. Acks and drains have one receiver and
+are not recorded. `pressure` is thinned out in a long run. It carries `worker_states`, the number of workers by state,
+which stays when a line is trimmed to its limit. Events are written once a second: a killed recorder loses the last
+second, and the next one cuts off a torn line.
 """
 
 import logging
@@ -14,30 +14,30 @@ from typing import Any, Final
 
 import msgspec
 
-from rolloutmq.bus import codec, topics
-from rolloutmq.schemas.control import Pressure
+from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.schemas.errors import WireError
-from rolloutmq.schemas.telemetry import Event
+from rolloutmq.schemas.wire.control import Pressure
+from rolloutmq.schemas.wire.telemetry import Event
 
 logger = logging.getLogger(__name__)
 
 RECORDED: Final = (topics.PRESSURE, topics.STEP, topics.POLICY, topics.TELEMETRY)
-"""Prefixes to subscribe to: everything but the topics that are for one receiver."""
+"""Subscribed prefixes: all topics but those with one receiver."""
 LINE_LIMIT_BYTES: Final = 64 << 10
-"""A pressure with 10,000 workers is 3 MB; four a second of them would fill a disk."""
+"""Maximum line length: a pressure message with 10,000 workers is 3 MB; four a second would fill a disk."""
 TOPIC_LIMIT_BYTES: Final = 256
 DENSE_S: Final = 600.0
-"""So long `pressure` is recorded as it is published: short runs are the ones looked at closely."""
+"""Time in which every `pressure` is recorded: short runs are examined closely."""
 DENSE_GAP_S: Final = 0.2
 SPARSE_GAP_S: Final = 1.0
-"""Time between two recorded pressures after that."""
+"""Interval between recorded pressures after that."""
 
 
 class Recorder:
-    """Events in, lines out. Owns no socket; `flush` alone touches the disk.
+    """Events in, lines out. Owns no socket; only `flush` touches the disk.
 
     Args:
-        path: File that is appended to.
+        path: File to append to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,16 +46,16 @@ class Recorder:
         self._first_at: float | None = None
         self._pressure_at = 0.0
         self.malformed = 0
-        """Events that did not decode."""
+        """Events that failed to decode."""
         _cut_torn_line(path)
 
     def record(self, topic: bytes, payload: bytes, now: float) -> None:
-        """Take one event at wall clock `now`; what does not decode is counted and logged."""
+        """Record one event at wall clock `now`; count and log one that does not decode."""
         try:
             event = codec.decode_event(payload)
         except WireError as error:
             self.malformed += 1
-            logger.warning("event refused topic=%r error=%s", topic, error)
+            logger.warning("event not decoded topic=%r error=%s", topic, error)
             return
         if isinstance(event, Pressure) and not self._is_due(now):
             return
@@ -64,14 +64,14 @@ class Recorder:
     def _is_due(self, now: float) -> bool:
         first = self._first_at = now if self._first_at is None else self._first_at
         gap_s = DENSE_GAP_S if now - first < DENSE_S else SPARSE_GAP_S
-        # A wall clock that was set back must not silence the record.
+        # A wall clock set back must not stop the record.
         if 0 <= now - self._pressure_at < gap_s:
             return False
         self._pressure_at = now
         return True
 
     def flush(self) -> None:
-        """Append what was taken since the last flush, in one write of whole lines."""
+        """Append the events since the last flush, in one write of whole lines."""
         if not self._lines:
             return
         data, self._lines = b"".join(self._lines), []
@@ -82,7 +82,7 @@ class Recorder:
 def line_of(topic: bytes, event: Event, now: float) -> bytes:
     """Return the line of one event, at most `LINE_LIMIT_BYTES` long.
 
-    The largest fields are left out of a longer one, which then names them in `trimmed`.
+    A longer line loses its largest fields and names them in `trimmed`.
     """
     fields: dict[str, Any] = msgspec.to_builtins(event)
     if isinstance(event, Pressure):
@@ -99,7 +99,7 @@ def line_of(topic: bytes, event: Event, now: float) -> bytes:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Cut what follows the last newline: whoever wrote it was killed before the line was whole."""
+    """Truncate the file after its last newline: a killed writer may have left a torn line."""
     if not path.exists():
         return
     with path.open("rb+") as file:

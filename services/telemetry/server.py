@@ -1,7 +1,7 @@
 """The telemetry service: samples the machine, publishes the samples, and records every event of the run.
 
-Tasks that know nothing of each other: what is published travels through the broker and comes back to the recorder
-like every other event. Samples may be lost; each source numbers its own, so that a gap shows.
+Its tasks are independent: a published sample travels through the broker and reaches the recorder like any other event.
+Samples may be lost; each source numbers its own, so that a gap shows.
 """
 
 import asyncio
@@ -14,14 +14,15 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.bus import topics
-from rolloutmq.bus.engines import Watch, engines_of
-from rolloutmq.bus.events import Publisher
+from rolloutmq.bus.encoding import topics
+from rolloutmq.bus.engine_registry import EngineWatch, engines_of
 from rolloutmq.bus.rundir import load_run, read_json
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
+from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
-from rolloutmq.schemas.telemetry import (
+from rolloutmq.schemas.wire.telemetry import (
     EngineSample,
     GpuAbsence,
     GpuSample,
@@ -29,9 +30,8 @@ from rolloutmq.schemas.telemetry import (
     ProcessSample,
     TelemetryEvent,
 )
-from rolloutmq.services.runner import Stop, run_service
-from rolloutmq.services.telemetry.calls import CALL_TIMEOUT_S, Calls
-from rolloutmq.services.telemetry.feed import Feed, endpoints_of
+from rolloutmq.services.process.runner import Stop, run_service
+from rolloutmq.services.telemetry.bounded_calls import CALL_TIMEOUT_S, BoundedCalls
 from rolloutmq.services.telemetry.gpus import GpuBackend, GpuProbe
 from rolloutmq.services.telemetry.nvml import Nvml
 from rolloutmq.services.telemetry.probes import Disks, HostProbe, ProcessProbe, host_name
@@ -40,13 +40,13 @@ from rolloutmq.services.telemetry.recorder import RECORDED, Recorder
 logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 1.0
-"""How much of the record a killed service loses."""
+"""Maximum time of events lost with a killed service."""
 LISTEN_S: Final = 0.2
-"""How long the recorder may be deaf to the request to end."""
+"""Maximum delay of the recorder's reaction to a stop request."""
 
 
 def topic_of(event: TelemetryEvent) -> bytes:
-    """Return the topic of a sample, by what it is about."""
+    """Return the topic of a sample, by its subject."""
     match event:
         case HostSample():
             return topics.telemetry("host", event.host)
@@ -61,7 +61,7 @@ def topic_of(event: TelemetryEvent) -> bytes:
 
 
 def processes_of(layout: RunLayout) -> list[ProcessIdentity]:
-    """Return the processes that the launcher and the orchestrator say they started."""
+    """Return the processes listed by launcher and orchestrator."""
     found: list[ProcessIdentity] = []
     for path in (layout.processes, layout.workers, layout.engines):
         try:
@@ -72,19 +72,19 @@ def processes_of(layout: RunLayout) -> list[ProcessIdentity]:
 
 
 class Sampler:
-    """Takes one round of samples at a time; the host and the GPUs know nothing of each other."""
+    """Takes one round of samples at a time; host and GPUs are independent."""
 
     def __init__(self, layout: RunLayout, gpus: GpuBackend, timeout_s: float = CALL_TIMEOUT_S) -> None:
         self._layout = layout
         self._host = HostProbe(layout.root)
         self._processes = ProcessProbe()
         self._gpus = GpuProbe(gpus, host_name(), timeout_s)
-        self._calls = Calls(timeout_s)
-        self._engines = Watch()
+        self._calls = BoundedCalls(timeout_s)
+        self._engines = EngineWatch()
         self._rounds = self._gpu_rounds = 0
 
     async def machine(self, now: float) -> list[TelemetryEvent]:
-        """Sample host, processes and engines; of a disk that hangs nothing is told."""
+        """Sample host, processes and engines; a hanging disk is left out."""
         self._rounds += 1
         number = self._rounds
         disks = (await self._calls.make({"disks": self._host.disks}, now)).get("disks")
@@ -94,13 +94,13 @@ class Sampler:
         return samples + self._engine_samples()
 
     async def gpus(self, now: float) -> list[TelemetryEvent]:
-        """Sample the GPUs; takes as long as their driver does, up to its deadline."""
+        """Sample the GPUs; takes as long as their driver, up to its time-out."""
         self._gpu_rounds += 1
         gpus = await self._gpus.sample(self._gpu_rounds, now)
         return [gpus] if isinstance(gpus, GpuAbsence) else list(gpus)
 
     def _engine_samples(self) -> list[EngineSample]:
-        """Pass on what the engines say of themselves, once for each time that they say it."""
+        """Return the engines' samples of themselves, each once."""
         samples: list[EngineSample] = []
         for seen in self._engines.look(engines_of(self._layout), time.monotonic()):
             one = seen.address
@@ -121,16 +121,16 @@ class Sampler:
 
 
 Round = Callable[[float], Awaitable[list[TelemetryEvent]]]
-"""Samples of one moment, by the wall clock."""
+"""Samples of one moment; the argument is the wall clock."""
 
 
 class Telemetry:
-    """The service of one run.
+    """The telemetry service of one run.
 
     Args:
-        config: Gives the interval.
-        layout: Gives the processes, the broker's address and the place of the record.
-        gpus: Who is asked for GPUs; NVML if nobody else.
+        config: Source of the interval.
+        layout: Location of the processes, the broker's address and the record.
+        gpus: GPU driver; NVML by default.
     """
 
     def __init__(self, config: RunConfig, layout: RunLayout, gpus: GpuBackend | None = None) -> None:
@@ -139,10 +139,10 @@ class Telemetry:
         self._sampler = Sampler(layout, gpus or Nvml(host_name()))
 
     async def run(self, stop: Stop) -> None:
-        """Sample and record until the end is asked for; what has arrived by then is written."""
+        """Sample and record until `stop`; events received by then are written."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._sample(stop, self._sampler.machine), name="sample")
-            # A driver that hangs costs a round of GPUs, and nobody else anything.
+            # A hanging driver costs a round of GPU samples, and nothing else.
             tasks.create_task(self._sample(stop, self._sampler.gpus), name="sample gpus")
             tasks.create_task(self._record(stop), name="record")
 
@@ -167,7 +167,7 @@ class Telemetry:
     async def _record(self, stop: Stop) -> None:
         recorder = Recorder(self._layout.metrics)
         flush_at = time.monotonic() + FLUSH_S
-        async with Feed(self._layout, RECORDED) as feed:
+        async with EventFeed(self._layout, RECORDED) as feed:
             while not stop.event.is_set():
                 event = await feed.next(LISTEN_S)
                 if event is not None:
@@ -186,7 +186,7 @@ async def _pause(stop: Stop, seconds: float) -> None:
 
 
 def main(run_dir: Path) -> int:
-    """Run the service until it is told to end; returns its exit code."""
+    """Run the service until asked to stop; return its exit code."""
 
     async def serve(stop: Stop) -> None:
         await Telemetry(*load_run(run_dir)).run(stop)

@@ -1,1 +1,1 @@
-"""Environment workers: the protocol of an environment, the policy it asks, and the process that runs it."""
+"""Environment workers: the protocol of an environment, the policy it calls, and the process that runs it."""

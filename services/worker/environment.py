@@ -1,29 +1,29 @@
-"""What a user writes: an environment, a class that turns a policy into scored trajectories.
+"""The environment: the class a user writes to turn a policy into scored trajectories.
 
     class Add(SingleTurn[tuple[int, int]]):
         max_tokens = 8
 
-        def task(self, rng):                    # one question
+        def task(self, rng):                    # draw a question
             return rng.randrange(100), rng.randrange(100)
 
-        def prompt(self, task):                 # as the policy sees it: text, token ids, or chat messages
+        def prompt(self, task):                 # text, token ids, or chat messages
             return f"{task[0]}+{task[1]}="
 
-        def score(self, task, completion):      # what an answer is worth
+        def score(self, task, completion):      # reward an answer
             return float(completion.text == str(sum(task)))
 
-Anything else (several turns, tools, judges) implements `rollout` of the `Environment` protocol; with a client of its
-own, such as OpenAI's, at the address that `policy.endpoint()` gives. Keyword arguments of the class are the `options`
-of its section in the configuration. An environment that is an async context manager is entered before its first rollout
-and left after its last.
+For several turns, tools or judges, implement `rollout` of the `Environment` protocol. An environment that has its own
+client, such as OpenAI's, uses the address from `policy.endpoint()`. The configuration passes `environment.NAME.options`
+to the class as keyword arguments. If the environment is an async context manager, the worker enters it before the first
+rollout and leaves it after the last.
 
-Two methods are optional, and `SingleTurn` has both: `rollout_task` answers a task that a trainer submitted
-(`environment.NAME.tasks`), and `member` one sequence of a group that may be closed before all of them are there
+Two methods are optional; `SingleTurn` has both. `rollout_task` answers a task that a trainer submitted
+(`environment.NAME.tasks`). `member` samples one sequence of a group that may close at a deadline
 (`environment.NAME.group_deadline_s`).
 
-Rollouts of one worker run concurrently in one event loop: await what takes time, and compute long scores in a thread
-(`asyncio.to_thread`). Take randomness from `rng`: it is seeded by run and worker, so that no two workers draw the same
-tasks.
+Rollouts of one worker run concurrently in one event loop: await slow calls, and compute long scores in a thread
+(`asyncio.to_thread`). Take all randomness from `rng`. Its seed includes the run and the worker, so two workers never
+draw the same tasks.
 """
 
 import random
@@ -32,7 +32,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
-from rolloutmq.services.worker.policy import MAX_TOKENS, ChatMessage, Completion, Policy
+from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.policy import MAX_TOKENS, Policy
 from rolloutmq.services.worker.trajectory import Trajectory
 
 Task = TypeVar("Task")
@@ -41,45 +42,45 @@ Prompt = str | Sequence[int] | Sequence[ChatMessage]
 
 
 class Environment(Protocol):
-    """Samples a task, asks the policy, scores the answers."""
+    """Samples a task, calls the policy, scores the answers."""
 
     async def rollout(self, policy: Policy, size: int, rng: random.Random) -> Sequence[Trajectory]:
         """Sample one group: `size` sequences for one task.
 
-        May raise: the group is abandoned and counted, and the worker goes on. May be cancelled. Returning nothing
-        counts as a failure too, since nothing came of it.
+        The worker may cancel the call (drain, `rollout_timeout_s`). If it raises or returns nothing, the worker
+        abandons and counts the group and continues.
 
         Args:
             policy: The model under training.
-            size: Sequences wanted, the configured `group_size`.
+            size: Sequences to return, `environment.NAME.group_size`.
             rng: The only source of randomness to use.
         """
         ...
 
 
 class TaskEnvironment(Environment, Protocol):
-    """An environment that also answers tasks which a trainer submitted."""
+    """An environment that also answers submitted tasks."""
 
     async def rollout_task(
         self, policy: Policy, payload: Any, size: int, rng: random.Random
     ) -> Sequence[Trajectory]:
-        """Sample one group for a submitted task; as `rollout`, but for where the task comes from.
+        """Sample one group for a submitted task. Same rules as `rollout`.
 
         Args:
             policy: The model under training.
-            payload: What the trainer submitted, as msgpack brings it: tuples are lists.
-            size: Sequences wanted, by the task or by the configuration.
+            payload: The submitted task after a round trip through msgpack: tuples are lists.
+            size: Sequences to return, from the task or from `environment.NAME.group_size`.
             rng: The only source of randomness to use.
         """
         ...
 
 
 class MemberEnvironment(Environment, Protocol[Task]):
-    """An environment whose groups may be closed at a deadline: its sequences are rolled out one by one.
+    """An environment that samples its sequences one by one, so that a group may close at a deadline.
 
-    Class attribute `stragglers`, if there is one, says what becomes of those that are late: `"cancel"`, the default,
-    or `"await"` for those that must come to their end, up to `rollout_timeout_s`. They are counted either way.
-    A method `submitted(payload)`, if there is one, makes a task of what a trainer submitted.
+    The optional class attribute `stragglers` decides about late sequences: `"cancel"` (the default) cancels them,
+    `"await"` lets them run up to `rollout_timeout_s`. Both are counted and neither joins the group. The optional method
+    `submitted(payload)` turns a submitted payload into a task.
     """
 
     def task(self, rng: random.Random) -> Task | Awaitable[Task]:
@@ -87,18 +88,18 @@ class MemberEnvironment(Environment, Protocol[Task]):
         ...
 
     async def member(self, policy: Policy, task: Task, rng: random.Random) -> Trajectory:
-        """Sample one sequence of a group. May raise, which costs the group, and may be cancelled."""
+        """Sample one sequence of a group. May be cancelled. If it raises, the whole group is abandoned."""
         ...
 
 
 class SingleTurn(ABC, Generic[Task]):
-    """One prompt, one answer, one score: three methods to write.
+    """One prompt, one answer, one score. Implement `task`, `prompt` and `score`.
 
     Attributes:
         max_tokens: Longest answer, in tokens.
-        temperature: Of the sampling. Log-probabilities are those after temperature.
-        stop: Text at which an answer ends, besides the model's own end of sequence.
-        stragglers: What becomes of answers that are late for their group; see `MemberEnvironment`.
+        temperature: Sampling temperature. Log-probabilities are those after temperature.
+        stop: Text that ends an answer, in addition to the model's end-of-sequence token.
+        stragglers: `"cancel"` or `"await"` for late answers of a group; see `MemberEnvironment`.
     """
 
     max_tokens: int = MAX_TOKENS
@@ -112,18 +113,18 @@ class SingleTurn(ABC, Generic[Task]):
 
     @abstractmethod
     def prompt(self, task: Task) -> Prompt:
-        """Put the task as the policy is to see it."""
+        """Return the prompt of a task: text, token ids, or chat messages."""
 
     @abstractmethod
     def score(self, task: Task, completion: Completion) -> float | Awaitable[float]:
-        """Say what an answer is worth. May be `async def`."""
+        """Return the reward of an answer, a finite number. May be `async def`."""
 
     def submitted(self, payload: Any) -> Task:
-        """Make a task of what a trainer submitted; by default the payload is the task."""
+        """Turn a submitted payload into a task. Returns the payload unless overridden."""
         return cast(Task, payload)
 
     async def rollout(self, policy: Policy, size: int, rng: random.Random) -> list[Trajectory]:
-        """Ask for `size` answers to one task and score each."""
+        """Sample `size` answers to one task and score each."""
         return await self._answers(policy, self.task(rng), size)
 
     async def rollout_task(
@@ -131,9 +132,9 @@ class SingleTurn(ABC, Generic[Task]):
         policy: Policy,
         payload: Any,
         size: int,
-        rng: random.Random,  # noqa: ARG002 - the task is drawn already
+        rng: random.Random,  # noqa: ARG002 - the task is given
     ) -> list[Trajectory]:
-        """Ask for `size` answers to a submitted task and score each."""
+        """Sample `size` answers to a submitted task and score each."""
         return await self._answers(policy, self.submitted(payload), size)
 
     async def member(
@@ -142,16 +143,16 @@ class SingleTurn(ABC, Generic[Task]):
         task: Task,
         rng: random.Random,  # noqa: ARG002 - the server samples
     ) -> Trajectory:
-        """Ask for one answer and score it."""
+        """Sample one answer and score it."""
         return (await self._answers(policy, task, 1))[0]
 
     async def _answers(self, policy: Policy, task: Task, size: int) -> list[Trajectory]:
         prompt = self.prompt(task)
-        given = None if isinstance(prompt, str) else list(prompt)
-        messages = given if given and isinstance(given[0], Mapping) else None
-        ask: Any = policy.complete if messages is None else policy.chat
-        completions: list[Completion] = await ask(
-            given if given is not None else prompt,
+        listed = None if isinstance(prompt, str) else list(prompt)
+        messages = listed if listed and isinstance(listed[0], Mapping) else None
+        sample: Any = policy.complete if messages is None else policy.chat
+        completions: list[Completion] = await sample(
+            listed if listed is not None else prompt,
             n=size,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -161,7 +162,7 @@ class SingleTurn(ABC, Generic[Task]):
 
     async def _scored(self, task: Task, completion: Completion, messages: list[Any] | None) -> Trajectory:
         score = self.score(task, completion)
-        worth = await score if isawaitable(score) else score
+        reward = await score if isawaitable(score) else score
         if messages is not None:
             messages = [*messages, {"role": "assistant", "content": completion.text}]
-        return Trajectory.of(completion, worth, messages)
+        return Trajectory.of(completion, reward, messages)

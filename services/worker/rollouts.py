@@ -1,12 +1,12 @@
-"""Rollouts of one worker: as many at once as it has slots, each with a permit, each ending in a group or in nothing.
+"""Rollouts of one worker: one per slot at a time, each with a permit.
 
-A permit is settled exactly once: by sending a group, or by giving it back. Whatever the user's code does (raise, exit,
-hang, cancel itself, return nonsense), it costs that rollout and no more; only `failure_limit` of them in a row, over
-all slots, end the worker, since then nothing will ever come of it. What the broker says (draining, fenced) is not the
-environment's doing and passes through.
+Every permit is settled exactly once: a group is sent, or the permit is given back. Whatever the user's code does
+(raise, exit, hang, cancel itself, return nonsense) costs that rollout only. After `failure_limit` failures in a row,
+over all slots, the worker ends, because the environment will not recover. Errors of the broker (draining, fenced) are
+not the environment's fault and pass through.
 
-A task that a trainer submitted is taken with a permit in hand, and settled by its group or handed back with the reason.
-A failure of it is the task's: it ends the task after as many deliveries as the broker allows, never the worker.
+A worker takes a submitted task with a permit in hand, and settles it with a group or hands it back with the reason. A
+failed task counts against the task, never against the worker; the broker limits its deliveries.
 """
 
 import asyncio
@@ -16,35 +16,37 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import isawaitable
 from itertools import count
 from typing import Any, Final, Protocol
 
-from rolloutmq.bus.credit import Permit
-from rolloutmq.bus.taking import LeasedTask
-from rolloutmq.schemas.config import EnvironmentConfig
+from rolloutmq.bus.producer.credit import Permit
+from rolloutmq.bus.tasks.taker import LeasedTask
+from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import (
     DrainingError,
     EnvironmentFailedError,
     RolloutMQError,
+    TeacherFailedError,
+    TeacherRefusedError,
     UsageError,
 )
-from rolloutmq.schemas.teaching import TeacherFailedError, TeacherRefusedError
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.schemas.group import Group
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.members import Members, drawn
+from rolloutmq.services.worker.group_members import GroupMembers, drawn
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import group_of
 
 logger = logging.getLogger(__name__)
 
 TRACEBACK_EVERY_S: Final = 5.0
-"""A failing environment may fail a thousand times a second: one traceback in so many seconds tells as much."""
+"""Seconds between two logged tracebacks: a broken environment may fail a thousand times a second."""
 ERROR_CHARS: Final = 500
-"""Longest one-line error that is reported."""
+"""Longest one-line error in a report, in characters."""
 
 
-class Outlet(Protocol):
-    """What a rollout needs of a `Producer`."""
+class GroupSink(Protocol):
+    """The part of `Producer` that rollouts use."""
 
     @property
     def session(self) -> int:
@@ -52,40 +54,41 @@ class Outlet(Protocol):
         ...
 
     async def acquire(self) -> Permit:
-        """Wait until another rollout may begin; DrainingError if none may any more."""
+        """Wait for a permit; DrainingError if no rollout may start any more."""
         ...
 
     async def send(self, group: Group, *, permit: Permit) -> None:
-        """Take the group over; from here on it is the producer's to deliver."""
+        """Take over a group for delivery."""
         ...
 
     def abandon(self, permit: Permit) -> None:
-        """Give a permit back that came to nothing."""
+        """Give back the permit of a failed rollout."""
         ...
 
 
 class Tasks(Protocol):
-    """What a rollout needs of a `TaskTaker`."""
+    """The part of `TaskTaker` that rollouts use."""
 
     async def take(
         self, count: int = 1, *, wait: bool = True, until: asyncio.Event | None = None
     ) -> list[LeasedTask]:
-        """Take tasks, if told so after waiting for the first one until the event is set."""
+        """Take tasks; with `wait`, wait for the first one until the event is set."""
         ...
 
     async def hand_back(self, task_id: str, reason: str, *, tried: bool = True) -> None:
-        """Give a task back that came to nothing."""
+        """Give back a failed task with the reason."""
         ...
 
 
 class Teacher(Protocol):
-    """What a rollout needs of a teacher; see `services.worker.teacher`."""
+    """The part of a teacher client that rollouts use; see `services.worker.teacher_client`."""
 
     async def teach(self, group: Group) -> Group:
-        """Return the group with what the teacher says of it. Waits as long as it takes.
+        """Return the group with the columns of the teacher. Waits as long as the teacher takes.
 
         Raises:
-            TeacherRefusedError, TeacherFailedError: It will not, or cannot; the group comes to nothing.
+            TeacherRefusedError, TeacherFailedError: The teacher does not accept the group, or failed on it
+                repeatedly.
         """
         ...
 
@@ -94,12 +97,12 @@ class Rollouts:
     """Runs the rollouts of one worker in one event loop.
 
     Attributes:
-        in_hand: Rollouts under way.
+        in_hand: Running rollouts.
         produced: Groups handed to the producer.
-        abandoned: Rollouts that came to nothing.
-        late_members: Sequences that groups were closed without.
-        untaught: Groups among the abandoned that the teacher refused, or failed on too often.
-        error: The last reason why one did, in one line.
+        abandoned: Failed rollouts.
+        late_members: Sequences missing when their group closed.
+        untaught: Abandoned groups that the teacher refused or failed on.
+        error: Last failure, in one line.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Rollouts:
         config: EnvironmentConfig,
         environment: Environment,
         policy: Policy,
-        outlet: Outlet,
+        outlet: GroupSink,
         *,
         seed: int = 0,
         clock: Callable[[], float] = time.time,
@@ -129,7 +132,7 @@ class Rollouts:
         self._clock = clock
         self._life = secrets.token_hex(4)
         self._numbers = count(1)
-        self._tracebacks = Occasionally(TRACEBACK_EVERY_S)
+        self._tracebacks = RateLimitedLog(TRACEBACK_EVERY_S)
         self._failures = 0
         self.in_hand = 0
         self.produced = 0
@@ -139,14 +142,14 @@ class Rollouts:
         self.error = ""
 
     async def run(self) -> None:
-        """Roll out until the outlet drains and what was in hand is handed over.
+        """Run rollouts until the sink drains and all running rollouts are handed over.
 
-        Cancelled: what is in hand is abandoned.
+        On cancellation, running rollouts are abandoned.
 
         Raises:
-            EnvironmentFailedError: Too many rollouts in a row came to nothing.
-            TokenizerMismatchError: The teacher is of another tokenizer than the policy.
-            GivenUpError: The outlet can take no more, for example because a newer worker has its name.
+            EnvironmentFailedError: Too many rollouts in a row failed.
+            TokenizerMismatchError: The teacher has another tokenizer than the policy.
+            GivenUpError: The sink accepts nothing more, for example because a newer worker has the same name.
         """
         try:
             async with asyncio.TaskGroup() as slots:
@@ -156,7 +159,7 @@ class Rollouts:
             first, *others = failed.exceptions
             for other in others:
                 if not isinstance(other, RolloutMQError):
-                    logger.error("another slot failed as well", exc_info=other)
+                    logger.error("another slot failed", exc_info=other)
             raise first from None
 
     async def _slot(self) -> None:
@@ -173,10 +176,10 @@ class Rollouts:
                 await self._settled(permit, task)
             finally:
                 self.in_hand -= 1
-            await asyncio.sleep(0)  # an environment that never waits must not keep the others waiting
+            await asyncio.sleep(0)  # lets other slots run even if the environment never awaits
 
     async def _task(self, permit: Permit) -> LeasedTask | None:
-        """Take a submitted task, as configured; without one where there must be one, the permit goes back."""
+        """Take a submitted task, as configured. If a task is required and there is none, give the permit back."""
         if self._tasks is None or self.config.tasks == "own":
             return None
         only = self.config.tasks == "submitted"
@@ -189,7 +192,7 @@ class Rollouts:
         return taken[0] if taken else None
 
     async def _settled(self, permit: Permit, task: LeasedTask | None) -> None:
-        """Do one rollout and settle its permit, and its task."""
+        """Do one rollout and settle its permit and its task."""
         attempt = Attempt(next(self._numbers), task)
         try:
             group = await self._group(attempt)
@@ -212,7 +215,7 @@ class Rollouts:
             raise EnvironmentFailedError(self.env, self._failures, self.error)
 
     async def _group(self, attempt: "Attempt") -> Group | None:
-        """Run the user's code once; None if nothing came of it. The border behind which anything may happen."""
+        """Run the user's code once; None if it failed. All errors of user code end here."""
         number = attempt.number
         rng = random.Random(f"{self._seed}/{self.worker}/{self._outlet.session}/{number}")
         limit_s = self.config.rollout_timeout_s
@@ -233,11 +236,13 @@ class Rollouts:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            self._failed(attempt, error, "the environment cancelled itself")
+            self._failed(attempt, error, "the environment cancelled its own task")
         except TimeoutError as error:
-            late = f"took longer than {limit_s:g} s" if timer.expired() else one_line(error)
+            late = (
+                f"took longer than rollout_timeout_s ({limit_s:g} s)" if timer.expired() else one_line(error)
+            )
             self._failed(attempt, error, late)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code: it costs the rollout only
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             self._failed(attempt, error, one_line(error))
         return None
 
@@ -253,17 +258,19 @@ class Rollouts:
                 )
             else:
                 of = await drawn(environment, rng)
-            attempt.members = Members(environment, self._policy, of, size, rng)
+            attempt.members = GroupMembers(environment, self._policy, of, size, rng)
             least = min(size, config.min_group_size or size)
             returned = await attempt.members.closed(least, config.group_deadline_s)
             self.late_members += attempt.members.late
             return returned
         if task is not None:
-            return await environment.rollout_task(self._policy, task.payload, size, rng)
-        return await environment.rollout(self._policy, size, rng)
+            return await _awaited(
+                "rollout_task", environment.rollout_task(self._policy, task.payload, size, rng)
+            )
+        return await _awaited("rollout", environment.rollout(self._policy, size, rng))
 
     async def _taught(self, teacher: Teacher, group: Group, attempt: "Attempt") -> Group | None:
-        """Have the teacher say what it thinks of the group, however long it takes; None if it will not."""
+        """Add the columns of the teacher, however long it takes; None if the teacher gives none."""
         try:
             return await teacher.teach(group)
         except (TeacherRefusedError, TeacherFailedError) as error:
@@ -274,61 +281,67 @@ class Rollouts:
     async def _sent(self, group: Group, permit: Permit, attempt: "Attempt") -> None:
         try:
             await self._outlet.send(group, permit=permit)
-        except UsageError as error:  # too large, or a value that cannot travel
+        except UsageError as error:  # too large, or a value that cannot be encoded
             self._failed(attempt, error, one_line(error))
 
     def _failed(self, attempt: "Attempt", error: BaseException, why: str) -> None:
         self._failures += attempt.task is None
         self.error = attempt.error = why
-        unsaid = self._tracebacks.due(time.monotonic())
-        if unsaid is not None:
+        suppressed = self._tracebacks.due(time.monotonic())
+        if suppressed is not None:
             logger.error(
                 "rollout abandoned env=%s task=%s in_a_row=%d unlogged=%d error=%s",
                 self.env,
                 attempt.task.id if attempt.task else "",
                 self._failures,
-                unsaid,
+                suppressed,
                 why,
                 exc_info=None if isinstance(error, RolloutMQError) else error,
             )
 
 
+async def _awaited(method: str, returned: Any) -> Any:
+    if not isawaitable(returned):
+        raise TypeError(f"`{method}` must be `async def` (it returned {type(returned).__name__})")
+    return await returned
+
+
 @dataclass(slots=True)
 class Attempt:
-    """One rollout: its number in this life, its task if that was submitted, and why it came to nothing, if it did."""
+    """One rollout: its number in this life, its submitted task if any, and its error if it failed."""
 
     number: int
     task: LeasedTask | None = None
     error: str = ""
-    members: Members | None = None
+    members: GroupMembers | None = None
 
     def about(self, returned: Any) -> dict[str, int] | None:
-        """Return what the group says of its members, if they were rolled out one by one."""
+        """Return the content of the column `members`, or None if the group was not rolled out by members."""
         if self.members is None:
             return None
         return {"wanted": self.members.wanted, "got": len(returned)}
 
 
-class Occasionally:
-    """Lets one event through in an interval and counts the others. Pure: the clock is passed in."""
+class RateLimitedLog:
+    """Lets one event through per interval and counts the others. Pure: the caller passes the clock."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._next = float("-inf")
-        self._unsaid = 0
+        self._suppressed = 0
 
     def due(self, now: float) -> int | None:
-        """Return how many were held back since the last one, or None if this one is held back too."""
+        """Return how many events were suppressed since the last one, or None to suppress this one too."""
         if now < self._next:
-            self._unsaid += 1
+            self._suppressed += 1
             return None
-        unsaid, self._unsaid = self._unsaid, 0
+        suppressed, self._suppressed = self._suppressed, 0
         self._next = now + self._every_s
-        return unsaid
+        return suppressed
 
 
 def one_line(error: BaseException) -> str:
-    """Describe an error in one short line that can travel, whatever its text is; of a group of errors, the first."""
+    """Describe an error in one short line of valid UTF-8; of an exception group, the first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = " ".join(str(error).split()).encode(errors="replace").decode()

@@ -1,15 +1,15 @@
-"""The worker process: one environment, its rollouts, and the way out.
+"""The worker process: one environment, its rollouts, and an orderly end.
 
-    STARTING   import the environment, wait for the policy and for the broker
-    READY      roll out, as much as the credit allows
-    DRAINING   begin nothing new, finish what is in hand, deliver it
-    GONE       said goodbye; exit code 0
-    FAILED     the environment cannot be made, or failed too often in a row; `PERMANENT_FAILURE`
+    STARTING   import the environment, wait for the policy and the broker
+    READY      run rollouts, as credits and permits allow
+    DRAINING   start nothing new, finish running rollouts, deliver them
+    GONE       final heartbeat sent; exit code 0
+    FAILED     the environment cannot be created, or failed too often in a row; exit code `PERMANENT_FAILURE`
 
-There is one way to drain, `Worker.start_draining`, and any number of orders to: SIGUSR1, the reply to a heartbeat, the
-`control` topic, an ack. Finishing and delivering get `orchestrator.drain_deadline_s`; what is then unfinished is
-abandoned, and what is undelivered is saved by the producer. SIGTERM is a drain without patience: rollouts are cancelled
-at once, and delivery gets a third of `orchestrator.term_grace_s`, since SIGKILL follows.
+`Worker.start_draining` is the one way to drain. SIGUSR1, the reply to a heartbeat, the `control` topic and an ack all
+call it. Finishing and delivering may take `orchestrator.drain_deadline_s`; after that the worker abandons unfinished
+rollouts, and the producer saves undelivered groups. SIGTERM drains without waiting: rollouts are cancelled at once, and
+delivery gets a third of `orchestrator.term_grace_s`, since SIGKILL follows.
 """
 
 import asyncio
@@ -23,44 +23,44 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from rolloutmq.bus.engines import engines_of
-from rolloutmq.bus.producer import Producer
+from rolloutmq.bus.engine_registry import engines_of
+from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run
-from rolloutmq.bus.taking import TaskTaker
-from rolloutmq.schemas.control import WorkerBeat, WorkerState
-from rolloutmq.schemas.envelope import PolicyVersion, Split
+from rolloutmq.bus.tasks.taker import TaskTaker
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, SessionFencedError
+from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.process import PERMANENT_FAILURE
-from rolloutmq.schemas.records import InferenceAddress
-from rolloutmq.services.runner import Stop, run_service
-from rolloutmq.services.worker.engines import Engines
-from rolloutmq.services.worker.entry import check_abilities, load_environment
+from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.services.process.runner import Stop, run_service
+from rolloutmq.services.worker.engine_choice import Engines
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.line import Line
-from rolloutmq.services.worker.openai import OpenAIPolicy
+from rolloutmq.services.worker.heartbeat import Heartbeat
+from rolloutmq.services.worker.loader import check_abilities, load_environment
+from rolloutmq.services.worker.openai_client import OpenAIPolicy
 from rolloutmq.services.worker.rollouts import Rollouts, one_line
-from rolloutmq.services.worker.teacher import Teacher
+from rolloutmq.services.worker.teacher_client import TeacherClient
 
 logger = logging.getLogger(__name__)
 
 PATIENCE: Final = 0.9
-"""Part of `rollout_timeout_s` after which a policy that stays away is given up, so that the rollout can say why."""
+"""Fraction of `rollout_timeout_s` to wait for the policy, so that the rollout can report the reason."""
 DELIVERY_S: Final = 60.0
-"""The lease of a task lasts that long beyond `rollout_timeout_s`: its group may have to wait for room."""
+"""Seconds that a task's lease exceeds `rollout_timeout_s`: its group may have to wait for credits."""
 LAST_FLUSH_S: Final = 1.0
-"""Delivery gets that long even where finishing the rollouts took the whole deadline."""
+"""Seconds for delivery even if finishing the rollouts took the whole deadline."""
 
 
 def main(run_dir: Path, worker: str) -> int:
-    """Run the worker of that name until it is told to end; returns the exit code.
+    """Run the worker of that name until it ends; return the exit code.
 
     Raises:
         MissingError: The directory holds no run.
         ConfigError: The run has no environment of this worker.
     """
     life = Worker(run_dir, worker)
-    # An order to drain that comes when the end is near must not kill. The handler of `run_service` is gone by then, and
-    # to ignore the signal before that handler stands would lose an order that came during the imports.
+    # SIGUSR1 near the end must not kill: the handler of `run_service` is gone by then. Ignoring the signal before that
+    # handler is installed would lose an order that arrives during the imports.
     signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
     code = run_service(worker, life.run, on_drain=life.start_draining)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -68,20 +68,22 @@ def main(run_dir: Path, worker: str) -> int:
 
 
 async def work(run_dir: Path, worker: str, stop: Stop) -> None:
-    """Be the worker of that name until `stop`, or until it is drained; raises what `Worker.run` does."""
+    """Run the worker of that name until `stop`, or until drained. Raises the errors of `Worker.run`."""
     await Worker(run_dir, worker).run(stop)
 
 
 class Worker:
-    """One life of a worker. For one event loop; nothing here is thread-safe."""
+    """One life of a worker. For one event loop; not thread-safe."""
 
     def __init__(self, run_dir: Path, worker: str) -> None:
         self.config, self.layout = load_run(run_dir)
         self.name = worker
         self.env = worker.rpartition("-")[0]
         if self.env not in self.config.environment:
-            known = ", ".join(self.config.environment) or "none"
-            raise ConfigError(f"environment.{self.env}", f"worker {worker} needs it; there is: {known}")
+            configured = ", ".join(self.config.environment) or "none"
+            raise ConfigError(
+                f"environment.{self.env}", f"worker {worker} needs this section (configured: {configured})"
+            )
         self.section = self.config.environment[self.env]
         self.state = WorkerState.STARTING
         self.error = ""
@@ -90,11 +92,11 @@ class Worker:
         self._starting: asyncio.Timeout | None = None
         self._producer: Producer | None = None
         self._rollouts: Rollouts | None = None
-        self._teacher: Teacher | None = None
-        self._line = Line(self.layout, worker, self.beat, self.start_draining)
+        self._teacher: TeacherClient | None = None
+        self._heartbeat = Heartbeat(self.layout, worker, self.beat, self.start_draining)
 
     def start_draining(self, reason: str = "SIGUSR1") -> None:
-        """Begin nothing new, finish, deliver, go. In the loop; only the first call does anything."""
+        """Start nothing new, finish, deliver, end. Call in the event loop; only the first call counts."""
         if self._draining.is_set():
             return
         loop = asyncio.get_running_loop()
@@ -108,7 +110,7 @@ class Worker:
             self._producer.start_draining()
 
     def beat(self) -> WorkerBeat:
-        """Describe this moment."""
+        """Return the current state."""
         rollouts = self._rollouts
         return WorkerBeat(
             worker=self.name,
@@ -127,39 +129,41 @@ class Worker:
         )
 
     async def run(self, stop: Stop) -> None:
-        """Live until drained or stopped.
+        """Run until drained or stopped.
 
         Raises:
-            ConfigError: The environment cannot be made; the state is FAILED.
+            ConfigError: The environment cannot be created; the state is FAILED.
             EnvironmentFailedError: It failed too often in a row; the state is FAILED.
         """
         try:
             await self._run(stop)
         except SessionFencedError as error:
-            # Whoever has the name now speaks for it: no last beat.
-            logger.warning("another process has this worker's name error=%s", error)
+            # The newer process reports under this name: no final heartbeat.
+            logger.warning("worker name taken over by another process error=%s", error)
             return
         except (ConfigError, EnvironmentFailedError) as error:
             self.error = one_line(error)
             self.state = WorkerState.FAILED
-            await self._line.last()
+            await self._heartbeat.last()
             raise
         self.state = WorkerState.GONE
-        await self._line.last()
+        await self._heartbeat.last()
         last = self.beat()
-        logger.info("gone produced=%d abandoned=%d untaught=%d", last.produced, last.abandoned, last.untaught)
+        logger.info(
+            "worker ended produced=%d abandoned=%d untaught=%d", last.produced, last.abandoned, last.untaught
+        )
 
     async def _run(self, stop: Stop) -> None:
-        """Live, with the line to the broker and the ear for `stop` beside."""
+        """Run the rollouts with the heartbeat and the stop watcher beside them."""
         environment = load_environment(self.env, self.section, self.config.base_dir)
         check_abilities(self.env, self.section, environment)
         living = asyncio.create_task(self._live(environment, stop), name=self.name)
         beside = [
-            asyncio.create_task(self._line.run(), name="line to the broker"),
-            asyncio.create_task(self._drain_at(stop), name="ear for the stop"),
+            asyncio.create_task(self._heartbeat.run(), name="heartbeat"),
+            asyncio.create_task(self._drain_at(stop), name="stop watcher"),
         ]
         try:
-            # One that ends before `living` has failed, and its error is raised below.
+            # If the heartbeat ends first it has failed; its error is raised below.
             await asyncio.wait({living, beside[0]}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (living, *beside):
@@ -179,15 +183,15 @@ class Worker:
                 return
             producer, self._rollouts = started
             self._enter(WorkerState.READY)
-            ear = asyncio.create_task(self._drain_with(producer), name="ear for the acks")
-            stack.callback(ear.cancel)
+            watcher = asyncio.create_task(self._drain_with(producer), name="drain watcher")
+            stack.callback(watcher.cancel)
             await self._roll(self._rollouts, stop)
             await self._deliver(producer, stop)
 
     async def _started(
         self, stack: AsyncExitStack, environment: Environment
     ) -> tuple[Producer, Rollouts] | None:
-        """Wait for everything that rollouts need; None if the worker is to drain before it is there."""
+        """Wait for everything rollouts need; None if the worker drains before."""
         if self._draining.is_set():
             return None
         try:
@@ -198,7 +202,7 @@ class Worker:
                 producer = await self._opened(stack)
                 tasks = await self._tasks(stack, producer)
                 if self.config.teacher.enabled:
-                    opening = Teacher.opened(self.config, self.layout)
+                    opening = TeacherClient.opened(self.config, self.layout)
                     self._teacher = await stack.enter_async_context(opening)
         except TimeoutError:
             if not self._draining.is_set():
@@ -221,8 +225,8 @@ class Worker:
         return producer, rollouts
 
     async def _policy(self, stack: AsyncExitStack) -> OpenAIPolicy:
-        """Open the client of the policy, once it has an address."""
-        # The file is another process's: there is no event to wait for.
+        """Open the client of the policy once an engine is registered."""
+        # Another process writes the file: there is no event to wait for.
         while not self._addresses():  # noqa: ASYNC110
             await asyncio.sleep(FILE_POLL_S)
         rng = random.Random(f"{self.config.run.seed}/{self.name}/engines")
@@ -260,7 +264,7 @@ class Worker:
         )
 
     async def _tasks(self, stack: AsyncExitStack, producer: Producer) -> TaskTaker | None:
-        """Open the way to submitted tasks, if the environment is to answer any."""
+        """Open the client of submitted tasks if the environment answers any."""
         if self.section.tasks == "own":
             return None
         lease_s = self.section.rollout_timeout_s + DELIVERY_S
@@ -269,24 +273,24 @@ class Worker:
 
     async def _drain_with(self, producer: Producer) -> None:
         await producer.draining.wait()
-        self.start_draining("an ack")
+        self.start_draining("ack")
 
     async def _roll(self, rollouts: Rollouts, stop: Stop) -> None:
-        """Roll out until drained; then finish what is in hand, as far as time allows."""
+        """Run rollouts until drained, then finish running ones as time allows."""
         rolling = asyncio.create_task(rollouts.run(), name="rollouts")
         try:
             if not await _ended(rolling, self._draining):
                 await _ended(rolling, stop.event, self._left_s())
         finally:
             if rollouts.in_hand:
-                logger.warning("rollouts cut off in_hand=%d", rollouts.in_hand)
+                logger.warning("rollouts cancelled in_hand=%d", rollouts.in_hand)
             rolling.cancel()
             await asyncio.wait({rolling})
         if not rolling.cancelled():
             rolling.result()
 
     async def _deliver(self, producer: Producer, stop: Stop) -> None:
-        """Wait until everything is acked, as far as time allows; the producer saves the rest."""
+        """Wait until everything is acked, as time allows; the producer saves the rest."""
         flushing = asyncio.create_task(producer.flush(max(self._left_s(), LAST_FLUSH_S)), name="delivery")
         try:
             if not await _ended(flushing, stop.event):
@@ -296,20 +300,20 @@ class Worker:
             await asyncio.wait({flushing})
 
     def _left_s(self) -> float:
-        """Return what is left of the drain's deadline, in seconds."""
+        """Return the seconds left until the deadline of the drain."""
         passed = asyncio.get_running_loop().time() - self._drained_at
         return max(0.0, self.config.orchestrator.drain_deadline_s - passed)
 
     def _enter(self, state: WorkerState) -> None:
-        """Change the state, and tell at once."""
+        """Change the state and send a heartbeat at once."""
         if state is WorkerState.READY and self._draining.is_set():
             return
         self.state = state
-        self._line.changed()
+        self._heartbeat.changed()
 
 
 async def _ended(task: asyncio.Task[Any], event: asyncio.Event, timeout_s: float | None = None) -> bool:
-    """Wait until the task has ended, the event is set, or the time is over; return whether the task has."""
+    """Wait until the task ends, the event is set, or the time is over; return whether the task has ended."""
     waiter = asyncio.create_task(event.wait())
     try:
         await asyncio.wait({task, waiter}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

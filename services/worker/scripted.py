@@ -1,10 +1,10 @@
-"""A policy that answers from a script: for the tests of an environment, without a server or a model.
+"""Scripted policy: tests an environment without a server or a model.
 
     def test_a_right_answer_scores_one():
         group = play(Double(), ScriptedPolicy(lambda prompt: str(2 * int(prompt))))
         assert list(group.scores) == [1.0] * 4
 
-Its tokens are the code points of the characters, then `END` where the answer fits.
+Tokens are the code points of the characters, followed by `END` if the answer is shorter than `max_tokens`.
 """
 
 import asyncio
@@ -13,28 +13,29 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Final, NoReturn
 
-from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import UsageError
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.worker.completion import ChatMessage, Completion
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.policy import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.policy import MAX_TOKENS
 from rolloutmq.services.worker.trajectory import group_of
 
 END: Final = 0
 """Token that ends an answer."""
 LOGPROB: Final = -1.0
-"""Of every token: a number that is not 0, so that it can be told from a prompt's."""
+"""Log-probability of every sampled token; not 0, so that it differs from that of a prompt token."""
 
 Script = str | Sequence[str] | Callable[[str], str]
-"""One answer for all, answers in turn, or a function of the prompt."""
+"""One answer for every prompt, answers in turn, or a function of the prompt."""
 
 
 class ScriptedPolicy:
-    """Answers from a script.
+    """A `Policy` that answers from a script.
 
     Attributes:
-        prompts: What was asked so far, as text; the messages of a conversation are joined by newlines.
-        version: Stamped on every token; may be set.
+        prompts: Prompts so far, as text; messages of a conversation are joined by newlines.
+        version: Policy version of every token; may be set.
     """
 
     def __init__(self, answers: Script, version: PolicyVersion = PolicyVersion()) -> None:
@@ -52,7 +53,7 @@ class ScriptedPolicy:
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Answer `n` times; see `Policy.complete`."""
+        """Return `n` scripted answers; see `Policy.complete`."""
         text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
         self.prompts.append(text)
         return [self._completion(text, self._answer(text), max_tokens, stop, temperature) for _ in range(n)]
@@ -66,13 +67,13 @@ class ScriptedPolicy:
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Answer `n` times; see `Policy.chat`."""
+        """Return `n` scripted answers; see `Policy.chat`."""
         text = "\n".join(str(message["content"]) for message in messages)
         return await self.complete(text, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
 
     def endpoint(self) -> NoReturn:
-        """Refuse: a script listens at no address. Play the part of the environment that has no client."""
-        raise UsageError("a scripted policy has no server that a client could talk to")
+        """Raise UsageError: a script has no address. Test the other methods of the environment instead."""
+        raise UsageError("endpoint: a scripted policy has no server; call `complete` or `chat`")
 
     def _answer(self, prompt: str) -> str:
         if isinstance(self._answers, str):
@@ -104,10 +105,10 @@ class ScriptedPolicy:
 
 
 def play(environment: Environment, policy: ScriptedPolicy, *, size: int = 4, seed: int = 0) -> Group:
-    """Run one rollout and return the group that a worker would send. Blocks; not for inside an event loop.
+    """Run one rollout and return the group that a worker would send. Blocks; not inside an event loop.
 
     Raises:
-        InvalidGroupError: What the environment returned cannot be sent.
+        InvalidGroupError: The trajectories cannot be sent.
     """
     return asyncio.run(_played(environment, policy, size, random.Random(seed)))
 

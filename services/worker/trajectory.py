@@ -1,38 +1,40 @@
-"""Sequences that an environment returns, and the group that is made of them.
+"""Trajectories of an environment, and the group built from them.
 
-A `Trajectory` is one line of tokens of which some were sampled by the policy (mask True, with a log-probability) and
-some were given to it: the prompt, the answers of tools, the next question (mask False, log-probability 0). Turns are
-appended, never rewritten: what a trainer sees is exactly what the policy saw.
+A `Trajectory` is one row of tokens. The policy sampled some of them (mask True, with a log-probability). The others
+were given: the prompt, tool results, the next question (mask False, log-probability 0). Turns are appended and never
+rewritten, so the trainer reads exactly the tokens that the policy read.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import isfinite
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.schemas.envelope import Dtype, PolicyVersion
 from rolloutmq.schemas.errors import InvalidGroupError
-from rolloutmq.schemas.trajectory import COLUMN_DEPTH, OPAQUE_COLUMNS, Column, Group, numpy_dtype
-from rolloutmq.services.worker.policy import ChatMessage, Completion
+from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, Column, Group, numpy_dtype
+from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
+from rolloutmq.services.worker.completion import ChatMessage, Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled sequence with its score.
+    """One sampled sequence with its score. Sequences of tokens have one entry per token.
 
     Attributes:
-        token_ids: All tokens, given and sampled.
-        mask: Of each token, whether the policy sampled it and is to learn from it.
-        logprobs: Of each token, as it was sampled; 0 where it was given.
-        score: The reward.
+        token_ids: Given and sampled tokens.
+        mask: True where the policy sampled the token and is to learn from it.
+        logprobs: Log-probability at sampling, in nats; 0 for given tokens.
+        score: Reward, a finite number.
         oldest, newest: Policy versions of the first and the last sampled token.
-        finish_reason: How the last turn ended, `stop` or `length`; or how the whole did, in words of the environment.
-        messages: The conversation, for people and for logs.
-        temperatures: Of each token, that its log-probability is of; None says 1 for all of them.
-        columns: Rows of further columns, such as `ref_logprobs`; all sequences of a rollout have the same names.
+        finish_reason: End of the last turn, `stop` or `length`, or any text of the environment.
+        messages: The conversation, for people and logs.
+        temperatures: Temperature that the log-probability refers to; None means 1 for all tokens.
+        columns: Rows of further columns, such as `ref_logprobs`. All sequences of a rollout have the same
+            names.
     """
 
     token_ids: Sequence[int] | NDArray[Any]
@@ -53,7 +55,7 @@ class Trajectory:
         score: float = 0.0,
         messages: Sequence[ChatMessage] | None = None,
     ) -> "Trajectory":
-        """Make the sequence of one prompt and its answer."""
+        """Return the trajectory of one prompt and its answer."""
         given, sampled = completion.prompt_token_ids, completion.token_ids
         return cls(
             token_ids=given + sampled,
@@ -70,15 +72,19 @@ class Trajectory:
         )
 
     def then(self, completion: Completion) -> "Trajectory":
-        """Append a turn: what was added to the prompt since, given, and the answer, sampled.
+        """Return this trajectory with one more turn: the new part of the prompt (given) and the answer
+        (sampled).
 
         Raises:
-            InvalidGroupError: The prompt of the turn does not begin with this sequence, as when a chat template
-                rewrites what was said before. Ask with token ids (`complete(trajectory.token_ids + more)`) then.
+            InvalidGroupError: The prompt of the turn does not begin with this trajectory, for example because a chat
+                template rewrote earlier messages. Ask with token ids instead: `complete([*trajectory.token_ids,
+                *more])`.
         """
         before = len(self.token_ids)
         if completion.prompt_token_ids[:before] != list(self.token_ids):
-            raise InvalidGroupError("tokens", "the turn's prompt does not begin with the turns before it")
+            raise InvalidGroupError(
+                "tokens", _not_continued(list(self.token_ids), completion.prompt_token_ids)
+            )
         turn = Trajectory.of(completion)
         return replace(
             self,
@@ -99,13 +105,24 @@ class Trajectory:
     def scored(
         self, score: float, messages: Sequence[ChatMessage] | None = None, finish_reason: str = ""
     ) -> "Trajectory":
-        """Return the same sequence with its reward, and with its conversation and how it ended if they are given."""
+        """Return this trajectory with its reward, and with messages and finish reason if given."""
         return replace(
             self,
             score=score,
             messages=self.messages if messages is None else messages,
             finish_reason=finish_reason or self.finish_reason,
         )
+
+
+def _not_continued(before: list[int], prompt: list[int]) -> str:
+    place = next(
+        (at for at, (old, new) in enumerate(zip(before, prompt, strict=False)) if old != new), len(prompt)
+    )
+    found = prompt[place] if place < len(prompt) else "the end"
+    return (
+        f"the turn's prompt does not begin with the turns before it: token {place} is {found}, was "
+        f"{before[place]}; ask with token ids: complete([*trajectory.token_ids, *more])"
+    )
 
 
 def group_of(
@@ -117,25 +134,25 @@ def group_of(
     task: str = "",
     members: Mapping[str, Any] | None = None,
 ) -> Group:
-    """Make the group of one rollout and check it.
+    """Build the group of one rollout and check it.
 
     Args:
         group_id: Unique in the run.
-        trajectories: What an environment returned; nothing is assumed of it.
-        started_at: Wall-clock seconds at which the rollout began.
-        finished_at: Wall-clock seconds at which it was scored.
-        task: Id of the submitted task that it answers.
-        members: What is to be told of how many sequences were wanted and came; the opaque column `members`.
+        trajectories: Return value of an environment, not checked yet.
+        started_at: Wall-clock seconds at the start of the rollout.
+        finished_at: Wall-clock seconds after scoring.
+        task: Id of the submitted task that the group answers.
+        members: Content of the opaque column `members`: how many sequences were requested and arrived.
 
     Raises:
-        InvalidGroupError: It is no list of trajectories, or they contradict themselves or each other.
+        InvalidGroupError: It is not a list of trajectories, or their lengths, values or columns do not fit.
     """
     _check_returned(trajectories)
     tokens = _ragged("tokens", Dtype.I32, [one.token_ids for one in trajectories])
     mask = _ragged("mask", Dtype.BOOL, [one.mask for one in trajectories])
     logprobs = _ragged("inference_logprobs", Dtype.F32, [one.logprobs for one in trajectories])
     if not mask.values.any():
-        raise InvalidGroupError("mask", "no token was sampled: there is nothing to learn from")
+        raise InvalidGroupError("mask", "no token was sampled; set it to True for at least one")
     group = Group(
         group_id,
         {
@@ -162,22 +179,24 @@ def group_of(
 def _check_returned(trajectories: Any) -> None:
     if not isinstance(trajectories, list | tuple):
         found = type(trajectories).__name__
-        raise InvalidGroupError("*", f"rollout must return a list of Trajectory, it returned {found}")
+        raise InvalidGroupError("*", f"rollout must return a list of Trajectory (got {found})")
     strangers = [type(one).__name__ for one in trajectories if not isinstance(one, Trajectory)]
     if strangers:
-        raise InvalidGroupError("*", f"rollout must return a list of Trajectory, it has a {strangers[0]}")
+        raise InvalidGroupError(
+            "*", f"rollout must return a list of Trajectory (the list has a {strangers[0]})"
+        )
     if not trajectories:
-        raise InvalidGroupError("*", "rollout returned no trajectory")
+        raise InvalidGroupError("*", "rollout must return at least one Trajectory (got none)")
 
 
 def _ragged(name: str, dtype: Dtype, rows: list[Any]) -> Column:
-    """Join the rows of a column, in the type that it travels with."""
+    """Join the rows of a column, converted to the type it has on the wire."""
     kind = numpy_dtype(dtype)
     try:
         lengths = np.fromiter(map(len, rows), np.uint32, len(rows))
         values = np.fromiter(chain.from_iterable(rows), kind, int(lengths.sum()))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidGroupError(name, f"must be sequences of {kind.name}: {error}") from None
+        raise InvalidGroupError(name, f"each row must be a sequence of {kind.name}: {error}") from None
     return Column(dtype, values, (lengths,))
 
 
@@ -189,24 +208,33 @@ def _temperatures(trajectories: Sequence[Trajectory]) -> dict[str, Column]:
 
 
 def _scores(trajectories: Sequence[Trajectory]) -> Column:
+    return Column(Dtype.F64, np.array([_score(row, one) for row, one in enumerate(trajectories)]))
+
+
+def _score(row: int, one: Trajectory) -> float:
     try:
-        values = np.array([float(one.score) for one in trajectories])
-    except (TypeError, ValueError) as error:
-        raise InvalidGroupError("scores", f"must be numbers: {error}") from None
-    return Column(Dtype.F64, values)
+        score = float(one.score)
+    except (TypeError, ValueError):
+        raise InvalidGroupError(
+            "scores", f"sequence {row}: must be a number (got {one.score!r:.80})"
+        ) from None
+    if not isfinite(score):
+        raise InvalidGroupError("scores", f"sequence {row}: must be finite (got {score})")
+    return score
 
 
 def _further(trajectories: Sequence[Trajectory]) -> dict[str, Column]:
-    """Return the columns that only some rollouts have."""
+    """Return the optional columns."""
     found: dict[str, Column] = {}
     if any(one.finish_reason for one in trajectories):
         found["stop_reasons"] = Column.opaque([one.finish_reason for one in trajectories])
     if any(one.messages is not None for one in trajectories):
         found["messages"] = Column.opaque([list(one.messages or ()) for one in trajectories])
     names = list(trajectories[0].columns or ())
-    for one in trajectories:
-        if set(one.columns or ()) != set(names):
-            raise InvalidGroupError("*", "the sequences of a rollout have different columns")
+    for row, one in enumerate(trajectories):
+        if different := sorted(set(one.columns or ()) ^ set(names)):
+            why = f"sequences 0 and {row}: have different columns ({', '.join(different)}); give all the same"
+            raise InvalidGroupError("*", why)
     for name in names:
         rows = [one.columns[name] for one in trajectories if one.columns]
         if name in OPAQUE_COLUMNS:

@@ -1,71 +1,189 @@
 """RolloutMQ: the message bus for LLM reinforcement learning.
 
-The public names are loaded on first use, so that `import rolloutmq` costs nothing and never pulls in
-torch, a socket or a service.
+Each public name is loaded on first use, so that `import rolloutmq` costs nothing and never pulls in
+torch, a socket or a service. Type checkers read the imports, and the names of `__all__`, which are written out.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rolloutmq.bus.batch import Batch
-    from rolloutmq.bus.blockingproducer import BlockingProducer
-    from rolloutmq.bus.consumer import BlockingConsumer, Consumer
-    from rolloutmq.bus.producer import Producer
-    from rolloutmq.bus.tasks import BlockingTaskClient, Task, TaskClient
-    from rolloutmq.schemas.trajectory import Column, Group
-    from rolloutmq.services.worker.endpoint import Endpoint
+    from rolloutmq.bus.consumer.batch import Batch
+    from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer, LeasedBatch
+    from rolloutmq.bus.producer.client import BlockingProducer, Producer
+    from rolloutmq.bus.producer.credit import Permit
+    from rolloutmq.bus.tasks.client import BlockingTaskClient, Task, TaskClient
+    from rolloutmq.bus.tasks.taker import TaskTaker
+    from rolloutmq.schemas.errors import (
+        AddressInUseError,
+        BrokerUnavailableError,
+        ChecksumError,
+        ClosedError,
+        ConfigError,
+        DamagedFileError,
+        DamagedJournalError,
+        DamagedRecordError,
+        DrainingError,
+        EndOfReplayError,
+        EnvironmentFailedError,
+        GivenUpError,
+        GroupTooLargeError,
+        InvalidGroupError,
+        InvalidTaskError,
+        JournalFailedError,
+        JournalWaitsError,
+        LeaseLostError,
+        LimitExceededError,
+        MalformedError,
+        MissingError,
+        NothingToLearnError,
+        PolicyRefusedError,
+        PolicyUnavailableError,
+        RecordVersionError,
+        RefusedError,
+        ResourceError,
+        RetryableError,
+        RolloutMQError,
+        RunDirInUseError,
+        SegmentGoneError,
+        SegmentInUseError,
+        SessionFencedError,
+        TasksFullError,
+        TeacherFailedError,
+        TeacherRefusedError,
+        TokenizerMismatchError,
+        UsageError,
+        VersionMismatchError,
+        VocabularyMismatchError,
+        WeightsBusyError,
+        WeightsDamagedError,
+        WeightsMismatchError,
+        WeightsNotSentError,
+        WeightsNotWrittenError,
+        WeightsSilentError,
+        WeightsTornError,
+        WireError,
+        WorkersFailedError,
+    )
+    from rolloutmq.schemas.group import Column, Group
+    from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
+    from rolloutmq.schemas.wire.replies import Durability, Rejected, RunInfo, Settled, Wait
+    from rolloutmq.schemas.wire.tasks import TaskState, TaskStatus
+    from rolloutmq.services.worker.completion import Completion
     from rolloutmq.services.worker.environment import Environment, SingleTurn
-    from rolloutmq.services.worker.policy import Completion, Policy
+    from rolloutmq.services.worker.openai_wire import Endpoint
+    from rolloutmq.services.worker.policy import Policy
+    from rolloutmq.services.worker.scripted import ScriptedPolicy, play
     from rolloutmq.services.worker.trajectory import Trajectory
 
 __version__ = "0.1.0"
 
-_HOME_OF = {
-    "Batch": "rolloutmq.bus.batch",
-    "BlockingConsumer": "rolloutmq.bus.consumer",
-    "BlockingProducer": "rolloutmq.bus.blockingproducer",
-    "BlockingTaskClient": "rolloutmq.bus.tasks",
-    "Column": "rolloutmq.schemas.trajectory",
-    "Completion": "rolloutmq.services.worker.policy",
-    "Consumer": "rolloutmq.bus.consumer",
-    "Endpoint": "rolloutmq.services.worker.endpoint",
-    "Environment": "rolloutmq.services.worker.environment",
-    "Group": "rolloutmq.schemas.trajectory",
-    "Policy": "rolloutmq.services.worker.policy",
-    "Producer": "rolloutmq.bus.producer",
-    "SingleTurn": "rolloutmq.services.worker.environment",
-    "Task": "rolloutmq.bus.tasks",
-    "TaskClient": "rolloutmq.bus.tasks",
-    "Trajectory": "rolloutmq.services.worker.trajectory",
-}
+_HOME_OF: dict[str, str] = {}
+__all__ = ["__version__"]
 
-__all__ = [
-    "Batch",
-    "BlockingConsumer",
-    "BlockingProducer",
-    "BlockingTaskClient",
-    "Column",
-    "Completion",
-    "Consumer",
-    "Endpoint",
-    "Environment",
-    "Group",
-    "Policy",
-    "Producer",
-    "SingleTurn",
-    "Task",
-    "TaskClient",
-    "Trajectory",
-    "__version__",
+
+def _live_in(home: str) -> None:
+    """Name the module that holds those names of `__all__` that were added since the last call."""
+    for name in __all__:
+        _HOME_OF.setdefault(name, home)
+
+
+_live_in(__name__)
+__all__ += ["Batch"]
+_live_in("rolloutmq.bus.consumer.batch")
+__all__ += ["BlockingProducer"]
+_live_in("rolloutmq.bus.producer.client")
+__all__ += ["BlockingBatch", "BlockingConsumer", "Consumer", "LeasedBatch"]
+_live_in("rolloutmq.bus.consumer.client")
+__all__ += ["Permit"]
+_live_in("rolloutmq.bus.producer.credit")
+__all__ += ["Producer"]
+_live_in("rolloutmq.bus.producer.client")
+__all__ += ["TaskTaker"]
+_live_in("rolloutmq.bus.tasks.taker")
+__all__ += ["BlockingTaskClient", "Task", "TaskClient"]
+_live_in("rolloutmq.bus.tasks.client")
+__all__ += ["Durability", "Rejected", "RunInfo", "Settled", "Wait"]
+_live_in("rolloutmq.schemas.wire.replies")
+__all__ += ["ErrorCode", "PolicyVersion", "Split"]
+_live_in("rolloutmq.schemas.wire.envelope")
+__all__ += [
+    "AddressInUseError",
+    "BrokerUnavailableError",
+    "ChecksumError",
+    "ClosedError",
+    "ConfigError",
+    "DamagedFileError",
+    "DamagedJournalError",
+    "DamagedRecordError",
+    "DrainingError",
+    "EndOfReplayError",
+    "EnvironmentFailedError",
+    "GivenUpError",
+    "GroupTooLargeError",
+    "InvalidGroupError",
+    "InvalidTaskError",
+    "JournalFailedError",
+    "JournalWaitsError",
+    "LeaseLostError",
+    "LimitExceededError",
+    "MalformedError",
+    "MissingError",
+    "NothingToLearnError",
+    "PolicyRefusedError",
+    "PolicyUnavailableError",
+    "RecordVersionError",
+    "RefusedError",
+    "ResourceError",
+    "RetryableError",
+    "RolloutMQError",
+    "RunDirInUseError",
+    "SegmentGoneError",
+    "SegmentInUseError",
+    "SessionFencedError",
+    "TasksFullError",
+    "TeacherFailedError",
+    "TeacherRefusedError",
+    "TokenizerMismatchError",
+    "UsageError",
+    "VersionMismatchError",
+    "VocabularyMismatchError",
+    "WeightsBusyError",
+    "WeightsDamagedError",
+    "WeightsMismatchError",
+    "WeightsNotSentError",
+    "WeightsNotWrittenError",
+    "WeightsSilentError",
+    "WeightsTornError",
+    "WireError",
+    "WorkersFailedError",
 ]
+_live_in("rolloutmq.schemas.errors")
+__all__ += ["TaskState", "TaskStatus"]
+_live_in("rolloutmq.schemas.wire.tasks")
+__all__ += ["Column", "Group"]
+_live_in("rolloutmq.schemas.group")
+__all__ += ["Endpoint"]
+_live_in("rolloutmq.services.worker.openai_wire")
+__all__ += ["Environment", "SingleTurn"]
+_live_in("rolloutmq.services.worker.environment")
+__all__ += ["Completion"]
+_live_in("rolloutmq.services.worker.completion")
+__all__ += ["Policy"]
+_live_in("rolloutmq.services.worker.policy")
+__all__ += ["ScriptedPolicy", "play"]
+_live_in("rolloutmq.services.worker.scripted")
+__all__ += ["Trajectory"]
+_live_in("rolloutmq.services.worker.trajectory")
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module 'rolloutmq' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+if not TYPE_CHECKING:  # seen by a type checker, it would stand for every misspelled name
+
+    def __getattr__(name: str) -> Any:
+        home = _HOME_OF.get(name)
+        if home is None:
+            raise AttributeError(f"module 'rolloutmq' has no attribute {name!r}")
+        return getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

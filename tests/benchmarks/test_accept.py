@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import accept
-from benchmarks.row import Row
+from benchmarks.harness.row import Row
 
 ONE = Row("things/s", "some", 4.0, 2.0, "the other", 2.0, 3.0, met=False)
 
@@ -57,7 +57,7 @@ def test_a_scenario_that_cannot_be_played_is_unmet_and_says_why(
     (one,) = (scenario for scenario in accept.SCENARIOS if scenario.name == "vllm")
     (figure,) = accept.play(one, tmp_path)
     assert (figure.value, figure.met) == ("not played", False)
-    assert "is not there" in figure.bound
+    assert "does not exist; create it with `make .venv-vllm/.installed`" in figure.bound
 
 
 def test_the_run_with_vllm_is_judged_by_its_reward_and_its_time() -> None:

@@ -1,9 +1,9 @@
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import results
 from benchmarks.__main__ import Part
-from benchmarks.row import Row
+from benchmarks.harness import results
+from benchmarks.harness.row import Row
 
 ONE = Row("things/s", "some", 4.0, 2.0, "the other", 2.0, 3.0, met=False)
 
@@ -14,7 +14,7 @@ def test_a_part_without_its_rival_is_left_out_and_says_so(capsys: pytest.Capture
         "away": Part(lambda: iter([ONE, ONE]), lambda: "it is not there"),
     }
     assert bench.measured(parts) == ([ONE], ["away"])
-    assert "away is left out: it is not there" in capsys.readouterr().out
+    assert "away skipped: it is not there" in capsys.readouterr().out
 
 
 def test_a_part_that_there_is_not_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What the tests of the bus share: a scripted broker, and groups."""
+"""Fixtures of the bus tests: a scripted broker, and groups."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
-from tests.bus.fake import FakeBroker
+from tests.bus.transport.fake_broker import FakeBroker
 
-from rolloutmq.bus import sockets
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.bus.transport import sockets
+from rolloutmq.schemas.group import Group
 
 
 @pytest.fixture

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.bus.blocking import Facade, LoopThread, _Outcome
-from rolloutmq.bus.consumer import Consumer
-from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.config import EnvironmentConfig, RunConfig
+from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.producer.client import Producer
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ClosedError, DrainingError, LeaseLostError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.group import Group
 from rolloutmq.services.broker.server import running_broker
 
 MakeGroup = Callable[..., Group]
@@ -127,7 +128,7 @@ def test_an_interrupt_at_the_moment_of_the_result_does_not_wait_for_another() ->
             return
 
     outcome: _Outcome[int] = _Outcome()
-    late = outcome._told = Late()  # type: ignore[assignment]
+    late = outcome._done = Late()  # type: ignore[assignment]
     outcome.succeed(1)
     with pytest.raises(KeyboardInterrupt):
         outcome.wait(lambda: None)

@@ -1,4 +1,4 @@
-"""Signals are handled as long as the block lasts, and a failure says its reason and whether to try again."""
+"""Signals are handled during the block; a failure logs its reason, and its exit code tells whether to restart."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rolloutmq.bus.lifecycle import log_failure, signals
-from rolloutmq.schemas.errors import ConfigError, MissingError, NothingToLearnError
+from rolloutmq.schemas.errors import ConfigError, MissingError, NothingToLearnError, RecordVersionError
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 
 
@@ -45,6 +45,7 @@ def test_a_drain_that_came_too_early_arrives_when_the_handler_stands() -> None:
         (MissingError("config.json", "start it"), 1, "error: config.json is missing: start it"),
         (ConfigError("model.path", "is bad"), PERMANENT_FAILURE, "error: model.path: is bad"),
         (NothingToLearnError(100, "flat"), PERMANENT_FAILURE, "flat"),
+        (RecordVersionError("journal", 2, 3), PERMANENT_FAILURE, "got version 2, this one reads version 3"),
         (ValueError("a\nb"), 1, "error: ValueError: a b"),
         (ExceptionGroup("two", [ValueError("a"), ConfigError("x", "y")]), PERMANENT_FAILURE, "a; x: y"),
     ],

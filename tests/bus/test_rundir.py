@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rolloutmq.bus.rundir import load_run, read_json, wait_json, write_json
-from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, MissingError
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.trainer.saved import save_model
+from tests.trainer.support.saved import save_model
 
-from benchmarks import scenario
+from benchmarks.end_to_end import scenario
 from rolloutmq.launch.settings import load
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.services.worker.entry import load_environment
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.worker.environment import Environment
+from rolloutmq.services.worker.loader import load_environment
 from rolloutmq.services.worker.scripted import ScriptedPolicy, play
 
 CONFIG = Path(__file__).parents[2] / "examples" / "gsm8k" / "gsm8k.toml"
@@ -82,9 +82,9 @@ def test_answers_with_and_without_a_mark(problems: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "holds no problem"),
-        ('{"question": "a"}', "problems.jsonl:1: is no object with `question` and `answer`"),
-        ('{"question": "a", "answer": "1"}\n[]', "problems.jsonl:2: is no object"),
+        ("", "has no problem"),
+        ('{"question": "a"}', "problems.jsonl:1: must be an object with `question` and `answer`"),
+        ('{"question": "a", "answer": "1"}\n[]', "problems.jsonl:2: must be an object"),
         ('{"question": "a", "answer": "none"}', "problems.jsonl:1: its answer has no number"),
     ],
 )
@@ -95,7 +95,6 @@ def test_a_file_that_is_wrong_is_said_with_the_line(problems: Path, text: str, w
     assert why in str(refused.value)
 
 
-@pytest.mark.slow
 def test_twenty_steps_without_a_teacher(problems: Path, tmp_path: Path) -> None:
     twenty_steps(problems, tmp_path)
 
@@ -130,10 +129,12 @@ def twenty_steps(problems: Path, tmp_path: Path, *assignments: str) -> None:
     assert {name for name in before if not torch.equal(before[name], after[name])} == set(before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "alphabet", "kind", "apart"),
-    [("sage", LETTERS, "top_k", False), ("oracle", LETTERS[::-1], "sampled", True)],
+    [
+        ("sage", LETTERS, "top_k", False),
+        pytest.param("oracle", LETTERS[::-1], "sampled", True, marks=pytest.mark.extended),
+    ],
     ids=["sage", "oracle"],
 )
 def test_twenty_steps_with_models_names_and_tokenizers_of_ones_own(

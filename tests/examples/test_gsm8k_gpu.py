@@ -8,7 +8,6 @@ from tests.examples.test_gsm8k import made_up, twenty_steps
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_twenty_steps_on_a_gpu(tmp_path: Path) -> None:
     twenty_steps(

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.launch.settings import load
-from rolloutmq.services.worker.entry import load_environment
+from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.environment import Environment, SingleTurn
-from rolloutmq.services.worker.policy import Completion
+from rolloutmq.services.worker.loader import load_environment
 from rolloutmq.services.worker.scripted import END, ScriptedPolicy, play
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

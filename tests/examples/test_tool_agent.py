@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 from tests.examples.tool_server import END, LOST, SCORED, ToolServer, call, logprob, rendered, transcript
 
-from benchmarks import atropos
+from benchmarks.queues import atropos
 from rolloutmq import Completion, Consumer, Group
-from rolloutmq.bus.client import BrokerClient
-from rolloutmq.bus.discovery import serve_address
+from rolloutmq.bus.transport.discovery import serve_address
+from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.launch.settings import load
-from rolloutmq.schemas.control import GetStatus, StatusReply
 from rolloutmq.schemas.errors import ConfigError, InvalidGroupError
-from rolloutmq.services.worker.entry import load_environment
+from rolloutmq.schemas.wire.control import GetStatus, StatusReply
+from rolloutmq.services.worker.loader import load_environment
 from rolloutmq.services.worker.trajectory import Trajectory, group_of
 
 ROOT = Path(__file__).parents[2]
@@ -228,7 +228,7 @@ ENDS = {
 """How the conversations about a question end, by what the server makes of it."""
 REASONS = (
     "InternalServerError: Error code: 500 - this one fails",
-    "its answer has no token ids",
+    "no token ids in the response",
     "the turn's prompt does not begin with the turns before it",
 )
 """Why the rollouts of the other questions come to nothing, as status tells."""
@@ -239,7 +239,6 @@ TOLD = {
 
 
 @pytest.mark.rival
-@pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
 async def test_a_run_brings_what_the_policy_sampled_and_why_the_rest_was_abandoned(run_dir: Path) -> None:
     async with asyncio.timeout(120), ToolServer.listening() as server:

@@ -1,10 +1,10 @@
-"""What the tests of faults have in common."""
+"""Fixtures of the fault tests."""
 
 import pytest
 import zmq
-from tests.faults.processes import IMPATIENCE
+from tests.faults.support.processes import IMPATIENCE
 
-from rolloutmq.bus import sockets
+from rolloutmq.bus.transport import sockets
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""Groups that lie in shared memory: whoever dies, and whoever cannot read it, none is lost and each is whole."""
+"""Groups in shared memory: whichever process dies or cannot read it, no group is lost and each is whole."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.faults.processes import (
+from tests.faults.support.processes import (
     LIMIT_S,
     SEQUENCES,
     BrokerProcess,
@@ -24,13 +24,13 @@ from tests.faults.processes import (
     wait_until,
 )
 
-from rolloutmq.bus import arena, uplink
-from rolloutmq.bus.blockingproducer import BlockingProducer
-from rolloutmq.bus.consumer import BlockingBatch, BlockingConsumer, Consumer
-from rolloutmq.bus.producer import Producer
-from rolloutmq.bus.session import Session
-from rolloutmq.schemas.envelope import ArenaRef, PolicyVersion
-from rolloutmq.schemas.sharing import SegmentGoneError
+from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
+from rolloutmq.bus.producer import connection
+from rolloutmq.bus.producer.client import BlockingProducer, Producer
+from rolloutmq.bus.producer.session import SessionState
+from rolloutmq.bus.shm import arena
+from rolloutmq.schemas.errors import SegmentGoneError
+from rolloutmq.schemas.wire.envelope import ArenaRef, PolicyVersion
 
 NBYTES = 134_000
 BATCH = 4
@@ -56,7 +56,7 @@ def training(run_dir: Path) -> Iterator[BlockingConsumer]:
         yield consumer
 
 
-def session_of(producer: BlockingProducer) -> Session:
+def session_of(producer: BlockingProducer) -> SessionState:
     return producer._object._session
 
 
@@ -87,7 +87,7 @@ def names_of(batches: list[BlockingBatch]) -> list[str]:
 
 
 def in_place(batches: list[BlockingBatch]) -> int:
-    """Groups that were told by where they lie."""
+    """Return the groups delivered by address."""
     return sum(delivery.place is not None for batch in batches for delivery in batch.deliveries)
 
 
@@ -183,7 +183,7 @@ def test_without_shared_memory_groups_travel_as_frames(run_dir: Path) -> None:
 
 
 class Misnamed(arena.Arena):
-    """An arena as a process in another container names it: by a descriptor that is not there."""
+    """An arena as a process in another container names it: by a descriptor that does not exist."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -203,7 +203,7 @@ class Failing(arena.Arena):
 def test_a_producer_whose_arena_cannot_be_read_sends_frames(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: type[arena.Arena], reason: str, rejected: int
 ) -> None:
-    monkeypatch.setattr(uplink, "Arena", kind)
+    monkeypatch.setattr(connection, "Arena", kind)
     names = [f"p-{i}" for i in range(8)]
     with BrokerProcess(run_dir, config()), producing(run_dir) as producer:
         send(producer, names)
@@ -219,10 +219,10 @@ def test_a_producer_whose_arena_cannot_be_read_sends_frames(
 def test_a_trainer_that_cannot_read_an_arena_gets_frames(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unreadable(ref: ArenaRef) -> arena.Mapped:
+    def unreadable(ref: ArenaRef) -> arena.MappedArena:
         raise SegmentGoneError(f"/proc/{ref.pid}", "it is in another container")
 
-    monkeypatch.setattr(arena, "Mapped", unreadable)
+    monkeypatch.setattr(arena, "MappedArena", unreadable)
     names = [f"p-{i}" for i in range(24)]
     with BrokerProcess(run_dir, config()), producing(run_dir) as producer:
         send(producer, names)
@@ -231,25 +231,25 @@ def test_a_trainer_that_cannot_read_an_arena_gets_frames(
     assert names_of(batches) == names
     assert in_place(batches) == 0
     assert [delivery.deliveries for batch in batches for delivery in batch.deliveries] == [1] * len(names)
-    said = [record for record in caplog.records if "cannot be read" in record.getMessage()]
+    said = [record for record in caplog.records if "unreadable, requesting frames" in record.getMessage()]
     assert len(said) == 2  # the first time, and when it is given up
 
 
 def test_memory_that_was_used_again_is_noticed_and_asked_for_as_frames(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the lease of a trainer is lost between the answer and the moment when it reads."""
+    """As when the lease of a trainer is lost between the reply and the read."""
     names = [f"p-{i}" for i in range(8)]
     with BrokerProcess(run_dir, config()), producing(run_dir) as producer, training(run_dir) as consumer:
         send(producer, names)
-        opened = arena.Arenas.open
+        opened = arena.MappedArenas.open
         spoilt = iter([True])
 
-        def open_once_spoilt(arenas: arena.Arenas, refs: Any) -> list[memoryview]:
+        def open_once_spoilt(arenas: arena.MappedArenas, refs: Any) -> list[memoryview]:
             views = opened(arenas, refs)
             return [memoryview(bytes(len(view))) for view in views] if next(spoilt, False) else views
 
-        monkeypatch.setattr(arena.Arenas, "open", open_once_spoilt)
+        monkeypatch.setattr(arena.MappedArenas, "open", open_once_spoilt)
         batches = train_all(consumer, 8)
     assert names_of(batches) == names
     assert [in_place([batch]) for batch in batches] == [0, BATCH]

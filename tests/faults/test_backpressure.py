@@ -1,11 +1,11 @@
-"""A trainer that is stopped while producers push as hard as they can: the broker's memory stays at its cap."""
+"""A trainer stopped while producers push as hard as they can: the broker's memory stays at its cap."""
 
 import signal
 from pathlib import Path
 from typing import Final
 
 import pytest
-from tests.faults.processes import BrokerProcess, Trainer, Worker, acked, config, status, wait_until
+from tests.faults.support.processes import BrokerProcess, Trainer, Worker, acked, config, status, wait_until
 
 MIB: Final = 1 << 20
 HIGH_BYTES: Final = 48 * MIB
@@ -14,7 +14,7 @@ GROUPS: Final = 64
 """Of each producer: together more than twice the mark."""
 PRODUCERS: Final = ("p0", "p1")
 OVERHEAD_BYTES: Final = 32 * MIB
-"""What is on its way inside the socket library, and what the allocator keeps: it does not grow with the mark."""
+"""Messages inside the socket library, and memory of the allocator: independent of the mark."""
 PUSHING_S: Final = 2.0
 """How long the producers have waited in all when the memory is measured."""
 
@@ -28,7 +28,7 @@ def resident(pid: int, what: str = "VmHWM") -> int:
     raise AssertionError(f"process {pid} has no {what}")
 
 
-@pytest.mark.parametrize("durability", ["memory", "disk"])
+@pytest.mark.parametrize("durability", [pytest.param("memory", marks=pytest.mark.extended), "disk"])
 def test_a_stopped_trainer_holds_the_memory_of_the_broker_at_its_cap(run_dir: Path, durability: str) -> None:
     settings = config(
         high_bytes=HIGH_BYTES,

@@ -1,7 +1,7 @@
-"""A clean exit loses messages with a bare PUSH, and none with ours.
+"""A clean exit: a bare PUSH loses messages, a producer loses none.
 
-libzmq stops reading a connection whose queue is at its high-water mark. If the peer closes while it is stopped, what
-lies in the kernel's buffer by then is dropped when reading starts again. The peer has handed everything to the kernel,
+libzmq stops reading a connection whose queue is at its high-water mark. If the peer closes while reading is stopped,
+the data in the kernel's buffer is dropped when reading starts again. The peer has handed everything to the kernel,
 its linger has nothing to wait for, and it exits with 0.
 """
 
@@ -13,18 +13,18 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from tests.bus.fake import FakeBroker
-from tests.faults.leaving import names
+from tests.bus.transport.fake_broker import FakeBroker
+from tests.faults.support.leaving import names
 
-from rolloutmq.bus.saved import SpoolFile
-from rolloutmq.bus.session import Session
-from rolloutmq.bus.spool import Spool
-from rolloutmq.schemas.delivery import Goodbye, RegisterProducer
-from rolloutmq.schemas.records import AckedGroup
+from rolloutmq.bus.producer.session import SessionState
+from rolloutmq.bus.producer.spool import Spool
+from rolloutmq.bus.producer.spool_file import SpoolFile
+from rolloutmq.schemas.files import AckedGroup
+from rolloutmq.schemas.wire.requests import Goodbye, RegisterProducer
 
 ROOT = Path(__file__).parents[2]
 TRIES = 20
-"""Most bare closes lose; twenty in a row that do not would say that the library has changed."""
+"""Most bare closes lose; twenty in a row that do not would say the library has changed."""
 MESSAGES = 100
 LIVES = 6
 GROUPS = 400
@@ -45,7 +45,7 @@ context.term()
 
 
 def bare_close(address: str) -> int:
-    """Have a child send, close with infinite linger and exit; return how many messages came of those it sent."""
+    """Have a child send, close with infinite linger and exit; return how many of its messages arrived."""
     context = zmq.Context()
     with context.socket(zmq.PULL) as pull:
         pull.rcvhwm = 1
@@ -69,7 +69,7 @@ def test_a_bare_push_that_lingers_for_ever_and_exits_in_order_loses_its_last_mes
 
 def saved(spool: Path) -> list[str]:
     """Return the ids of the groups in a saved spool."""
-    session = Session(RegisterProducer(producer="p", env="e"), Spool(1 << 30))
+    session = SessionState(RegisterProducer(producer="p", env="e"), Spool(1 << 30))
     SpoolFile(spool, session).load()
     return [entry.header.group_id for entry in session.spool]
 
@@ -93,7 +93,7 @@ async def reads_again(fake: FakeBroker, life: int, child: Process) -> None:
 
 
 async def test_a_producer_that_leaves_in_order_never_loses_a_group(run_dir: Path) -> None:
-    """Life after life leaves while the reader is stopped; whatever was handed over is acked, or saved and resent."""
+    """One life after the other ends while the reader is stopped; every group is acked, or saved and resent."""
     spool, log = run_dir / "spools" / "p", run_dir / "acks" / "p.jsonl"
     fake, saves = FakeBroker(run_dir), 0
     sent: list[str] = []
@@ -103,7 +103,7 @@ async def test_a_producer_that_leaves_in_order_never_loses_a_group(run_dir: Path
             count = GROUPS if life < LIVES else 0
             places = [str(run_dir), str(spool), str(log)]
             child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tests.faults.leaving", *places, str(life), str(count),
+                sys.executable, "-m", "tests.faults.support.leaving", *places, str(life), str(count),
                 cwd=ROOT, stdin=PIPE, stdout=PIPE,
             )  # fmt: skip
             await says(child, "open")

@@ -1,4 +1,4 @@
-"""The wall clock moves by an hour: nothing that the broker decides has to do with it."""
+"""The wall clock jumps by an hour: no decision of the broker changes."""
 
 import time
 from collections.abc import Iterator
@@ -6,26 +6,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.faults.borders import ENV, LIMIT_S, expect, run_config, small_group, status_of, traffic
+from tests.faults.support.borders import ENV, LIMIT_S, expect, run_config, small_group, status_of, traffic
 
-from rolloutmq.bus import codec, topics
-from rolloutmq.bus.client import BlockingClient
-from rolloutmq.bus.consumer import BlockingConsumer, Consumer
-from rolloutmq.bus.events import BlockingSubscriber
-from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.control import Pressure
-from rolloutmq.schemas.delivery import Batch, ConsumerRegistered, Pull, RegisterConsumer, Settle
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.bus.consumer.client import BlockingConsumer, Consumer
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.transport.pubsub import BlockingSubscriber
+from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import LeaseLostError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.schemas.wire.control import Pressure
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.replies import Batch, ConsumerRegistered
+from rolloutmq.schemas.wire.requests import Pull, RegisterConsumer, Settle
 from rolloutmq.services.broker.server import running_broker
 
 HOUR_S = 3600.0
 
 
 class WallClock:
-    """The wall clock of this process, which can be set."""
+    """The wall clock of this process, which a test can set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.offset_s = 0.0
@@ -61,7 +61,7 @@ def _pressures(subscriber: BlockingSubscriber, count: int) -> list[Pressure]:
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
 def test_lease_and_sessions_outlive_a_jump(layout: RunLayout, clock: WallClock, jump_s: float) -> None:
-    """A lease is not over because the clock says so, and nobody is taken for silent."""
+    """Neither a lease nor a session ends because of the clock."""
     config = run_config(lease_s=30.0, silence_s=30.0, pressure_interval_s=0.02, ack_interval_s=0.02)
     with (
         running_broker(config, layout) as broker,
@@ -93,7 +93,7 @@ def test_lease_and_sessions_outlive_a_jump(layout: RunLayout, clock: WallClock, 
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
 def test_lease_ends_in_its_time_all_the_same(layout: RunLayout, clock: WallClock, jump_s: float) -> None:
-    """A clock that goes back holds up no expiry, and one that goes forward brings none early."""
+    """A clock that goes back delays no expiry, and one that goes forward causes none."""
     with (
         running_broker(run_config(lease_s=0.4), layout) as broker,
         Producer.blocking(broker.endpoints.serve, env=ENV, producer="p", group_size=2) as producer,
@@ -131,7 +131,7 @@ def _settle(lease: Batch) -> Settle:
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
 def test_restart_after_a_jump_loses_nothing(layout: RunLayout, clock: WallClock, jump_s: float) -> None:
-    """Epochs grow even if the clock went back, and what was queued is queued, whatever its age by the clock."""
+    """Epochs grow even if the clock went back, and groups stay queued, whatever their age by the clock."""
     names = [f"g-{number}" for number in range(4)]
     with running_broker(run_config(), layout) as broker:
         first = broker.endpoints.epoch

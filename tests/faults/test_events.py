@@ -1,6 +1,6 @@
-"""Events are state that is repeated: nobody is harmed by who does not read, who lies, or who was not there.
+"""Events as repeated state: no peer is harmed by subscribers that do not read, lie, or were absent.
 
-Where a test sets the intervals to an hour, what arrives is what the broker sends to a new subscription.
+Where a test sets the intervals to an hour, an arriving event is what the broker sends to a new subscription.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from tests.faults.borders import (
+from tests.faults.support.borders import (
     ENV,
     LIMIT_S,
     MIB,
@@ -29,18 +29,17 @@ from tests.faults.borders import (
     wait_for,
 )
 
-from rolloutmq.bus import codec, sockets, topics
-from rolloutmq.bus.blockingproducer import BlockingProducer
-from rolloutmq.bus.client import BlockingClient
-from rolloutmq.bus.events import BlockingSubscriber
-from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.control import Drain, Pressure
-from rolloutmq.schemas.delivery import Ack, Ok, Registered, RegisterProducer
-from rolloutmq.schemas.envelope import Name
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.producer.client import BlockingProducer, Producer
+from rolloutmq.bus.transport import sockets
+from rolloutmq.bus.transport.pubsub import BlockingSubscriber
+from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import DrainingError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.message import Message
-from rolloutmq.schemas.records import Endpoints
+from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.schemas.wire.control import Drain, Pressure
+from rolloutmq.schemas.wire.envelope import Message, Name
+from rolloutmq.schemas.wire.replies import Ack, Ok, Registered
+from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.services.broker.server import running_broker
 
 ACKS = 60_000
@@ -108,7 +107,7 @@ def test_subscriber_that_stalls_for_60000_acks_costs_and_harms_nothing(layout: R
 
 
 def _hear(listener: BlockingSubscriber, count: int) -> None:
-    """Hear so many acks: as many at least were published to whoever does not listen."""
+    """Receive so many acks: at least as many were published to a subscriber that does not listen."""
     until = time.monotonic() + 2 * LIMIT_S
     for _ in range(count):
         assert listener.poll(LIMIT_S) is not None
@@ -116,7 +115,7 @@ def _hear(listener: BlockingSubscriber, count: int) -> None:
 
 
 def _catches_up(deaf: sockets.Socket, registered: object) -> None:
-    """What is repeated brings the present state to a subscriber that missed everything before."""
+    """Check that repetition brings the present state to a subscriber that missed everything before."""
     session = expect(Registered, registered).ack.session
     until = time.monotonic() + LIMIT_S
     while True:
@@ -156,7 +155,7 @@ NEARLY: dict[bytes, str] = {
 
 
 class Liar(Wire):
-    """A publisher by hand: those of the library send only what the broker has subscribed to."""
+    """A handmade publisher: those of the library send only topics with a subscription of the broker."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         super().__init__(endpoints.publish, b"PUB")
@@ -273,12 +272,12 @@ class State:
         self.client = BlockingClient(endpoints.serve)
 
     def begin(self) -> int:
-        """Open a session of the worker, and tell it to drain; returns the session."""
+        """Open a session of the worker, and order it to drain; return the session."""
         reply = expect(Registered, self.client.request(RegisterProducer(producer=self.name, env=ENV)))
         assert self.client.request(Drain(worker=self.name)) == Ok()
         return reply.ack.session
 
-    def told(self, listener: BlockingSubscriber, session: int, epoch: int) -> None:
+    def wait_complete(self, listener: BlockingSubscriber, session: int, epoch: int) -> None:
         """Wait until the listener has the last value of every topic."""
         wanted: dict[bytes, Callable[[bytes], bool]] = {
             topics.ack(self.name): lambda p: codec.decode_ack(p).session == session,
@@ -310,11 +309,11 @@ def test_subscriber_that_joins_late_gets_the_state(layout: RunLayout) -> None:
         session = state.begin()
         for prefixes in (WANTED, [b""], [topics.ack("w"), topics.control("w"), topics.PRESSURE]):
             with BlockingSubscriber(broker.endpoints.events, prefixes) as late:
-                state.told(late, session, broker.endpoints.epoch)
+                state.wait_complete(late, session, broker.endpoints.epoch)
 
 
 def test_subscriber_that_was_cut_off_gets_the_state(layout: RunLayout, tmp_path: Path) -> None:
-    """What changed while it was away comes with its subscriptions, which the library sends again."""
+    """Changes during its absence come with its subscriptions, which the library sends again."""
     with (
         running_broker(run_config(**SELDOM), layout) as broker,
         _state(broker.endpoints) as state,
@@ -322,29 +321,29 @@ def test_subscriber_that_was_cut_off_gets_the_state(layout: RunLayout, tmp_path:
         BlockingSubscriber(between.address, WANTED) as cut_off,
     ):
         session = state.begin()
-        state.told(cut_off, session, broker.endpoints.epoch)
+        state.wait_complete(cut_off, session, broker.endpoints.epoch)
         for _ in range(3):
             between.cut()
-            former, session = session, state.begin()
-            assert former != session
+            previous, session = session, state.begin()
+            assert previous != session
             between.mend()
-            state.told(cut_off, session, broker.endpoints.epoch)
+            state.wait_complete(cut_off, session, broker.endpoints.epoch)
 
 
 def test_subscriber_outlives_the_broker(layout: RunLayout) -> None:
-    """The addresses of a run on one machine stay; a broker in another life tells its own state."""
+    """The addresses of a run on one machine stay; the next life of the broker publishes its own state."""
     lives: list[int] = []
     address = f"ipc://{layout.sockets / 'events'}"
     with BlockingSubscriber(address, WANTED) as patient:
         for _ in range(3):
             with running_broker(run_config(**SELDOM), layout) as broker, _state(broker.endpoints) as state:
-                state.told(patient, state.begin(), broker.endpoints.epoch)
+                state.wait_complete(patient, state.begin(), broker.endpoints.epoch)
                 lives.append(broker.endpoints.epoch)
     assert lives == sorted(set(lives))
 
 
 def test_subscriptions_come_and_go_without_end(layout: RunLayout) -> None:
-    """Each brings the state of its topic once; nothing of them stays."""
+    """Each brings the state of its topic once; the broker keeps nothing of them."""
     with (
         broker_process(layout, run_config()) as broker,
         traffic(broker.endpoints.serve) as good,

@@ -1,4 +1,4 @@
-"""Whoever is started first, everybody finds the others, and every group arrives once."""
+"""Any start order of the processes: they find each other, and every group arrives once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,19 +7,19 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
-from tests.faults.borders import ENV, LIMIT_S, run_config, small_group
+from tests.faults.support.borders import ENV, LIMIT_S, run_config, small_group
 
-from rolloutmq.bus import codec, topics
-from rolloutmq.bus.consumer import Consumer
-from rolloutmq.bus.events import Subscriber
-from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.control import Pressure
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.transport.pubsub import Subscriber
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.services.broker.server import running_broker
 
 GROUPS = 6
 TURNS = 20
-"""Turns of the event loop that each gets before the next is started."""
+"""Turns of the event loop each gets before the next is started."""
 
 
 class Cast:

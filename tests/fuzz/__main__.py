@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz [SECONDS [SEED]]`: fuzz the decoders until something breaks, or the time is over.
+"""`python -m tests.fuzz [SECONDS [SEED]]`: fuzz the decoders until one breaks, or the time is over.
 
-Runs with atheris, guided by coverage, where that is installed, and else with random mutations of valid messages. What
-breaks a decoder is written to the standard output, ready to be added to the regressions of the tests.
+It runs with atheris, guided by coverage, where that is installed, otherwise with random mutations of valid messages.
+Bytes that break a decoder are written to the standard output, ready to be added to the regression tests.
 """
 
 import importlib
@@ -20,7 +20,7 @@ EDITS_LIMIT: Final = 12
 
 
 def main(arguments: list[str]) -> int:
-    """Fuzz for so many seconds; returns the exit code."""
+    """Fuzz for so many seconds; return the exit code."""
     seconds = float(arguments[0]) if arguments else DEFAULT_S
     if importlib.util.find_spec("atheris") is not None:
         return _guided(seconds)

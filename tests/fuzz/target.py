@@ -1,8 +1,8 @@
-"""The fuzz target: every decoder that bytes from outside reach, and valid bytes to begin with.
+"""The fuzz target: every decoder of outside bytes, and valid bytes to begin with.
 
-`fuzz_one(data)` feeds `data` to each decoder. A decoder may return a value or raise the error that it promises;
-whatever else comes out of it is a defect. Where a checksum would turn every mutation away, the bytes are tried a second
-time with the checksum made right, as a peer that means harm would do.
+`fuzz_one(data)` feeds `data` to each decoder. A decoder may return a value or raise its documented error; any other
+exception is a defect. Where a checksum would reject every mutation, the bytes are tried a second time with a correct
+checksum, as an attacker would send them.
 """
 
 import logging
@@ -17,41 +17,36 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from rolloutmq.bus import codec
-from rolloutmq.bus.opaque import check_values
-from rolloutmq.bus.saved import SpoolFile
-from rolloutmq.bus.session import Session
-from rolloutmq.bus.spool import Spool
-from rolloutmq.schemas.control import Drain, StepDone, WorkerBeat, WorkerState
-from rolloutmq.schemas.delivery import (
-    Ack,
-    Batch,
-    DeclareTables,
-    Delivery,
-    ErrorReply,
-    Pull,
-    RegisterConsumer,
-    Registered,
-    RegisterProducer,
-    Rejected,
-    RunInfo,
-    Settle,
+from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.encoding.opaque_columns import check_values
+from rolloutmq.bus.producer.session import SessionState
+from rolloutmq.bus.producer.spool import Spool
+from rolloutmq.bus.producer.spool_file import SpoolFile
+from rolloutmq.schemas.errors import RecordVersionError, UsageError, WireError
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.control import Drain, StepDone, WorkerBeat, WorkerState
+from rolloutmq.schemas.wire.envelope import (
+    PROTOCOL_VERSION,
+    Envelope,
+    ErrorCode,
+    GroupHeader,
+    PolicyVersion,
+    Split,
 )
-from rolloutmq.schemas.envelope import PROTOCOL_VERSION, Envelope, GroupHeader, PolicyVersion, Split
-from rolloutmq.schemas.errors import ErrorCode, UsageError, WireError
-from rolloutmq.schemas.telemetry import HostSample
-from rolloutmq.schemas.trajectory import Group
-from rolloutmq.services.broker.journal import facts, packing
-from rolloutmq.services.broker.journal.segment import Damage, Record, encode_record, file_header, scan
+from rolloutmq.schemas.wire.replies import Ack, Batch, Delivery, ErrorReply, Registered, Rejected, RunInfo
+from rolloutmq.schemas.wire.requests import DeclareTables, Pull, RegisterConsumer, RegisterProducer, Settle
+from rolloutmq.schemas.wire.telemetry import HostSample
+from rolloutmq.services.broker.journal.format import events, events_codec
+from rolloutmq.services.broker.journal.format.records import Damage, Record, encode_record, file_header, scan
 
 GROUP_MAGIC: Final = b"RMQGROUP"
 """Begins a group as one run of bytes: header and table, each after its length, then the frames likewise."""
-SPOOL_MAGIC: Final = b"RMQSPOOL"
+SPOOL_MAGIC: Final = b"RMQSAVED"
 SEGMENT_MAGIC: Final = b"RMQSEG"
 NONCE: Final = b"\x01\x02\x03\x04\x05\x06\x07\x08"
 OWNER: Final = RegisterProducer(producer="p", env="sort3")
 _LENGTH: Final = struct.Struct("<I")
-_HEAD: Final = struct.Struct("<8sQI")
+_HEAD: Final = struct.Struct("<8sIQI")
 _RECORD: Final = struct.Struct("<4sHHIIQI")
 _FIRST_RECORD: Final = 24
 """Where the first record of a segment begins."""
@@ -68,12 +63,12 @@ MESSAGES: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 def fuzz_one(data: bytes) -> None:
-    """Feed bytes to every decoder; raises what none of them may raise."""
+    """Feed bytes to every decoder; raise any undocumented error."""
     for decode in MESSAGES.values():
         _message(decode, data)
     _envelope(data)
     _opaque(data)
-    _facts(data)
+    _events(data)
     if data.startswith(GROUP_MAGIC[:4]):
         _group(data)
         _spool(data)
@@ -101,8 +96,8 @@ def _opaque(data: bytes) -> None:
         codec.decode_value(data)
 
 
-def _facts(data: bytes) -> None:
-    for decode in (packing.decode_facts, packing.decode_meta):
+def _events(data: bytes) -> None:
+    for decode in (events_codec.decode_events, events_codec.decode_meta):
         with suppress(msgspec.MsgspecError):
             decode(data)
 
@@ -123,7 +118,7 @@ def _group(data: bytes) -> None:
 
 
 def _read_through(group: Group) -> None:
-    """Use a decoded group as a trainer does: nothing may be wrong with it any more."""
+    """Use a decoded group as a trainer does: it must be sound."""
     group.check()
     for column in group.columns.values():
         if column.lengths:
@@ -132,7 +127,7 @@ def _read_through(group: Group) -> None:
 
 
 def _parted(data: bytes) -> list[bytes]:
-    """Return the parts that each come after their length; the last one may be cut short."""
+    """Return the length-prefixed parts; the last one may be cut short."""
     parts, at = [], 0
     while at + _LENGTH.size <= len(data):
         (length,) = _LENGTH.unpack_from(data, at)
@@ -152,24 +147,25 @@ def _spool(data: bytes) -> None:
 
 
 def with_index_checksum(data: bytes) -> bytes:
-    """Return a saved spool whose index has the right checksum, whatever it says."""
-    _, size, _ = _HEAD.unpack_from(data)
+    """Return a saved spool with a correct index checksum."""
+    _, version, size, _ = _HEAD.unpack_from(data)
     index = data[_HEAD.size : _HEAD.size + size]
-    return _HEAD.pack(SPOOL_MAGIC, len(index), codec.checksum([index])) + data[_HEAD.size :]
+    crc = codec.checksum([struct.pack("<IQ", version, len(index)), index])
+    return _HEAD.pack(SPOOL_MAGIC, version, len(index), crc) + data[_HEAD.size :]
 
 
 def _load(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "p.rmq"
         path.write_bytes(data)
-        session = Session(OWNER, Spool(1 << 20))
-        with _quiet("rolloutmq.bus.saved"), suppress(UsageError):
+        session = SessionState(OWNER, Spool(1 << 20))
+        with _quiet("rolloutmq.bus.producer.spool_file"), suppress(UsageError, RecordVersionError):
             loaded = SpoolFile(path, session).load()
             assert loaded == (len(session.spool) > 0)
 
 
 class _quiet:  # noqa: N801 - a context manager
-    """Say nothing of damaged files meanwhile: there are thousands."""
+    """Silence the logs of damaged files: there are thousands."""
 
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(name)
@@ -188,7 +184,7 @@ def _segment(data: bytes) -> None:
 
 
 def _scan(data: bytes, sealed: bool) -> None:
-    """What is found lies in the file, in order and without overlap."""
+    """Assert that the records lie in the file, in order and without overlap."""
     end = 0
     for item in scan(data, sealed=sealed):
         assert end <= item.offset <= len(data)
@@ -205,7 +201,7 @@ def _nbytes(record: Record) -> int:
 
 
 def _with_checksums(data: bytes) -> bytes:
-    """Return a segment whose beginning and first record have the right checksums, whatever else they say."""
+    """Return a segment with correct checksums in its header and first record."""
     if len(data) < _FIRST_RECORD + _RECORD.size + 4:
         return data
     fields = list(_RECORD.unpack_from(data, _FIRST_RECORD))
@@ -299,11 +295,11 @@ def _segment_seed() -> bytes:
 
 def _spool_seed() -> bytes:
     group, encoded, _ = _sample()
-    session = Session(OWNER, Spool(1 << 20))
+    session = SessionState(OWNER, Spool(1 << 20))
     session.number = 4
     for _ in range(2):
         session.spool.add(group, encoded)
-    with tempfile.TemporaryDirectory() as directory, _quiet("rolloutmq.bus.saved"):
+    with tempfile.TemporaryDirectory() as directory, _quiet("rolloutmq.bus.producer.spool_file"):
         path = Path(directory) / "p.rmq"
         SpoolFile(path, session).leave()
         return path.read_bytes()
@@ -312,19 +308,22 @@ def _spool_seed() -> bytes:
 def _facts_seeds() -> list[bytes]:
     _, encoded, header = _sample()
     run = "sort3", Split.TRAIN, "default", "p", 4
-    accepted = facts.Accepted(1, header, *run, 0.5, facts.Place(1, 24))
+    accepted = events.Accepted(1, header, *run, 0.5, events.RecordAddress(1, 24))
     listed = [
         accepted,
-        facts.Declared(4, (encoded.table,)),
-        facts.Leased(1, 1, "t", Split.TRAIN, 1, PolicyVersion(), 4, ((1, 2), (3,))),
-        facts.Dropped(1, "dead", "poison"),
-        facts.Numbers(2, 2, 1),
+        events.Declared(4, (encoded.table,)),
+        events.Leased(1, 1, "t", Split.TRAIN, 1, PolicyVersion(), 4, ((1, 2), (3,))),
+        events.Dropped(1, "dead", "poison"),
+        events.Numbers(2, 2, 1),
     ]
-    return [packing.encode(listed), packing.encode(facts.GroupMeta(1, header, *run, encoded.table, 0.5))]
+    return [
+        events_codec.encode(listed),
+        events_codec.encode(events.GroupMeta(1, header, *run, encoded.table, 0.5)),
+    ]
 
 
 Edit = tuple[str, float, int]
-"""What to do to bytes, where (as a part of their length), and a number."""
+"""A mutation, its place (as a part of the length), and a number."""
 
 NUMBERS: Final = (
     b"\xff" * 8,

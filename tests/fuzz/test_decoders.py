@@ -1,4 +1,4 @@
-"""Every decoder at a border: a value or the promised error, at a bounded price, whatever the bytes."""
+"""Decoders under hostile bytes: a value or the documented error, at a bounded cost."""
 
 import random
 import subprocess
@@ -23,14 +23,14 @@ from tests.fuzz.target import (
     with_index_checksum,
 )
 
-from rolloutmq.bus import codec
-from rolloutmq.bus.saved import SpoolFile
-from rolloutmq.bus.session import Session
-from rolloutmq.bus.spool import Spool
-from rolloutmq.schemas.delivery import Settle
-from rolloutmq.schemas.envelope import ENVELOPE_LIMIT_BYTES, PolicyVersion
+from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.producer.session import SessionState
+from rolloutmq.bus.producer.spool import Spool
+from rolloutmq.bus.producer.spool_file import SpoolFile
 from rolloutmq.schemas.errors import WireError
-from rolloutmq.services.broker.journal import packing
+from rolloutmq.schemas.wire.envelope import ENVELOPE_LIMIT_BYTES, PolicyVersion
+from rolloutmq.schemas.wire.requests import Settle
+from rolloutmq.services.broker.journal.format import events_codec
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -47,8 +47,9 @@ REGRESSIONS: dict[str, bytes] = {
     "map with a list for a key": b"\x81\x90\xc0",
     "map with a map for a key": b"\x81\x80\xc0",
     "byte that means nothing": b"\xc1",
-    "spool without an index": b"RMQSPOOL" + bytes(12),
-    "spool whose index has all bytes there are": b"RMQSPOOL" + b"\xff" * 12,
+    "spool without an index": b"RMQSAVED" + bytes(16),
+    "spool whose index has all bytes there are": b"RMQSAVED" + b"\xff" * 16,
+    "spool of version 1": b"RMQSPOOL" + bytes(12),
     "group without parts": b"RMQGROUP",
     "group of a part without an end": b"RMQGROUP\xff\xff\xff\xff",
     "segment of a beginning": b"RMQSEG\r\n",
@@ -101,7 +102,7 @@ def test_single_bits_and_lengths_of_all_that_is_valid() -> None:
 
 
 def _hostile(nbytes: int) -> dict[str, bytes]:
-    """Return messages of that size which would cost most."""
+    """Return the most expensive messages of that size."""
     count = nbytes - 16
     return {
         "empty maps": b"\xdd" + count.to_bytes(4, "big") + b"\x80" * count,
@@ -144,7 +145,7 @@ def test_hostile_message_that_its_type_allows_is_bounded_by_its_limit() -> None:
 
 
 def _cost(decode: Callable[[bytes], Any], data: bytes) -> int:
-    """Return the most bytes that were allocated while it was decoded."""
+    """Return the peak of allocated bytes during decoding."""
     tracemalloc.start()
     try:
         decode(data)
@@ -156,7 +157,9 @@ def _cost(decode: Callable[[bytes], Any], data: bytes) -> int:
     return peak
 
 
-@pytest.mark.parametrize(("decode", "seed"), [(packing.decode_facts, -2), (packing.decode_meta, -1)])
+@pytest.mark.parametrize(
+    ("decode", "seed"), [(events_codec.decode_events, -2), (events_codec.decode_meta, -1)]
+)
 def test_text_that_is_no_utf8_is_no_fact(decode: Callable[[bytes], Any], seed: int) -> None:
     decode(seeds()[seed])
     with pytest.raises(msgspec.MsgspecError):
@@ -168,7 +171,7 @@ def test_spool_with_text_that_is_no_utf8_is_set_aside(tmp_path: Path) -> None:
     saved = next(seed for seed in seeds() if seed.startswith(SPOOL_MAGIC))
     path = tmp_path / "p.rmq"
     path.write_bytes(with_index_checksum(saved.replace(b"sort3", b"so\xff\xfe3")))
-    assert not SpoolFile(path, Session(OWNER, Spool(MIB))).load()
+    assert not SpoolFile(path, SessionState(OWNER, Spool(MIB))).load()
     assert not path.exists()
 
 

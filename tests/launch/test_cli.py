@@ -11,7 +11,7 @@ import pytest
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.rundir import claimed
 from rolloutmq.schemas.process import Role
-from rolloutmq.services.orchestrator.identity import identify
+from rolloutmq.services.process.identity import identify
 
 
 def rolloutmq(*arguments: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
@@ -53,22 +53,22 @@ ON_A_GPU = ["up", "run.toml", "--set", "trainer.device=cuda", "--set", "weights.
         (["up", "run.toml", "--set", "broker.hig_bytes=1"], 2, "broker.hig_bytes: unknown key"),
         (["up", "run.toml", "--set", "environment.e.min_workers=9"], 2, "must not exceed max_workers"),
         (["up", "run.toml", "--set", "environment.e.entry=none.py:E"], 2, "there is no file"),
-        (["up", "run.toml", "--set", "weights.backend=vllm_http"], 2, "vLLM's own interface"),
+        (["up", "run.toml", "--set", "weights.backend=vllm_http"], 2, "works only with vLLM"),
         (ON_A_GPU, 1, "trainer.device"),
         (["up"], 2, "config"),
         (["no-such-command"], 2, "no-such-command"),
         (["status", "nowhere"], 1, "a run in nowhere is missing"),
-        (["down"], 1, "a living run below runs/ is missing"),
+        (["down"], 1, "an active run under runs/ is missing"),
         (["scale", "e", "many"], 2, "must be a number"),
         (["cordon"], 2, "gpu"),
-        (["cordon", "GPU-1"], 1, "a living run below runs/ is missing"),
+        (["cordon", "GPU-1"], 1, "an active run under runs/ is missing"),
         (["uncordon", "GPU-1", "--run-dir", "nowhere"], 1, "a run in nowhere is missing"),
         (["ledger", "verify", "nowhere"], 2, "a run in nowhere is missing"),
         (["explain", "g1", "--run-dir", "nowhere"], 1, "a run in nowhere is missing"),
         (["explain"], 2, "group_id"),
         (["dead", "list"], 1, "runs/ is missing"),
         (["dead", "show", "g1", "--run-dir", "nowhere"], 1, "a run in nowhere is missing"),
-        (["dead", "requeue", "g1"], 1, "a living run below runs/ is missing"),
+        (["dead", "requeue", "g1"], 1, "an active run under runs/ is missing"),
         (["worker", "--run-dir", "nowhere", "--worker", "e-0"], 1, "nowhere"),
     ],
 )
@@ -103,5 +103,5 @@ def test_a_run_that_was_killed_is_named_where_a_living_one_is_looked_for(tmp_pat
     told = rolloutmq("status", cwd=tmp_path)
     assert told.returncode == 1
     assert (
-        "runs/mine is dead, its launcher was killed: `rolloutmq down runs/mine` puts it away" in told.stderr
+        "runs/mine is dead, its launcher was killed: clean up with `rolloutmq down runs/mine`" in told.stderr
     )

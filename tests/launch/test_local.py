@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.services.broker.journal.handmade import Handmade, began
+from tests.services.broker.journal.other_versions import as_version, listing
 
 from rolloutmq.launch import local
 from rolloutmq.launch.settings import load
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import RecordVersionError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
-from rolloutmq.services import logbook
+from rolloutmq.services.process import logbook
 
 PRELUDE = """
 import os, signal, sys, time
@@ -26,7 +29,8 @@ run_dir, launcher = Path(sys.argv[1]), os.getppid()
 
 @pytest.fixture(autouse=True)
 def hangup() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGHUP)
+    """As without nohup, whoever started the tests under it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
@@ -106,7 +110,7 @@ def test_what_a_broker_reserved_that_is_killed_at_the_end_goes_back(run: Run) ->
     )
     run.add(
         Role.TRAINER,
-        "from rolloutmq.bus.endpoint import read_endpoints\n"
+        "from rolloutmq.bus.transport.endpoint import read_endpoints\n"
         "def kill(*_):\n"
         "    os.kill(read_endpoints(run_dir).pid, signal.SIGKILL)\n"
         "    sys.exit(0)\n"
@@ -118,7 +122,7 @@ def test_what_a_broker_reserved_that_is_killed_at_the_end_goes_back(run: Run) ->
     assert run.up() == 130
     assert not run.layout.endpoints.exists()
     # A broker that ends in order begins a second log.
-    assert [path.name for path in run.layout.journal.iterdir()] == ["facts-00000001.rmq"]
+    assert [path.name for path in run.layout.journal.iterdir()] == ["events-00000001.rmq"]
 
 
 def test_no_signal_tears_the_summary(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +164,18 @@ def test_logs_of_services_are_kept_short(run: Run, monkeypatch: pytest.MonkeyPat
     assert run.up("run.log_bytes=65536") == 0
     assert run.layout.log("trainer").read_text().endswith("after the cut\n")
     assert run.layout.log("env-0").stat().st_size == 1 << 17
+
+
+def test_a_run_of_another_version_is_not_gone_on_with(run: Run) -> None:
+    made = Handmade(run.layout.root)
+    made.log(began(), [made.accept(1)])
+    for path in made.journal.iterdir():
+        as_version(path, 2)
+    before = listing(made.journal)
+    run.add(Role.TRAINER, "(run_dir / 'started').touch()")
+    config = load(None, environ={}, assignments=[f'run.dir="{run.layout.root}"'])
+    with pytest.raises(RecordVersionError, match="got version 2"):
+        local.up(config, local.UpOptions(resume=True, plain=True))
+    assert listing(made.journal) == before
+    assert not (run.layout.root / "started").exists()
+    assert run.concluded == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.settings import validate
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import Role
 
 ENVIRONMENT = {"sort3": {"entry": "env.py:Env"}}

@@ -14,9 +14,14 @@ import pytest
 
 from rolloutmq.launch.preflight import check
 from rolloutmq.launch.settings import validate
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError
-from rolloutmq.schemas.teaching import TokenizerMismatchError, VocabularyMismatchError
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import (
+    AddressInUseError,
+    ConfigError,
+    MissingError,
+    TokenizerMismatchError,
+    VocabularyMismatchError,
+)
 
 
 def config(tmp_path: Path, **sections: Any) -> RunConfig:
@@ -70,7 +75,10 @@ def test_a_teacher_that_is_none_for_this_student(tmp_path: Path) -> None:
         distillation = {"distillation": {"kind": kind}}
         return config(tmp_path, teacher={"path": teacher}, trainer=distillation, model=student)
 
-    unlike = 'teacher: it knows 64 token ids, the student {}: trainer.distillation.kind = "full"'
+    unlike = (
+        "teacher: its vocabulary differs from the student's (got 64 token ids, the student has {}); "
+        'trainer.distillation.kind = "full"'
+    )
     student = write_model(tmp_path / "student", 72, "a", "b")
     with pytest.raises(VocabularyMismatchError, match=re.escape(unlike.format(72))):
         check(taught("full", path=student))
@@ -80,7 +88,7 @@ def test_a_teacher_that_is_none_for_this_student(tmp_path: Path) -> None:
     check(taught("top_k", path=student))
     check(taught("sampled"))
     other = write_model(tmp_path / "other", 64, "b", "a")
-    with pytest.raises(TokenizerMismatchError, match="its tokenizer has the fingerprint"):
+    with pytest.raises(TokenizerMismatchError, match="its tokenizer differs from the student's"):
         check(taught("top_k", path=other))
     check(taught("full", path=other, tokenizer=student))
 
@@ -100,7 +108,7 @@ def test_up_ends_as_with_any_wrong_configuration(tmp_path: Path) -> None:
             text=True,
             check=False,
         )
-        assert "it knows 64 token ids, the student 32" in done.stdout + done.stderr
+        assert "(got 64 token ids, the student has 32)" in done.stdout + done.stderr
         assert done.returncode == (2 if command[0] == "up" else 1)
     assert not (tmp_path / "run").exists()
 
@@ -116,7 +124,7 @@ def test_a_batch_that_groups_never_make(tmp_path: Path) -> None:
 
 
 def test_addresses_that_cannot_or_may_not_be_bound(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"broker\.host: 0\.0\.0\.0 can be reached"):
+    with pytest.raises(ConfigError, match=r"broker\.host: other machines can reach this address"):
         check(config(tmp_path, broker={"transport": "tcp", "host": "0.0.0.0"}))
     check(config(tmp_path, broker={"transport": "tcp", "host": "0.0.0.0", "insecure": True}))
     with pytest.raises(ConfigError, match=r"inference\.host: cannot bind 192\.0\.2\.7:1"):

@@ -11,10 +11,10 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch import rundir
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.errors import MissingError, RunDirInUseError
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
-from rolloutmq.services.orchestrator.identity import boot_id
-from rolloutmq.services.orchestrator.processes import spawn
+from rolloutmq.services.process.child import spawn
+from rolloutmq.services.process.identity import boot_id
 
 
 def configure(layout: RunLayout) -> None:
@@ -83,7 +83,7 @@ def test_a_forged_identity_is_never_touched(run_dir: Path) -> None:
 
 def test_the_run_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MissingError, match="a living run below runs/"):
+    with pytest.raises(MissingError, match="an active run under runs/"):
         rundir.find_run(None)
     with pytest.raises(MissingError, match="a run in elsewhere"):
         rundir.find_run(Path("elsewhere"))

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.faults.processes import BrokerProcess, config, status
+from tests.faults.support.processes import BrokerProcess, config, status
 
-from rolloutmq.launch import steer
-from rolloutmq.schemas.control import Setting
+from rolloutmq.launch.commands import steer
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.wire.control import Setting
 
 
 def rolloutmq(*arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -33,7 +33,7 @@ def test_what_is_set_outlives_kill_9_and_status_shows_it(run_dir: Path) -> None:
 
         refused = rolloutmq("set", "env.e.weight=5", "env.e.stale=keep", "--run-dir", run_dir)
         assert refused.returncode == 2
-        assert refused.stderr.startswith("rolloutmq: environment.e.stale: should be 'drop' or 'pass'")
+        assert refused.stderr.startswith("rolloutmq: environment.e.stale: must be 'drop' or 'pass'")
         assert changes(run_dir) == told
         broker.kill_and_start()
         assert changes(run_dir) == told
@@ -43,8 +43,8 @@ def test_what_is_set_outlives_kill_9_and_status_shows_it(run_dir: Path) -> None:
     ("assignments", "problem"),
     [
         (["weight"], "must be key=value"),
-        (["env.e.weight=[1]"], r"env\.e\.weight: must be a number, a text, true or false"),
-        (["env.e.weight=1", "env.e.weight=2"], "is named twice"),
+        (["env.e.weight=[1]"], r"env\.e\.weight: must be a number, a string, true or false"),
+        (["env.e.weight=1", "env.e.weight=2"], "is given twice"),
     ],
 )
 def test_what_is_no_assignment_is_refused_before_anybody_is_asked(

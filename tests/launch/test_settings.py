@@ -1,4 +1,4 @@
-"""One definition of a configuration, three places to say it, one line when it is wrong."""
+"""A configuration has one definition and three sources; a mistake becomes one line."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.launch.settings import load, prepare_service, validate
-from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 
 FILE = """
@@ -64,21 +64,25 @@ def test_variables_without_nesting_are_not_ours(file: Path) -> None:
         ("broker.high_bytes=-1", "broker.high_bytes", ["greater than 0", "-1"]),
         ("broker.transport=udp", "broker.transport", ["'ipc' or 'tcp'", "'udp'"]),
         ("run.name=a/b", "run.name", ["match", "'a/b'"]),
-        ("environment.sort3.min_workers=5", "environment.sort3.min_workers", ["must not exceed max_workers"]),
+        (
+            "environment.sort3.min_workers=5",
+            "environment.sort3.min_workers",
+            ["must not exceed max_workers 4"],
+        ),
         ("environment.sort3.entry=Env", "environment.sort3.entry", ["package.module:Class"]),
         (
             "environment.sort3.group_size=512",
             "environment.sort3.group_size",
             ["512", "trainer.batch_sequences 256"],
         ),
-        ("trainer.batch_sequences=0", "trainer.batch_tokens", ["batch_sequences", "name one of them"]),
+        ("trainer.batch_sequences=0", "trainer.batch_tokens", ["batch_sequences", "set exactly one of them"]),
         ("orchestrator.scaling.up_factor=1", "orchestrator.scaling.up_factor", ["greater than 1"]),
         ("model.heads=3", "model.hidden_size", ["multiple of heads"]),
         ("inference.kind=external", "inference.url", ["must be given"]),
         ("weights.backend=tape", "weights.backend", ["'vllm_http' or 'cuda_ipc'", "'tape'"]),
-        ("weights.backend=vllm_http", "weights.backend", ["vLLM's own interface", "`tiny`"]),
+        ("weights.backend=vllm_http", "weights.backend", ["works only with vLLM", "`tiny`"]),
         ("environment.eval1.group_size=4", "environment.eval1.entry", ["is required"]),
-        ("run=3", "run", ["dictionary", "3"]),
+        ("run=3", "run", ["must be a section", "(got 3)"]),
         ("run.name.x=3", "run.name", ["is a value"]),
         ("seed", "seed", ["key=value"]),
         ("run..seed=1", "run..seed=1", ["dotted key"]),
@@ -103,9 +107,11 @@ def test_a_budget_of_tokens_takes_the_place_of_the_number_of_sequences(file: Pat
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     large = ["trainer.batch_tokens=4096", "environment.sort3.group_size=512", "broker.high_groups=1"]
     assert load(file, environ={}, assignments=large).environment["sort3"].group_size == 512
-    with pytest.raises(ConfigError, match=r"trainer\.batch_tokens: .* name one of them"):
+    with pytest.raises(ConfigError, match=r"trainer\.batch_tokens: .* set exactly one of them"):
         load(file, environ={}, assignments=["trainer.batch_tokens=4096", "trainer.batch_sequences=256"])
-    with pytest.raises(ConfigError, match=r"broker\.high_bytes: 1000000 never hold a batch of 300000 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"broker\.high_bytes: too small for a batch of 300000 tokens \(got 1000000\)"
+    ):
         load(file, environ={}, assignments=["trainer.batch_tokens=300_000"])
 
 
@@ -145,21 +151,21 @@ def test_weights_go_where_somebody_can_take_them(file: Path, device: str, backen
 def test_a_device_is_the_cpu_or_a_gpu_and_several_ranks_have_the_cpu(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device: "):
         load(file, environ={}, assignments=["trainer.device=gpu"])
-    with pytest.raises(ConfigError, match=r"trainer\.ranks: must be 1 with device = 'cuda'"):
+    with pytest.raises(ConfigError, match=r"trainer\.ranks: must be 1 with device = 'cuda' \(got 2\)"):
         load(file, environ={}, assignments=["trainer.device=cuda", "trainer.ranks=2", "weights.backend=disk"])
 
 
 def test_weights_on_disk_need_a_writer_or_a_reader(file: Path) -> None:
     idle = ["weights.backend=disk", "trainer.enabled=false"]
     assert load(file, environ={}, assignments=idle).inference.kind == "tiny"
-    with pytest.raises(ConfigError, match=r"weights\.backend: nobody in this run"):
+    with pytest.raises(ConfigError, match=r"weights\.backend: no process of this run"):
         load(file, environ={}, assignments=[*idle, "inference.kind=none"])
 
 
 def test_shares_above_one_contradict(file: Path) -> None:
     shares = ["environment.sort3.min_share=0.7"]
     other = ["environment.b.entry=b.py:B", "environment.b.min_share=0.6"]
-    with pytest.raises(ConfigError, match=r"environment.\*.min_share: together 1.3"):
+    with pytest.raises(ConfigError, match=r"environment.\*.min_share: must add up to at most 1 \(got 1.3\)"):
         load(file, environ={}, assignments=shares + other)
 
 
@@ -168,10 +174,10 @@ def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
         load(tmp_path / "none.toml", environ={})
     bad = tmp_path / "bad.toml"
     bad.write_text("[run\n")
-    with pytest.raises(ConfigError, match=r"bad.toml: is not TOML"):
+    with pytest.raises(ConfigError, match=r"bad.toml: is not valid TOML"):
         load(bad, environ={})
     bad.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"bad.toml: is not TOML"):
+    with pytest.raises(ConfigError, match=r"bad.toml: is not valid TOML"):
         load(bad, environ={})
 
 
@@ -188,15 +194,15 @@ def test_the_quickstart_is_valid() -> None:
         ({"inference": {"min_engines": 0}}, "inference.min_engines: "),
         (
             {"inference": {"kind": "external", "url": "http://x/v1", "max_engines": 2}},
-            "inference.max_engines: must be 1 where kind is `external`: nobody here can start such a server",
+            "inference.max_engines: must be 1 with kind `external` (got 2): the run cannot start such a server",
         ),
         (
             {"inference": {"max_engines": 2}, "orchestrator": {"enabled": False}},
-            "inference.max_engines: more than one needs the orchestrator, which keeps the others",
+            "inference.max_engines: must be 1 without the orchestrator (got 2)",
         ),
         (
             {"environment": {"inference": {"entry": "m:C"}}},
-            "environment.inference: means the engines in `rolloutmq scale inference N`",
+            "environment.inference: reserved name, it means the engines in `rolloutmq scale inference N`",
         ),
     ],
 )
@@ -216,11 +222,16 @@ def test_one_engine_is_what_there_is_unless_told_otherwise() -> None:
     [
         (["name=gspo", "clip_lo=1"], "trainer.loss.clip_lo", "did you mean `clip_low`?"),
         (["name=cispo", "clip_low=.3"], "trainer.loss.clip_low", "unknown key"),
-        (["name=no_such"], "trainer.loss", "'dapo', 'grpo'"),
+        (["name=no_such"], "trainer.loss.name", "unknown name (got 'no_such'); allowed: dapo, grpo"),
+        (
+            ["name=grpoo"],
+            "trainer.loss.name",
+            "unknown name (got 'grpoo'); did you mean `grpo`? allowed: dapo",
+        ),
         (["kl=1", "kl_estimator=k1"], "trainer.loss.kl_estimator", "k1 has no gradient on average"),
         (["correction.level=tokens"], "trainer.loss.correction.level", "'none', 'token' or 'sequence'"),
         (["correction.hi=3"], "trainer.loss.correction.hi", "did you mean `high`?"),
-        (["correction.low=3"], "trainer.loss.correction.low", "must not be above high"),
+        (["correction.low=3"], "trainer.loss.correction.low", "must not be above high 2 (got 3)"),
         (["name=decoupled_ppo", "correction.level=none"], "trainer.loss.correction.level", "makes it PPO"),
     ],
 )
@@ -238,13 +249,14 @@ def test_what_is_wrong_with_a_loss_is_named_as_it_is_written(
     [
         (
             {"teacher": {"path": "x"}},
-            "trainer.distillation.kind: there is a teacher, and nobody learns from it",
+            "trainer.distillation.kind: must not be `none` with a teacher",
         ),
         (
             {"teacher": {"path": "x"}, "trainer": {"enabled": False, "distillation": {"kind": "full"}}},
-            "model.path: a teacher must know the tokenizer of the model that you train",
+            "model.path: required for a teacher with your own trainer",
         ),
-        ({"teacher": {"path": "x", "url": "http://y"}}, "teacher.url: and path"),
+        ({"teacher": {"path": "x", "url": "http://y"}}, "teacher.url: must be empty with teacher.path"),
+        ({"teacher": {"vllm_url": "http://y"}}, "teacher.vllm_url: needs teacher.path"),
     ],
 )
 def test_a_teacher_that_nobody_could_learn_from_is_refused(tree: dict[str, Any], complaint: str) -> None:

@@ -8,15 +8,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from rolloutmq.bus.durability import sum_of
-from rolloutmq.schemas.config import ModelConfig
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.bus.fsync import sum_of
+from rolloutmq.schemas.config.run import ModelConfig
+from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import ConfigError, DamagedFileError
-from rolloutmq.schemas.training import TrainerConfig
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.checkpoint import TrainerState
-from rolloutmq.trainer.model import Policy, build_policy, write_identity
-from rolloutmq.trainer.optimizer import PolicyOptimizer
+from rolloutmq.trainer.policy.model import Policy, build_policy, write_identity
+from rolloutmq.trainer.step.optimizer import PolicyOptimizer
 
 MODEL = ModelConfig(hidden_size=16, layers=1, mlp_size=16)
 
@@ -75,7 +75,7 @@ def test_another_policy_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1, build_policy(MODEL, 1))
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None
-    with pytest.raises(ConfigError, match="another policy"):
+    with pytest.raises(ConfigError, match="does not fit the checkpoint"):
         checkpoint.restore_policy(found, build_policy(MODEL.model_copy(update={"layers": 2}), 1))
 
 
@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None
     assert found.state.version.step == 1
-    assert f"checkpoint passed over path={path.parent}" in caplog.text
+    assert f"checkpoint skipped path={path.parent}" in caplog.text
 
 
 @pytest.mark.parametrize("place", [0.02, 0.3, 0.999])
@@ -299,7 +299,7 @@ def test_incarnations_are_never_given_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("found", [b"", b"\xff7\n", b"7 8\n"])
 def test_a_damaged_counter_of_incarnations_is_told(tmp_path: Path, found: bytes) -> None:
     (tmp_path / checkpoint.INCARNATIONS).write_bytes(found)
-    with pytest.raises(DamagedFileError, match="incarnation, line 1: is no number"):
+    with pytest.raises(DamagedFileError, match="incarnation, line 1: must be a number"):
         checkpoint.next_incarnation(tmp_path)
 
 

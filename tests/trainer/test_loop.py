@@ -12,14 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.trainer.toy import MemoryBroker, SortBroker, run_config, some_group
+from tests.trainer.support.toy import MemoryBroker, SortBroker, run_config, some_group
 from tests.trainer.weights.receiver import Server
 from torch import nn
 
-from rolloutmq.bus import segments
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.bus.shm import segment_file
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.config.trainer import LoraConfig
+from rolloutmq.schemas.config.weights import WeightsConfig
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
     ConfigError,
@@ -27,20 +28,19 @@ from rolloutmq.schemas.errors import (
     LeaseLostError,
     NothingToLearnError,
 )
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import SettledBatch, VllmAddress
-from rolloutmq.schemas.training import LoraConfig, WeightsConfig
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.schemas.files import RunLayout, SettledBatch, VllmAddress
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer import checkpoint, loop
-from rolloutmq.trainer.journal import Journal
 from rolloutmq.trainer.loop import train
-from rolloutmq.trainer.model import build_policy
+from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.process import Stop, stop_on_signals
-from rolloutmq.trainer.scoring import Scorer
+from rolloutmq.trainer.step.logprobs import LogprobScorer
+from rolloutmq.trainer.trained_log import TrainedLog
 from rolloutmq.trainer.weights.address import read_sent
 from rolloutmq.trainer.weights.disk import DiskShare
+from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 
 class Killed(BaseException):
@@ -55,7 +55,7 @@ def layout(
 
     Lives that are over count as dead, though this process had them all.
     """
-    monkeypatch.setattr(segments.Owner, "alive", lambda _self: False)
+    monkeypatch.setattr(segment_file.SegmentOwner, "alive", lambda _self: False)
     found = RunLayout(run_dir)
     yield found
     caplog.get_records(
@@ -208,10 +208,10 @@ def a_step_late(step: int, version: PolicyVersion) -> list[Group]:
     return steady(step, PolicyVersion(version.incarnation, max(0, version.step - 1)))
 
 
-def killed_at(step: int, write: Callable[[Journal, SettledBatch], None]) -> Callable[..., None]:
+def killed_at(step: int, write: Callable[[TrainedLog, SettledBatch], None]) -> Callable[..., None]:
     """The weights of the step are there to be sampled from, and its line is not."""
 
-    def killed(journal: Journal, line: SettledBatch) -> None:
+    def killed(journal: TrainedLog, line: SettledBatch) -> None:
         if line.version.step == step:
             raise Killed
         write(journal, line)
@@ -246,7 +246,7 @@ def test_groups_of_a_step_whose_line_was_never_written_are_as_fresh_as_they_were
     broker = MemoryBroker(lambda step, _version: queued[step])
     config = run_config(steps=6, checkpoint_interval=50)
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "write", killed_at(5, Journal.write))
+        patch.setattr(TrainedLog, "write", killed_at(5, TrainedLog.write))
         with pytest.raises(Killed):
             train(config, layout, Stop(), broker.connect)
     assert [line.version.step for line in lines(layout)] == [1, 2, 3, 4]
@@ -500,7 +500,7 @@ def test_groups_that_cannot_be_used_are_rejected_with_a_reason(layout: RunLayout
     broker = MemoryBroker(make)
     train(run_config(steps=1), layout, Stop(), broker.connect)
     (rejected,) = broker.settled[0]["rejected"]
-    assert (rejected.group_id, rejected.reason[:22]) == ("bad1", "no inference_logprobs:")
+    assert (rejected.group_id, rejected.reason[:29]) == ("bad1", "inference_logprobs: required ")
     assert lines(layout)[0].rejected == ("bad1",)
 
 
@@ -508,16 +508,16 @@ def test_a_gradient_that_is_no_number_rejects_the_batch(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = MemoryBroker(steady)
-    scored = Scorer.forward
+    scored = LogprobScorer.forward
 
     def broken(*given: Any, **further: Any) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy = scored(*given, **further)
         return (logprobs * float("nan"), entropy) if len(broker.pulls) == 2 else (logprobs, entropy)
 
-    monkeypatch.setattr(Scorer, "forward", broken)
+    monkeypatch.setattr(LogprobScorer, "forward", broken)
     assert train(run_config(steps=2), layout, Stop(), broker.connect) == PolicyVersion(0, 2)
     assert [one["version"].step for one in broker.settled] == [1, 1, 2]
-    assert {one.reason for one in broker.settled[1]["rejected"]} == {"its gradient is not finite"}
+    assert {one.reason for one in broker.settled[1]["rejected"]} == {"the gradient of its step is not finite"}
     assert all(torch.isfinite(tensor).all() for tensor in weights(layout).values())
 
 
@@ -661,13 +661,12 @@ def test_a_replay_that_is_shorter_than_the_run_ends_in_order_and_says_so(
     with caplog.at_level("INFO"):
         assert loop.main(layout.root) == 0
     said = [record.getMessage() for record in caplog.records]
-    assert said.count("the replay is over step=3 of=6") == 1
+    assert said.count("replay ended step=3 of=6") == 1
     found = checkpoint.latest(layout.checkpoints)
     assert found is not None
     assert found.state.version == broker.commits[-1] == PolicyVersion(0, 3)
 
 
-@pytest.mark.slow
 def test_it_learns_to_sort(layout: RunLayout) -> None:
     """From random weights, on the configuration's defaults, sampling from the weights as they are shared."""
     config, stop = RunConfig(), Stop()
@@ -680,7 +679,7 @@ def test_it_learns_to_sort(layout: RunLayout) -> None:
     assert {event.staleness_max for event in broker.events} == {0}
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_adapters_alone_learn_too(layout: RunLayout) -> None:
     """On frozen random weights, so not as far; the digits are in the head and the embedding, which stay as they are."""
     lora = LoraConfig(rank=16, alpha=32.0)

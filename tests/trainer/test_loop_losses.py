@@ -1,4 +1,4 @@
-"""The loop with losses other than the usual one."""
+"""The loop with other losses than the default."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.trainer.support.toy import MemoryBroker, run_config, some_group
 from tests.trainer.test_loop import same, steady, weights
-from tests.trainer.toy import MemoryBroker, run_config, some_group
 
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.trajectory import Column, Group
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.group import Column, Group
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.loop import train
+from rolloutmq.trainer.policy.tokenizer import character_tokenizer
 from rolloutmq.trainer.process import Stop
-from rolloutmq.trainer.tokenizer import character_tokenizer
-from rolloutmq.trainer.weights.tokenizer import fingerprint
+from rolloutmq.trainer.weights.fingerprint import fingerprint
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_groups_without_what_the_loss_needs_are_rejected(layout: RunLayout) -> N
     train(run_config(steps=1, loss={"name": "grpo", "kl": 0.1}), layout, Stop(), broker.connect)
     (settled,) = broker.settled
     assert len(settled["trained"]) == len(settled["rejected"]) == 2
-    assert {one.reason for one in settled["rejected"]} == {"no ref_logprobs: the loss cannot do without"}
+    assert {one.reason for one in settled["rejected"]} == {"ref_logprobs: required by the loss"}
 
 
 def test_the_tokens_of_a_teacher_must_be_those_of_the_policy(layout: RunLayout) -> None:
@@ -82,7 +82,10 @@ def test_the_tokens_of_a_teacher_must_be_those_of_the_policy(layout: RunLayout) 
     train(config, layout, Stop(), broker.connect)
     (settled,) = broker.settled
     assert len(settled["trained"]) == len(settled["rejected"]) == 2
-    why = f"teacher: its tokenizer has the fingerprint {other[:16]}, the student's has {mine[:16]}"
+    why = (
+        f"teacher: its tokenizer differs from the student's (got fingerprint {other[:16]}, the student has "
+        f"{mine[:16]}); use a teacher with the student's tokenizer"
+    )
     assert {one.reason for one in settled["rejected"]} == {why}
 
 

@@ -1,4 +1,4 @@
-"""The loop with what a teacher said, with and without adapters; several ranks are in `test_ranks`."""
+"""The loop with teacher columns, with and without adapters; `test_ranks` has several ranks."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -7,38 +7,40 @@ from typing import Any
 
 import pytest
 import torch
-from tests.trainer.rank_player import config_of, groups_of, taught_by
-from tests.trainer.toy import MemoryBroker
+from tests.trainer.support.rank_player import config_of, groups_of, taught_by
+from tests.trainer.support.toy import MemoryBroker
 from torch import Tensor
 
-from rolloutmq.schemas.control import StepDone
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN, Lore
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.control import StepDone
+from rolloutmq.schemas.wire.distillation import IDS_COLUMN, LOGPROBS_COLUMN, TeacherLogprobs
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.loop import train
-from rolloutmq.trainer.model import Policy, build_policy
+from rolloutmq.trainer.policy.model import Policy, build_policy
 from rolloutmq.trainer.process import Stop
+from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 ADAPTED = [None, {"rank": 4}]
 
 
-def played(root: Path, lore: Lore, **trainer: Any) -> list[StepDone]:
-    broker = MemoryBroker(groups_of(0, 1, lore))
-    told = taught_by(lore) | trainer.pop("distillation", {})
+def played(root: Path, teacher_logprobs: TeacherLogprobs, **trainer: Any) -> list[StepDone]:
+    broker = MemoryBroker(groups_of(0, 1, teacher_logprobs))
+    told = taught_by(teacher_logprobs) | trainer.pop("distillation", {})
     train(config_of("float32", distillation=told, **trainer), RunLayout(root), Stop(), broker.connect)
     return broker.events
 
 
 @pytest.mark.parametrize("lora", ADAPTED)
-@pytest.mark.parametrize("lore", [Lore.TOP_K, Lore.FULL, Lore.SAMPLED])
+@pytest.mark.parametrize(
+    "teacher_logprobs", [TeacherLogprobs.TOP_K, TeacherLogprobs.FULL, TeacherLogprobs.SAMPLED]
+)
 def test_micro_batches_do_not_change_what_is_learned_from_a_teacher(
-    tmp_path: Path, lore: Lore, lora: dict[str, Any] | None
+    tmp_path: Path, teacher_logprobs: TeacherLogprobs, lora: dict[str, Any] | None
 ) -> None:
-    whole = played(tmp_path / "whole", lore, lora=lora, micro_batch_tokens=4096)
-    cut = played(tmp_path / "cut", lore, lora=lora, micro_batch_tokens=24)
+    whole = played(tmp_path / "whole", teacher_logprobs, lora=lora, micro_batch_tokens=4096)
+    cut = played(tmp_path / "cut", teacher_logprobs, lora=lora, micro_batch_tokens=24)
     assert "distill_kl" in whole[0].extra
     for one, other in zip(whole, cut, strict=True):
         assert other.loss == pytest.approx(one.loss, rel=2e-3, abs=1e-5)
@@ -67,11 +69,11 @@ def divergence(policy: Policy, groups: list[Group]) -> float:
 
 def test_adapters_begin_where_the_plain_policy_does_and_come_closer_to_the_teacher(tmp_path: Path) -> None:
     """From the teacher alone, of the same batch again and again; who samples sees the policy that is measured."""
-    groups = groups_of(0, 1, Lore.TOP_K)(1, PolicyVersion())
+    groups = groups_of(0, 1, TeacherLogprobs.TOP_K)(1, PolicyVersion())
     alone = {"steps": 12, "learning_rate": 2e-2, "distillation": {"weight": 1.0, "rl_weight": 0.0}}
-    (plain, *_) = played(tmp_path / "plain", Lore.TOP_K, **alone)
+    (plain, *_) = played(tmp_path / "plain", TeacherLogprobs.TOP_K, **alone)
     layout = RunLayout(tmp_path / "adapted")
-    told = taught_by(Lore.TOP_K) | {"weight": 1.0, "rl_weight": 0.0}
+    told = taught_by(TeacherLogprobs.TOP_K) | {"weight": 1.0, "rl_weight": 0.0}
     config = config_of("float32", **alone | {"distillation": told, "lora": {"rank": 4}})
     seen: list[float] = []
 

@@ -1,1 +1,1 @@
-"""Losses: pure functions of what a batch and the policy say of its tokens."""
+"""Losses: pure functions of the tokens of a batch and their log-probabilities."""

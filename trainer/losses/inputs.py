@@ -1,8 +1,8 @@
-"""What goes into a loss and what comes out. Pure data.
+"""Inputs and outputs of a loss. Pure data.
 
-Tokens are flat: the trained ones of one forward pass, one after the other, and each says which sequence it is of. What
-a loss is divided by is of the whole step, so that the losses of forward passes add up to that of the step, and so do
-their gradients and metrics, however the step is cut between sequences. A sequence is never cut.
+Tokens are flat: the trained tokens of one forward pass in a row, each with the number of its sequence. Denominators
+count the whole step, so that losses, gradients and metrics of its forward passes add up, however the step is split. A
+sequence is never split.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a whole optimizer step learns from, all forward passes (and ranks) of it together.
+    """Size of a whole optimizer step, over all forward passes and ranks.
 
     Attributes:
         tokens: Trained tokens.
-        sequences: Sequences with at least one of them.
+        sequences: Sequences with at least one trained token.
     """
 
     tokens: int
@@ -27,21 +27,22 @@ class StepSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The `N` trained tokens of `S` whole sequences: one forward pass.
+    """The `N` trained tokens of `S` whole sequences: one forward pass. Log-probabilities and entropies in nats.
 
     Attributes:
-        logprobs: `(N,)` under the policy that learns, with gradient.
-        entropy: `(N,)` of its distribution where the token was drawn, in nats, with gradient.
+        logprobs: `(N,)` under the learner, with gradient.
+        entropy: `(N,)` of the learner's distribution at the token, with gradient.
         behaviour_logprobs: `(N,)` under the policy that sampled.
         advantages: `(N,)`.
-        sequences: `(N,)` i64, the token's sequence, 0 to S - 1.
-        sequence_count: `S`; some may have no token here.
-        step: What is learned from in the whole step.
-        staleness: `(N,)` i64, policy versions between the one that learns and the oldest that sampled the group.
-        proximal_logprobs: `(N,)` under the policy before the step, without gradient. None where the policy has not
-            moved since, because each batch is one step: then they are `logprobs`.
-        ref_logprobs: `(N,)` under a reference, if a loss or a metric is to know of one.
-        columns: Whatever else the loss asked for, `(N, ...)` each.
+        sequences: `(N,)` i64, sequence of the token, 0 to S - 1.
+        sequence_count: `S`; some sequences may have no token here.
+        step: Size of the whole step.
+        staleness: `(N,)` i64, optimizer steps between the oldest policy that sampled the group and the
+            learner.
+        proximal_logprobs: `(N,)` under the policy before the step, without gradient. None if each batch is one step:
+            then they equal `logprobs`.
+        ref_logprobs: `(N,)` under a reference policy, if the loss or a metric needs one.
+        columns: Further columns that the loss asked for, `(N, ...)` each.
     """
 
     logprobs: Tensor
@@ -62,17 +63,17 @@ class LossInputs:
         return before.detach()
 
     def by_sequence(self, values: Tensor) -> Tensor:
-        """Return the sums `(S,)` of values `(N,)` over the tokens of each sequence."""
+        """Return the sum `(S,)` of values `(N,)` over each sequence."""
         return values.new_zeros(self.sequence_count).index_add(0, self.sequences, values)
 
     def lengths(self) -> Tensor:
-        """Return the trained tokens `(S,)` of each sequence, at least 1."""
+        """Return the number of trained tokens `(S,)` of each sequence, at least 1."""
         return self.by_sequence(torch.ones_like(self.advantages)).clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """This pass's part of the loss, a scalar with gradient, and its part of each metric, without."""
+    """This pass's part of the loss, a scalar with gradient, and of each metric, without gradient."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -80,11 +81,11 @@ class LossOutputs:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a loss makes of its tokens, before weights, KL, entropy and mean.
+    """Per-token losses before weights, KL, entropy and mean.
 
     Attributes:
         losses: `(N,)` with gradient.
-        cut: `(N,)` bool, tokens whose gradient the loss has cut off or bounded.
+        cut: `(N,)` bool, tokens whose gradient the loss removed or bounded.
     """
 
     losses: Tensor

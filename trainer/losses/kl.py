@@ -1,13 +1,15 @@
-"""Estimators of the KL divergence of one policy from a reference, from tokens that the policy sampled. Pure.
+"""Estimators of the KL divergence of the policy from a reference, on tokens the policy sampled. Pure.
 
 With d = logprob - ref_logprob of a sampled token:
 
-    k1 = d                  its mean is the KL; as a term of a loss its gradient is zero on average
-    k2 = d^2 / 2            its mean is not the KL; as a term of a loss its gradient is the KL's
-    k3 = exp(-d) - 1 + d    its mean is the KL, never negative; as a term of a loss it has the gradient of the *other*
-                            divergence, that of the reference from the policy
+    k1 = d                  unbiased value; as a loss term its gradient is zero on average
+    k2 = d^2 / 2            biased value; as a loss term it has the gradient of the KL
+    k3 = exp(-d) - 1 + d    unbiased value, never negative; as a loss term it has the gradient of the
+                            reverse KL, that of the reference from the policy
 
-So value and gradient ask for different estimators, and `[trainer.loss]` refuses those that are wrong for their place.
+Source: Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); k3 is eq. 4 of DeepSeekMath
+(arXiv:2402.03300); the gradients: arXiv:2506.09477. A value and a gradient need different estimators; `[trainer.loss]`
+refuses a wrong combination.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,17 +21,17 @@ from rolloutmq.trainer.losses.ratio import bounded
 
 
 def k1(difference: Tensor) -> Tensor:
-    """Estimate with the right value."""
+    """Return the estimate with an unbiased value."""
     return difference
 
 
 def k2(difference: Tensor) -> Tensor:
-    """Estimate with the right gradient."""
+    """Return the estimate with an unbiased gradient."""
     return difference.square() / 2
 
 
 def k3(difference: Tensor) -> Tensor:
-    """Estimate with the right value, of little variance."""
+    """Return the estimate with an unbiased value and low variance."""
     return (-difference).exp() - 1 + difference
 
 

@@ -1,9 +1,13 @@
-"""Probability ratios, and the weights that make up for what another policy sampled. Pure.
+"""Probability ratios, and importance weights for stale samples. Pure.
 
-Of a token three policies have an opinion: the one that learns (pi), the one before the step (proximal), and the one
-that sampled (behaviour). Without a correction the ratio of a loss is pi / behaviour. With one it is pi / proximal, and
-proximal / behaviour is a weight without gradient: the product is the same, but only the first part is the step's own
-doing and has to be clipped. Both at once would count the distance to the behaviour twice.
+Three policies give a probability to each token: the learner (pi), the policy before the step (proximal), and the policy
+that sampled (behaviour). Without off-policy correction the ratio is pi / behaviour. With it,
+
+    ratio = pi / proximal        weight = stop_gradient(proximal / behaviour)
+
+Source: Hilton et al. 2021 (arXiv:2110.00641), the decoupled objective. The product is the same, but only the ratio is
+the effect of this step and has to be clipped. Using pi / behaviour together with the weight would count the distance to
+the behaviour policy twice.
 """
 
 from typing import Final
@@ -11,20 +15,20 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rolloutmq.schemas.losses import CorrectionConfig
+from rolloutmq.schemas.config.losses import CorrectionConfig
 from rolloutmq.trainer.losses.inputs import LossInputs
 
 LOG_RATIO_LIMIT: Final = 20.0
-"""Log-ratios beyond it are cut: exp would overflow, and one token would be the whole gradient."""
+"""Bound of log-ratios, in nats: beyond it exp may overflow, and one token would dominate the gradient."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Cut log-ratios at the limit; beyond it they have no gradient."""
+    """Clamp log-ratios to the limit; beyond it their gradient is zero."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def log_ratios(inputs: LossInputs, correction: CorrectionConfig) -> Tensor:
-    """Return the log `(N,)` of the ratio that a loss works with, with gradient."""
+    """Return the log-ratio `(N,)` of the loss, with gradient."""
     return bounded(inputs.logprobs - _anchor(inputs, correction))
 
 
@@ -35,12 +39,12 @@ def _anchor(inputs: LossInputs, correction: CorrectionConfig) -> Tensor:
 
 
 def weighed(inputs: LossInputs, correction: CorrectionConfig) -> Tensor:
-    """Tell which tokens `(N,)` get a weight, if there are weights: those of groups that are stale enough."""
+    """Return which tokens `(N,)` get a weight: those of groups that are stale enough."""
     return inputs.staleness >= correction.from_staleness
 
 
 def weights(inputs: LossInputs, correction: CorrectionConfig) -> Tensor:
-    """Return the weight `(N,)` of each token, without gradient: 1 where there is nothing to correct."""
+    """Return the importance weight `(N,)` of each token, without gradient; 1 for tokens without correction."""
     found = torch.ones_like(inputs.behaviour_logprobs)
     if correction.level == "none":
         return found

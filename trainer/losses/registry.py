@@ -1,14 +1,14 @@
-"""The losses by name.
+"""Losses by name.
 
-A loss is a pure function of its inputs and its section of the configuration. A new one needs its section in
-`schemas/losses.py`, a file here, and a line below.
+A loss is a pure function of its inputs and its configuration section. To add one, write its section in
+`schemas/config/losses.py`, a module here, and a line below.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rolloutmq.schemas.losses import LossSection
+from rolloutmq.schemas.config.losses import LossSection
 from rolloutmq.trainer.losses.cispo import cispo
 from rolloutmq.trainer.losses.clipped import clipped
 from rolloutmq.trainer.losses.gspo import gspo
@@ -18,11 +18,11 @@ from rolloutmq.trainer.losses.reinforce import reinforce
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss.
+    """A loss function and its needs.
 
     Attributes:
-        compute: From inputs and its own section to outputs.
-        columns: Columns of a group that it cannot do without; each reaches it in `LossInputs.columns`.
+        compute: Maps inputs and the loss's own section to outputs.
+        columns: Columns every group must have; they arrive in `LossInputs.columns`.
     """
 
     compute: Callable[[LossInputs, Any], LossOutputs]
@@ -44,11 +44,11 @@ REFERENCE: Final = "ref_logprobs"
 
 
 def find_loss(config: LossSection) -> Loss:
-    """Return the loss that a section is of."""
+    """Return the loss of a section."""
     return LOSSES[config.name]
 
 
 def columns_needed(config: LossSection) -> tuple[str, ...]:
-    """Return the columns that a group must have to be learned from, beside those that every loss needs."""
+    """Return the columns that groups need in addition to those every loss needs."""
     reference = (REFERENCE,) if config.kl else ()
     return (*reference, *find_loss(config).columns)

@@ -1,15 +1,15 @@
-"""From what a loss makes of each token to one number. Pure.
+"""Total loss: the per-token losses, weighted, with KL and entropy terms, reduced to one number. Pure.
 
-    total = mean over the step of  weight * loss  +  kl weight * kl  -  entropy weight * entropy
+    total = mean over the step of  weight * loss  +  kl coefficient * kl  -  entropy coefficient * entropy
 
-All three parts go through the same mean. A token whose weight is 0 still counts in it: otherwise masking half of a
-step would double what the other half does.
+All three terms use the same mean. A token with weight 0 still counts in the mean: otherwise masking half of a step
+would double the effect of the other half.
 """
 
 import torch
 from torch import Tensor
 
-from rolloutmq.schemas.losses import LossSection
+from rolloutmq.schemas.config.losses import LossSection
 from rolloutmq.trainer.losses.inputs import LossInputs, LossOutputs, Objective
 from rolloutmq.trainer.losses.kl import divergence, k3
 from rolloutmq.trainer.losses.ratio import bounded, weights
@@ -18,10 +18,10 @@ from rolloutmq.trainer.losses.ratio import bounded, weights
 def total(objective: Objective, inputs: LossInputs, config: LossSection) -> LossOutputs:
     """Return this pass's part of the loss of the step.
 
-    Metrics, each a mean over the tokens of the step once the parts are added: `ratio` of the learning policy to the
-    sampling one, `clipped` (fraction of tokens whose gradient the loss has cut), `kl` (of the learning policy from the
-    sampling one, estimated by ratio - 1 - log ratio), `entropy`, `weight` (of the correction), `masked` (fraction of
-    tokens with weight 0), and `kl_ref` if there is a reference. And `loss`, which has the loss's own mean.
+    Metrics, each a mean over the tokens of the step once the parts are added up: `ratio` (learner to behaviour policy),
+    `clipped` (fraction of tokens whose gradient was cut), `kl` (of the learner from the behaviour policy, estimated by
+    ratio - 1 - log ratio), `entropy`, `weight` (of the correction), `masked` (fraction of tokens with weight 0), and
+    `kl_ref` if there is a reference. `loss` uses the mean of the loss.
     """
     weight = weights(inputs, config.correction)
     per_token = weight * objective.losses - config.entropy * inputs.entropy  # (N,)
@@ -34,12 +34,12 @@ def total(objective: Objective, inputs: LossInputs, config: LossSection) -> Loss
 
 def _required(ref_logprobs: Tensor | None) -> Tensor:
     if ref_logprobs is None:
-        raise ValueError("a loss with a KL term has no ref_logprobs")
+        raise ValueError("ref_logprobs: required by a loss with a KL term")
     return ref_logprobs
 
 
 def reduce(per_token: Tensor, inputs: LossInputs, config: LossSection) -> Tensor:
-    """Add up values `(N,)` and divide them by what the mean says, of the whole step."""
+    """Return the mean of values `(N,)` as `mean` defines it, over the whole step."""
     match config.mean:
         case "tokens":
             return per_token.sum() / inputs.step.tokens

@@ -1,9 +1,9 @@
-"""Whose the weights are that an address file names, and what goes of them that are no segment when that one is dead.
+"""Owner of the weights in an address file, and the sweep of what a dead owner left outside of segments.
 
-    weights/        beside the address file: a directory for each version, see `versions`
+    weights/        beside the address file: a directory for each version, see `disk`
       owner         locked by the owner for its life; holds its pid
 
-No torch here: whoever tidies up has none.
+Imports no torch: the sweep runs without it.
 """
 
 import fcntl
@@ -15,25 +15,24 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.bus import segments
-from rolloutmq.schemas.layout import VERSIONS
-from rolloutmq.schemas.records import DiskAddress, SentAddress
-from rolloutmq.schemas.sharing import SegmentInUseError
+from rolloutmq.bus.shm import segment_file
+from rolloutmq.schemas.errors import SegmentInUseError
+from rolloutmq.schemas.files import VERSIONS, DiskAddress, SentAddress
 
 logger = logging.getLogger(__name__)
 
 OWNER: Final = "owner"
 PARCEL: Final = "sent"
-"""Kind of the files in which weights are sent; what a dead trainer left of them has no heir."""
+"""Kind of the files of a weight transfer; nobody takes over those of a dead trainer."""
 
 
 def directory_of(address_file: Path) -> Path:
-    """Return where the versions are that an address file may name."""
+    """Return the directory of the versions."""
     return address_file.parent / VERSIONS
 
 
 def read_disk(path: Path) -> DiskAddress | None:
-    """Read an address file, or None where there is none (yet), or that of another backend."""
+    """Read an address file; None if there is none (yet), or if it belongs to another backend."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=DiskAddress)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -41,7 +40,7 @@ def read_disk(path: Path) -> DiskAddress | None:
 
 
 def read_sent(path: Path) -> SentAddress | None:
-    """Read an address file, or None where there is none (yet), or that of another backend."""
+    """Read an address file; None if there is none (yet), or if it belongs to another backend."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=SentAddress)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -49,17 +48,17 @@ def read_sent(path: Path) -> SentAddress | None:
 
 
 def own(root: Path) -> int:
-    """Become the only owner of a directory of versions, until the descriptor that is returned is closed.
+    """Become the only owner of a directory of versions, until the returned descriptor is closed.
 
     Raises:
-        SegmentInUseError: A living process owns it.
+        SegmentInUseError: A live process owns it.
     """
     while True:
         root.mkdir(mode=0o700, exist_ok=True)
         try:
             fd = os.open(root / OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            continue  # somebody sweeps
+            continue  # a sweep removed it
         try:
             _lock(fd, root)
             if os.fstat(fd).st_nlink:
@@ -67,7 +66,7 @@ def own(root: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # it was swept before it was locked: what is there now is another one, or nothing
+        os.close(fd)  # swept before it was locked: try again
 
 
 def _lock(fd: int, root: Path) -> None:
@@ -80,18 +79,18 @@ def _lock(fd: int, root: Path) -> None:
 
 
 def owner_lives(address_file: Path) -> bool:
-    """Tell whether the weights that an address file names have a living owner, whatever holds them."""
+    """Return whether the weights in an address file have a live owner, with any backend."""
     if read_disk(address_file) is not None:
         return is_locked(directory_of(address_file) / OWNER)
     if (sent := read_sent(address_file)) is not None:
-        return segments.Owner(*sent.sender).alive()
-    found = segments.read_address(address_file)
-    owner = segments.owner_of(found) if found else None
+        return segment_file.SegmentOwner(*sent.sender).alive()
+    found = segment_file.read_address(address_file)
+    owner = segment_file.owner_of(found) if found else None
     return owner is not None and owner.alive()
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether somebody has a lock on a file; nobody has where there is none."""
+    """Return whether a process holds a lock on a file; False if the file does not exist."""
     try:
         # Over NFS an exclusive lock needs a descriptor that may write.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -107,27 +106,21 @@ def is_locked(path: Path) -> bool:
 
 
 def sweep(address_file: Path) -> list[Path]:
-    """Remove what a dead owner left that is no segment: versions, files on their way, the address file.
-
-    Returns what was removed.
-    """
+    """Remove versions, transfer files and the address file of a dead owner; return the removed paths. Segments stay."""
     return sweep_sent(address_file) + _sweep_versions(address_file)
 
 
 def sweep_sent(address_file: Path) -> list[Path]:
-    """Remove what a dead owner left that sent its weights: files on their way, the address file.
-
-    Returns what was removed.
-    """
+    """Remove transfer files and the address file of a dead owner; return the removed paths."""
     if read_sent(address_file) is None or owner_lives(address_file):
         return []
     address_file.unlink(missing_ok=True)
-    return [address_file, *segments.sweep(kind=PARCEL)]
+    return [address_file, *segment_file.sweep(kind=PARCEL)]
 
 
 def _sweep_versions(address_file: Path) -> list[Path]:
     root, named = directory_of(address_file), read_disk(address_file) is not None
-    if not (named or (root / OWNER).is_file()):  # made by nobody of ours
+    if not (named or (root / OWNER).is_file()):  # not a directory of versions
         return []
     try:
         lock = own(root)

@@ -1,8 +1,8 @@
-"""A model takes tensors from elsewhere as its own: parameters, buffers, ties; and computes what is not shared.
+"""Binding of a model to shared tensors: parameters, buffers and ties; and the tensors computed instead of shared.
 
-Every module is reached, those in lists too, and every name of a tied tensor gets the same object, since an optimizer
-counts objects. What is not in the state dict (RoPE tables) is computed from the configuration of its module: a model
-built on meta has none, and `to_empty` would leave garbage there.
+All modules are bound, those in lists too. All names of a tied tensor get the same object, because optimizers count
+objects. Tensors outside the state dict (RoPE tables) are computed from the configuration of their module: a model built
+on meta has none, and `to_empty` would leave garbage there.
 """
 
 import copy
@@ -13,8 +13,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from rolloutmq.schemas.sharing import WeightsMismatchError
-from rolloutmq.trainer.weights.facts import module_facts
+from rolloutmq.schemas.errors import WeightsMismatchError
+from rolloutmq.trainer.weights.fingerprint import module_facts, require_same_tokenizer
 from rolloutmq.trainer.weights.manifest import (
     WeightManifest,
     describe,
@@ -22,11 +22,10 @@ from rolloutmq.trainer.weights.manifest import (
     require_derived,
     require_equal,
 )
-from rolloutmq.trainer.weights.tokenizer import require_same_tokenizer
 
 
 def bind(model: nn.Module, manifest: WeightManifest, views: Mapping[str, Tensor], *, keep: bool) -> None:
-    """Replace every parameter and persistent buffer by its view, ties included; with `keep`, write the values there."""
+    """Replace every parameter and persistent buffer by its view, ties included; with `keep`, copy the values there."""
     old = dict(named_tensors(model))
     new: dict[str, Tensor] = {}
     for spec in manifest.tensors:
@@ -47,10 +46,10 @@ def bind(model: nn.Module, manifest: WeightManifest, views: Mapping[str, Tensor]
 
 
 def manifest_of(model: nn.Module, *, fused: bool = False, tokenizer: str = "") -> WeightManifest:
-    """Describe an owner's model whole: tensors, facts, what it computed, and the tokenizer's fingerprint.
+    """Return the full manifest of an owner's model: tensors, constants, computed tensors, tokenizer.
 
     Raises:
-        WeightsMismatchError: It cannot be shared.
+        WeightsMismatchError: The model cannot be shared.
     """
     described = describe(model, fused=fused)
     return msgspec.structs.replace(
@@ -59,7 +58,7 @@ def manifest_of(model: nn.Module, *, fused: bool = False, tokenizer: str = "") -
 
 
 def prove(model: nn.Module, manifest: WeightManifest, tokenizer: str = "") -> "Derived":
-    """Prove that a model means what a manifest says; return what it computes by itself. The model is unchanged.
+    """Check that a model fits a manifest; return the tensors it computes itself. The model is unchanged.
 
     Raises:
         WeightsMismatchError: It does not; names the tensor or the key.
@@ -74,24 +73,24 @@ def prove(model: nn.Module, manifest: WeightManifest, tokenizer: str = "") -> "D
 def adopt(
     model: nn.Module, manifest: WeightManifest, views: Mapping[str, Tensor], computed: "Derived"
 ) -> None:
-    """Bind a model that was proven to the shared tensors, and place what it computes by itself."""
+    """Bind a checked model to the shared tensors, and set its computed tensors."""
     bind(model, manifest, views, keep=False)
     place_derived(computed)
     require_real(model)
 
 
 Derived = dict[str, tuple[nn.Module, str, Tensor]]
-"""Tensors that are computed and not shared, by their full name: module, name in it, value."""
+"""Computed tensors by full name: module, name within it, value."""
 
 
 def derived(model: nn.Module) -> Derived:
-    """Return the tensors that are not shared; what is on meta is computed from the configuration.
+    """Return the tensors that are not shared; those on meta are computed from the configuration.
 
-    They are buffers that are not persistent, and tensors that a module keeps as plain attributes. A module with a
-    configuration of its own is built again by itself, the whole model only where that does not do.
+    They are non-persistent buffers, and tensors in plain attributes. A module with its own configuration is rebuilt
+    alone; the whole model only if that fails.
 
     Raises:
-        WeightsMismatchError: One is on meta, and nothing says from what it was computed.
+        WeightsMismatchError: A tensor on meta cannot be computed.
     """
     found: Derived = {}
     whole: dict[str, nn.Module] | None = None
@@ -114,7 +113,7 @@ def derived(model: nn.Module) -> Derived:
 
 
 def place_derived(tensors: Derived) -> None:
-    """Make them the model's own."""
+    """Set the computed tensors in the model."""
     for module, name, tensor in tensors.values():
         if name in module._buffers:
             module._buffers[name] = tensor  # as persistent as it was
@@ -123,7 +122,7 @@ def place_derived(tensors: Derived) -> None:
 
 
 def digests(tensors: Derived) -> dict[str, str]:
-    """Tell for each tensor what it is, short enough for an error message; not for those that move with the input."""
+    """Return a short digest of each computed tensor, except those that change with the input."""
     return {
         name: f"{tensor.dtype} crc32 {zlib.crc32(_bytes(tensor)):08x}"
         for name, (module, leaf, tensor) in tensors.items()
@@ -132,17 +131,17 @@ def digests(tensors: Derived) -> dict[str, str]:
 
 
 def _moves(module: nn.Module, name: str) -> bool:
-    """Tell whether a forward pass changes a table: RoPE that follows the length of the input; the original stays."""
+    """Return whether a forward pass changes the table (dynamic RoPE); the original table does not change."""
     kinds = getattr(module, "rope_type", "")
     found = set(kinds.values()) if isinstance(kinds, dict) else {kinds}
     return bool(found & {"dynamic", "longrope"}) and "original" not in name
 
 
 def require_real(model: nn.Module) -> None:
-    """Prove that nothing was left on meta, in lists of modules neither.
+    """Check that no tensor is left on meta, in lists of modules either.
 
     Raises:
-        WeightsMismatchError: Something was; names the first tensor.
+        WeightsMismatchError: One is; names the first.
     """
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {**module._parameters, **module._buffers, **_plain_tensors(module)}
@@ -162,15 +161,15 @@ def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _as_expected(before: Tensor, computed: object, name: str) -> Tensor:
     if not isinstance(computed, Tensor) or computed.is_meta:
-        raise WeightsMismatchError(name, "is on meta and cannot be computed anew")
+        raise WeightsMismatchError(name, "is on meta and cannot be computed again")
     if (before.dtype, before.shape) != (computed.dtype, computed.shape):
         was = f"{before.dtype} {tuple(before.shape)}"
-        raise WeightsMismatchError(name, f"was {was}, computed anew {computed.dtype} {tuple(computed.shape)}")
+        raise WeightsMismatchError(name, f"was {was}, recomputed {computed.dtype} {tuple(computed.shape)}")
     return computed
 
 
 def _build_again(module: nn.Module) -> nn.Module | None:
-    """Build a module without parameters from its configuration; None if it has none, or is made in another way."""
+    """Build a module without parameters from its configuration; None if that is not possible."""
     if not hasattr(module, "config") or any(True for _ in module.parameters()):
         return None
     kind: Callable[..., nn.Module] = type(module)
@@ -182,7 +181,7 @@ def _build_again(module: nn.Module) -> nn.Module | None:
 
 
 def _build_without_parameters(model: nn.Module) -> nn.Module:
-    """Build a model again of which only the computed tensors are real: each parameter is let go when it is made."""
+    """Build a model whose computed tensors are real; each parameter is dropped as soon as it is made."""
     kind: Callable[..., nn.Module] = type(model)
     dtype = getattr(model, "dtype", None)
     if not hasattr(model, "config"):

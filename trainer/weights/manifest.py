@@ -1,9 +1,9 @@
-"""What shared weights consist of, and the proof that a model means exactly the same.
+"""Manifest of shared weights, and the check that a model has exactly the same tensors.
 
-A manifest lists every parameter and every persistent buffer by its name in the state dict, once for each storage, with
-the names that are tied to it; the facts of the model that change its output but no shape (`facts`); and a fingerprint
-of its tokenizer. Two sides agree on all of it or not at all: there is no coverage in per cent, no conversion and no
-default. Models are inspected by duck typing, so nothing here imports torch.
+A manifest lists every parameter and persistent buffer by its state-dict name, once per storage, with the names tied to
+it; the model properties that shapes do not show (`fingerprint`); and the tokenizer's fingerprint. Two sides must agree
+on all of it: there are no conversions and no defaults. Models are inspected by duck typing, so nothing here imports
+torch.
 """
 
 import itertools
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from rolloutmq.schemas.sharing import WeightsMismatchError
-from rolloutmq.trainer.weights import placement
-from rolloutmq.trainer.weights.facts import config_facts, require_reached, require_same_config
-from rolloutmq.trainer.weights.placement import PhysicalTensor, TensorSpec
+from rolloutmq.schemas.errors import WeightsMismatchError
+from rolloutmq.trainer.weights import layout
+from rolloutmq.trainer.weights.fingerprint import config_facts, require_reached, require_same_config
+from rolloutmq.trainer.weights.layout import PhysicalTensor, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,16 +29,16 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     base: int = 0
-    """Where offset 0 is: bytes in front of the tensors in the memory that holds them."""
+    """Position of offset 0: bytes before the tensors in their memory."""
     tensors: tuple[TensorSpec, ...]
     fused: tuple[PhysicalTensor, ...] = ()
-    """Every tensor as a server with fused projections has it; empty if they are not laid out for one."""
+    """Tensors of a server with fused projections; empty without such a layout."""
     config: dict[str, Any]
-    """The configuration, as JSON has it, without what has no influence on the output."""
+    """Relevant configuration as JSON values."""
     derived: dict[str, str] = {}
-    """Digest of what is computed and not shared (RoPE tables, scalings): both sides must have computed the same."""
+    """Digests of computed values (RoPE tables, scalings): both sides must compute the same."""
     tokenizer: str = ""
-    """Fingerprint of the tokenizer, empty where the owner has none."""
+    """Fingerprint of the tokenizer; empty if the owner has none."""
 
     @property
     def end(self) -> int:
@@ -48,10 +48,10 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(model: "nn.Module", *, fused: bool = False) -> WeightManifest:
-    """Describe the weights of a model, built or on meta, with offsets from 0.
+    """Return the manifest of a model, built or on meta, with offsets from 0.
 
     Args:
-        fused: Lay them out for a server with fused projections as well, see `placement`.
+        fused: Also lay the tensors out for a server with fused projections, see `layout`.
 
     Raises:
         WeightsMismatchError: A tensor cannot be shared: not dense, of an unknown type, or a hidden view of another.
@@ -71,7 +71,7 @@ def describe(model: "nn.Module", *, fused: bool = False) -> WeightManifest:
             ranges.append((tensor.data_ptr(), tensor.data_ptr() + spec.nbytes, spec.name))
         specs.append(spec)
     _require_apart(ranges)
-    placed, physical = placement.fused(specs) if fused else (placement.in_a_row(specs), ())
+    placed, physical = layout.fused(specs) if fused else (layout.in_a_row(specs), ())
     return WeightManifest(tensors=placed, fused=physical, config=config_facts(model))
 
 
@@ -80,7 +80,9 @@ def _require_apart(ranges: list[tuple[int, int, str]]) -> None:
     for (_, end, left), (start, _, right) in itertools.pairwise(sorted(ranges)):
         if start < end:
             first, second = sorted((left, right), key=order.__getitem__)
-            raise WeightsMismatchError(second, f"is another tensor on the storage of {first}: tie them")
+            raise WeightsMismatchError(
+                second, f"shares the storage of {first} without being tied to it; tie them"
+            )
 
 
 def named_tensors(model: "nn.Module") -> Iterator[tuple[str, "Tensor"]]:
@@ -113,20 +115,20 @@ def _spec(names: list[str], tensor: "Tensor") -> TensorSpec:
 
 
 def require_equal(shared: WeightManifest, mine: WeightManifest) -> None:
-    """Prove that a model means exactly the tensors of a segment.
+    """Check that a model has exactly the tensors of a manifest.
 
     Raises:
         WeightsMismatchError: It does not; names the first tensor or key that differs.
     """
     if shared.format != mine.format:
-        raise WeightsMismatchError("format", f"{shared.format} in the segment, this side knows {mine.format}")
+        raise WeightsMismatchError("format", f"{shared.format} in the segment, {mine.format} on this side")
     theirs = {spec.name: spec for spec in shared.tensors}
     ours = {spec.name: spec for spec in mine.tensors}
     _require_same_names(theirs, ours)
     for name, spec in theirs.items():
         _require_same(spec, ours[name])
     if shared.fused != mine.fused:
-        raise WeightsMismatchError("fused", "the tensors are laid out for another server")
+        raise WeightsMismatchError("fused", "the tensors have the layout of another server")
     require_same_config(shared.config, mine.config)
 
 
@@ -144,10 +146,10 @@ def _require_same_names(theirs: dict[str, TensorSpec], ours: dict[str, TensorSpe
 
 
 def require_derived(shared: dict[str, str], mine: dict[str, str]) -> None:
-    """Prove that both sides computed the same buffers: a table rounded to bfloat16 turns every position.
+    """Check that both sides computed the same values: a RoPE table rounded to bfloat16 changes every position.
 
     Raises:
-        WeightsMismatchError: They did not; names the first buffer that differs.
+        WeightsMismatchError: They differ; names the first.
     """
     for name in sorted(shared.keys() | mine.keys()):
         left, right = shared.get(name, "nothing"), mine.get(name, "nothing")

@@ -1,17 +1,18 @@
-"""One copy of the weights for trainer and server, in a file in /dev/shm that both map.
+"""Weights in shared memory: one copy for trainer and server, in a file in /dev/shm that both map.
 
     control page | scratch page | tensors | manifest
 
-The control page has the segment's header (`bus.segments`) and the words of `lock`; the scratch page is that of `nonce`.
+The control page has the segment's header (`bus.shm.segment_file`) and the fields of `lock`; the scratch page is that of
+`verify`.
 
-The owner (trainer) puts the weights of its model there and binds the model's parameters to them, so that whatever it
-writes in place under `writing` is what every reader has. A reader binds a model built on meta to the same bytes,
-mapped read-only: a stray write there is a crash of the reader, never a changed policy. Attaching fails closed, see
-`manifest`; nothing is copied, converted or left on meta.
+The owner (trainer) copies the weights of its model there and binds the model's parameters to them, so that in-place
+changes under `writing` reach all readers. A reader binds a model built on meta to the same bytes, mapped read-only: a
+stray write crashes the reader and never changes the policy. Attaching fails closed, see `manifest`; nothing is copied,
+converted or left on meta.
 
-The values of the owner's model are the truth: `create_or_adopt` writes them, whole, whether the segment is new or
-was left by an owner that was killed, in mid-write perhaps. Make the optimizer after it: the parameters are new objects.
-One share belongs to one thread at a time.
+The values of the owner's model win: `create_or_adopt` writes them all, whether the segment is new or left by a killed
+owner, perhaps mid-write. Make the optimizer afterwards: the parameters are new objects. One share belongs to one thread
+at a time.
 """
 
 import logging
@@ -21,46 +22,135 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import ClassVar, Final, Protocol, Self
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from rolloutmq.bus import segments
-from rolloutmq.bus.segments import Segment
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import SegmentGoneError, WeightsBusyError, WeightsMismatchError
+from rolloutmq.bus.shm import segment_file
+from rolloutmq.bus.shm.segment_file import SegmentFile
+from rolloutmq.schemas.errors import (
+    SegmentGoneError,
+    SegmentInUseError,
+    WeightsBusyError,
+    WeightsMismatchError,
+)
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.binding import adopt, bind, manifest_of, prove
+from rolloutmq.trainer.weights.layout import PhysicalTensor, TensorSpec, align
 from rolloutmq.trainer.weights.lock import PAGE_BYTES, READ_PATIENCE_S, WRITE_PATIENCE_S, WeightLock
 from rolloutmq.trainer.weights.manifest import WeightManifest
-from rolloutmq.trainer.weights.nonce import SCRATCH_AT, Scratch
-from rolloutmq.trainer.weights.placement import align
-from rolloutmq.trainer.weights.proof import logits_digest, require_aliases, tensor_digests
-from rolloutmq.trainer.weights.reading import Reading
-from rolloutmq.trainer.weights.room import mapped, open_left
 from rolloutmq.trainer.weights.share import Level, Proof
-from rolloutmq.trainer.weights.views import view
+from rolloutmq.trainer.weights.verify import (
+    SCRATCH_AT,
+    Scratch,
+    logits_digest,
+    require_aliases,
+    tensor_digests,
+)
+
+
+def view(flat: Tensor, spec: TensorSpec | PhysicalTensor) -> Tensor:
+    """Return a tensor of the manifest on the shared bytes, on their storage but not a view for autograd.
+
+    Views of one base share its version counter, so changing one would invalidate the graph of all.
+    """
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    stride = spec.stride if isinstance(spec, TensorSpec) else torch.empty(spec.shape, device="meta").stride()
+    made = torch.empty(0, dtype=dtype, device=flat.device)
+    if not spec.nbytes:
+        return made.reshape(spec.shape)
+    first = flat.storage_offset() + spec.offset
+    # `set_` would enlarge a storage that is too small, outside of the shared memory.
+    if (first % dtype.itemsize) or spec.offset + spec.nbytes > flat.numel():
+        raise WeightsMismatchError(spec.name, f"lies at {spec.offset}: outside the shared memory")
+    return made.set_(flat.untyped_storage(), first // dtype.itemsize, spec.shape, stride)
+
+
+def mapped(segment: SegmentFile) -> mmap.mmap:
+    """Map a new segment for writing; remove it if that fails."""
+    try:
+        return mmap.mmap(segment.fd, 0)
+    except BaseException:
+        segment.discard()
+        raise
+
+
+def open_left(address_file: Path) -> SegmentFile | None:
+    """Open the segment in the address file if its owner is dead.
+
+    Raises:
+        SegmentInUseError: The owner lives.
+    """
+    address = segment_file.read_address(address_file)
+    if address is None:
+        return None
+    try:
+        left = segment_file.open_existing(Path(address.path), address.nonce, writable=True)
+    except SegmentGoneError:
+        return None
+    owner = left.owner()
+    if owner is not None and owner.alive():
+        os.close(left.fd)
+        raise SegmentInUseError(address.path, owner.pid)
+    return left
+
+
+class Readable(Protocol):
+    """A share whose weights can be held still."""
+
+    def _begin_reading(self, patience_s: float) -> PolicyVersion: ...
+
+    def _end_reading(self) -> None: ...
+
+
+class Reading:
+    """Holds the weights still for the duration of the block. A generator would take twice as long."""
+
+    __slots__ = ("_patience_s", "_share")
+
+    def __init__(self, share: Readable, patience_s: float) -> None:
+        self._share = share
+        self._patience_s = patience_s
+
+    def __enter__(self) -> PolicyVersion:
+        return self._share._begin_reading(self._patience_s)
+
+    def __exit__(self, *_error: object) -> None:
+        self._share._end_reading()
+
 
 logger = logging.getLogger(__name__)
 
+
 MANIFEST_LIMIT_BYTES: Final = 64 << 20
+
 TENSORS_AT: Final = SCRATCH_AT + PAGE_BYTES
+
 ANSWER_PATIENCE_S: Final = 10.0
-"""The other side answers with its next step."""
+"""Seconds to wait for the other side, which answers with its next step."""
+
 ADOPT_PATIENCE_S: Final = 10.0
-"""A reader holds the lock for one forward pass. One that holds it for longer is slow, and attaches anew to a new
-segment, or it is stopped, and would hold up every life of the trainer until restarts run out."""
+"""Seconds to wait for readers of a segment to adopt. A reader holds the lock for one forward pass. A slow one attaches
+to a new segment later; a stopped one would block every restart of the trainer.
+"""
 
 
 class WeightShare:
     """The weights of one segment, bound to one model. Make it by `create_or_adopt` or `attach`."""
 
     KIND: ClassVar = "weights"
-    """In the name of the segment."""
+    """Part of the segment's name."""
 
     def __init__(
-        self, segment: Segment, memory: mmap.mmap, address_file: Path, *, owner: bool, adopted: bool = False
+        self,
+        segment: SegmentFile,
+        memory: mmap.mmap,
+        address_file: Path,
+        *,
+        owner: bool,
+        adopted: bool = False,
     ) -> None:
         self._segment = segment
         self._memory: mmap.mmap | None = memory
@@ -75,7 +165,7 @@ class WeightShare:
         """All tensors as bytes, from offset 0."""
         self._tokenizer = ""
         self.adopted = adopted
-        """Whether the segment was there before this owner."""
+        """Whether the segment was left by an earlier owner."""
 
     @classmethod
     def create_or_adopt(
@@ -87,19 +177,19 @@ class WeightShare:
         fused: bool = False,
         tokenizer: str = "",
     ) -> Self:
-        """Share the weights of a model, in the segment that a killed owner left if it fits, and name it in a file.
+        """Share the weights of a model and publish the address; adopt the segment of a killed owner if it fits.
 
-        Readers that are attached to that segment stay attached and see the new values under the new version. If one of
-        them keeps its lock for longer than `ADOPT_PATIENCE_S`, there is a new segment, to which all attach anew.
+        Attached readers of an adopted segment stay attached and see the new values under the new version. If one of
+        them holds its lock longer than `ADOPT_PATIENCE_S`, a new segment is made, and all readers attach again.
 
         Args:
-            model: Its values become the shared ones and its parameters views of them.
-            version: What the values are.
-            fused: Lay the tensors out so that a server with fused projections can map them, see `placement`.
-            tokenizer: Fingerprint of the model's tokenizer, see `tokenizer`.
+            model: Its values become the shared ones, and its parameters views of them.
+            version: Version of the values.
+            fused: Lay the tensors out for a server with fused projections, see `layout`.
+            tokenizer: Fingerprint of the model's tokenizer, see `fingerprint`.
 
         Raises:
-            SegmentInUseError: A living process owns the segment that the address file names.
+            SegmentInUseError: A live process owns the segment in the address file.
             WeightsMismatchError: The model has tensors that cannot be shared.
             MissingError: There is not enough shared memory.
         """
@@ -111,7 +201,7 @@ class WeightShare:
             try:
                 heir._give(model, manifest, version, tokenizer, ADOPT_PATIENCE_S)
             except WeightsBusyError as error:
-                logger.warning("segment not taken over path=%s reason=%s", heir.path, str(error))
+                logger.warning("segment not adopted path=%s reason=%s", heir.path, str(error))
             else:
                 return heir
         share = cls._create(manifest, address_file, model)
@@ -128,12 +218,12 @@ class WeightShare:
         tokenizer: str,
         patience_s: float,
     ) -> None:
-        """Put the weights of a model here and tell everybody, or let go."""
+        """Copy the weights of a model here and publish the address; on failure, close."""
         try:
             with self.writing(version, restoring=True, patience_s=patience_s), torch.no_grad():
                 bind(model, manifest, self._views(manifest), keep=True)
             self._model, self._tokenizer = model, tokenizer
-            segments.write_address(self._address_file, self._segment)
+            segment_file.write_address(self._address_file, self._segment)
         except BaseException:
             self.close(unlink=not self.adopted)
             raise
@@ -146,7 +236,7 @@ class WeightShare:
     def _create(cls, manifest: WeightManifest, address_file: Path, _model: nn.Module) -> Self:
         encoded = msgspec.json.encode(manifest)
         offset = manifest.base + align(manifest.end)
-        segment = segments.create(cls.KIND, offset + len(encoded))
+        segment = segment_file.create(cls.KIND, offset + len(encoded))
         memory = mapped(segment)
         memory[offset:] = encoded
         share = cls(segment, memory, address_file, owner=True)
@@ -155,8 +245,8 @@ class WeightShare:
         return share
 
     @classmethod
-    def _adopt(cls, left: Segment, manifest: WeightManifest, address_file: Path) -> Self | None:
-        """Take over what a dead owner left, or close it and return None if it is of another model."""
+    def _adopt(cls, left: SegmentFile, manifest: WeightManifest, address_file: Path, /) -> Self | None:
+        """Take over the segment of a dead owner; close it and return None if it belongs to another model."""
         try:
             share = cls(left, mmap.mmap(left.fd, 0), address_file, owner=True, adopted=True)
         except ValueError:
@@ -167,7 +257,7 @@ class WeightShare:
             raise
         try:
             if share.manifest() != manifest:
-                raise WeightsMismatchError("manifest", "is of another model")
+                raise WeightsMismatchError("manifest", "belongs to another model")
             share._flat = share._open_flat(manifest)
         except WeightsMismatchError:
             share.close()
@@ -177,16 +267,16 @@ class WeightShare:
 
     @classmethod
     def attach(cls, model: nn.Module, address_file: Path, *, tokenizer: str = "") -> Self:
-        """Bind a model, on meta or built, to the weights that the address file names, read-only.
+        """Bind a model, on meta or built, to the weights in the address file, read-only.
 
-        Buffers that are not shared and are on meta (RoPE tables) are computed anew from the module's configuration.
+        Buffers on meta that are not shared (RoPE tables) are computed from the module's configuration.
 
         Args:
-            tokenizer: Fingerprint of the tokenizer on this side, empty if it has none: then the owner has none either.
+            tokenizer: Fingerprint of this side's tokenizer; empty only if the owner has none either.
 
         Raises:
-            SegmentGoneError: There is no address, or it is out of date: the owner is (re)starting.
-            WeightsMismatchError: The model means other tensors; names the first that differs. It is unchanged.
+            SegmentGoneError: There is no address, or it is outdated: the owner is (re)starting.
+            WeightsMismatchError: The model has other tensors; names the first that differs. It is unchanged.
         """
         share = cls.open(address_file)
         try:
@@ -205,19 +295,19 @@ class WeightShare:
 
     @classmethod
     def open(cls, address_file: Path) -> Self:
-        """Map the weights that the address file names, read-only, and bind nothing to them yet.
+        """Map the weights in the address file read-only, without binding a model.
 
         Raises:
-            SegmentGoneError: There is no address, or it is out of date: the owner is (re)starting.
-            WeightsMismatchError: They are shared in another way.
+            SegmentGoneError: There is no address, or it is outdated: the owner is (re)starting.
+            WeightsMismatchError: They are shared with another backend.
         """
-        address = segments.read_address(address_file)
+        address = segment_file.read_address(address_file)
         if address is None:
-            raise SegmentGoneError(str(address_file), "no address was published yet")
+            raise SegmentGoneError(str(address_file), "no address has been published yet")
         path = Path(address.path)
         if not path.name.endswith(f"-{cls.KIND}"):
-            raise WeightsMismatchError("backend", f"{path.name} is not shared by way of {cls.KIND}")
-        segment = segments.open_existing(path, address.nonce)
+            raise WeightsMismatchError("backend", f"{path.name} is not shared as {cls.KIND}")
+        segment = segment_file.open_existing(path, address.nonce)
         try:
             memory = mmap.mmap(segment.fd, 0, prot=mmap.PROT_READ)
             return cls(segment, memory, address_file, owner=False)
@@ -235,16 +325,16 @@ class WeightShare:
 
     @property
     def nonce(self) -> str:
-        """What tells this segment from every other."""
+        """Unique id of the segment."""
         return self._segment.nonce
 
     @property
     def version(self) -> PolicyVersion:
-        """Version of the last whole write; inside `reading` use what that yields."""
+        """Version of the last complete write; inside `reading` use the yielded one."""
         return self._lock.version
 
     def is_torn(self) -> bool:
-        """Tell whether the weights are half-written and nobody is at work on them."""
+        """Return whether the weights are half-written and no writer is at work."""
         return self._lock.is_torn()
 
     def write_at_hand(self) -> tuple[int, int] | None:
@@ -252,12 +342,12 @@ class WeightShare:
         return self._lock.write_at_hand()
 
     def is_replaced(self) -> bool:
-        """Tell whether the address file names another segment by now. Reads the file."""
-        address = segments.read_address(self._address_file)
+        """Return whether the address file names another segment. Reads the file."""
+        address = segment_file.read_address(self._address_file)
         return address is not None and address.nonce != self.nonce
 
     def owner_lives(self) -> bool:
-        """Tell whether somebody is there who may write. The weights of a dead owner stay what they were."""
+        """Return whether the owner lives. The weights of a dead owner stay as they are."""
         owner = self._segment.owner()
         return owner is not None and owner.alive()
 
@@ -266,7 +356,7 @@ class WeightShare:
         return Reading(self, patience_s)
 
     def keeping(self) -> AbstractContextManager[None]:
-        """Keep the weights between readings that follow each other at once; see `WeightLock.keeping`."""
+        """Keep the lock between readings in quick succession; see `WeightLock.keeping`."""
         return self._lock.keeping()
 
     def _begin_reading(self, patience_s: float) -> PolicyVersion:
@@ -282,14 +372,14 @@ class WeightShare:
     def writing(
         self, version: PolicyVersion, *, restoring: bool = False, patience_s: float = WRITE_PATIENCE_S
     ) -> Iterator[None]:
-        """Keep readers out while the block changes the weights to `version`; see `WeightLock.writing`."""
+        """Lock out readers while the block changes the weights to `version`; see `WeightLock.writing`."""
         with self._lock.writing(version, restoring=restoring, patience_s=patience_s):
             yield
             self._settle()
         self._answer()
 
     def _settle(self) -> None:
-        """Let the device finish what was begun, before others get the lock; the CPU has finished."""
+        """Wait for the device before the lock is released; nothing to do on the CPU."""
 
     def _answer(self) -> None:
         if self._scratch is not None:
@@ -303,7 +393,7 @@ class WeightShare:
         patience_s: float = ANSWER_PATIENCE_S,
         exact: bool = False,
     ) -> Proof:
-        """Climb the ladder to `level`; see `SharedWeights.verify`."""
+        """Verify the share up to `level`; see `SharedWeights.verify`."""
         assert self._model is not None
         assert self._flat is not None
         manifest, answered, digests, logits = self.manifest(), None, {}, ""
@@ -317,21 +407,21 @@ class WeightShare:
                 digests = tensor_digests(self._model, manifest, exact=exact)
             if level >= Level.LOGITS:
                 if inputs is None:
-                    raise ValueError("LOGITS needs inputs")
+                    raise ValueError("inputs: required for LOGITS")
                 logits = logits_digest(self._model, inputs)
         return Proof(level, version, len(manifest.tensors), manifest.end, answered, digests, logits)
 
     def _ask(self, patience_s: float) -> float:
         if self._scratch is None:
             raise WeightsMismatchError("scratch page", f"{self.path} cannot be mapped for writing")
-        # Two that ask each other at once would both wait.
+        # Answers while it waits: two sides that ask each other would both wait forever.
         return self._scratch.ask(patience_s, self._answer)
 
     def manifest(self) -> WeightManifest:
         """Decode the manifest of the segment.
 
         Raises:
-            WeightsMismatchError: It is damaged, or of another layout.
+            WeightsMismatchError: It is damaged, or has another layout.
         """
         assert self._memory is not None
         offset, nbytes = self._lock.manifest_range
@@ -346,14 +436,14 @@ class WeightShare:
             raise WeightsMismatchError("manifest", "its tensors lie outside the segment")
         return manifest
 
-    def _inside(self, manifest: WeightManifest) -> int:
-        """Bytes of tensors that the segment itself must have room for."""
+    def _inside(self, manifest: WeightManifest, /) -> int:
+        """Return the bytes of tensors inside the segment itself."""
         return manifest.end
 
     def _open_flat(self, manifest: WeightManifest) -> Tensor:
         assert self._memory is not None
         with warnings.catch_warnings():
-            # Torch has no read-only tensors and says so; the read-only mapping itself refuses the write.
+            # Torch warns that it has no read-only tensors; the read-only mapping itself refuses writes.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(self._memory, dtype=torch.uint8, count=manifest.end, offset=manifest.base)
 
@@ -362,19 +452,18 @@ class WeightShare:
         return {spec.name: view(self._flat, spec) for spec in manifest.tensors}
 
     def physical_views(self) -> dict[str, Tensor]:
-        """Return every tensor as a server with fused projections has it, by that server's names."""
+        """Return the tensors of a server with fused projections, by its names."""
         manifest = self.manifest()
         self._flat = self._open_flat(manifest) if self._flat is None else self._flat
         return {one.name: view(self._flat, one) for one in manifest.fused}
 
     def close(self, *, unlink: bool = False) -> None:
-        """Let go of the segment. May be called twice.
+        """Release the segment. May be called twice.
 
-        The memory itself stays mapped for as long as a tensor of the model is alive, so a model can be used, though
-        not under the lock any more.
+        The memory stays mapped while a tensor of the model is alive, so the model stays usable, without the lock.
 
         Args:
-            unlink: Remove the segment and the address file that names it; for the owner at its orderly end.
+            unlink: Also remove the segment and its address file; for the owner at its orderly end.
         """
         if self._memory is None:
             return

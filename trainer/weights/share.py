@@ -1,17 +1,16 @@
-"""What every way of sharing weights can do, whatever holds them; and the ladder by which a share is proven.
+"""Interface of shared weights, for all backends, and the levels of their verification.
 
-An owner (trainer) has a model and makes a share of it; a reader (inference server) attaches a model of its own. The
-owner changes the weights inside `writing`, the reader uses them inside `reading` and stamps what comes of it with the
-version that `reading` yields. Half-written weights are never read: a writer that died in mid-write leaves them torn,
-and readers refuse them until somebody restored them whole.
+An owner (trainer) shares its model; a reader (inference server) attaches its own. The owner changes the weights inside
+`writing`. The reader uses them inside `reading` and stamps its results with the yielded version. Half-written weights
+are never read: if a writer dies mid-write the weights are torn, and readers refuse them until they are restored whole.
 
-    backend     holds the weights in                               copies   a version is there for a reader when
-    posix_shm   a file in /dev/shm that both map                   none     `writing` ends
-    cuda_ipc    GPU memory of the owner, opened by its readers     none     `writing` ends, the GPU done
-    disk        a directory for each version                       one      the reader enters `reading` next
-    vllm_http   vLLM's own, sent by the interface that it defines  one      `writing` ends; readers are vLLM alone
+    backend     weights are in                              copies   readers see a version when
+    posix_shm   a file in /dev/shm that both map            none     `writing` ends
+    cuda_ipc    GPU memory of the owner                     none     `writing` ends and the GPU is done
+    disk        a directory for each version                one      the reader next enters `reading`
+    vllm_http   vLLM's own memory, transferred over HTTP    one      `writing` ends; vLLM is the only reader
 
-`verify` climbs the ladder to a level, from the bottom, and stops at the first rung that does not hold.
+`verify` checks the levels from the bottom up and stops at the first that fails.
 """
 
 from contextlib import AbstractContextManager
@@ -20,8 +19,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import WeightsMismatchError
+from rolloutmq.schemas.errors import WeightsMismatchError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,36 +29,36 @@ if TYPE_CHECKING:
 
 
 class Level(IntEnum):
-    """Rungs of the ladder, each a stronger proof than the one below."""
+    """Levels of verification, each stronger than the one before."""
 
     MANIFEST = 1
-    """The model means the tensors of the manifest: names, types, shapes, ties, configuration, RoPE, tokenizer."""
+    """The model fits the manifest: names, types, shapes, ties, configuration, RoPE, tokenizer."""
     ALIASING = 2
-    """Each of its tensors lies where the manifest says, and those that are tied in the same place."""
+    """Each tensor lies at its place in the shared memory, tied ones at the same place."""
     NONCE = 3
-    """The other side answers: what one writes there the other reads, both ways."""
+    """The other side answers: each reads what the other writes."""
     DIGESTS = 4
-    """What every tensor holds, in two numbers or a sha256; equal to those of another proof of the same version."""
+    """Digest of every tensor, two sums or a sha256; equal to those of another proof of the same version."""
     LOGITS = 5
-    """What the model makes of a given input; equal to another proof's, bit for bit, on the same kind of machine."""
+    """Digest of the model's logits for a given input; bit-identical on machines of the same kind."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What a verification found. Two sides have the same weights if their proofs of one version are the same."""
+    """Result of a verification. Two sides have the same weights if their proofs of one version are equal."""
 
     level: Level
-    """The highest rung that holds."""
+    """Highest level that holds."""
     version: PolicyVersion
     tensors: int
     nbytes: int
     answered_s: float | None = None
-    """How long the other side took to answer."""
+    """Seconds until the other side answered."""
     digests: dict[str, str] = field(default_factory=dict)
     logits: str = ""
 
     def require_same(self, other: "Proof") -> None:
-        """Prove that the weights of two sides are the same.
+        """Check that the weights of two sides are equal.
 
         Raises:
             WeightsMismatchError: They are not; names the first tensor that differs.
@@ -75,10 +74,11 @@ class Proof:
 
 
 class Writable(Protocol):
-    """What a trainer writes its steps into."""
+    """Target of the trainer's steps."""
 
     def writing(self, version: PolicyVersion, /) -> AbstractContextManager[None]:
-        """Let the block change the weights to `version`; when it ends, whoever samples has them or will."""
+        """Let the block change the weights to `version`; at its end the servers have them or will get them."""
+        ...
 
 
 class SharedWeights(Protocol):
@@ -86,46 +86,55 @@ class SharedWeights(Protocol):
 
     @classmethod
     def attach(cls, model: "nn.Module", address_file: Path, *, tokenizer: str = "") -> Self:
-        """Bind a model to the weights that an address file names, or leave it as it is and say which tensor differs."""
+        """Bind a model to the weights in an address file; on a mismatch leave it unchanged and name the tensor."""
+        ...
 
     @property
     def version(self) -> PolicyVersion:
-        """Version of the last whole write."""
+        """Version of the last complete write."""
+        ...
 
     def manifest(self) -> "WeightManifest":
-        """Return what the weights consist of."""
+        """Return the manifest of the weights."""
+        ...
 
     def is_torn(self) -> bool:
-        """Tell whether the weights are half-written and nobody is at work on them."""
+        """Return whether the weights are half-written and no writer is at work."""
+        ...
 
     def is_replaced(self) -> bool:
-        """Tell whether the address file names other weights by now."""
+        """Return whether the address file names other weights."""
+        ...
 
     def reading(self, patience_s: float = ...) -> AbstractContextManager[PolicyVersion]:
         """Hold the weights still and yield their version."""
+        ...
 
     def keeping(self) -> AbstractContextManager[None]:
-        """Let readings in the block follow each other at little cost; who writes waits for one of them, no longer."""
+        """Make readings in quick succession cheap; a writer waits for one of them at most."""
+        ...
 
     def writing(
         self, version: PolicyVersion, *, restoring: bool = ..., patience_s: float = ...
     ) -> AbstractContextManager[None]:
-        """Keep readers out while the block changes the weights to `version`."""
+        """Lock out readers while the block changes the weights to `version`."""
+        ...
 
     def verify(
         self, level: Level, *, inputs: "Tensor | None" = None, patience_s: float = ..., exact: bool = False
     ) -> Proof:
-        """Climb the ladder to `level`.
+        """Verify the share up to `level`.
 
         Args:
             inputs: `(B, T)` token ids, for LOGITS.
-            patience_s: How long the other side may take to answer, for NONCE.
-            exact: Digests are sha256 and not two sums.
+            patience_s: Seconds to wait for the other side, for NONCE.
+            exact: Use sha256 digests instead of two sums.
 
         Raises:
-            WeightsMismatchError: A rung does not hold; names the tensor.
+            WeightsMismatchError: A level does not hold; names the tensor.
             WeightsSilentError: The other side did not answer.
         """
+        ...
 
     def close(self, *, unlink: bool = False) -> None:
-        """Let go of the weights; with `unlink`, remove what holds them: for the owner at its orderly end."""
+        """Release the weights; with `unlink`, remove them: for the owner at its orderly end."""

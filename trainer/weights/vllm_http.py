@@ -1,50 +1,144 @@
-"""Weights by way of vLLM's own HTTP interface: for a server that is to have a copy, by the transfer that it defines.
+"""Weight transfer to vLLM through its HTTP interface: the copy that `backend = "vllm_http"` gives to a run's vLLM.
+
+    trainer: model/, weights.json (sender)  ->  engine: starts vLLM, vllm.json (its address)
+        ->  trainer: transfers the weights  ->  engine: serves;  then a transfer per step, when `writing` ends
+
+A transfer is this sequence of requests:
 
     /pause?mode=keep   /start_weight_update   /update_weights   /finish_weight_update   /resume
 
-Between pause and resume nothing is sampled, the prefix cache is emptied, and what is under way gets its keys and values
-anew; vLLM stamps every token with the version that `/finish_weight_update` names. A transfer that fails in the middle
-leaves the server paused: it answers nobody until a restore has sent the weights whole.
+Between pause and resume vLLM samples nothing, drops its prefix cache, and recomputes keys and values of running
+requests; it stamps every token with the version given to `/finish_weight_update`. A transfer that fails midway leaves
+vLLM paused until a restore has transferred the weights whole.
 
-The tensors themselves go through a file with the names of transformers and the manifest beside them, which the server
-proves before it loads anything (`services.inference.vllm.transfer`, registered in vLLM under `BACKEND`). vLLM's own
-backends `ipc` and `nccl` need CUDA, and vLLM in the trainer; neither is used here.
+The tensors go through a safetensors file with the names of transformers and the manifest, which vLLM verifies before it
+loads (`services.inference.vllm.weight_transfer`, registered in vLLM under `BACKEND`). The file is written in place,
+tensor by tensor: the library's writer would replace it by a rename, and so lose the lock on it, and needs a second copy
+in memory. vLLM's own backends `ipc` and `nccl` need CUDA and vLLM inside the trainer; they are not used.
+
+If vLLM dies or refuses a step, the trainer's step stands. Before the next pull, `supply` waits for a vLLM and transfers
+the weights whole. The trainer ends if vLLM has another model, or lives and refuses the weights several times in a row.
+The reason of a wait is in the address file, for `rolloutmq status`, and now and then in the log.
 """
 
+import fcntl
 import http.client
+import logging
+import math
+import os
+import secrets
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import msgspec
+import torch
+from msgspec.structs import astuple
 from torch import Tensor, nn
 
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import WeightsMismatchError, WeightsNotSentError, WeightsTornError
+from rolloutmq.bus.log_throttle import LogThrottle
+from rolloutmq.bus.rundir import FILE_POLL_S, read_json, write_json
+from rolloutmq.bus.shm import segment_file
+from rolloutmq.schemas.errors import (
+    SegmentInUseError,
+    WeightsMismatchError,
+    WeightsNotSentError,
+    WeightsTornError,
+)
+from rolloutmq.schemas.files import SentAddress, VllmAddress
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.weights import address
+from rolloutmq.trainer.weights.address import PARCEL
 from rolloutmq.trainer.weights.binding import manifest_of
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S, WRITE_PATIENCE_S
 from rolloutmq.trainer.weights.manifest import WeightManifest, named_tensors
-from rolloutmq.trainer.weights.parcel import parcel
-from rolloutmq.trainer.weights.proof import digest
 from rolloutmq.trainer.weights.share import Level, Proof
+from rolloutmq.trainer.weights.verify import digest
+
+TYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of the shareable types in the safetensors format."""
+
+_ALIGNED: Final = 8
+
+
+class SafetensorsFile(NamedTuple):
+    """A private file, locked like a segment, so that the sweep finds the file of a dead trainer."""
+
+    path: Path
+    fd: int
+
+    def write(self, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+        """Fill the file. Blocks while writing.
+
+        Raises:
+            OSError: There is no space.
+        """
+        # The format allows no gaps: the widest types come first, so that each tensor is aligned to its type.
+        order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        header: dict[str, object] = {"__metadata__": metadata}
+        end = 0
+        for name in order:
+            tensor = tensors[name]
+            start, end = end, end + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": TYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
+        encoded = msgspec.json.encode(header)
+        encoded += b" " * (-len(encoded) % _ALIGNED)
+        with os.fdopen(self.fd, "wb", closefd=False) as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for name in order:
+                file.write(_bytes(tensors[name]))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+@contextmanager
+def parcel(directory: Path) -> Iterator[SafetensorsFile]:
+    """Make an empty transfer file, locked for the duration of the block and removed afterwards."""
+    path = directory / f"{segment_file.PREFIX}{secrets.token_hex(8)}-{PARCEL}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        segment_file.lock_byte(fd, 0, fcntl.F_RDLCK)
+        yield SafetensorsFile(path, fd)
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
 
 BACKEND: Final = "rolloutmq"
-"""What vLLM is started with: `--weight-transfer-config '{"backend": "rolloutmq"}'`."""
+"""Name in vLLM's option `--weight-transfer-config '{"backend": "rolloutmq"}'`."""
+
 MANIFEST: Final = "manifest"
 """Key of the manifest in the metadata of the file."""
 
 
 class _Results(msgspec.Struct, frozen=True):
-    """What vLLM says when methods of its workers were called: the answer of each."""
+    """Response of vLLM to a worker method: one result per worker."""
 
     results: list[dict[str, str]]
 
 
 class SentWeights:
-    """The weights of a trainer, sent to one vLLM. Make it by `create`. Belongs to one thread at a time."""
+    """The weights of a trainer, transferred to one vLLM. Make it by `create`. Belongs to one thread at a time."""
 
     def __init__(self, model: nn.Module, url: str, directory: Path, manifest: WeightManifest) -> None:
         self._model = model
@@ -64,19 +158,19 @@ class SentWeights:
         version: PolicyVersion = PolicyVersion(),
         tokenizer: str = "",
     ) -> Self:
-        """Send the weights of a model as `version`.
+        """Transfer the weights of a model as `version`.
 
         Args:
-            model: Its parameters stay its own.
-            url: Of vLLM: `http://host:port`, or `unix:/path` of its socket.
-            directory: Where files are left for vLLM to read; best in memory, such as /dev/shm.
-            version: What the values are.
+            model: Keeps its own parameters.
+            url: Address of vLLM: `http://host:port`, or `unix:/path` of its socket.
+            directory: Directory for transfer files; best in memory, such as /dev/shm.
+            version: Version of the values.
             tokenizer: Fingerprint of the model's tokenizer.
 
         Raises:
-            WeightsMismatchError: The model has tensors that cannot be shared, or vLLM's model is another; names the
-                first that differs, and vLLM goes on as it was.
-            WeightsNotSentError: vLLM is away, or does not take them.
+            WeightsMismatchError: The model cannot be shared, or vLLM has another; names the first tensor that differs.
+                vLLM is unchanged.
+            WeightsNotSentError: vLLM is unavailable, or refuses the weights.
         """
         sent = cls(model, url, directory, manifest_of(model, fused=True, tokenizer=tokenizer))
         sent._require_match()
@@ -87,24 +181,25 @@ class SentWeights:
 
     @property
     def version(self) -> PolicyVersion:
-        """Version that vLLM has, or had before a transfer that failed."""
+        """Version in vLLM, or the one before a failed transfer."""
         return self._version
 
     def manifest(self) -> WeightManifest:
-        """Return what the weights consist of."""
+        """Return the manifest of the weights."""
         return self._manifest
 
     def is_torn(self) -> bool:
-        """Tell whether a write failed: in the block, and vLLM has the weights of before, or in the transfer, and it is
-        paused since."""
+        """Return whether a write failed: in the block (vLLM keeps the old weights), or in the transfer (vLLM stays
+        paused).
+        """
         return self._torn
 
     @contextmanager
     def reading(self, patience_s: float = READ_PATIENCE_S) -> Iterator[PolicyVersion]:  # noqa: ARG002 - never waits
-        """Yield the version that vLLM has.
+        """Yield the version in vLLM.
 
         Raises:
-            WeightsTornError: It has none that is whole.
+            WeightsTornError: It has no complete version.
         """
         if self._torn:
             raise WeightsTornError(self._version)
@@ -118,18 +213,18 @@ class SentWeights:
         restoring: bool = False,
         patience_s: float = WRITE_PATIENCE_S,
     ) -> Iterator[None]:
-        """Send the weights as `version` when the block has changed them.
+        """Transfer the weights as `version` after the block has changed them.
 
         If the block raises, vLLM keeps the old ones, and the owner's count as half-written.
 
         Args:
-            restoring: The weights are whole whatever was before, and so may follow a write that failed.
-            patience_s: How long vLLM may take for each part.
+            restoring: The weights are whole in any case, and so may follow a failed write.
+            patience_s: Time limit of each request, in seconds.
 
         Raises:
-            WeightsTornError: An earlier block or transfer failed and this is no restore.
-            WeightsNotSentError: vLLM is away, or refuses them, or there is no room for the file; vLLM is paused if it
-                lives and a transfer was begun.
+            WeightsTornError: An earlier block or transfer failed and this one does not restore.
+            WeightsNotSentError: vLLM is unavailable, or refuses the weights, or there is no space for the file. vLLM
+                stays paused if the transfer had begun.
         """
         if self._torn and not restoring:
             raise WeightsTornError(self._version)
@@ -155,25 +250,25 @@ class SentWeights:
         self._torn, self._version = False, version
 
     def _close_failed(self, patience_s: float) -> None:
-        """End a transfer that failed, if vLLM has one open: it would not begin another."""
+        """End vLLM's failed transfer, if any: it would not begin another."""
         with suppress(WeightsNotSentError):  # there was none
             self._post("/finish_weight_update", {}, patience_s)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return each tensor under its first name; those that are tied go once."""
+        """Return each tensor under its first name; ties are transferred once."""
         found = dict(named_tensors(self._model))
         return {spec.name: found[spec.name].detach() for spec in self._manifest.tensors}
 
     def verify(self, level: Level, *, exact: bool = False) -> Proof:
-        """Climb the ladder as far as a copy allows: there is no common memory, and so no alias and no nonce.
+        """Verify as far as a copy allows: without shared memory there is no aliasing and no nonce.
 
         Raises:
-            WeightsMismatchError: A rung does not hold; names the tensor.
-            WeightsNotSentError: vLLM is away.
+            WeightsMismatchError: A level does not hold; names the tensor.
+            WeightsNotSentError: vLLM is unavailable.
         """
         if level > Level.DIGESTS:
             raise ValueError(
-                "kernels of another kind give no equal logits: compare log-probabilities instead"
+                "level: other kernels give other logits; compare log-probabilities instead of LOGITS"
             )
         self._require_match()
         digests: dict[str, str] = {}
@@ -187,19 +282,17 @@ class SentWeights:
         return Proof(level, self._version, len(self._manifest.tensors), self._manifest.end, None, digests)
 
     def _require_match(self) -> None:
-        said = self._call("match_weights", msgspec.json.encode(self._manifest).decode())
-        if "tensor" in said:
-            raise WeightsMismatchError(said["tensor"], said["problem"])
+        difference = self._call("match_weights", msgspec.json.encode(self._manifest).decode())
+        if "tensor" in difference:
+            raise WeightsMismatchError(difference["tensor"], difference["problem"])
 
     def _call(self, method: str, *args: Any) -> dict[str, str]:
         """Call a method of the extension in vLLM."""
-        said = self._post("/collective_rpc", {"method": method, "args": args})
+        reply = self._post("/collective_rpc", {"method": method, "args": args})
         try:
-            return msgspec.json.decode(said, type=_Results).results[0]
+            return msgspec.json.decode(reply, type=_Results).results[0]
         except (msgspec.DecodeError, IndexError) as error:
-            raise WeightsNotSentError(
-                self._url, f"{method} was answered by something else: {error}"
-            ) from error
+            raise WeightsNotSentError(self._url, f"malformed response to {method}: {error}") from error
 
     def _fused_digests(self, *, exact: bool) -> dict[str, str]:
         tensors = {name: tensor.cpu() for name, tensor in self._tensors().items()}
@@ -215,27 +308,27 @@ class SentWeights:
         return found
 
     def close(self, *, unlink: bool = False) -> None:
-        """Let go of the weights. What vLLM has it keeps."""
+        """Release the weights. vLLM keeps its copy."""
 
     def _post(self, path: str, body: Any, patience_s: float = WRITE_PATIENCE_S) -> bytes:
         connection = _connection(self._url, patience_s)
         try:
             connection.request("POST", path, msgspec.json.encode(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
-            said = response.read()
+            reply = response.read()
         except (OSError, http.client.HTTPException) as error:
             why = f"{path}: {type(error).__name__} {error}"
             raise WeightsNotSentError(self._url, why, away=True) from error
         finally:
             connection.close()
         if response.status != 200:
-            text = " ".join(said[:500].decode(errors="replace").split())
+            text = " ".join(reply[:500].decode(errors="replace").split())
             raise WeightsNotSentError(self._url, f"{path}: status {response.status}, {text}")
-        return said
+        return reply
 
 
 class _UnixConnection(http.client.HTTPConnection):
-    """A connection to a socket of this machine."""
+    """A connection to a unix socket."""
 
     def __init__(self, path: str, timeout: float) -> None:
         super().__init__("vllm", timeout=timeout)
@@ -252,3 +345,152 @@ def _connection(url: str, patience_s: float) -> http.client.HTTPConnection:
     if where.scheme == "unix":
         return _UnixConnection(where.path, patience_s)
     return http.client.HTTPConnection(where.hostname or "", where.port, timeout=patience_s)
+
+
+logger = logging.getLogger(__name__)
+
+
+REFUSALS: Final = 5
+"""Refusals in a row, by a live vLLM, after which the trainer ends; a passing shortage is over by then."""
+
+PAUSE_S: Final = 1.0
+"""Seconds between two attempts after a refusal."""
+
+
+class VllmSender:
+    """Transfers a trainer's weights to the run's vLLM. Make it by `create`. Belongs to one thread."""
+
+    def __init__(
+        self, model: nn.Module, address_file: Path, vllm_file: Path, version: PolicyVersion, tokenizer: str
+    ) -> None:
+        self.version = version
+        """Version of the model."""
+        self._model = model
+        self._address_file = address_file
+        self._vllm_file = vllm_file
+        self._tokenizer = tokenizer
+        self._sent: SentWeights | None = None
+        """None while no vLLM has the weights."""
+        self._nonce = ""
+        """Nonce of the vLLM that has the weights."""
+        self._waits = ""
+        """Why no vLLM has the weights."""
+        self._refrain = LogThrottle()
+
+    @classmethod
+    def create(
+        cls,
+        model: nn.Module,
+        address_file: Path,
+        vllm_file: Path,
+        *,
+        version: PolicyVersion = PolicyVersion(),
+        tokenizer: str = "",
+    ) -> "VllmSender":
+        """Publish this trainer as the sender; nothing is transferred yet, see `supply`.
+
+        Args:
+            model: Keeps its own parameters.
+            address_file: `weights.json` of the run.
+            vllm_file: `vllm.json` of the run.
+            version: Version of the values.
+            tokenizer: Fingerprint of the model's tokenizer.
+
+        Raises:
+            SegmentInUseError: A live process is the sender.
+        """
+        found = address.read_sent(address_file)
+        me = segment_file.SegmentOwner.current()
+        if found is not None and found.sender != me and address.owner_lives(address_file):
+            raise SegmentInUseError(str(address_file), found.sender[0])
+        address.sweep(address_file)
+        made = cls(model, address_file, vllm_file, version, tokenizer)
+        made._publish()
+        return made
+
+    @contextmanager
+    def writing(self, version: PolicyVersion, /) -> Iterator[None]:
+        """Transfer the weights as `version` after the block has changed them.
+
+        If vLLM does not take them, `supply` repeats the transfer. Blocks during the transfer.
+        """
+        if self._sent is None:
+            yield
+            self.version = version
+            return
+        try:
+            with self._sent.writing(version):
+                yield
+                self.version = version
+        except WeightsNotSentError as error:
+            logger.warning("weights not sent version=%d.%d error=%s", *astuple(version), error)
+            self._sent = None
+        self._publish()
+
+    def supply(self, wait_s: float = math.inf) -> bool:
+        """Wait until the run's vLLM has the weights; transfer them if needed. KeyboardInterrupt ends the wait.
+
+        Args:
+            wait_s: Longest time to wait for an unavailable vLLM, in seconds.
+
+        Returns:
+            Whether vLLM has the weights.
+
+        Raises:
+            WeightsMismatchError: vLLM has another model; names the first tensor that differs.
+            WeightsNotSentError: vLLM lives and has refused the weights several times.
+        """
+        refused, until = 0, time.monotonic() + wait_s
+        while not self._is_supplied():
+            if not refused and time.monotonic() > until:
+                return False
+            found = read_json(self._vllm_file, VllmAddress)
+            if found is None:
+                self._wait(f"no vLLM has published its address in {self._vllm_file.name}", FILE_POLL_S)
+                continue
+            try:
+                self._send_whole(found)
+            except WeightsNotSentError as error:
+                self._sent = None
+                refused = 0 if error.away else refused + 1
+                if refused == REFUSALS:
+                    raise
+                why = f"refused {refused} times, {error}" if refused else str(error)
+                self._wait(why, PAUSE_S if refused else FILE_POLL_S)
+        return True
+
+    def _wait(self, why: str, pause_s: float) -> None:
+        """Pause, and report the reason."""
+        if self._refrain.is_due(why, time.monotonic()):
+            logger.warning("waiting for=vllm version=%d.%d why=%s", *astuple(self.version), why)
+        if why != self._waits:
+            self._waits = why
+            self._publish()
+        time.sleep(pause_s)
+
+    def _is_supplied(self) -> bool:
+        """Return whether the run's current vLLM has the weights. Reads a file."""
+        if self._sent is None:
+            return False
+        found = read_json(self._vllm_file, VllmAddress)
+        return found is not None and found.nonce == self._nonce
+
+    def _send_whole(self, found: VllmAddress) -> None:
+        self._sent = SentWeights.create(
+            self._model, found.url, segment_file.SHM, version=self.version, tokenizer=self._tokenizer
+        )
+        self._nonce, self._waits = found.nonce, ""
+        self._refrain = LogThrottle()
+        logger.info("weights sent to=%s version=%d.%d", found.url, *astuple(self.version))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Publish the sender, the version in vLLM, and the reason of a wait."""
+        arrived = self.version if self._sent else None
+        me = segment_file.SegmentOwner.current()
+        write_json(self._address_file, SentAddress(sender=me, version=arrived, waits=self._waits))
+
+    def close(self, *, unlink: bool = False) -> None:
+        """Release the weights; with `unlink`, remove the address file. vLLM keeps its copy."""
+        if unlink:
+            self._address_file.unlink(missing_ok=True)

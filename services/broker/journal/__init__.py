@@ -1,1 +1,1 @@
-"""What the broker leaves on disk: groups in segments, facts in logs, and who reads them back."""
+"""The journal: groups in segments, events in logs, and their readers."""

@@ -1,4 +1,4 @@
-"""The port to the disk: every call of the journal to the operating system, so that tests can make each of them fail."""
+"""The disk port: every system call of the journal, so tests can make each of them fail."""
 
 import ctypes
 import errno
@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 _WRITE: Final = 2
-"""`SYNC_FILE_RANGE_WRITE`: begin to write out, wait for nothing."""
+"""`SYNC_FILE_RANGE_WRITE`: start the write-out without waiting."""
+
 _UNSUPPORTED: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
+
 _sync_file_range: Final = getattr(ctypes.CDLL(None), "sync_file_range", None)
+
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
@@ -25,8 +28,8 @@ _limit_lock: Final = threading.Lock()
 def _opened(path: Path, flags: int) -> int:
     """Open a file, if need be with one of the descriptors between the soft and the hard limit.
 
-    The broker keeps its soft limit below the hard one: the clients may take all that there are, and there is always
-    somebody who waits for the next.
+    The broker keeps its soft limit below the hard one: clients may take all descriptors below it, and more clients
+    are always waiting.
     """
     try:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -43,14 +46,14 @@ def _opened(path: Path, flags: int) -> int:
 
 
 class Disk:
-    """What the journal asks of the operating system. All methods block; those that fail raise OSError."""
+    """System calls of the journal. All methods block; a failure raises OSError."""
 
     def create(self, path: Path) -> int:
         """Open a new file for writing and return its descriptor."""
         return _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def reopen(self, path: Path) -> int:
-        """Open a file that is there for writing and return its descriptor."""
+        """Open an existing file for writing and return its descriptor."""
         return _opened(path, os.O_RDWR)
 
     def open(self, path: Path) -> int:
@@ -64,17 +67,17 @@ class Disk:
         return os.pread(fd, nbytes, offset)
 
     def next_data(self, fd: int, offset: int) -> int:
-        """Return where the next bytes that were ever written begin; OSError(ENXIO) if none were."""
+        """Return the offset of the next bytes that were ever written; OSError(ENXIO) if there are none."""
         return os.lseek(fd, offset, os.SEEK_DATA)
 
     def pwritev(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-        """Write at an offset and return how many bytes it took, which may be fewer."""
+        """Write at an offset and return the bytes written, which may be fewer."""
         return os.pwritev(fd, buffers, offset)
 
     def go_direct(self, fd: int, *, direct: bool) -> None:
-        """Have writes go past the system's cache, or through it; OSError(EINVAL), here or there, where they cannot.
+        """Make writes bypass the page cache, or use it; OSError(EINVAL), here or at a write, where it cannot.
 
-        Past it, what is written, where, and how much of it must be multiples of the blocks of the disk.
+        Direct writes need addresses, offsets and sizes that are multiples of the disk's block size.
         """
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
@@ -87,7 +90,7 @@ class Disk:
             return 0
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Reserve room, so that writes up to there do not run out of it; does nothing where that cannot be done."""
+        """Reserve room, so writes within it never run out; does nothing where the file system cannot."""
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
@@ -95,12 +98,12 @@ class Disk:
                 raise
 
     def begin_writing_out(self, fd: int, offset: int, nbytes: int) -> None:
-        """Let the system begin with a stretch that `fdatasync` will wait for."""
+        """Start the write-out of a range that `fdatasync` will wait for."""
         if _sync_file_range is not None:
             _sync_file_range(fd, offset, nbytes, _WRITE)
 
     def forget_cached(self, fd: int, offset: int, nbytes: int) -> None:
-        """Let the system reuse the memory that caches a stretch which is on disk."""
+        """Drop the page cache of a range that is on disk."""
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def fdatasync(self, fd: int) -> None:
@@ -110,7 +113,7 @@ class Disk:
         os.ftruncate(fd, nbytes)
 
     def cut(self, path: Path, nbytes: int) -> None:
-        """Shorten a file that nobody writes."""
+        """Truncate a file that is not being written."""
         os.truncate(path, nbytes)
 
     def close(self, fd: int) -> None:
@@ -120,13 +123,24 @@ class Disk:
         old.rename(new)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; one that is gone already is as well."""
+        """Remove a file; no error if it is gone."""
         path.unlink(missing_ok=True)
 
     def sync_directory(self, path: Path) -> None:
-        """Make what was created, renamed or removed in a directory last."""
+        """Make created, renamed and removed names of a directory durable."""
         fd = _opened(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+_TRANSIENT: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Somebody else can make room, memory or descriptors."""
+
+
+def passes(error: OSError) -> bool:
+    """Return whether an error is transient: the disk lacked room, or the process a descriptor or memory."""
+    return error.errno in _TRANSIENT

@@ -1,4 +1,4 @@
-"""vLLM's own HTTP interface, as an engine needs it: tokens in, tokens with log-probabilities and versions out."""
+"""HTTP client of vLLM for an engine: tokens in; tokens, log-probabilities and versions out."""
 
 import asyncio
 import logging
@@ -11,24 +11,24 @@ import aiohttp
 import msgspec
 
 from rolloutmq.schemas.errors import RetryableError
-from rolloutmq.services.inference.generate import Continuation, Span
-from rolloutmq.services.inference.protocol import ApiError
+from rolloutmq.services.inference.jobs import Continuation, Span
+from rolloutmq.services.inference.openai.requests import ApiError
 from rolloutmq.services.inference.sampling import Sampling
-from rolloutmq.services.inference.vllm import label
+from rolloutmq.services.inference.vllm import version_label
 
 logger = logging.getLogger(__name__)
 
 GENERATE: Final = "/inference/v1/generate"
 _BASE: Final = "http://vllm"
-"""Of no meaning on a unix socket."""
+"""Placeholder host; the socket decides where requests go."""
 HEALTH_S: Final = 5.0
-"""How long it may take to say that it is up; it is asked again anyway."""
+"""Timeout of a health check, in seconds; it is repeated anyway."""
 CALL_S: Final = 60.0
-"""How long a method of the extension may take: behind a step of the engine, it proves and binds every tensor."""
+"""Timeout of an extension call, in seconds: it waits for a step and may verify and bind every tensor."""
 
 
 class EngineFailedError(RetryableError):
-    """vLLM ended a request or gave no usable answer; another attempt may fare better."""
+    """vLLM aborted a request or returned no usable response; a retry may succeed."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -38,14 +38,14 @@ class EngineFailedError(RetryableError):
 
 
 class EngineStalledError(EngineFailedError):
-    """vLLM takes no steps; another engine, or a later attempt, may fare better."""
+    """vLLM takes no steps; another engine or a later attempt may succeed."""
 
     def __init__(self, still_s: float) -> None:
-        super().__init__(f"vLLM stands still: no step and no answer for {still_s:.0f} s")
+        super().__init__(f"vLLM is stalled: no step and no response for {still_s:.0f} s")
 
 
 class EngineSilentError(EngineFailedError):
-    """vLLM did not answer a call in time; whether it stands still, others judge."""
+    """vLLM did not answer a call in time; `StallDetector` decides whether it is stalled."""
 
 
 class _Span(msgspec.Struct, gc=False):
@@ -95,7 +95,7 @@ _HEADERS: Final = {"Content-Type": "application/json", "Accept-Encoding": "ident
 
 
 class VllmClient:
-    """Asks one vLLM. Made by `opened`."""
+    """Calls one vLLM. Made by `opened`."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -103,7 +103,7 @@ class VllmClient:
     @classmethod
     @asynccontextmanager
     async def opened(cls, socket: Path) -> AsyncIterator["VllmClient"]:
-        """Open a client for as long as the block lasts."""
+        """Open a client for the duration of the block."""
         connector = aiohttp.UnixConnector(str(socket), limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(
@@ -112,7 +112,7 @@ class VllmClient:
             yield cls(session)
 
     async def answers(self) -> bool:
-        """Tell whether it is up."""
+        """Return whether the health check passes."""
         try:
             async with asyncio.timeout(HEALTH_S), self._session.get("/health") as response:
                 return response.status == 200
@@ -120,10 +120,10 @@ class VllmClient:
             return False
 
     async def call(self, method: str, *args: Any) -> dict[str, Any]:
-        """Call a method of the extension; return what the first worker returns.
+        """Call a method of the extension; return the result of the first worker.
 
         Raises:
-            EngineFailedError: vLLM refused, is gone, or does not answer.
+            EngineFailedError: vLLM refuses, is gone, or does not answer.
         """
         try:
             async with asyncio.timeout(CALL_S):
@@ -138,26 +138,26 @@ class VllmClient:
         raise EngineFailedError(f"{method}: status {status}, {_short(body)}")
 
     async def steps(self) -> int:
-        """Ask how many steps it took, which it says between two of them.
+        """Return the number of steps vLLM has taken; it answers between two of them.
 
         Raises:
-            EngineFailedError: vLLM refused, is gone, or does not answer.
+            EngineFailedError: vLLM refuses, is gone, or does not answer.
         """
-        said = (await self.call("steps_taken")).get("steps")
-        if not isinstance(said, int):
-            raise EngineFailedError(f"steps_taken: {said!r} is no number")
-        return said
+        steps = (await self.call("steps_taken")).get("steps")
+        if not isinstance(steps, int):
+            raise EngineFailedError(f"steps_taken: must be a number (got {steps!r})")
+        return steps
 
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, end_ids: Sequence[int]
     ) -> list[Continuation]:
-        """Sample `n` continuations of one prompt. Cancelling it ends them.
+        """Sample `n` continuations of one prompt. Cancelling the call aborts them.
 
         Raises:
             ApiError: vLLM refuses the request.
-            EngineFailedError: It ended the request, or is gone.
+            EngineFailedError: vLLM aborted the request, or is gone.
         """
-        # It samples the most likely sequence once only, since it is always the same.
+        # Greedy sampling gives the same sequence each time: sample it once and copy it.
         copies = sampling.n if sampling.temperature == 0 else 1
         asked = _request(prompt, sampling, end_ids, sampling.n // copies)
         status, body = await self._post(GENERATE, asked)
@@ -172,7 +172,7 @@ class VllmClient:
             async with self._session.post(path, data=_encode(body)) as response:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
-            raise EngineFailedError(f"vLLM is away: {type(error).__name__} {error}") from None
+            raise EngineFailedError(f"vLLM is unavailable: {type(error).__name__} {error}") from None
 
 
 def _request(prompt: Sequence[int], sampling: Sampling, end_ids: Sequence[int], n: int) -> dict[str, Any]:
@@ -181,8 +181,8 @@ def _request(prompt: Sequence[int], sampling: Sampling, end_ids: Sequence[int], 
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "logprobs": 0,  # that of the sampled token alone
-        # The end is told here, once for all: what vLLM would take from the model's files is not asked.
+        "logprobs": 0,  # of the sampled token only
+        # The end tokens come from here only: vLLM's own choice from the model's files is off.
         "stop_token_ids": list(end_ids),
         "ignore_eos": True,
         "detokenize": bool(sampling.stop),
@@ -195,16 +195,16 @@ def _request(prompt: Sequence[int], sampling: Sampling, end_ids: Sequence[int], 
 
 
 def continuations(body: bytes, n: int) -> list[Continuation]:
-    """Decode the answer of `/inference/v1/generate`. Pure.
+    """Decode a response of `/inference/v1/generate`. Pure.
 
     Raises:
-        EngineFailedError: It ended a sequence before its time, or the answer lacks what training needs.
+        EngineFailedError: A sequence was aborted, or the response lacks what training needs.
     """
     if any(choice.finish_reason == "abort" for choice in _decoded(_reasons, body).choices):
-        raise EngineFailedError("vLLM ended the request: its weights are not to be read")
+        raise EngineFailedError("vLLM aborted the request: its weights cannot be read")
     choices = sorted(_decoded(_answers, body).choices, key=lambda choice: choice.index)
     if len(choices) != n:
-        raise EngineFailedError(f"vLLM: {len(choices)} choices, {n} were asked for")
+        raise EngineFailedError(f"vLLM: {len(choices)} choices, {n} were requested")
     return [_continuation(choice) for choice in choices]
 
 
@@ -212,19 +212,19 @@ def _decoded(decoder: Any, body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.MsgspecError as error:
-        raise EngineFailedError(f"vLLM: its answer is not understood: {error}") from None
+        raise EngineFailedError(f"vLLM: malformed response: {error}") from None
 
 
 def _continuation(choice: _Choice) -> Continuation:
     content, at = choice.logprobs.content, 0
     if [token.token_id for token in content] != choice.token_ids:
-        raise EngineFailedError("vLLM: its log-probabilities are not of its tokens")
+        raise EngineFailedError("vLLM: its log-probabilities do not match its tokens")
     spans = []
     for span in choice.weight_versions:
-        version = label.version(span.version)
+        version = version_label.version(span.version)
         if version is None or span.start != at or span.end < at:
             raise EngineFailedError(
-                f"vLLM: {span.version!r} is no version of tokens {span.start} to {span.end}"
+                f"vLLM: {span.version!r} is not a version of tokens {span.start} to {span.end}"
             )
         spans.append(Span(span.start, span.end, version))
         at = span.end

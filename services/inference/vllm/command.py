@@ -1,6 +1,6 @@
-"""How vLLM is called: its arguments and variables, from the configuration of a run. Pure.
+"""Command line and environment of vLLM, from the configuration of a run. Pure.
 
-Each argument that is not mere size says something that the log-probabilities depend on, and why.
+Every argument other than a size affects the log-probabilities; the comment beside it gives the reason.
 """
 
 import json
@@ -8,21 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rolloutmq.schemas.config import InferenceConfig
+from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.trainer.weights.vllm_http import BACKEND
 
 EXECUTOR: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Scheduler and worker in one process: a step of both is one read of the weights. By its full name, since the short
-one is replaced on CPUs."""
+"""Scheduler and worker in one process, so that one step reads the weights once. The full name, because vLLM
+replaces the short one on CPUs.
+"""
 EXTENSION: Final = "rolloutmq.services.inference.vllm.extension.SharedWeights"
 SERVED_NAME: Final = "policy"
-"""What vLLM calls it; clients see the name in the configuration."""
+"""Model name inside vLLM; clients see the configured one."""
 START: Final = Path(__file__).with_name("start.py")
 VARIABLES: Final = {
     "VLLM_SERVER_DEV_MODE": "1",  # opens /collective_rpc, on a socket that only this user reaches
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # a trainer and workers share the cores
-    "VLLM_HOST_IP": "127.0.0.1",  # what its parts listen on for each other asks nobody who they are
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # trainer and workers share the cores
+    "VLLM_HOST_IP": "127.0.0.1",  # its internal sockets have no authentication
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -36,30 +37,30 @@ def arguments(config: InferenceConfig, model: Path, socket: Path, parent: int, s
         config: `[inference]`.
         model: Directory with the configuration and the tokenizer of the policy.
         socket: Unix socket to listen on.
-        parent: Process with which it shall end.
-        seed: Of what it draws.
+        parent: Process id; vLLM ends with that process.
+        seed: Seed of vLLM's sampling.
 
     Raises:
-        ConfigError: The model's configuration says no element type.
+        ConfigError: The model's configuration has no dtype.
     """
-    facts = json.loads((model / "config.json").read_bytes())
+    settings = json.loads((model / "config.json").read_bytes())
     return (
         *(str(config.vllm.python), str(START), str(parent)),
         *("--model", str(model), "--served-model-name", SERVED_NAME, "--uds", str(socket)),
-        # There are no weights in the directory, and none are loaded: they are attached.
+        # The directory has no weights: they are attached later.
         *("--load-format", "dummy", "--worker-extension-cls", EXTENSION),
         *("--distributed-executor-backend", EXECUTOR),
         *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
-        # `auto` would make another type of float32.
-        *("--dtype", _dtype(facts)),
-        *("--max-model-len", str(_text(facts)["max_position_embeddings"])),
+        # `auto` would turn float32 into another type.
+        *("--dtype", _dtype(settings)),
+        *("--max-model-len", str(_text(settings)["max_position_embeddings"])),
         *("--max-num-seqs", str(config.max_batch)),
         *("--kv-cache-memory-bytes", str(config.vllm.kv_cache_bytes)),
-        # Those of the distribution that is sampled from, after temperature; the default is before it.
+        # Log-probabilities after temperature, of the sampling distribution; the default is before it.
         *("--logprobs-mode", "processed_logprobs"),
-        # The model's own generation_config would change the distribution silently.
+        # The model's generation_config would silently change the distribution.
         *("--generation-config", "vllm"),
-        # Compiled code holds pointers, and takes a minute.
+        # Compiled code keeps pointers to old weights, and compiling takes a minute.
         "--enforce-eager",
         "--enable-scale-out",  # tokens in, tokens and their versions out
         *("--seed", str(seed)),
@@ -69,17 +70,17 @@ def arguments(config: InferenceConfig, model: Path, socket: Path, parent: int, s
 
 
 def variables(config: InferenceConfig, path: Path) -> Mapping[str, str]:
-    """Return the variables that vLLM gets; `path` is the directory in which it finds this package, and nothing else."""
+    """Return the environment variables of vLLM; `path` is a directory with a link to this package only."""
     return {**VARIABLES, "OMP_NUM_THREADS": str(config.vllm.threads), "PYTHONPATH": str(path)}
 
 
-def _text(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a configuration that is about text."""
-    return {**facts, **facts.get("text_config", {})}
+def _text(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the text part of a model configuration."""
+    return {**settings, **settings.get("text_config", {})}
 
 
-def _dtype(facts: dict[str, Any]) -> str:
-    found = _text(facts).get("dtype") or _text(facts).get("torch_dtype")
+def _dtype(settings: dict[str, Any]) -> str:
+    found = _text(settings).get("dtype") or _text(settings).get("torch_dtype")
     if not isinstance(found, str):
-        raise ConfigError("model", "its config.json does not say its dtype")
+        raise ConfigError("model", "config.json of the model has no dtype")
     return found

@@ -1,18 +1,17 @@
-"""Runs inside vLLM: its weights are those of the trainer, not a copy of them.
+"""vLLM worker extension: vLLM's weights become views of the trainer's memory, not a copy. Runs inside vLLM.
 
-Loaded by `--worker-extension-cls` into the process of the engine, where scheduler and worker live together (the
-executor is `UniProcExecutor`), in vLLM's own environment. Of ours it imports what needs msgspec and torch alone, which
-vLLM has: segment, lock and manifest are the very code that the trainer writes them with.
+`--worker-extension-cls` loads it into the engine process, where scheduler and worker live together (the executor is
+`UniProcExecutor`), in vLLM's own environment. It imports only modules that need msgspec and torch, which vLLM has:
+segment, lock and manifest are the code that the trainer uses.
 
-`attach_weights` maps the segment read-only and makes each parameter of vLLM a view of it, in the fused layout that the
-manifest describes (`trainer.weights.placement`). It fails closed: what differs is named, and nothing is changed.
+`attach_weights` maps the segment read-only and makes each parameter of vLLM a view of it, in the fused layout of the
+manifest (`trainer.weights.layout`). It fails closed: on a mismatch it names the tensor and changes nothing.
 
-From then on a step of the engine is one read of the weights. The lock is taken before anything is scheduled and given
-back after the tokens are recorded, so that no token comes from half-written weights, and the version that was read is
-the version of exactly the tokens of that step. Where it is another than that of the step before, the prefix cache is
-emptied and what is under way gets its keys and values anew: every token is drawn as if its whole sequence had been read
-by the weights of its version. Weights that a dead writer left half-written end every request; so do those that a living
-one keeps for too long, and those of another segment that does not fit, for as long as it is that one that is shared.
+From then on each engine step is one read of the weights. The step takes the lock before scheduling and releases it
+after recording the tokens. So no token comes from half-written weights, and the version read is the version of all
+tokens of that step. When the version changes, the step resets the prefix cache and recomputes keys and values of
+running requests: every token is drawn as if its version had read the whole sequence. All requests end if the weights
+are half-written by a dead writer, held too long by a live one, or replaced by a segment that does not match.
 """
 
 import ctypes
@@ -25,43 +24,43 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from vllm.logger import init_logger
-from vllm.model_executor.layers import utils as layers
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.request import RequestStatus
+from vllm.logger import init_logger  # pyright: ignore[reportMissingImports]
+from vllm.model_executor.layers import utils as layers  # pyright: ignore[reportMissingImports]
+from vllm.v1.engine.core import EngineCore  # pyright: ignore[reportMissingImports]
+from vllm.v1.request import RequestStatus  # pyright: ignore[reportMissingImports]
 
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import RolloutMQError
-from rolloutmq.schemas.sharing import (
+from rolloutmq.schemas.errors import (
+    RolloutMQError,
     SegmentGoneError,
     WeightsBusyError,
     WeightsMismatchError,
     WeightsTornError,
 )
-from rolloutmq.services.inference.vllm import label, matching
-from rolloutmq.services.inference.vllm.transfer import SHARED, received
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.inference.vllm import version_label, weight_matching
+from rolloutmq.services.inference.vllm.weight_transfer import SHARED, received
+from rolloutmq.trainer.weights.fingerprint import require_same_tokenizer
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S
 from rolloutmq.trainer.weights.manifest import WeightManifest
 from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.proof import digest
-from rolloutmq.trainer.weights.tokenizer import require_same_tokenizer
+from rolloutmq.trainer.weights.verify import digest
 
 logger = init_logger(f"vllm.{__name__}")
 
 SERVER: Final = "ROLLOUTMQ_VLLM_SERVER"
-"""Variable with the process id of the API server, which is to be the parent of this process."""
+"""Environment variable with the process id of the API server, the parent of this process."""
 PATIENCE_S: Final = 1.0
-"""How long a step waits for a writer; then the engine looks after its queue, and tries again."""
+"""Seconds a step waits for a writer; then the engine serves its queue and tries again."""
 GIVE_UP_S: Final = READ_PATIENCE_S
-"""How long steps are put off before all requests are ended: a writer that keeps the weights for so long is stopped."""
+"""Seconds of postponed steps after which all requests are aborted: the writer is stopped."""
 WATCH_S: Final = 0.25
-"""How often it is looked whether the trainer shares another segment."""
-IN_PARTS: Final = "scheduler and worker must be in one process, and take one step at a time"
+"""Seconds between two checks for a new segment of the trainer."""
+IN_PARTS: Final = "scheduler and worker must share one process and take one step at a time"
 _PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_parent() -> None:
-    """Die when the API server does: one that is killed leaves its engine behind, with all its memory."""
+    """Die with the API server: a killed one would leave its engine behind, with all its memory."""
     expected = os.environ.get(SERVER)
     if expected is None:
         return
@@ -71,16 +70,16 @@ def end_with_parent() -> None:
 
 
 def keep_the_matrix(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001
-    """Multiply by the matrix itself.
+    """Multiply by the original matrix.
 
-    Stands in for what packs each matrix into a copy when it is loaded, and frees the first: then a write would change
-    nothing, and of tied embeddings only the one half that is looked up.
+    Replaces vLLM's packing of each matrix into a copy at load time. With copies, later writes would have no effect, and
+    tied embeddings would change in one of their two uses only.
     """
     layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
 
 class Reader:
-    """The weights of this engine and what was done about their last change. One for the process."""
+    """The attached weights of this engine. One per process."""
 
     def __init__(self) -> None:
         self.share: WeightShare | None = None
@@ -89,7 +88,7 @@ class Reader:
         self._address = Path()
         self._tokenizer = ""
         self.steps = 0
-        """Steps that were begun, those included that were put off: who waits for the weights does not hang."""
+        """Steps begun, including postponed ones: an engine that waits for the weights does not hang."""
         self._seen: tuple[str, PolicyVersion] | None = None
         self._look_at = 0.0
         self._busy_since: float | None = None
@@ -98,14 +97,14 @@ class Reader:
         """Make the parameters of a model views of the segment that the address file names.
 
         Args:
-            model: Of vLLM.
+            model: vLLM's model.
             config: Its configuration.
-            address: The file.
-            tokenizer: Fingerprint of the tokenizer of those who send prompts here; of every segment to come, too.
+            address: The address file.
+            tokenizer: Fingerprint of the clients' tokenizer; later segments must have it too.
 
         Raises:
-            SegmentGoneError: There is none, or its owner is dead.
-            WeightsMismatchError: It is not of this model or tokenizer; names the tensor or the key.
+            SegmentGoneError: There is no segment, or its owner is dead.
+            WeightsMismatchError: It belongs to another model or tokenizer; names the tensor or the key.
         """
         share = WeightShare.open(address)
         try:
@@ -113,9 +112,9 @@ class Reader:
                 raise SegmentGoneError(str(share.path), "its owner is dead")
             manifest = share.manifest()
             require_same_tokenizer(manifest.tokenizer, tokenizer)
-            matching.require_match(model, config, manifest)
-            received.lent = True
-            matching.bind(model, manifest, share.physical_views())
+            weight_matching.require_match(model, config, manifest)
+            received.shared = True
+            weight_matching.bind(model, manifest, share.physical_views())
         except BaseException:
             share.close()
             raise
@@ -127,24 +126,23 @@ class Reader:
         return share
 
     def follow(self) -> None:
-        """Attach anew if the trainer shares another segment by now.
+        """Attach again if the trainer shares another segment.
 
         Raises:
-            WeightsMismatchError: That one is not of this model. The next step looks again at once: what is shared now
-                is not what would be sampled from.
+            WeightsMismatchError: The new segment does not match. The next step checks again at once.
         """
         assert self.share is not None
         if (now := time.monotonic()) < self._look_at:
             return
         if self.share.is_replaced():
-            # Where it is gone, the trainer is about to publish another; until then the old one is what it says it is.
+            # If it is gone, the trainer is about to publish another; until then the old segment stays valid.
             with suppress(SegmentGoneError):
                 self.attach(self._model, self._config, self._address, self._tokenizer)
-                logger.info("attached anew segment=%s", self.share.path.name)
+                logger.info("reattached segment=%s", self.share.path.name)
         self._look_at = now + WATCH_S
 
     def is_new(self, version: PolicyVersion) -> bool:
-        """Tell whether these are other weights than those of the last step."""
+        """Return whether the weights changed since the last step."""
         assert self.share is not None
         seen = (self.share.nonce, version)
         changed, self._seen = seen != self._seen, seen
@@ -152,7 +150,7 @@ class Reader:
         return changed
 
     def busy_s(self) -> float:
-        """Return for how long no step had the weights; called for one that had not."""
+        """Return the seconds since steps have been postponed; called for a postponed step."""
         now = time.monotonic()
         if self._busy_since is None:
             self._busy_since = now
@@ -161,7 +159,7 @@ class Reader:
 
 reader: Final = Reader()
 engines: Final[list[Any]] = []
-"""The scheduler's side of vLLM, if it was seen in this process."""
+"""vLLM's engine cores in this process, once seen."""
 _plain_step: Final = EngineCore.step
 _plain_call: Final = EngineCore.collective_rpc
 
@@ -169,9 +167,9 @@ _plain_call: Final = EngineCore.collective_rpc
 def called(
     core: EngineCore, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
 ) -> list[Any]:
-    """Let the worker do something, which it learns from whom; in place of `EngineCore.collective_rpc`.
+    """Run a worker method and record the engine core; replaces `EngineCore.collective_rpc`.
 
-    With the parameters of that one: vLLM looks at them, and passes on what has a name.
+    Keeps that signature, because vLLM inspects it and passes arguments by name.
     """
     engines[:] = [core]
     found: list[Any] = _plain_call(core, method, timeout, args, kwargs)
@@ -179,48 +177,48 @@ def called(
 
 
 def refused_step(_core: EngineCore) -> None:
-    """End the engine; in place of `EngineCore.step_with_batch_queue`, whose batches are of several reads."""
-    raise RuntimeError(f"vLLM takes several steps at a time: {IN_PARTS}")
+    """End the engine; replaces `EngineCore.step_with_batch_queue`, whose batches span several reads."""
+    raise RuntimeError(f"vLLM batches several steps: {IN_PARTS}")
 
 
 def in_parts() -> bool:
-    """Tell whether a step of this engine is another than `step`, or is taken in another process."""
+    """Return whether this engine steps by another function than `step`, or in another process."""
     return not engines or getattr(engines[0].step_fn, "__func__", None) is not step
 
 
 def step(core: EngineCore) -> tuple[dict[int, Any], bool]:
-    """Take one step of the engine under one version of the weights; in place of `EngineCore.step`."""
+    """Take one engine step under one version of the weights; replaces `EngineCore.step`."""
     if not core.scheduler.has_requests():
         return {}, False
     reader.steps += 1
     try:
         if reader.share is None:
-            if received.whole:  # copies change only while nothing is sampled, and vLLM knows their version
+            if received.whole:  # vLLM changes copies only while paused, and tracks their version
                 return _taken(core)
-            raise SegmentGoneError("weights", "none were attached or received")
+            raise SegmentGoneError("weights", "no weights were attached or received")
         reader.follow()
         with reader.share.reading(PATIENCE_S) as version:
             if reader.is_new(version):
-                # Keys and values of other weights are none of these.
+                # Cached keys and values belong to the old weights.
                 core.scheduler.reset_prefix_cache(reset_running_requests=True)
-                core._weight_version = label.of(version)
+                core._weight_version = version_label.of(version)
             return _taken(core)
     except WeightsBusyError as error:
         if reader.busy_s() < GIVE_UP_S:
-            logger.warning("step put off why=%s", error)
+            logger.warning("step postponed error=%s", error)
             return {}, False
         _end_all(core, error)
     except (WeightsTornError, WeightsMismatchError, SegmentGoneError) as error:
         _end_all(core, error)
-    # There is nothing left to sample; but the worker must hear of what ended, or the engine would never be idle.
+    # Nothing is left to sample, but the worker must see the aborts, or the engine would never be idle.
     return _taken(core)
 
 
 def _end_all(core: EngineCore, error: RolloutMQError) -> None:
     aborted = core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     core._send_abort_outputs(aborted)
-    # As text: an error holds the frames that it went through, and those hold the memory of a segment that is gone.
-    logger.warning("requests ended count=%d why=%s", len(aborted), str(error))
+    # As text: the traceback would keep the memory of a lost segment mapped.
+    logger.warning("requests aborted count=%d error=%s", len(aborted), str(error))
 
 
 def _taken(core: EngineCore) -> tuple[dict[int, Any], bool]:
@@ -229,40 +227,41 @@ def _taken(core: EngineCore) -> tuple[dict[int, Any], bool]:
 
 
 class SharedWeights:
-    """What the worker of vLLM gets beside its own methods, for `/collective_rpc`."""
+    """Methods added to vLLM's worker, for `/collective_rpc`."""
 
     def attach_weights(self: Any, address: str, tokenizer: str = "") -> dict[str, Any]:
-        """Attach to the segment that an address file names; say to which, or why not."""
+        """Attach to the segment that an address file names; return its name, or the error."""
         if in_parts():
             return {"error": IN_PARTS, "again": False}
         try:
             share = reader.attach(self.model_runner.get_model(), _config(self), Path(address), tokenizer)
         except RolloutMQError as error:
             return {"error": str(error), "again": isinstance(error, SegmentGoneError)}
-        except Exception as error:  # the caller would be told nothing but a status
-            logger.exception("attaching failed")
+        except Exception as error:  # otherwise the caller would see a status only
+            logger.exception("attach failed")
             return {"error": f"{type(error).__name__}: {error}", "again": False}
-        return {"segment": share.path.name, "version": label.of(share.version)}
+        return {"segment": share.path.name, "version": version_label.of(share.version)}
 
     def steps_taken(self: Any) -> dict[str, int]:
-        """Tell how many steps were begun so far; called between two of them, so that one that hangs keeps it silent."""
+        """Return the number of steps begun. Runs between two steps, so a hanging step delays it."""
         return {"steps": reader.steps}
 
     def match_weights(self: Any, encoded: str) -> dict[str, str]:
-        """Tell which tensor of vLLM's model is another than a manifest says, or why none can be sent."""
-        if received.lent:
+        """Return the first tensor of vLLM's model that differs from a manifest, or an empty dictionary."""
+        if received.shared:
             return {"tensor": "weights", "problem": SHARED}
         manifest = msgspec.json.decode(encoded, type=WeightManifest)
         try:
-            matching.require_match(self.model_runner.get_model(), _config(self), manifest)
+            weight_matching.require_match(self.model_runner.get_model(), _config(self), manifest)
         except WeightsMismatchError as error:
             return {"tensor": error.tensor, "problem": error.problem}
         return {}
 
     def sent_weights(self: Any) -> dict[str, Any]:
-        """Tell whether the weights are those of a transfer that is over, and of which version.
+        """Return whether a transfer has completed, and the version of the weights.
 
-        It is over when vLLM samples again: a sender may die with the weights whole and vLLM paused.
+        A transfer is complete once vLLM samples again: a sender may die after the weights are whole and
+        before it resumes vLLM.
         """
         if not engines:
             return {"whole": False, "version": ""}
@@ -273,7 +272,7 @@ class SharedWeights:
         }
 
     def weight_digests(self: Any, exact: bool = False) -> dict[str, str]:
-        """Tell what each tensor of vLLM holds; they must not change meanwhile."""
+        """Return digests of vLLM's tensors; the weights must not change meanwhile."""
         model = self.model_runner.get_model()
         return {name: digest(tensor, exact=exact) for name, tensor in model.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""Whether there is a vLLM where the configuration says: looked at before anything is started. Imports little."""
+"""Check for the configured vLLM, before anything is started. Imports little."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,14 @@ FIELD = "inference.vllm.python"
 
 
 def require_vllm(python: Path) -> None:
-    """Refuse an environment that is not there, or has no vLLM.
+    """Check that the Python of vLLM exists and has vLLM installed.
 
     Raises:
-        ConfigError: It is as the text says.
+        ConfigError: One of them is missing.
     """
     if not os.access(python, os.X_OK):
-        raise ConfigError(FIELD, f"{python} is not there; `make .venv-vllm/.installed` makes it")
+        raise ConfigError(FIELD, f"{python} does not exist; create it with `make .venv-vllm/.installed`")
     if not any(python.parent.parent.glob("lib/python3*/site-packages/vllm/__init__.py")):
-        raise ConfigError(FIELD, f"{python} has no vLLM beside it")
+        raise ConfigError(
+            FIELD, f"the environment of {python} has no vLLM; install one with `make .venv-vllm/.installed`"
+        )

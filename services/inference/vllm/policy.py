@@ -1,7 +1,7 @@
-"""The policy as a vLLM has it: what it is, and the state of its weights. Either they are the trainer's own, or a copy.
+"""Policy of a vLLM engine: model, limits, and the state of its weights.
 
-`LentPolicy`: vLLM maps the memory of the trainer, which this process looks at as well. `SentPolicy`: the trainer sends
-them to vLLM, which alone knows what it has.
+With `SharedWeightsPolicy`, vLLM maps the trainer's memory, and this process reads its control page. With
+`SentWeightsPolicy`, the trainer transfers the weights, and only vLLM knows what it has.
 """
 
 import asyncio
@@ -13,33 +13,33 @@ from typing import Final, Self
 from transformers import AutoConfig
 
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.sharing import SegmentGoneError, WeightsBusyError, WeightsMismatchError
-from rolloutmq.services.inference.front import WATCH_S
-from rolloutmq.services.inference.protocol import Limits
-from rolloutmq.services.inference.served import end_ids
-from rolloutmq.services.inference.text import Text
-from rolloutmq.services.inference.vllm import label
+from rolloutmq.schemas.errors import SegmentGoneError, WeightsBusyError, WeightsMismatchError
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.inference.app import WATCH_S
+from rolloutmq.services.inference.openai.requests import Limits
+from rolloutmq.services.inference.tiny.policy import end_ids
+from rolloutmq.services.inference.tokenizer import TextTokenizer
+from rolloutmq.services.inference.vllm import version_label
 from rolloutmq.services.inference.vllm.client import EngineFailedError, EngineSilentError, VllmClient
 from rolloutmq.trainer.weights.address import owner_lives
+from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S
 from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.tokenizer import directory_fingerprint
 
 logger = logging.getLogger(__name__)
 
 KEPT_S: Final = READ_PATIENCE_S
-"""How long one write or transfer may last before requests are refused, as vLLM refuses those that it has by then."""
+"""Seconds a write or a transfer may last before requests are refused; vLLM aborts its own after the same time."""
 
 
 class VllmPolicy(ABC):
-    """What is read of the model's directory, and what is known of the weights."""
+    """Model directory and weight state of a vLLM engine."""
 
     def __init__(self, layout: RunLayout, max_rows: int) -> None:
         config = AutoConfig.from_pretrained(layout.model, local_files_only=True)
         sizes = config.get_text_config()
-        self.text = Text(layout.model)
+        self.text = TextTokenizer(layout.model)
         run, _ = load_run(layout.root)
         self.limits = Limits(
             run.model.name, int(sizes.max_position_embeddings), int(sizes.vocab_size), max_rows
@@ -50,32 +50,32 @@ class VllmPolicy(ABC):
     @property
     @abstractmethod
     def version(self) -> PolicyVersion:
-        """Version of the last whole write or transfer."""
+        """Version of the last complete write or transfer."""
 
     @abstractmethod
     def is_torn(self) -> bool:
-        """Tell whether the weights are half-written and nobody is at work on them."""
+        """Return whether the weights are half-written and no writer is at work."""
 
     @abstractmethod
     def kept(self, now: float) -> WeightsBusyError | None:
-        """Say who keeps the weights for longer than any write takes, if somebody does."""
+        """Return an error that names a writer holding the weights longer than any write takes, or None."""
 
     @abstractmethod
     async def followed(self, client: VllmClient, now: float) -> "VllmPolicy":
-        """Look at the weights, to be called again and again; return the policy to be served from now on.
+        """Check the weights, called repeatedly; return the policy to serve from now on.
 
         Raises:
-            WeightsMismatchError: The trainer shares weights that vLLM does not take; names the tensor.
-            EngineFailedError: vLLM does not say.
+            WeightsMismatchError: The trainer shares weights that do not match vLLM's model; names the tensor.
+            EngineFailedError: vLLM does not answer.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the weights."""
+        """Release the weights."""
 
 
-class LentPolicy(VllmPolicy):
-    """Of weights that vLLM maps."""
+class SharedWeightsPolicy(VllmPolicy):
+    """Policy whose weights vLLM maps."""
 
     def __init__(self, layout: RunLayout, share: WeightShare, max_rows: int) -> None:
         super().__init__(layout, max_rows)
@@ -85,27 +85,27 @@ class LentPolicy(VllmPolicy):
 
     @classmethod
     async def begun(cls, layout: RunLayout, client: VllmClient, max_rows: int) -> Self | None:
-        """Let vLLM attach; None if the trainer is about to share others.
+        """Let vLLM attach; None if the trainer is about to share other weights.
 
         Raises:
-            WeightsMismatchError: vLLM's model is not of the trainer's weights; names the tensor.
-            EngineFailedError: vLLM does not say.
+            WeightsMismatchError: The trainer's weights do not match vLLM's model; names the tensor.
+            EngineFailedError: vLLM does not answer.
         """
         tokenizer = directory_fingerprint(layout.model)
-        said = await client.call("attach_weights", str(layout.weights.absolute()), tokenizer)
-        if "error" in said:
-            if said.get("again"):
-                logger.warning("not attached why=%s", said["error"])
+        answer = await client.call("attach_weights", str(layout.weights.absolute()), tokenizer)
+        if "error" in answer:
+            if answer.get("again"):
+                logger.warning("vllm not attached error=%s", answer["error"])
                 return None
-            raise WeightsMismatchError("vLLM", said["error"])
+            raise WeightsMismatchError("vLLM", answer["error"])
         try:
             share = WeightShare.open(layout.weights)
         except SegmentGoneError:
             return None
-        if share.path.name != said["segment"]:  # there is another by now, which vLLM has not proven
+        if share.path.name != answer["segment"]:  # replaced meanwhile, and vLLM has not verified the new one
             share.close()
             return None
-        logger.info("vllm attached segment=%s version=%s", said["segment"], said["version"])
+        logger.info("vllm attached segment=%s version=%s", answer["segment"], answer["version"])
         return cls(layout, share, max_rows)
 
     @property
@@ -126,13 +126,13 @@ class LentPolicy(VllmPolicy):
         return WeightsBusyError(self._write[0], now - self._write_since)
 
     async def followed(self, client: VllmClient, now: float) -> VllmPolicy:
-        """See `VllmPolicy.followed`: a new one where the trainer shares another segment, once vLLM has it."""
+        """See `VllmPolicy.followed`: a new policy once vLLM has attached to a new segment."""
         write = self._share.write_at_hand()
         if write != self._write:
             self._write, self._write_since = write, now
         if not self._share.is_replaced():
             return self
-        # What was read of the model's directory is of the trainer that was there before.
+        # The model directory may be that of a new trainer: read it again.
         fresh = await self.begun(self._layout, client, self.limits.max_rows)
         if fresh is None:
             return self
@@ -144,8 +144,8 @@ class LentPolicy(VllmPolicy):
         self._share.close()
 
 
-class SentPolicy(VllmPolicy):
-    """Of weights that are sent to vLLM."""
+class SentWeightsPolicy(VllmPolicy):
+    """Policy whose weights the trainer transfers to vLLM."""
 
     def __init__(self, layout: RunLayout, version: PolicyVersion, max_rows: int) -> None:
         super().__init__(layout, max_rows)
@@ -155,15 +155,15 @@ class SentPolicy(VllmPolicy):
 
     @classmethod
     async def begun(cls, layout: RunLayout, client: VllmClient, max_rows: int) -> Self | None:
-        """Look whether vLLM has whole weights by now; None if not.
+        """Return the policy if vLLM has complete weights, else None.
 
         Raises:
-            EngineFailedError: vLLM does not say.
+            EngineFailedError: vLLM does not answer.
         """
         version = await _version_of(client)
         if version is None:
             return None
-        logger.info("vllm received version=%s", label.of(version))
+        logger.info("vllm received version=%s", version_label.of(version))
         return cls(layout, version, max_rows)
 
     @property
@@ -172,27 +172,28 @@ class SentPolicy(VllmPolicy):
         return self._version
 
     def is_torn(self) -> bool:
-        """Tell whether a transfer was begun and nobody ends it: its sender is dead, or took longer than any takes.
+        """Return whether a transfer was begun and abandoned: its sender is dead, or exceeded the longest
+        transfer time.
 
-        vLLM answers nobody meanwhile.
+        vLLM answers no requests meanwhile.
         """
         return self._torn
 
-    def kept(self, now: float) -> WeightsBusyError | None:  # noqa: ARG002 - a transfer that hangs counts as torn
-        """Nobody keeps a copy."""
+    def kept(self, now: float) -> WeightsBusyError | None:  # noqa: ARG002 - a hanging transfer counts as torn
+        """Return None: no writer can hold a copy."""
         return None
 
     def close(self) -> None:
-        """Nothing is held: the copy is vLLM's."""
+        """Do nothing: the copy is vLLM's."""
 
     async def followed(self, client: VllmClient, now: float) -> VllmPolicy:
         """See `VllmPolicy.followed`."""
         try:
             version = await _version_of(client)
         except EngineSilentError:
-            return self  # it may be stopped, or at work on a large transfer: what was known last counts
+            return self  # it may be stopped, or busy with a large transfer: the last known state counts
         except EngineFailedError:
-            await asyncio.sleep(WATCH_S)  # one that died has last words, and they say more
+            await asyncio.sleep(WATCH_S)  # if it died, its log has a better reason
             raise
         if version is not None:
             self._version, self._paused_since, self._torn = version, None, False
@@ -203,6 +204,6 @@ class SentPolicy(VllmPolicy):
 
 
 async def _version_of(client: VllmClient) -> PolicyVersion | None:
-    """Ask vLLM of which version its weights are; None where they are not whole, or were never sent."""
-    said = await client.call("sent_weights")
-    return label.version(str(said.get("version"))) if said.get("whole") else None
+    """Return the version of vLLM's weights; None if they are incomplete or were never transferred."""
+    answer = await client.call("sent_weights")
+    return version_label.version(str(answer.get("version"))) if answer.get("whole") else None

@@ -1,8 +1,7 @@
-"""One vLLM: started in its own environment, watched, and ended with all that it started.
+"""Process of one vLLM: started in its own environment, watched, and ended with all its children.
 
-It leads its own session, like every process of a run (`services.orchestrator.processes`), and writes to a log of its
-own. It carries the marker of the engine that started it, so that whoever sweeps after that engine finds it; and the
-kernel ends it when that engine is killed (`start`).
+It leads its own session, like every process of a run (`services.process.child`), and has its own log. It carries the
+token of its engine, so that a sweep after that engine finds it. The kernel kills it if its engine is killed (`start`).
 """
 
 import asyncio
@@ -16,24 +15,24 @@ from pathlib import Path
 from typing import Final
 
 import rolloutmq
-from rolloutmq.schemas.config import RunConfig
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ResourceError
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
-from rolloutmq.services.inference.vllm import command, place
+from rolloutmq.services.inference.vllm import command, socket_dir
 from rolloutmq.services.inference.vllm.installed import require_vllm
-from rolloutmq.services.orchestrator.identity import inherited_token
-from rolloutmq.services.orchestrator.processes import Exit, Process, spawn
+from rolloutmq.services.process.child import Exit, Process, spawn
+from rolloutmq.services.process.identity import inherited_token
 
 logger = logging.getLogger(__name__)
 
 KILL_WAIT_S: Final = 5.0
-"""Time that the kernel gets to end what was killed."""
+"""Seconds the kernel gets to end a killed process."""
 LAST_LINES: Final = 5
 
 
 class VllmEndedError(ResourceError):
-    """vLLM ended by itself, or did not come up in time."""
+    """vLLM exited unexpectedly, or did not start in time."""
 
     def __init__(self, how: str, log: Path, last: str) -> None:
         self.how = how
@@ -42,11 +41,11 @@ class VllmEndedError(ResourceError):
         """End of its log."""
 
     def __str__(self) -> str:
-        return f"vLLM {self.how}; its log is {self.log}: {self.last}"
+        return f"vLLM {self.how}; see {self.log}, which ends with: {self.last}"
 
 
 class Vllm:
-    """A vLLM that lives. Made by `running`."""
+    """A live vLLM. Made by `running`."""
 
     def __init__(self, process: Process, socket: Path, log: Path) -> None:
         self.socket = socket
@@ -56,25 +55,25 @@ class Vllm:
 
     @property
     def pid(self) -> int:
-        """Process id of its API server, which leads its group."""
+        """Process id of its API server, the leader of its group."""
         return self._process.identity.pid
 
     async def ended(self) -> None:
-        """Wait until it ends by itself, which is never in order.
+        """Wait until vLLM exits, which is always an error here.
 
         Raises:
-            VllmEndedError: It did.
+            VllmEndedError: It has exited.
         """
         await self._over.wait()
-        raise self.failure("ended by itself")
+        raise self.failure("exited unexpectedly")
 
     def failure(self, how: str) -> VllmEndedError:
-        """Return the error that says what became of it."""
+        """Return an error with the end of the log."""
         lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         return VllmEndedError(how, self._log, " | ".join(line.strip()[-300:] for line in lines))
 
     async def stop(self, grace_s: float) -> Exit | None:
-        """End it: SIGTERM, SIGKILL to its group after `grace_s`. Returns how it ended."""
+        """Send SIGTERM, and SIGKILL to its group after `grace_s`. Return the exit status."""
         self._process.send(signal.SIGTERM)
         for seconds in (grace_s, KILL_WAIT_S):
             try:
@@ -89,26 +88,26 @@ class Vllm:
         return found
 
     def note_end(self) -> None:
-        """Called by the loop once the process has ended."""
+        """Record the exit; called by the event loop."""
         self._over.set()
 
 
 @asynccontextmanager
 async def running(config: RunConfig, layout: RunLayout, name: str, seed: int) -> AsyncIterator[Vllm]:
-    """Keep a vLLM for as long as the block lasts. For the main thread, with which it would end.
+    """Run a vLLM for the duration of the block. For the main thread: vLLM ends with the thread that started it.
 
     Args:
         config: The run.
         layout: Its directory, with the model's configuration and tokenizer in it.
-        name: Of the engine.
-        seed: Of what it draws.
+        name: Name of the engine.
+        seed: Seed of vLLM's sampling.
 
     Raises:
-        ConfigError: There is no such environment.
-        AddressInUseError: Another living engine has that name.
+        ConfigError: The environment does not exist.
+        AddressInUseError: Another live engine has that name.
     """
     require_vllm(config.inference.vllm.python)
-    with place.held(layout, name) as directory:
+    with socket_dir.held(layout, name) as directory:
         async with _running(config, layout, name, seed, directory) as vllm:
             yield vllm
 
@@ -117,7 +116,7 @@ async def running(config: RunConfig, layout: RunLayout, name: str, seed: int) ->
 async def _running(
     config: RunConfig, layout: RunLayout, name: str, seed: int, directory: Path
 ) -> AsyncIterator[Vllm]:
-    socket, path = directory / place.SOCKET, directory / "path"
+    socket, path = directory / socket_dir.SOCKET, directory / "path"
     socket.unlink(missing_ok=True)
     _link(path)
     spec = ProcessSpec(
@@ -141,7 +140,7 @@ async def _running(
 
 
 def _link(path: Path) -> None:
-    """Make a directory in which there is this package alone: what else is installed beside it is not vLLM's."""
+    """Make a directory with a link to this package only, so that vLLM sees no other package of this environment."""
     path.mkdir(exist_ok=True)
     link, package = path / "rolloutmq", Path(rolloutmq.__file__).parent
     link.unlink(missing_ok=True)

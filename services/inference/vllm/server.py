@@ -1,21 +1,21 @@
-"""The engine that samples with vLLM: it starts vLLM, sees to it that it has the weights, and speaks for it.
+"""The vLLM engine: starts a vLLM, gives it the weights, and serves it to the workers.
 
     trainer --(shared memory)--> extension in vLLM <--(unix socket)-- VllmServer <-- HTTP handlers <-- workers
             or --(unix socket)-> vLLM's own transfer
 
-To workers it is an engine like any other: the same dialect, the same address file, the same drain (see `front`). vLLM
-itself listens where only this user reaches it. What workers send is checked here first, so that vLLM is only asked what
-can be answered with exact log-probabilities; what comes back is checked too: one log-probability for each token, and a
-version for each, else the answer is refused and asked for again.
+To workers it is an engine like any other: same interface, same address file, same drain (see `app`). vLLM listens on a
+socket that only this user can open. The engine checks every request first, so that vLLM gets only requests with exact
+log-probabilities. It checks every response too: one log-probability and one version per token, or the response is
+refused and the client retries.
 
-How the trainer's weights get there is the run's `weights.backend`: vLLM maps them, or the trainer sends them to the
-socket that `vllm.json` names, and the engine serves once they were sent whole (see `policy`).
+The run's `weights.backend` decides how the weights arrive: vLLM maps them, or the trainer transfers them to the socket
+in `vllm.json`, and the engine serves once a transfer is complete (see `policy`).
 
-While the weights are half-written by a trainer that died, or kept by one that was stopped, requests are answered 503,
-those in vLLM included. So they are while vLLM takes no step for `inference.vllm.stalled_s` (see `progress`), which
-`/health` calls `stalled`; once it takes steps again it is asked again. Another segment of the trainer is followed once
-vLLM has proven it; one that vLLM does not take ends this process with the reason. A vLLM that ends by itself ends it
-too, with the end of its log; whoever keeps it starts it again.
+Requests get status 503 while the weights are half-written by a dead trainer or held by a stopped one; requests inside
+vLLM are aborted. The same holds while vLLM takes no step for `inference.vllm.stalled_s` (see `stall_detector`);
+`/health` then reports `stalled`. Polling continues, and once vLLM takes steps again it gets requests again. The engine
+follows a new segment of the trainer once vLLM has verified it; a segment that does not match ends this process with the
+reason. If vLLM exits, this process ends too, with the end of vLLM's log, and the orchestrator restarts it.
 """
 
 import asyncio
@@ -28,35 +28,34 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from rolloutmq.bus.engines import FIRST, engine_number
+from rolloutmq.bus.engine_registry import FIRST, engine_number
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
-from rolloutmq.schemas.config import InferenceConfig, RunConfig
-from rolloutmq.schemas.errors import ConfigError, RetryableError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import VllmAddress
-from rolloutmq.schemas.sharing import WeightsTornError
-from rolloutmq.services.inference.front import WATCH_S, Front, Leaving, first, serve_http
-from rolloutmq.services.inference.generate import Continuation, Job
-from rolloutmq.services.inference.protocol import ApiError
+from rolloutmq.schemas.config.inference import InferenceConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError, RetryableError, WeightsTornError
+from rolloutmq.schemas.files import RunLayout, VllmAddress
+from rolloutmq.services.inference.app import WATCH_S, InferenceApp, Leaving, first, serve_http
+from rolloutmq.services.inference.jobs import Continuation, Job
+from rolloutmq.services.inference.openai.requests import ApiError
 from rolloutmq.services.inference.vllm.client import EngineFailedError, EngineStalledError, VllmClient
 from rolloutmq.services.inference.vllm.installed import require_vllm
-from rolloutmq.services.inference.vllm.policy import LentPolicy, SentPolicy, VllmPolicy
+from rolloutmq.services.inference.vllm.policy import SentWeightsPolicy, SharedWeightsPolicy, VllmPolicy
 from rolloutmq.services.inference.vllm.process import Vllm, running
-from rolloutmq.services.inference.vllm.progress import Progress
-from rolloutmq.services.runner import Stop, run_service
+from rolloutmq.services.inference.vllm.stall_detector import StallDetector
+from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.trainer.weights.address import owner_lives
 
 logger = logging.getLogger(__name__)
 
 READY_POLL_S: Final = 0.25
-"""How often vLLM is asked whether it is up; it takes half a minute."""
+"""Seconds between two checks whether vLLM is up; starting takes half a minute."""
 LOOK_S: Final = 1.0
-"""How often vLLM is asked how many steps it took, while it has something to do."""
+"""Seconds between two reads of the step counter while vLLM has requests."""
 
 _T = TypeVar("_T")
 
 
-class VllmServer(Front):
+class VllmServer(InferenceApp):
     """The HTTP side of one vLLM."""
 
     def __init__(self, policy: VllmPolicy, client: VllmClient, config: InferenceConfig) -> None:
@@ -64,9 +63,11 @@ class VllmServer(Front):
         self._policy = policy
         self._client = client
         self._max_waiting = config.max_waiting
-        self._progress = Progress(config.vllm.stalled_s, time.monotonic())
+        self._progress = StallDetector(config.vllm.stalled_s, time.monotonic())
         self._limits: set[asyncio.Timeout] = set()
-        """Of the requests that it has: without an end until it stalls, or its weights are nobody's."""
+        """Timeouts of the requests inside vLLM; rescheduled to end them when vLLM stalls or the weights are
+        torn.
+        """
         self._is_stalled = False
         self._asked = 0
         self._worked_s = 0.0
@@ -74,16 +75,16 @@ class VllmServer(Front):
 
     @property
     def policy(self) -> VllmPolicy:
-        """See `Front.policy`."""
+        """See `InferenceApp.policy`."""
         return self._policy
 
     @property
     def busy_s(self) -> float:
-        """See `Front.busy_s`: vLLM has something to do as long as it was asked and has not answered."""
+        """See `InferenceApp.busy_s`: seconds with at least one unanswered request."""
         return self._worked_s + (time.monotonic() - self._working_since if self._asked else 0.0)
 
     def trouble(self) -> str:
-        """See `Front.trouble`."""
+        """See `InferenceApp.trouble`."""
         busy = "busy" if self._policy.kept(time.monotonic()) else ""
         return super().trouble() or busy or ("stalled" if self._is_stalled else "")
 
@@ -91,16 +92,16 @@ class VllmServer(Front):
         """Let vLLM sample all continuations of a job.
 
         Raises:
-            ApiError: Too many wait already, or vLLM refuses it.
+            ApiError: The queue is full, or vLLM refuses the request.
             WeightsTornError: The weights are half-written.
-            WeightsBusyError: A writer that lives keeps them.
-            EngineFailedError: vLLM ended the request, or is gone.
-            EngineStalledError: It stands still.
+            WeightsBusyError: A live writer holds them.
+            EngineFailedError: vLLM aborted the request, or is gone.
+            EngineStalledError: vLLM is stalled.
         """
         if refusal := self._refusal(time.monotonic()):
             raise refusal
         if self._asked >= self._max_waiting:
-            raise ApiError(503, f"{self._asked} requests wait already", "overloaded")
+            raise ApiError(503, f"the queue is full ({self._asked} requests); try again later", "overloaded")
         if not self._asked:
             self._working_since = time.monotonic()
             self._progress.moved(self._working_since)
@@ -114,7 +115,7 @@ class VllmServer(Front):
         job.results = [one for of_prompt in found for one in of_prompt]
 
     def _refusal(self, now: float) -> RetryableError | None:
-        """Say why nothing can be sampled now, if nothing can."""
+        """Return the reason why nothing can be sampled now, or None."""
         if self._policy.is_torn():
             return WeightsTornError(self._policy.version)
         if kept := self._policy.kept(now):
@@ -122,7 +123,7 @@ class VllmServer(Front):
         return EngineStalledError(self._progress.still_s(now)) if self._is_stalled else None
 
     async def _generated(self, job: Job) -> list[list[Continuation]]:
-        """Let vLLM sample, for as long as it gets on and its weights are whole."""
+        """Let vLLM sample while it makes progress and its weights are whole."""
         asked = [self._client.generate(prompt, job.sampling, self._policy.end_ids) for prompt in job.prompts]
         limit = asyncio.timeout(None)
         try:
@@ -138,7 +139,7 @@ class VllmServer(Front):
         return found
 
     async def watch(self) -> None:
-        """See whether vLLM gets on with what it has; end its requests where it does not; until cancelled."""
+        """Detect a stalled vLLM and end its requests; until cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_S, self._progress.left_s(time.monotonic()) or LOOK_S))
             if not self._asked and not self._is_stalled:
@@ -148,12 +149,12 @@ class VllmServer(Front):
             now = time.monotonic()
             if steps is not None:
                 self._progress.counted(steps, now)
-                if not self._asked:  # it has nothing to do, and says so
+                if not self._asked:  # idle, and it answers
                     self._progress.moved(now)
             self._judge(now)
 
     async def _steps(self) -> int | None:
-        """Ask vLLM for its steps; None if it does not say, before it must have."""
+        """Return the step counter of vLLM; None if it does not answer before the stall limit."""
         left_s = self._progress.left_s(time.monotonic()) or LOOK_S
         with suppress(EngineFailedError, TimeoutError):
             async with asyncio.timeout(left_s):
@@ -161,37 +162,37 @@ class VllmServer(Front):
         return None
 
     def _judge(self, now: float) -> None:
-        """Note whether it stands still, and end what it has if it does."""
+        """Update the stalled flag, and end all requests if it is set."""
         stalled = not self._progress.left_s(now)
         if stalled != self._is_stalled:
-            told = "stalled" if stalled else "gets on"
-            logger.warning("vllm %s in_hand=%d still_s=%.1f", told, self._asked, self._progress.still_s(now))
+            event = "stalled" if stalled else "recovered"
+            logger.warning("vllm %s in_hand=%d still_s=%.1f", event, self._asked, self._progress.still_s(now))
         self._is_stalled = stalled
         if stalled:
             self._end_all()
 
     def _end_all(self) -> None:
-        """End all that vLLM has; `_refusal` says why."""
+        """End all requests inside vLLM; `_refusal` gives the reason."""
         for limit in (one for one in self._limits if not one.expired()):
             limit.reschedule(asyncio.get_running_loop().time())
 
     async def follow(self) -> None:
-        """Watch the weights, and serve the policy that they are of; until cancelled.
+        """Watch the weights, and serve the policy they belong to; until cancelled.
 
         Raises:
-            WeightsMismatchError: The trainer shares some that vLLM does not take; names the tensor.
-            EngineFailedError: vLLM does not say.
+            WeightsMismatchError: The trainer shares weights that do not match vLLM's model; names the tensor.
+            EngineFailedError: vLLM does not answer.
         """
         while True:
-            # They are memory or matter of another process: there is no event to wait for.
+            # Another process changes them: there is no event to wait for.
             await asyncio.sleep(WATCH_S)
             self._policy = await self._policy.followed(self._client, time.monotonic())
-            if self._policy.is_torn():  # a vLLM that is paused would keep them until it stalls
+            if self._policy.is_torn():  # a paused vLLM would hold them until it counts as stalled
                 self._end_all()
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Wait for all of them; where one fails the others are cancelled, and its error is raised."""
+    """Wait for all coroutines; if one fails, cancel the others and raise its error."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -201,25 +202,26 @@ async def _together(work: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.Event | None = None) -> None:
-    """Serve the policy of a run by a vLLM of its own until asked to stop, or to drain.
+    """Serve the policy of a run by its own vLLM until asked to stop or drain.
 
     Args:
         run_dir: The run.
-        stop: Ends it at once; requests in hand are refused.
-        name: Of the engine.
-        draining: Set from outside to let it drain.
+        stop: Ends the engine at once; requests in flight are refused.
+        name: Name of the engine.
+        draining: Set from outside to drain.
 
     Raises:
-        ConfigError: This run uses another server, the name is none of an engine, or there is no vLLM.
-        AddressInUseError: Somebody else has the configured port.
-        WeightsMismatchError: vLLM's model is not of the trainer's weights; names the tensor.
-        VllmEndedError: vLLM did not come up, or ended by itself.
+        ConfigError: `inference.kind` is not "vllm", the name is not that of an engine, or vLLM is not
+            installed.
+        AddressInUseError: Another process uses the configured port.
+        WeightsMismatchError: The trainer's weights do not match vLLM's model; names the tensor.
+        VllmEndedError: vLLM did not start, or exited.
     """
     run, layout = load_run(run_dir)
     if run.inference.kind != "vllm":
-        raise ConfigError("inference.kind", "this run uses another server")
+        raise ConfigError("inference.kind", f'must be "vllm" (got "{run.inference.kind}")')
     if engine_number(name) < 0:
-        raise ConfigError("engine", f"{name!r} is no engine; they are called {FIRST}, {FIRST}-1, ...")
+        raise ConfigError("engine", f"{name!r} is not an engine; the names are {FIRST}, {FIRST}-1, ...")
     require_vllm(run.inference.vllm.python)
     leaving = Leaving(stop, draining or asyncio.Event())
     logger.info("waiting for=%s", layout.weights)
@@ -252,10 +254,10 @@ async def _serve(
 async def _ready(
     run: RunConfig, layout: RunLayout, vllm: Vllm, client: VllmClient, leaving: Leaving
 ) -> VllmPolicy | None:
-    """Wait until vLLM is up and has the weights of the trainer; None if asked to go before."""
+    """Wait until vLLM is up and has the weights; None if asked to end first."""
     found: list[VllmPolicy] = []
     sent = run.weights.backend == "vllm_http"
-    begun = SentPolicy.begun if sent else LentPolicy.begun
+    begun = SentWeightsPolicy.begun if sent else SharedWeightsPolicy.begun
 
     async def ready() -> None:
         while not await client.answers():  # noqa: ASYNC110 - it is another process
@@ -271,12 +273,14 @@ async def _ready(
         async with asyncio.timeout(run.inference.vllm.start_s):
             await first(ready(), leaving.asked())
     except TimeoutError:
-        raise vllm.failure(f"was not up within {run.inference.vllm.start_s:g} s") from None
+        raise vllm.failure(
+            f"did not start within {run.inference.vllm.start_s:g} s (inference.vllm.start_s)"
+        ) from None
     return found[0] if found else None
 
 
 def _seed(run: RunConfig, name: str) -> int:
-    """Return the seed of an engine's noise: two that drew the same would sample every answer twice."""
+    """Return the seed of an engine: two engines with the same seed would sample every answer twice."""
     return run.run.seed if name == FIRST else random.Random(f"{run.run.seed}/{name}").getrandbits(31)
 
 

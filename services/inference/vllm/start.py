@@ -1,12 +1,12 @@
-"""Starts vLLM's API server, in vLLM's own environment, so that it ends when the one who started it does.
+"""Launcher of vLLM's API server, in vLLM's own environment, so that it ends with its parent process.
 
     python start.py PARENT_PID [arguments of vllm.entrypoints.openai.api_server]
 
-A supervisor that is killed can end nobody, and a server that nobody watches would keep gigabytes. So the kernel is
-asked to kill this process with its parent, and the engine with this process (see `extension`). Imports nothing of ours.
+A killed supervisor cannot end its children, and an abandoned server would keep gigabytes. So the kernel kills this
+process with its parent, and the engine with this process (see `extension`). Imports nothing of this package.
 
-One endpoint of vLLM, for structured decisions, encodes words of its own when the server starts, and ends the server if
-the tokenizer does not know them, as one of characters does not. It is left out: nobody here asks it.
+vLLM's endpoint for structured decisions encodes some strings at startup and ends the server if the tokenizer does not
+know them, as a character tokenizer does not. Nobody here uses it, so it is disabled.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def without_structured_decisions() -> None:
-    """Let that endpoint say that it is not there."""
-    from vllm.entrypoints.generate.structured_decisions import api_router
+    """Disable that endpoint."""
+    from vllm.entrypoints.generate.structured_decisions import api_router  # pyright: ignore[reportMissingImports]
 
     def absent(_engine: Any, state: Any, *_more: Any) -> None:
         state.serving_structured_decisions = None
@@ -36,6 +36,6 @@ if __name__ == "__main__":
     if os.getppid() != parent:
         sys.exit("the process that started this one is gone")
     os.environ["ROLLOUTMQ_VLLM_SERVER"] = str(os.getpid())
-    with contextlib.suppress(ImportError):  # of another version
+    with contextlib.suppress(ImportError):  # another vLLM version
         without_structured_decisions()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -1,9 +1,9 @@
-"""GPUs for workers: which are fit, who has them, and what happens when one is not. All pure but for `steward`.
+"""GPUs for workers: fitness, assignment, and the response to faults. All pure, except `manager`.
 
-health      what the samples of one GPU prove
-cordons     which GPUs take no new workers, and whose workers must go
-promises    memory that workers were promised, from their start until it shows
-placement   which GPUs a new worker gets
-fleet       the four together, for one host
-steward     the fleet in the orchestrator: its file, its events, its processes
+health        verdict on one GPU from its samples
+cordons       GPUs that take no new workers, and GPUs whose workers must leave
+reservations  memory granted to workers, from their start until it shows
+placement     GPUs of a new worker
+fleet         the four together, for one host
+manager       the fleet in the orchestrator: its file, its events, its processes
 """

@@ -1,17 +1,17 @@
-"""Which GPUs take no new workers, and whose workers must go: the law of the cordon. Pure.
+"""Cordons: GPUs that take no new workers, and GPUs whose workers must leave. Pure.
 
-    hot                 cordoned; hot for `drain_hot_s`: its workers are drained, too
-    fatal               cordoned, and its workers are drained at once
-    an operator's       cordoned until the operator says otherwise, and nobody is drained
-    clean for `clean_s` used again. Twice as long for each relapse within `relapse_s`, up to `hold_off_max_s`, and half
-                        as long again for each such time without one
-    uncordoned by hand  used at once, whatever it was; the same event does not cordon it again: heat is the same event
-                        until the GPU was clean for `clean_s`, a fatal fault while its mark is the same
-    silence             nothing changes. No cordon is made of it, and none is lifted
+    hot                 cordon; if hot for `drain_hot_s`, drain its workers, too
+    fatal               cordon, and drain its workers at once
+    by an operator      cordon until the operator lifts it; drain nobody
+    clean for `clean_s` uncordon. The time doubles with each relapse within `relapse_s`, up to `hold_off_max_s`, and
+                        halves after each such time without one
+    uncordoned by hand  use at once, for any cause; the same event does not cordon it again. Heat is the same event
+                        until the GPU was clean for `clean_s`, a fatal fault while its mark is unchanged
+    silence             change nothing: neither cordon nor uncordon
 
-The breaker: heat alone never cordons more than max(1, `breaker`) of the GPUs. If more are hot it is the room, and a run
-that stands still does not cool it; the others are used on, and say so. Fatal faults are exempt, since a lost GPU runs
-nothing whether it is cordoned or not, but each of them takes one of the breaker's places.
+The breaker: heat alone never cordons more than max(1, `breaker`) of the GPUs. If more are hot, the room is hot, and a
+stopped run does not cool it; the other GPUs stay in use, with a note. Fatal faults are exempt, since a lost GPU runs
+nothing anyway, but each takes one of the breaker's places.
 """
 
 import logging
@@ -19,10 +19,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from rolloutmq.schemas.hardware import FATAL, Cause, GpuOrder
-from rolloutmq.schemas.orchestration import HardwareConfig
-from rolloutmq.schemas.records import Dismissed, GpuRecord
-from rolloutmq.schemas.telemetry import GpuSample
+from rolloutmq.schemas.config.orchestrator import HardwareConfig
+from rolloutmq.schemas.files import Dismissed, GpuRecord
+from rolloutmq.schemas.wire.hardware import FATAL, Cause, GpuOrder
+from rolloutmq.schemas.wire.telemetry import GpuSample
 from rolloutmq.services.orchestrator.gpus.health import Fault, Health
 
 logger = logging.getLogger(__name__)
@@ -30,17 +30,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Cordon:
-    """One GPU under the law.
+    """Cordon state of one GPU.
 
     Attributes:
-        automatic: Faults for which it is cordoned.
+        automatic: Faults it is cordoned for.
         manual: Reason of the operator's cordon, or None.
-        dismissed: Events that an operator uncordoned it in spite of.
-        level: How often the time that it must be clean has doubled.
-        lifted_at: When it was last used again.
+        dismissed: Events an operator dismissed by uncordoning.
+        level: Doublings of the required clean time.
+        lifted_at: Time of the last uncordon.
         spared: It is hot, and the breaker keeps it in use.
-        since: Wall clock of the cordon, for people.
-        order: Number of the last order that was carried out.
+        since: Wall-clock time of the cordon, for display.
+        order: Number of the last applied order.
     """
 
     health: Health
@@ -55,24 +55,24 @@ class Cordon:
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """Why it is cordoned, the operator first."""
+        """Return the causes of the cordon, the operator's first."""
         return (*((Cause.MANUAL,) if self.manual is not None else ()), *sorted(self.automatic))
 
     @property
     def reason(self) -> str:
-        """The same for people."""
+        """Return the causes as text."""
         parts = [] if self.manual is None else [f"by hand: {self.manual or 'asked'}"]
         parts += [self.automatic[cause].says for cause in sorted(self.automatic)]
         if self.spared and not self.automatic:
-            parts.append("hot, but used on: as many are cordoned as the breaker allows")
+            parts.append("hot, but in use: the breaker allows no more cordons")
         ignored = sorted({cause.value for cause, _ in self.dismissed if cause not in self.automatic})
         if ignored:
-            parts.append(f"used on by hand in spite of: {', '.join(ignored)}")
+            parts.append(f"kept in use by hand in spite of: {', '.join(ignored)}")
         return "; ".join(parts)
 
 
 class Cordons:
-    """The GPUs of one host."""
+    """Cordons of the GPUs of one host."""
 
     def __init__(self, limits: HardwareConfig) -> None:
         self._limits = limits
@@ -82,7 +82,7 @@ class Cordons:
         return self._gpus[uuid]
 
     def see(self, uuid: str, sample: GpuSample, now: float, wall: float) -> None:
-        """Take a sample, and cordon or uncordon its GPU."""
+        """Apply a sample: cordon or uncordon its GPU."""
         gpu = self._known(uuid)
         gpu.health.see(sample, now)
         self._close_events(gpu)
@@ -94,7 +94,7 @@ class Cordons:
         self._lift(uuid, gpu, faults, now)
 
     def carry_out(self, orders: Mapping[str, GpuOrder], now: float, wall: float) -> None:
-        """Do what operators asked for and what was not done yet, with the GPUs that are known."""
+        """Apply the operators' new orders on known GPUs."""
         for uuid, order in orders.items():
             gpu = self._gpus.get(uuid)
             if gpu is None or order.number <= gpu.order:
@@ -108,7 +108,7 @@ class Cordons:
                 self._release(uuid, gpu, now)
 
     def doomed(self) -> dict[str, str]:
-        """Return the GPUs whose workers must go, with the reason."""
+        """Return the GPUs whose workers must leave, with the reason."""
         found = {}
         for uuid, gpu in self._gpus.items():
             fatal = [fault.says for cause, fault in gpu.automatic.items() if cause in FATAL]
@@ -119,11 +119,11 @@ class Cordons:
         return found
 
     def known(self) -> Collection[str]:
-        """Return every GPU that was ever heard of."""
+        """Return every GPU with a sample or an order."""
         return self._gpus.keys()
 
     def restore(self, record: GpuRecord, now: float) -> None:
-        """Take over what an earlier life knew of a GPU. Whatever must last begins anew."""
+        """Restore a GPU from the record of an earlier life. Durations start anew."""
         standing = record.standing
         self._gpus[standing.uuid] = Cordon(
             Health(self._limits),
@@ -137,7 +137,7 @@ class Cordons:
         )
 
     def kept(self, uuid: str) -> dict[str, object]:
-        """Return what a `GpuRecord` keeps of a GPU."""
+        """Return the cordon fields of a `GpuRecord`."""
         gpu = self._gpus[uuid]
         return {
             "automatic": {cause: (fault.mark, fault.says) for cause, fault in gpu.automatic.items()},
@@ -151,7 +151,7 @@ class Cordons:
         return self._gpus.setdefault(uuid, Cordon(Health(self._limits)))
 
     def _close_events(self, gpu: Cordon) -> None:
-        """Forget the events that are over: from now on the same thing is another event."""
+        """Forget ended events: a recurrence is a new event."""
         faults = gpu.health.faults
         for cause, mark in list(gpu.dismissed):
             lasts = cause in faults and faults[cause].mark == mark
@@ -180,7 +180,7 @@ class Cordons:
         return sum(bool(gpu.automatic) for gpu in self._gpus.values() if gpu is not but) >= most
 
     def _level(self, gpu: Cordon, now: float) -> int:
-        """Return how often the hold-off has doubled: once more, less once for each calm while since the last time."""
+        """Return the doublings of the hold-off: one more, less one for each calm period since the last cordon."""
         if math.isinf(gpu.lifted_at):
             return 0
         calm = int((now - gpu.lifted_at) / self._limits.relapse_s)
@@ -202,7 +202,7 @@ class Cordons:
             logger.warning("gpu uncordoned gpu=%s clean for %.0f s", uuid, clean_s)
 
     def _release(self, uuid: str, gpu: Cordon, now: float) -> None:
-        """Uncordon it by hand: every fault that it has now is known, and its event dismissed."""
+        """Uncordon by hand: dismiss the events of all present faults."""
         known = [*gpu.health.faults.values(), *gpu.automatic.values()]
         gpu.dismissed |= {(fault.cause, fault.mark) for fault in known}
         if gpu.automatic:

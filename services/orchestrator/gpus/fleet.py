@@ -1,6 +1,6 @@
-"""The GPUs of one host as its workers need them: samples, orders and ends in; placements, limits and drains out.
+"""The fleet: the GPUs of one host for its workers. Samples, orders and worker ends in; placements, limits, drains out.
 
-Pure: composes `health`, `cordons`, `promises` and `placement`; owns no clock, file or process. All is by UUID.
+Pure: composes `health`, `cordons`, `reservations` and `placement`; owns no clock, file or process. UUIDs identify GPUs.
 """
 
 import math
@@ -10,23 +10,23 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from rolloutmq.schemas.hardware import GpuOrder, GpuStanding
-from rolloutmq.schemas.orchestration import HardwareConfig
-from rolloutmq.schemas.records import GpuRecord
-from rolloutmq.schemas.telemetry import GpuSample, GpuState
+from rolloutmq.schemas.config.orchestrator import HardwareConfig
+from rolloutmq.schemas.files import GpuRecord
+from rolloutmq.schemas.wire.hardware import GpuOrder, GpuStanding
+from rolloutmq.schemas.wire.telemetry import GpuSample, GpuState
 from rolloutmq.services.orchestrator.gpus.cordons import Cordons
-from rolloutmq.services.orchestrator.gpus.placement import Need, NoGpu, Place, Unfit, choose, unfit
-from rolloutmq.services.orchestrator.gpus.promises import Promises, Stage
+from rolloutmq.services.orchestrator.gpus.placement import GpuRequest, NoGpu, Placement, Unfit, choose, unfit
+from rolloutmq.services.orchestrator.gpus.reservations import Reservations, ReservationStage
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class WorkerLife:
     """One worker process as the supervisor sees it.
 
     Attributes:
-        pid: Of the living process, or None if there is none.
-        ready: The broker heard it say so.
-        comes_back: It will be started again.
+        pid: Process id, or None without a process.
+        ready: The broker has its ready report.
+        comes_back: It will be restarted.
     """
 
     pid: int | None
@@ -35,23 +35,23 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """How many more workers could be placed now, at most as many as were asked about, and why no more."""
+class GpuRoom:
+    """Number of additional workers that can be placed now, up to the number asked for, and the reason for the limit."""
 
     count: int
     reason: str = ""
 
 
-class Wait(Enum):
-    """The GPUs of a worker that ended are not ready for it yet."""
+class GpuWait(Enum):
+    """Reason why the GPUs of an ended worker are not ready for its restart yet."""
 
-    SETTLING = "its memory is not back yet"
-    SILENT = "nothing is heard of it"
+    SETTLING = "its memory is not free yet"
+    SILENT = "no recent sample"
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The last sample of a GPU that answered."""
+    """Last sample of a GPU that responded."""
 
     sample: GpuSample
     last: GpuSample
@@ -63,8 +63,8 @@ class Fleet:
     """The GPUs of one host.
 
     Args:
-        limits: The thresholds.
-        allowed: Whether workers may be put on the GPU of a sample.
+        limits: Thresholds.
+        allowed: Returns whether workers may use the GPU of a sample.
     """
 
     def __init__(self, limits: HardwareConfig, allowed: Callable[[GpuSample], bool] = lambda _: True) -> None:
@@ -73,10 +73,10 @@ class Fleet:
         self._seen: dict[str, _Seen] = {}
         self._pids: dict[str, int] = {}
         self.cordons = Cordons(limits)
-        self.promises = Promises(limits)
+        self.promises = Reservations(limits)
 
     def see(self, sample: GpuSample, now: float, wall: float) -> None:
-        """Take a sample that arrived now."""
+        """Apply a sample that arrived now."""
         uuid = sample.uuid
         self.cordons.see(uuid, sample, now, wall)
         seen = self._seen.get(uuid)
@@ -92,35 +92,35 @@ class Fleet:
             self.promises.see(uuid, sample.memory_used_bytes, sample.memory_total_bytes or 0, now)
 
     def carry_out(self, orders: Mapping[str, GpuOrder], now: float, wall: float) -> None:
-        """Do what operators asked for."""
+        """Apply the operators' orders."""
         self.cordons.carry_out(orders, now, wall)
 
-    def place(self, worker: str, need: Need, now: float) -> tuple[str, ...] | NoGpu:
-        """Choose the GPUs of a worker that is about to be started, and promise them to it."""
+    def place(self, worker: str, need: GpuRequest, now: float) -> tuple[str, ...] | NoGpu:
+        """Choose the GPUs of a new worker, and reserve them."""
         chosen = choose(need, self._places(now), self._limits)
         if not isinstance(chosen, NoGpu):
             self.promises.claim(worker, chosen, need.vram_bytes, now)
         return chosen
 
-    def adopt(self, worker: str, uuids: tuple[str, ...], need: Need, pid: int, now: float) -> None:
-        """Take over a worker that lives on these GPUs already."""
+    def adopt(self, worker: str, uuids: tuple[str, ...], need: GpuRequest, pid: int, now: float) -> None:
+        """Take over a running worker and its GPUs."""
         self.promises.claim(worker, uuids, need.vram_bytes, now, adopted=True)
         self._pids[worker] = pid
 
-    def room(self, need: Need, count: int, now: float) -> Room:
-        """Say how many of `count` more workers could be placed now."""
+    def room(self, need: GpuRequest, count: int, now: float) -> GpuRoom:
+        """Return how many of `count` more workers can be placed now."""
         trial = self._places(now)
         for placed in range(count):
             chosen = choose(need, trial, self._limits)
             if isinstance(chosen, NoGpu):
-                return Room(placed, chosen.reason)
+                return GpuRoom(placed, chosen.reason)
             trial = [_taken(place, need) if place.uuid in chosen else place for place in trial]
-        return Room(count)
+        return GpuRoom(count)
 
-    def follow(self, lives: Mapping[str, Life], now: float) -> None:
-        """Compare the claims with the processes; give back what those that ended had."""
+    def follow(self, lives: Mapping[str, WorkerLife], now: float) -> None:
+        """Compare the reservations with the processes; release those of ended workers."""
         for worker in self.promises.workers():
-            life = lives.get(worker, Life(None))
+            life = lives.get(worker, WorkerLife(None))
             known = self._pids.get(worker)
             if life.pid is None:
                 self.promises.ended(worker, now, comes_back=life.comes_back)
@@ -129,7 +129,7 @@ class Fleet:
             if known is not None and known != life.pid:
                 self.promises.ended(worker, now, comes_back=True)
             claim = self.promises.of(worker)
-            if claim is not None and claim.stage is Stage.SETTLING:
+            if claim is not None and claim.stage is ReservationStage.SETTLING:
                 self.promises.again(worker, now)
             self._pids[worker] = life.pid
             if life.ready:
@@ -137,7 +137,7 @@ class Fleet:
         self.promises.settle(now)
 
     def leaving(self) -> dict[str, str]:
-        """Return the workers that must go because of their GPUs, with the reason."""
+        """Return the workers that must leave because of their GPUs, with the reason."""
         doomed = self.cordons.doomed()
         found = {}
         for uuid, reason in doomed.items():
@@ -145,33 +145,33 @@ class Fleet:
                 found[claim.worker] = f"{uuid}: {reason}"
         return found
 
-    def comeback(self, worker: str, now: float) -> NoGpu | Wait | None:
-        """Say whether a worker that ended may be started again on its GPUs: None if so, else why not or not yet."""
+    def comeback(self, worker: str, now: float) -> NoGpu | GpuWait | None:
+        """Return None if an ended worker may restart on its GPUs, else why not, or why not yet."""
         claim = self.promises.of(worker)
         if claim is None:
             return None
         if not self.promises.settled(worker):
-            return Wait.SETTLING
-        need = Need(len(claim.uuids), claim.vram_bytes)
+            return GpuWait.SETTLING
+        need = GpuRequest(len(claim.uuids), claim.vram_bytes)
         for uuid in claim.uuids:
             why = unfit(need, self._place(uuid, now, but=worker), self._limits)
             if why is Unfit.SILENT:
-                return Wait.SILENT
+                return GpuWait.SILENT
             if why is not None and why is not Unfit.BUSY:
                 return NoGpu(f"no_gpu: {uuid} is {why}")
         return None
 
     def standings(self, now: float, wall: float) -> list[GpuStanding]:
-        """Return how each GPU is treated."""
+        """Return the state of each GPU."""
         doomed = self.cordons.doomed()
         return [self._standing(uuid, doomed, now, wall) for uuid in sorted(self.cordons.known())]
 
     def records(self, standings: Iterable[GpuStanding]) -> list[GpuRecord]:
-        """Return what a restart needs, and what others want to know."""
+        """Return the records for a restart and for readers of the file."""
         return [self._record(standing) for standing in standings]
 
     def restore(self, records: Iterable[GpuRecord], now: float) -> None:
-        """Take over what an earlier life kept."""
+        """Restore the records of an earlier life."""
         for record in records:
             self.cordons.restore(record, now)
             if record.sample is not None:
@@ -180,17 +180,17 @@ class Fleet:
                     record.sample, record.sample, busy=deque(maxlen=self._limits.hot_window)
                 )
 
-    def _places(self, now: float) -> list[Place]:
+    def _places(self, now: float) -> list[Placement]:
         return [self._place(uuid, now) for uuid in self._seen]
 
-    def _place(self, uuid: str, now: float, but: str = "") -> Place:
-        """Return what counts of a GPU, as if one of its workers were not there."""
+    def _place(self, uuid: str, now: float, but: str = "") -> Placement:
+        """Return the placement data of a GPU, without one of its workers if given."""
         seen = self._seen.get(uuid)
         if seen is None:
-            return Place(uuid, fresh=False)
+            return Placement(uuid, fresh=False)
         sample, others = seen.sample, [one for one in self.promises.claims(uuid) if one.worker != but]
         full = len(seen.busy) == self._limits.hot_window
-        return Place(
+        return Placement(
             uuid,
             fresh=now - seen.at <= self._limits.stale_s,
             cordoned=bool(self.cordons[uuid].causes),
@@ -212,7 +212,7 @@ class Fleet:
         silent_s = math.inf if seen is None else now - seen.at
         notes = [] if not cordon.reason else [cordon.reason]
         if silent_s > self._limits.stale_s:
-            notes.append(seen.last.why if seen is not None and seen.last.why else "not heard of lately")
+            notes.append(seen.last.why if seen is not None and seen.last.why else "no recent sample")
         return GpuStanding(
             uuid=uuid,
             host="" if seen is None else seen.sample.host,
@@ -234,7 +234,7 @@ class Fleet:
         return GpuRecord(standing=standing, sample=None if seen is None else seen.last, **kept)
 
 
-def _taken(place: Place, need: Need) -> Place:
+def _taken(place: Placement, need: GpuRequest) -> Placement:
     return replace(
         place,
         promised_bytes=place.promised_bytes + need.vram_bytes,

@@ -1,15 +1,13 @@
-"""What the samples of one GPU prove about it. Pure; the clock is passed in.
+"""Health of one GPU, from its samples. Pure; the caller passes the clock.
 
-    hot      it slowed itself down for its temperature in `hot_samples` of the last `hot_window` samples, or was without
-             margin for `hot_margin_s`, or was slowed down by its board in all of them (a single one may be a change of
-             its power state)
-    fatal    it is lost, or tells of what only a reset or a repair can undo
-    clean    neither, and with margin where it tells one
+    hot      thermal slowdown in `hot_samples` of the last `hot_window` samples, or no thermal margin for
+             `hot_margin_s`, or slowdown by the board in all of them (a single one may be a power-state change)
+    fatal    lost, or with a fault that only a reset or a repair can clear
+    clean    neither, and with thermal margin if reported
 
-Power caps, idling and clocks that an application set are how a GPU works; bits that are not known mean nothing.
-What a sample does not tell is neither good nor bad. Nothing lasts over silence: a gap of more than `stale_s` ends every
-span, so that neither heat nor cleanliness is made of time in which nobody looked. A fault that was told stays until it
-is told to be over. Never a temperature: what is hot, the GPU knows.
+Power caps, idling and application clocks are normal; unknown bits are ignored. A missing value is neither good nor bad.
+A gap of more than `stale_s` ends every span, so that unobserved time proves neither heat nor cleanliness. A reported
+fault stays until a sample clears it. Temperature thresholds are not used: the GPU knows its own limits.
 """
 
 import math
@@ -17,15 +15,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from rolloutmq.schemas.hardware import FATAL, Cause
-from rolloutmq.schemas.orchestration import HardwareConfig
-from rolloutmq.schemas.telemetry import GpuSample, GpuState
+from rolloutmq.schemas.config.orchestrator import HardwareConfig
+from rolloutmq.schemas.wire.hardware import FATAL, Cause
+from rolloutmq.schemas.wire.telemetry import GpuSample, GpuState
 
 HW_SLOWDOWN: Final = 0x8
 SW_THERMAL: Final = 0x20
 HW_THERMAL: Final = 0x40
 HW_POWER_BRAKE: Final = 0x80
-"""It is what a slow-down by the board is for, if it shows with one."""
+"""A slowdown by the board with this bit is a power brake, not heat."""
 THERMAL: Final = SW_THERMAL | HW_THERMAL
 ACTIONS: Final = {
     1: "reset the GPU",
@@ -37,17 +35,17 @@ ACTIONS: Final = {
     7: "reboot the system",
 }
 FATAL_XIDS: Final = frozenset({46, 48, 62, 64, 79, 95, 119, 120, 140, 143})
-"""Errors of the driver after which the GPU has stopped, has lost memory, or is off the bus. Most others are of one
-application, and tell nothing about the GPU."""
+"""Xid errors after which the GPU has stopped, has lost memory, or is off the bus. Most others concern one application,
+not the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that is wrong.
+    """Fault of a GPU.
 
     Attributes:
-        mark: Tells one event of this cause from the next: a number of errors, say.
-        says: For people.
+        mark: Identifies one event of this cause, for example by an error count.
+        says: Description.
     """
 
     cause: Cause
@@ -56,39 +54,39 @@ class Fault:
 
     @property
     def fatal(self) -> bool:
-        """Whether its workers must go."""
+        """Return whether its workers must leave."""
         return self.cause in FATAL
 
 
 class Span:
-    """Since when something has been so without a break: `see` at each look, `seconds` up to the last one."""
+    """Duration of an uninterrupted condition: `see` at each sample, `seconds` up to the last one."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._last = 0.0
 
     def see(self, holds: bool, now: float) -> None:
-        """Note whether it is so now."""
+        """Record whether the condition holds now."""
         self._since = None if not holds else now if self._since is None else self._since
         self._last = now
 
     def end(self) -> None:
-        """Begin anew."""
+        """Start anew."""
         self._since = None
 
     @property
     def holds(self) -> bool:
-        """Whether it was so at the last look."""
+        """Return whether the condition held at the last sample."""
         return self._since is not None
 
     @property
     def seconds(self) -> float:
-        """How long it has been so; nothing is added after the last look."""
+        """Return its duration up to the last sample."""
         return 0.0 if self._since is None else self._last - self._since
 
 
 class Health:
-    """The samples of one GPU."""
+    """Health of one GPU."""
 
     def __init__(self, limits: HardwareConfig) -> None:
         self._limits = limits
@@ -102,23 +100,23 @@ class Health:
         self._seen_at = self._judged_at = -math.inf
 
     def see(self, sample: GpuSample, now: float) -> None:
-        """Take a sample that arrived now."""
+        """Apply a sample that arrived now."""
         if sample.state is GpuState.SILENT:
             return
         if now - self._seen_at > self._limits.stale_s:
             self._whole.end()
         self._seen_at = now
         if sample.state is GpuState.LOST:
-            self._fatal[Cause.LOST] = Fault(Cause.LOST, "", sample.why or "the driver does not reach it")
+            self._fatal[Cause.LOST] = Fault(Cause.LOST, "", sample.why or "the driver cannot reach it")
             self._whole.end()
             self._cool.end()
             return
         self._fatal.pop(Cause.LOST, None)
-        for cause, told in _told(sample).items():
-            if told is None:
+        for cause, reported in _reported(sample).items():
+            if reported is None:
                 continue
-            if told.says:
-                self._fatal[cause] = told
+            if reported.says:
+                self._fatal[cause] = reported
             else:
                 self._fatal.pop(cause, None)
         self._whole.see(not self._fatal, now)
@@ -151,7 +149,7 @@ class Health:
 
     @property
     def faults(self) -> dict[Cause, Fault]:
-        """Return what is wrong, as far as was told."""
+        """Return the present faults, as far as reported."""
         found = dict(self._fatal)
         if self._hot.holds:
             found[Cause.HEAT] = Fault(Cause.HEAT, "", self._heat())
@@ -159,28 +157,28 @@ class Health:
 
     @property
     def hot_s(self) -> float:
-        """For how long it has been hot."""
+        """Return how long it has been hot."""
         return self._hot.seconds
 
     @property
     def cool_s(self) -> float:
-        """For how long no sample has shown heat."""
+        """Return how long no sample has shown heat."""
         return self._cool.seconds
 
     @property
     def whole_s(self) -> float:
-        """For how long samples have come and none of them told of a fatal fault."""
+        """Return how long samples have arrived without a fatal fault."""
         return self._whole.seconds
 
     def _heat(self) -> str:
-        """Say how it shows, in words that stay the same while it does."""
+        """Return the sign of heat, as a text that is stable while the sign lasts."""
         if sum(self._thermal) >= self._limits.hot_samples:
-            return "hot: slows down for its temperature"
-        return "hot: without margin" if self._tight.holds else "hot: slowed down by its board"
+            return "hot: thermal slowdown"
+        return "hot: no thermal margin" if self._tight.holds else "hot: slowdown by the board"
 
 
-def _told(sample: GpuSample) -> dict[Cause, Fault | None]:
-    """Return what a sample tells of each fatal cause: a fault (it says nothing if all is well), or None if nothing."""
+def _reported(sample: GpuSample) -> dict[Cause, Fault | None]:
+    """Return, for each fatal cause, the reported fault (without text if there is none), or None without a report."""
     action, errors, failed = sample.recovery_action, sample.ecc_uncorrected, sample.remap_failed
     xids = [xid for xid in sample.xids if xid in FATAL_XIDS]
     todo = "" if not action else f"the driver asks to {ACTIONS.get(action, f'take action {action}')}"
@@ -191,10 +189,10 @@ def _told(sample: GpuSample) -> dict[Cause, Fault | None]:
         else Fault(Cause.ECC, str(errors), f"{errors} uncorrected memory errors" if errors else ""),
         Cause.REMAP: None
         if failed is None
-        else Fault(Cause.REMAP, "", "a row of its memory failed and could not be replaced" if failed else ""),
+        else Fault(Cause.REMAP, "", "a memory row failed and could not be remapped" if failed else ""),
         Cause.XID: Fault(
             Cause.XID,
             ",".join(map(str, xids)),
-            f"error {', '.join(map(str, xids))} of the driver" if xids else "",
+            f"driver error (Xid) {', '.join(map(str, xids))}" if xids else "",
         ),
     }

@@ -1,8 +1,8 @@
-"""Which GPUs a new worker gets: the fit ones with the fewest workers, then with the most free memory. Pure.
+"""Placement: the GPUs of a new worker, with the fewest workers first, then the most free memory. Pure.
 
-A GPU is fit if something is known of it now, it is not cordoned, it is not full and not busy, and the memory that the
-worker takes is free on it beyond what others were promised. Where too few are fit there is a reason and no placement:
-a worker that is started all the same would fail, or make another one fail.
+A GPU is fit if it has a recent sample, is not cordoned, full or busy, and has the worker's memory free beyond all
+reservations. If too few are fit, the result is a reason instead of a placement: a worker started anyway would fail, or
+make another one fail.
 """
 
 import math
@@ -11,16 +11,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rolloutmq.schemas.orchestration import HardwareConfig
+from rolloutmq.schemas.config.orchestrator import HardwareConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What one worker process takes.
+class GpuRequest:
+    """GPU demand of one worker process.
 
     Attributes:
-        gpus: How many GPUs.
-        vram_bytes: Memory on each of them; 0 is the whole GPU, with nobody else on it.
+        gpus: Number of GPUs.
+        vram_bytes: Memory on each of them; 0 for the whole GPU, without other workers.
     """
 
     gpus: int = 0
@@ -28,20 +28,20 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What counts of one GPU.
+class Placement:
+    """Placement data of one GPU.
 
     Attributes:
-        fresh: A sample came lately, and the GPU answered.
+        fresh: It has a recent sample and responded.
         cordoned: It takes no new workers.
-        allowed: Workers may be put on it at all.
-        whole: It can be given to a process: it is not divided.
-        used_bytes, free_bytes, total_bytes, reserved_bytes: As the driver says; None if it does not.
-        busy_percent: Mean utilisation of late; NaN if the driver does not tell.
-        promised_bytes: Kept for workers that load.
-        claimed_bytes: What all workers on it may take.
-        workers: How many those are.
-        alone: One of them wants it for itself.
+        allowed: Workers may use it at all.
+        whole: A process can use all of it: it is not partitioned.
+        used_bytes, free_bytes, total_bytes, reserved_bytes: From the driver; None if unknown.
+        busy_percent: Recent mean utilization; NaN if unknown.
+        promised_bytes: Reserved for loading workers.
+        claimed_bytes: Total claims of its workers.
+        workers: Number of its workers.
+        alone: One of them has exclusive use.
     """
 
     uuid: str
@@ -61,7 +61,7 @@ class Place:
 
     @property
     def room_bytes(self) -> int:
-        """What can be promised now: free and kept for nobody, and within the memory beside all claims."""
+        """Return the bytes available to a new worker: free, unreserved, and within the memory beside all claims."""
         if self.free_bytes is None or self.total_bytes is None:
             return 0
         usable = self.total_bytes - (self.reserved_bytes or 0)
@@ -69,11 +69,11 @@ class Place:
 
 
 class Unfit(StrEnum):
-    """Why a GPU takes no worker, as it is said."""
+    """Reason why a GPU takes no worker, as text."""
 
-    NOT_ALLOWED = "not to be used"
+    NOT_ALLOWED = "not allowed"
     CORDONED = "cordoned"
-    SILENT = "not heard of lately"
+    SILENT = "without a recent sample"
     DIVIDED = "divided"
     TAKEN = "taken by other workers"
     FULL = "full"
@@ -83,15 +83,15 @@ class Unfit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NoGpu:
-    """No placement, and why."""
+    """Reason for the lack of a placement."""
 
     reason: str
 
 
-def unfit(need: Need, place: Place, limits: HardwareConfig) -> Unfit | None:
-    """Say why a GPU cannot take a worker, or None if it can."""
+def unfit(need: GpuRequest, place: Placement, limits: HardwareConfig) -> Unfit | None:
+    """Return why a GPU cannot take a worker, or None if it can."""
     used = 0.0 if not place.total_bytes or place.used_bytes is None else place.used_bytes / place.total_bytes
-    # What is not told keeps nobody away, but memory that must be there cannot be promised unseen.
+    # A missing value excludes no GPU, but memory cannot be reserved unseen.
     verdicts = (
         (Unfit.NOT_ALLOWED, not place.allowed),
         (Unfit.CORDONED, place.cordoned),
@@ -105,9 +105,9 @@ def unfit(need: Need, place: Place, limits: HardwareConfig) -> Unfit | None:
     return next((why for why, holds in verdicts if holds), None)
 
 
-def choose(need: Need, places: Iterable[Place], limits: HardwareConfig) -> tuple[str, ...] | NoGpu:
+def choose(need: GpuRequest, places: Iterable[Placement], limits: HardwareConfig) -> tuple[str, ...] | NoGpu:
     """Return the UUIDs for one worker, or why there are none."""
-    fit: list[Place] = []
+    fit: list[Placement] = []
     against: Counter[Unfit] = Counter()
     most = 0
     for place in places:
@@ -123,10 +123,10 @@ def choose(need: Need, places: Iterable[Place], limits: HardwareConfig) -> tuple
     return tuple(place.uuid for place in fit[: need.gpus])
 
 
-def _reason(need: Need, fit: int, against: Counter[Unfit], most: int) -> str:
+def _reason(need: GpuRequest, fit: int, against: Counter[Unfit], most: int) -> str:
     if not fit and not against:
-        return "no_gpu: none was heard of"
+        return "no_gpu: no GPU reported"
     parts = [f"{count} {why}" for why, count in against.most_common()]
     if against[Unfit.MEMORY]:
-        parts.append(f"{need.vram_bytes >> 20} MiB wanted, {most >> 20} MiB to be had")
-    return f"no_gpu: {fit} of {need.gpus} wanted; {', '.join(parts) or 'there are no more'}"
+        parts.append(f"{need.vram_bytes >> 20} MiB wanted, {most >> 20} MiB available")
+    return f"no_gpu: {fit} of {need.gpus} wanted; {', '.join(parts) or 'there are no others'}"

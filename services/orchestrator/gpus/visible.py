@@ -1,24 +1,24 @@
-"""Which GPUs workers may be put on: what the configuration names, out of what this process itself was given. Pure.
+"""GPUs that workers may use: the configured ones among those visible to this process. Pure.
 
-Whoever starts a run on a part of a host says so by CUDA_VISIBLE_DEVICES: by UUIDs, which may be cut short, or by
-indexes. NVML shows all GPUs whatever it says, so that it has to be heeded here. An index is taken as the driver's,
-which is CUDA's wherever the GPUs of a host are alike.
+CUDA_VISIBLE_DEVICES restricts a run to a part of a host, by UUID prefixes or by indexes. NVML shows all GPUs
+regardless, so the restriction is applied here. An index means the driver's order, which equals CUDA's if all GPUs of a
+host are alike.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from rolloutmq.schemas.telemetry import GpuSample
+from rolloutmq.schemas.wire.telemetry import GpuSample
 
 VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
 def allowing(use: Sequence[str], visible: str | None) -> Callable[[GpuSample], bool]:
-    """Return the test of a GPU.
+    """Return the predicate of usable GPUs.
 
     Args:
-        use: Beginnings of UUIDs; none means all.
-        visible: The variable as this process has it, or None if it is not set.
+        use: UUID prefixes; empty means all.
+        visible: CUDA_VISIBLE_DEVICES of this process, or None if unset.
     """
 
     def allowed(sample: GpuSample) -> bool:
@@ -29,7 +29,7 @@ def allowing(use: Sequence[str], visible: str | None) -> Callable[[GpuSample], b
 
 
 def is_visible(sample: GpuSample, visible: str) -> bool:
-    """Say whether CUDA would see the GPU; as in CUDA, what follows an entry that is none is not seen."""
+    """Return whether CUDA would see the GPU; as in CUDA, an invalid entry hides all that follow it."""
     for entry in (part.strip() for part in visible.split(",")):
         if entry.isdecimal():
             if int(entry) == sample.index:
@@ -42,11 +42,11 @@ def is_visible(sample: GpuSample, visible: str) -> bool:
 
 
 def value_of(uuids: Sequence[str]) -> str:
-    """Return the variable that gives a process these GPUs and no others."""
+    """Return the CUDA_VISIBLE_DEVICES value for exactly these GPUs."""
     return ",".join(uuids)
 
 
 def uuids_of(value: str | None) -> tuple[str, ...]:
-    """Return the GPUs that `value_of` gave a process; none if somebody else wrote it."""
+    """Return the GPUs in a value written by `value_of`; empty for any other value."""
     parts = tuple((value or "").split(","))
     return parts if all(part.startswith("GPU-") for part in parts) else ()

@@ -1,1 +1,1 @@
-"""A plant of workers, a queue and a trainer to try control laws on: seeded, and faster than time."""
+"""Simulation of workers, queue and trainer, to test controllers: seeded, and faster than real time."""

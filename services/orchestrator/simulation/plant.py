@@ -1,6 +1,6 @@
-"""The plant: workers that take time to start, a queue that integrates, a trainer that eats whole batches.
+"""The plant: workers with a start-up time, a queue that integrates, a trainer that consumes whole batches.
 
-Nothing here knows of a controller. Time goes in steps of `DT_S`; all that is random comes from one seed.
+The plant knows no controller. Time advances in steps of `DT_S`; all randomness comes from one seed.
 """
 
 import random
@@ -9,34 +9,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from rolloutmq.services.orchestrator.pressure import Crew
+from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
 
 DT_S: Final = 0.25
 DRAIN_S: Final = 3.0
-"""Mean time in which a worker that is told to go finishes what it has in hand."""
+"""Mean time a draining worker takes to finish its rollouts."""
 SPREAD: Final = 0.2
-"""Starts take that part longer or shorter."""
+"""Relative spread of start-up times."""
 IDLE_S: Final = 1.0
-"""A trainer that wants nothing looks again after so long."""
+"""Polling interval of a trainer without demand."""
 
 Demand = Callable[[float], float]
-"""Sequences a second that the trainer would eat, by time."""
+"""The trainer's demand in sequences per second, over time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """What a plant is like.
+class PlantParameters:
+    """Parameters of a plant.
 
     Attributes:
         start_s: Time from the start of a worker to its first rollout.
-        per_worker: Sequences a second that one makes by itself.
-        noise: Standard deviation of what one makes in a second, as a part of the mean.
-        shared: Sequences a second that all of them can make together, whatever they are many.
+        per_worker: Throughput of one worker alone, in sequences per second.
+        noise: Standard deviation of a worker's output per second, relative to the mean.
+        shared: Maximum throughput of all workers together, in sequences per second.
         batch: Sequences of one batch.
-        cap: Sequences that the queue holds; workers wait above it.
-        failures: Part of the starts that fail, when they are nearly over, and are tried again.
-        rollout_s: Time from the beginning of a rollout to its arrival.
-        outage: From when to when nothing is made, since what all workers need is away.
+        cap: Capacity of the queue in sequences; beyond it workers wait.
+        failures: Part of the starts that fail near their end and are repeated.
+        rollout_s: Time from the start of a rollout to its arrival.
+        outage: Start and end of an outage of a shared dependency, without any output.
     """
 
     start_s: float = 20.0
@@ -51,9 +51,11 @@ class Site:
 
 
 class Plant:
-    """A plant at work."""
+    """A running plant."""
 
-    def __init__(self, site: Site, demand: Demand, seed: int, ready: int = 0, level: float = 0.0) -> None:
+    def __init__(
+        self, site: PlantParameters, demand: Demand, seed: int, ready: int = 0, level: float = 0.0
+    ) -> None:
         self.site = site
         self.now = 0.0
         self.level = level
@@ -64,31 +66,31 @@ class Plant:
         self.trainer_waited_s = 0.0
         self.workers_waited_s = 0.0
         self.moved = 0
-        """Workers started and sent away, in all."""
+        """Workers started and removed, in total."""
         self._demand = demand
         self._random = random.Random(seed)
         self._starting: list[float] = []
-        """When each of those that start will be ready."""
+        """Ready times of the starting workers."""
         self._draining: list[float] = []
         self._busy_until = 0.0
         self._in_hand = 0
-        """Sequences of the batch that is trained."""
+        """Sequences of the batch in training."""
         self._under_way: deque[tuple[float, float]] = deque()
-        """When how many sequences arrive that were begun."""
+        """Arrival times and sizes of running rollouts."""
         self._begun = 0.0
-        """Their sum."""
+        """Their total."""
 
     @property
-    def crew(self) -> Crew:
-        return Crew(self.ready, len(self._starting), len(self._draining))
+    def crew(self) -> WorkerCounts:
+        return WorkerCounts(self.ready, len(self._starting), len(self._draining))
 
     @property
     def workers(self) -> int:
-        """Those that are there or on their way."""
+        """Return the workers that are running or starting."""
         return self.ready + len(self._starting)
 
     def scale(self, target: int) -> None:
-        """Start or send away workers until there are so many; those that are not ready yet go first."""
+        """Start or remove workers to reach the target; starting ones go first."""
         change = target - self.workers
         self.moved += abs(change)
         for _ in range(change):
@@ -102,7 +104,7 @@ class Plant:
                 self._draining.append(self.now + ends_s)
 
     def advance(self) -> None:
-        """Let one step of time pass."""
+        """Advance by one time step."""
         self.now += DT_S
         self._begin_and_end()
         self._make()

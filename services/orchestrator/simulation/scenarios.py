@@ -1,22 +1,22 @@
-"""The scenarios that a control law must stand: what changes, what is lost, what fails, for slow starts and fast."""
+"""Scenarios for controllers: changes of demand, lost updates and failures, with slow and fast worker starts."""
 
 import bisect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from rolloutmq.services.orchestrator.simulation.plant import Demand, Site
+from rolloutmq.services.orchestrator.simulation.plant import Demand, PlantParameters
 from rolloutmq.services.orchestrator.simulation.trial import Scenario
 
 STARTS_S: Final = (2.0, 20.0, 60.0)
 LOW, HIGH, AFTER = 40.0, 80.0, 20.0
-"""Sequences a second: before the first step, after it, and after the second."""
+"""Demand in sequences per second: before the first step, after it, and after the second."""
 STEADY: Final = 39.0
-"""What twenty workers make, less a little: with nothing to spare every queue runs empty sooner or later."""
+"""Slightly less than the throughput of twenty workers: without spare capacity every queue runs empty eventually."""
 
 
 def steps(*parts: tuple[float, float]) -> Demand:
-    """Return a demand that is constant from each time on: pairs of time and sequences a second."""
+    """Return a piecewise constant demand from pairs of time and sequences per second."""
     times = [at for at, _ in parts]
 
     def demand(at: float) -> float:
@@ -26,7 +26,7 @@ def steps(*parts: tuple[float, float]) -> Demand:
 
 
 def ramp(begin: float, end: float, low: float, high: float) -> Demand:
-    """Return a demand that grows evenly from one time to another."""
+    """Return a demand that grows linearly from one time to another."""
 
     def demand(at: float) -> float:
         part = min(max((at - begin) / (end - begin), 0.0), 1.0)
@@ -36,18 +36,18 @@ def ramp(begin: float, end: float, low: float, high: float) -> Demand:
 
 
 def square(half_s: float, low: float, high: float) -> Demand:
-    """Return a demand that is high and low in turns."""
+    """Return a demand that alternates between high and low."""
     return lambda at: high if int(at / half_s) % 2 else low
 
 
 def trace(rows: Sequence[tuple[float, float]]) -> Demand:
-    """Return a demand as somebody recorded it, constant from each row to the next."""
+    """Return a recorded demand, constant from each row to the next."""
     return steps(*rows)
 
 
 def all_scenarios(start_s: float) -> list[Scenario]:
-    """Return the scenarios for workers that take so long to start."""
-    site = Site(start_s=start_s)
+    """Return the scenarios for workers with this start-up time."""
+    site = PlantParameters(start_s=start_s)
     two = steps((0.0, LOW), (600.0, HIGH), (1200.0, AFTER))
     step = Scenario("step", two, site, (0.0, 600.0, 1200.0))
     return [

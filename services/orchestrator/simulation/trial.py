@@ -1,7 +1,7 @@
-"""One control law on one plant: what happens to it, and what it comes to. Seeded; the same again gives the same.
+"""One trial: a controller on a plant under a scenario, and its outcome. Deterministic for a seed.
 
-News can be lost, the telemetry can go dark, the controller can be started anew, and its clock can jump; the law sees no
-more of that than it would see in a run.
+Updates can be lost, telemetry can go dark, the controller can restart, and its clock can jump; the controller sees no
+more than it would in a run.
 """
 
 import bisect
@@ -11,40 +11,40 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from rolloutmq.services.orchestrator.pressure import PressureSample
-from rolloutmq.services.orchestrator.simulation.plant import DT_S, Demand, Plant, Site
+from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
+from rolloutmq.services.orchestrator.simulation.plant import DT_S, Demand, Plant, PlantParameters
 
 TICK_S: Final = 1.0
 GROUP: Final = 8
 LAST_NEWS_S: Final = 4.0
-"""So long a law may act on what it heard before it got dark."""
+"""Time after the start of darkness during which a controller may act on earlier updates."""
 BAND: Final = 0.1
-"""Settled is within that part of the ideal, or one worker."""
+"""Settling tolerance, relative to the ideal; at least one worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What a law is tried on.
+    """Test scenario of a controller.
 
     Attributes:
         name: Short name.
-        site: The plant.
-        demand: What the trainer would eat, by time.
-        changes: When the demand changes to something else that lasts; the first is the beginning.
-        lasts_s: Length.
+        site: Parameters of the plant.
+        demand: The trainer's demand over time.
+        changes: Times of lasting changes of the demand; the first is the start.
+        lasts_s: Duration.
         min_workers, max_workers: Bounds.
-        loss: Part of the ticks that hear nothing new.
-        dark: From when to when nothing is heard at all.
-        unseen_s: How long nobody can see a change: while it is dark, or until the trainer has ended one step of the
-            old kind and one of the new. The law has as much longer to follow.
-        restart_at: When the controller is started anew.
-        jump: When its clock jumps, and by how much.
-        ready: Workers that are at work in the beginning, with `queued` batches before them.
+        loss: Part of the ticks without an update.
+        dark: Start and end of a time without any update.
+        unseen_s: Time during which a change is invisible: while dark, or until the trainer has completed one step
+            before and one after the change. The settling limit grows by it.
+        restart_at: Time of a controller restart.
+        jump: Time and size of a clock jump.
+        ready: Workers running at the start, with `queued` batches in the queue.
     """
 
     name: str
     demand: Demand
-    site: Site = field(default_factory=Site)
+    site: PlantParameters = field(default_factory=PlantParameters)
     changes: tuple[float, ...] = (0.0,)
     lasts_s: float = 1800.0
     min_workers: int = 1
@@ -59,40 +59,40 @@ class Scenario:
 
     @property
     def steps_twice(self) -> bool:
-        """Whether the demand steps up and down again, and what is promised for that holds."""
+        """Return whether the demand steps up and down again, so that the limits for this case apply."""
         return len(self.changes) == 3
 
     def ideal(self, at: float) -> int:
-        """Return how many workers would do at that time, of as many as help."""
+        """Return the ideal number of workers at a time, up to the number that adds throughput."""
         useful = math.ceil(min(self.demand(at), self.site.shared) / self.site.per_worker - 1e-9)
         return min(max(useful, self.min_workers), self.max_workers)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a trial came to; times in seconds."""
+    """Outcome of a trial; times in seconds."""
 
     settle_s: list[float]
-    """After each change of the demand, until the workers are as many as they should be and stay so."""
+    """Settling time after each change of the demand."""
     peak: int = 0
     flips: int = 0
     """Changes of direction."""
     actions: int = 0
     moves: int = 0
-    """Workers started and sent away."""
+    """Workers started and removed."""
     starved_s: float = 0.0
     blocked_s: float = 0.0
-    """Time of workers that waited, by worker."""
+    """Waiting time of workers, summed over workers."""
     downs_in_the_dark: int = 0
     outside: int = 0
-    """Decisions beyond the bounds."""
+    """Decisions outside the bounds."""
     reasons: list[tuple[float, int, str]] = field(default_factory=list)
-    """Each action: time, target and why."""
+    """Actions: time, target and reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """How it is at one tick; `ideal` is how many workers would do."""
+class TrialSample:
+    """State at one tick; `ideal` is the ideal number of workers."""
 
     at: float
     ideal: int
@@ -104,9 +104,9 @@ Make = Callable[[Scenario], Any]
 
 
 def try_out(
-    scenario: Scenario, make: Make, seed: int, watch: Callable[[Moment], None] | None = None
+    scenario: Scenario, make: Make, seed: int, watch: Callable[[TrialSample], None] | None = None
 ) -> Outcome:
-    """Run a scenario with a law that `make` makes; `watch` is told of every tick."""
+    """Run a scenario with the controller that `make` returns; `watch` is called at every tick."""
     site = scenario.site
     plant = Plant(site, scenario.demand, seed, scenario.ready, scenario.queued * site.batch)
     chance = random.Random(seed + 1_000_003)
@@ -145,7 +145,7 @@ def try_out(
         out.peak = max(out.peak, plant.workers)
         _note_settling(scenario, out, plant)
         if watch is not None:
-            watch(Moment(plant.now, scenario.ideal(plant.now), plant.ready, plant.level / site.batch))
+            watch(TrialSample(plant.now, scenario.ideal(plant.now), plant.ready, plant.level / site.batch))
     out.moves = plant.moved
     out.starved_s, out.blocked_s = plant.trainer_waited_s, plant.workers_waited_s
     return out
@@ -170,7 +170,7 @@ def _with_crew(sample: PressureSample, plant: Plant, heard_at: float) -> Pressur
 
 
 def _note_settling(scenario: Scenario, out: Outcome, plant: Plant) -> None:
-    """Note that the workers are not as many as they should be since the last change of the demand."""
+    """Record that the worker count is still outside the tolerance since the last change of the demand."""
     ideal = scenario.ideal(plant.now)
     if abs(plant.ready - ideal) > max(1.0, BAND * ideal):
         change = bisect.bisect_right(scenario.changes, plant.now) - 1

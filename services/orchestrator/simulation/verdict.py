@@ -1,4 +1,4 @@
-"""What trials of one law on one scenario came to, over the seeds, and whether that is good enough. Pure."""
+"""Verdict on the trials of one controller in one scenario, over all seeds, against fixed limits. Pure."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,19 +9,19 @@ from typing import Final
 from rolloutmq.services.orchestrator.simulation.trial import Outcome, Scenario
 
 FLIPS: Final = 12
-"""Most changes of direction where the demand steps twice in half an hour."""
+"""Maximum changes of direction if the demand steps twice in half an hour."""
 PEAK: Final = 1.2
-"""Most workers, in times of the most that were ever needed; one more than those is never too many."""
+"""Maximum workers, relative to the largest ideal count; one worker more is always allowed."""
 MOVES: Final = 2.0
-"""Most workers started and sent away, in times of the fewest possible."""
+"""Maximum of workers started and removed, relative to the minimum possible."""
 STARTS: Final = 3.0
 REST_S: Final = 30.0
-"""A change of the demand is followed within so many times of a start, and that, from when it can be seen."""
+"""Settling limit, relative to the start-up time, from the moment a change is visible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure over the seeds."""
+    """Median and worst of a figure over the seeds."""
 
     median: float
     worst: float
@@ -29,14 +29,14 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Figures of one law on one scenario; times in seconds.
+    """Figures of one controller in one scenario; times in seconds.
 
     Attributes:
-        ideal: Most workers that the demand ever needs.
-        least_moves: Fewest that can be started and sent away.
-        settle_s: For each lasting change of the demand, the beginning being the first: until the workers are as many
-            as it needs, to one worker or a tenth, and stay so.
-        broken: Which bounds do not hold for the worst seed.
+        ideal: Largest ideal number of workers.
+        least_moves: Minimum number of workers to start and remove.
+        settle_s: For each lasting change of the demand, the first being the start: time until the worker count stays
+            within one worker or a tenth of the ideal.
+        broken: Limits exceeded by the worst seed.
     """
 
     scenario: str
@@ -56,7 +56,7 @@ class Verdict:
 
 
 def judged(scenario: Scenario, law: str, outcomes: Sequence[Outcome]) -> Verdict:
-    """Sum up the trials of one law, one for each seed."""
+    """Summarize the trials of one controller, one for each seed."""
 
     def over(of: Callable[[Outcome], float]) -> Figure:
         found = [of(one) for one in outcomes]
@@ -79,7 +79,7 @@ def judged(scenario: Scenario, law: str, outcomes: Sequence[Outcome]) -> Verdict
         checks["moves"] = moves.worst <= MOVES * least
         limit = STARTS * scenario.site.start_s + REST_S + scenario.unseen_s
         checks["settle"] = all(figure.worst <= limit for figure in settle_s[1:])
-    # An outage empties the queue: to fill it again is no restlessness. That nobody overdoes it is the peak.
+    # An outage empties the queue, and refilling it is legitimate. The limit on the peak covers overshoot.
     if not least and math.isinf(scenario.site.outage[0]):
         checks["no action"] = actions.worst == 0
     return Verdict(
@@ -101,7 +101,7 @@ def judged(scenario: Scenario, law: str, outcomes: Sequence[Outcome]) -> Verdict
 
 
 def _needs(scenario: Scenario) -> tuple[int, int]:
-    """Return the most workers that are ever needed, and the fewest moves that follow the demand."""
+    """Return the largest ideal count, and the minimum moves that follow the demand."""
     ideals = [scenario.ideal(float(at)) for at in range(int(scenario.lasts_s))]
     now = max(scenario.ready, scenario.min_workers)
     least = sum(abs(after - before) for before, after in zip([now, *ideals], ideals, strict=False))

@@ -1,4 +1,4 @@
-"""A broker core with a clock of its own, and peers that say the shortest thing that works."""
+"""A test bench: a broker core with a clock of its own, and peers with the shortest valid messages."""
 
 from collections.abc import Iterable
 from itertools import count
@@ -6,61 +6,62 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from rolloutmq.bus.codec import checksum
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.control import GetStatus, Pressure, StatusReply
-from rolloutmq.schemas.delivery import (
-    Ack,
-    Batch,
-    ConsumerBeat,
-    ConsumerRegistered,
-    DeclareTables,
-    ErrorReply,
-    NoBatch,
-    Ok,
-    Pull,
-    RegisterConsumer,
-    Registered,
-    RegisterProducer,
-    Request,
-    Settle,
-    Settled,
-    Sync,
-)
-from rolloutmq.schemas.envelope import (
+from rolloutmq.bus.encoding.codec import checksum
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import DroppedGroup
+from rolloutmq.schemas.wire.control import GetStatus, Pressure, StatusReply
+from rolloutmq.schemas.wire.envelope import (
     ColumnSpec,
     ColumnTable,
     Dtype,
     Envelope,
+    ErrorCode,
     GroupHeader,
     PolicyVersion,
     RewardSummary,
     Split,
 )
-from rolloutmq.schemas.errors import ErrorCode
-from rolloutmq.schemas.records import DroppedGroup
+from rolloutmq.schemas.wire.replies import (
+    Ack,
+    Batch,
+    ConsumerRegistered,
+    ErrorReply,
+    NoBatch,
+    Ok,
+    Registered,
+    Settled,
+)
+from rolloutmq.schemas.wire.requests import (
+    ConsumerBeat,
+    DeclareTables,
+    Pull,
+    RegisterConsumer,
+    RegisterProducer,
+    Request,
+    Settle,
+    Sync,
+)
 from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply
 from rolloutmq.services.broker.core import BrokerCore
-from rolloutmq.services.broker.groups import StoredGroup
-from rolloutmq.services.broker.journal.body import Body, Frames
-from rolloutmq.services.broker.journal.facts import (
+from rolloutmq.services.broker.journal.format.events import (
     Accepted,
-    ConsumerItem,
-    Fact,
-    GroupItem,
-    KeptItem,
-    LaneItem,
-    RunItem,
-    SessionItem,
+    ConsumerSnapshot,
+    Event,
+    GroupSnapshot,
+    LaneSnapshot,
+    RetainedBatchSnapshot,
+    RunSnapshot,
+    SessionSnapshot,
     Table,
     Told,
 )
-from rolloutmq.services.broker.journal.packing import AnyFact, decode_facts, encode
+from rolloutmq.services.broker.journal.format.events_codec import AnyEvent, decode_events, encode
+from rolloutmq.services.broker.journal.stored_group import Frames, GroupBody, StoredGroup
 
 TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1), ColumnSpec("scores", Dtype.F64, 0)))
 WALL = 1_700_000_000.0
-SHADOWED_FACTS = 150
-"""With more facts than that, a restart is no longer tried after every step."""
+SHADOWED_EVENTS = 150
+"""Beyond this many events, a restart is no longer tried after every step."""
 M = TypeVar("M")
 
 
@@ -71,7 +72,7 @@ def config(
     trainer: dict[str, Any] | None = None,
     **environments: dict[str, Any],
 ) -> RunConfig:
-    """A configuration; environments are given by name, with `entry` filled in. Pacing is off unless asked for."""
+    """Return a configuration; environments are given by name, with `entry` filled in. Pacing is off by default."""
     usual = {"entry": "a:B", "group_size": 4, "pacing": False}
     return RunConfig.model_validate(
         {
@@ -130,7 +131,7 @@ def stored(order: int, sequences: int = 4, *, tokens: int = 0, env: str = "e") -
         producer="p",
         session=1,
         table=TABLE,
-        body=Body((b"",), 100),
+        body=GroupBody((b"",), 100),
         accepted_at=0.0,
         accepted_wall=WALL,
         order=order,
@@ -157,7 +158,7 @@ class Peer:
         return header(self.seq, self.position, **given)
 
     def deliver(self, head: GroupHeader, **changed: Any) -> list[Action]:
-        """Send a group, whether or not there is credit."""
+        """Send a group, with or without credit."""
         envelope = Envelope(
             version=1,
             producer=changed.get("producer", self.name),
@@ -181,31 +182,31 @@ class Peer:
         return self.bench.ask(request, Ack)
 
 
-class Memory:
-    """A journal that forgets nothing: a snapshot, the facts after it, and every body."""
+class MemoryJournal:
+    """A journal in memory: a snapshot, the events after it, and every body."""
 
     def __init__(self) -> None:
-        self.facts: list[Fact] = []
+        self.events: list[Event] = []
         self.bodies: dict[int, Frames] = {}
 
-    def write(self, entries: Iterable[StoredGroup | Fact]) -> None:
+    def write(self, entries: Iterable[StoredGroup | Event]) -> None:
         for entry in entries:
             if isinstance(entry, StoredGroup):
                 if entry.body.load():
                     self.bodies[entry.order] = entry.body.own_frames
-                self.facts.append(entry.accepted())
+                self.events.append(entry.accepted())
             else:
-                self.facts.append(entry)
+                self.events.append(entry)
 
-    def body(self, fact: Accepted) -> Body:
-        return Body(self.bodies.get(fact.order), fact.header.nbytes)
+    def body(self, event: Accepted) -> GroupBody:
+        return GroupBody(self.bodies.get(event.order), event.header.nbytes)
 
     def table(self, _: Accepted) -> None:
-        """Know no table but those that the facts declare."""
+        """Return None: the events declare every table."""
 
-    def read(self) -> list[AnyFact]:
-        """Return the facts as they come back from disk."""
-        return list(decode_facts(encode(self.facts)))
+    def read(self) -> list[AnyEvent]:
+        """Return the events, encoded and decoded once."""
+        return list(decode_events(encode(self.events)))
 
 
 class Bench:
@@ -214,9 +215,9 @@ class Bench:
     def __init__(self, settings: RunConfig | None = None, epoch: int = 1) -> None:
         self.settings = settings or config(e={})
         self.core = BrokerCore(self.settings, epoch=epoch)
-        self.journal = Memory()
+        self.journal = MemoryJournal()
         self.shadowed = True
-        """Whether each step is followed by a look at what a restart would make of it."""
+        """Whether each step is compared with the state after a restart."""
         self.now = 100.0
         self.dropped: list[DroppedGroup] = []
         self.published: list[Publish] = []
@@ -226,9 +227,9 @@ class Bench:
 
     def _done(self, actions: list[Action]) -> list[Action]:
         self.core.validate()
-        entries = self.core.facts()
+        entries = self.core.events()
         self.journal.write(entries)
-        if self.shadowed and entries and len(self.journal.facts) < SHADOWED_FACTS:
+        if self.shadowed and entries and len(self.journal.events) < SHADOWED_EVENTS:
             self.compare(self.reborn())
         for action in actions:
             if isinstance(action, Dropped):
@@ -238,14 +239,16 @@ class Bench:
         return actions
 
     def reborn(self, settings: RunConfig | None = None) -> "Bench":
-        """Return what the next life of this broker would be, were it killed now."""
+        """Return the next life of this broker, as after a kill now."""
         later = Bench(settings or self.settings, epoch=self.core._state.epoch + 1)
         later.now, later.journal, later.shadowed = self.now, type(self.journal)(), self.shadowed
         later._requests = self._requests
         problems = later.core.restore(self.journal.read(), self.journal, self.now, WALL)
         assert not problems, problems
         later.core.validate()
-        later.journal.facts = [item[0] if isinstance(item, tuple) else item for item in later.core.snapshot()]
+        later.journal.events = [
+            item[0] if isinstance(item, tuple) else item for item in later.core.snapshot()
+        ]
         later.journal.bodies = self.journal.bodies
         return later
 
@@ -255,23 +258,23 @@ class Bench:
         self.core, self.journal = later.core, later.journal
 
     def order(self, group_id: str) -> int:
-        """Return the number of the acceptance of a group that still exists."""
+        """Return the order of a group that still exists."""
         groups = (item[0].accepted for item in self.core.snapshot() if isinstance(item, tuple))
         return next(group.order for group in groups if group.header.group_id == group_id)
 
     def waiting(self) -> list[str]:
-        """Return the ids of all groups that are queued or leased, or come again, in the order of acceptance."""
+        """Return the ids of all groups queued, leased or rewound, in the order of acceptance."""
         kept: set[int] = set()
         found: dict[int, str] = {}
         for item in self.core.snapshot():
             if isinstance(item, tuple):
                 found[item[0].accepted.order] = item[0].accepted.header.group_id
-            elif isinstance(item, KeptItem):
+            elif isinstance(item, RetainedBatchSnapshot):
                 kept.update(order for rank in item.shards for order in rank)
         return [name for order, name in sorted(found.items()) if order not in kept]
 
     def compare(self, later: "Bench") -> None:
-        """Assert that a restart changes nothing that counts, twice over."""
+        """Assert that a restart keeps the durable state, twice over."""
         now = lasting(self)
         for restored in (lasting(later), lasting(later.reborn())):
             made_up = [item for item in restored if item not in now]
@@ -291,12 +294,12 @@ class Bench:
         return actions
 
     def send(self, request: Request, route: tuple[bytes, ...] = ()) -> list[Reply]:
-        """Make a request; return every reply that it caused."""
+        """Make a request; return every reply it caused."""
         actions = self._done(self.core.request(route, request, self.now, WALL))
         return [action for action in actions if isinstance(action, Reply)]
 
     def ask(self, request: Request, kind: type[M]) -> M:
-        """Make a request that is answered at once, and check the kind of its answer."""
+        """Make a request with an immediate reply, and check the kind of the reply."""
         route = (b"ask %d" % next(self._requests),)
         replies = self.send(request, route)
         self.late += [reply for reply in replies if reply.route != route]
@@ -340,14 +343,14 @@ class Bench:
         return got
 
     def wait(self, step: int = 0, sequences: int = 8, **given: Any) -> list[Reply]:
-        """Pull and wait for a long time; returns what was answered at once."""
+        """Pull and wait for a long time; return the immediate replies."""
         return self._wait(Pull(**_pull(step, sequences, next(self._requests), given)))
 
     def _wait(self, pull: Pull) -> list[Reply]:
         return self.send(pull, (b"wait", pull.request_id.encode()))
 
     def settle(self, batch: Batch, *, no_signal: bool = False, **given: Any) -> Settled:
-        """Settle a whole part as trained, or as filtered without a step."""
+        """Settle a whole shard as trained, or as filtered without a step."""
         given.setdefault("consumer", "c")
         given.setdefault("version", PolicyVersion(0, batch.step + (not no_signal)))
         given.setdefault("filtered" if no_signal else "trained", ids(batch))
@@ -371,22 +374,22 @@ class Bench:
         return self.ask(GetStatus(), StatusReply)
 
 
-def lasting(bench: Bench) -> list[Fact]:
-    """Return the state of a core without what a restart may forget."""
-    found: list[Fact] = []
+def lasting(bench: Bench) -> list[Event]:
+    """Return the state of a core without the parts a restart may forget."""
+    found: list[Event] = []
     for item in bench.core.snapshot():
         match item:
-            case (GroupItem() as group, Body()):
+            case (GroupSnapshot() as group, GroupBody()):
                 found.append(group)
-            case LaneItem():
+            case LaneSnapshot():
                 found.append(replace(item, carry=0.0))
-            case SessionItem():
+            case SessionSnapshot():
                 found.append(replace(item, abandoned=0, draining=False))
-            case RunItem():
+            case RunSnapshot():
                 found.append(replace(item, pulled=0, pulled_tokens=0, recent=(), resumed=()))
-            case ConsumerItem() | Table() | Told():
+            case ConsumerSnapshot() | Table() | Told():
                 continue
-            case Fact():
+            case Event():
                 found.append(item)
     return found
 

@@ -1,12 +1,12 @@
-"""What the broker tells of what trainers eat and workers make: counters that only grow."""
+"""Counters of trainer demand and worker supply: they only grow."""
 
 import pytest
 from tests.services.broker.bench import Bench, config
 
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.control import LaneStatus, WorkerBeat, WorkerBeatReply, WorkerState
-from rolloutmq.schemas.delivery import Rejected
-from rolloutmq.schemas.envelope import Split
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.wire.control import LaneStatus, WorkerBeat, WorkerBeatReply, WorkerState
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.replies import Rejected
 
 
 def lane(bench: Bench) -> LaneStatus:

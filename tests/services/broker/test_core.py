@@ -5,9 +5,10 @@ import msgspec
 import pytest
 from tests.services.broker.bench import TABLE, WALL, Bench, config, header, ids
 
-from rolloutmq.schemas import delivery
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.control import (
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import Endpoints
+from rolloutmq.schemas.wire import requests
+from rolloutmq.schemas.wire.control import (
     Disconnect,
     LatestExample,
     LatestExampleReply,
@@ -17,28 +18,20 @@ from rolloutmq.schemas.control import (
     SetWorkers,
     Shutdown,
 )
-from rolloutmq.schemas.delivery import (
-    Ack,
+from rolloutmq.schemas.wire.envelope import Envelope, ErrorCode, PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import Ack, ErrorReply, InfoReply, NoBatch, Ok, Registered, RunInfo
+from rolloutmq.schemas.wire.requests import (
     Commit,
     ConsumerBeat,
     DeclareTables,
-    ErrorReply,
     GetInfo,
-    InfoReply,
-    NoBatch,
-    Ok,
     Pull,
     RegisterConsumer,
-    Registered,
     RegisterProducer,
     Release,
-    RunInfo,
     Sync,
 )
-from rolloutmq.schemas.envelope import Envelope, PolicyVersion, Split
-from rolloutmq.schemas.errors import ErrorCode
-from rolloutmq.schemas.records import Endpoints
-from rolloutmq.schemas.tasks import AwaitTasks, TakeTasks
+from rolloutmq.schemas.wire.tasks import AwaitTasks, TakeTasks
 from rolloutmq.services.broker.actions import Publish
 from rolloutmq.services.broker.core import BrokerCore
 
@@ -428,7 +421,7 @@ def test_too_many_environments_are_refused() -> None:
 BIG = 1 << 62
 
 
-def noise(rng: random.Random) -> list[delivery.Request]:
+def noise(rng: random.Random) -> list[requests.Request]:
     """Requests that decode and mean nothing."""
     name = rng.choice("pqcd")
     number = rng.choice([0, 1, 2, (1 << 20) + 1, BIG])
@@ -437,7 +430,7 @@ def noise(rng: random.Random) -> list[delivery.Request]:
         RegisterProducer(producer=name, env="e", run=rng.choice(["run", "x"]), resume_session=number),
         DeclareTables(producer=name, session=number, tables=(TABLE,) * rng.randrange(3)),
         Sync(producer=name, session=number, abandoned=number),
-        delivery.Goodbye(producer=name, session=number, produced=number, abandoned=number),
+        requests.Goodbye(producer=name, session=number, produced=number, abandoned=number),
         RegisterConsumer(
             consumer=name,
             rank=rng.randrange(3),
@@ -455,7 +448,7 @@ def noise(rng: random.Random) -> list[delivery.Request]:
             request_id=rng.choice("ab"),
             wait_s=rng.choice([0.0, 5.0, float("inf")]),
         ),
-        delivery.Settle(consumer=name, lease=rng.randrange(5), generation=rng.randrange(9), version=version),
+        requests.Settle(consumer=name, lease=rng.randrange(5), generation=rng.randrange(9), version=version),
         Commit(consumer=name, version=version),
         Release(consumer=name),
         ConsumerBeat(consumer=name, progress=number),
@@ -484,4 +477,4 @@ def test_noise_never_raises_and_is_always_answered() -> None:
 def test_every_kind_of_request_has_its_answer() -> None:
     bench = Bench()
     late = {Pull, LatestExample, Requeue, TakeTasks, AwaitTasks}
-    assert set(get_args(delivery.Request)) == set(bench.core._handlers) | late
+    assert set(get_args(requests.Request)) == set(bench.core._handlers) | late

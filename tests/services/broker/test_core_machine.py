@@ -14,21 +14,11 @@ from hypothesis.stateful import (
 )
 from tests.services.broker.bench import TABLE, Bench, Peer, config, header, ids
 
-from rolloutmq.schemas.control import Drain
-from rolloutmq.schemas.delivery import (
-    Ack,
-    Batch,
-    Commit,
-    DeclareTables,
-    Goodbye,
-    Ok,
-    Registered,
-    RegisterProducer,
-    Rejected,
-    Settle,
-)
-from rolloutmq.schemas.envelope import GroupHeader, PolicyVersion, Split
-from rolloutmq.services.broker.journal.facts import KeptItem
+from rolloutmq.schemas.wire.control import Drain
+from rolloutmq.schemas.wire.envelope import GroupHeader, PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import Ack, Batch, Ok, Registered, Rejected
+from rolloutmq.schemas.wire.requests import Commit, DeclareTables, Goodbye, RegisterProducer, Settle
+from rolloutmq.services.broker.journal.format.events import RetainedBatchSnapshot
 
 BATCH = 8
 LAST_CHANCE = 3
@@ -135,7 +125,7 @@ class Producer:
         self.transmit()
 
     def transmit(self) -> None:
-        """Put on the wire what has credit and is not on it."""
+        """Send the groups with credit."""
         assert self.ack is not None
         under_way = {head.group_id for session, head in self.wire if session == self.session}
         for head in self.spool.values():
@@ -164,13 +154,13 @@ class Machine(RuleBasedStateMachine):
         self.batch: Batch | None = None
         self.step = self.committed = 0
         self.trained: dict[str, int] = {}
-        """Groups that the living weights learned from, with the step after."""
+        """Groups the living weights learned from, with the step after."""
         self.filtered: set[str] = set()
         self.ended: set[str] = set()
         self.history: list[tuple[int, tuple[str, ...]]] = []
         """Settled batches since the last commit, as (version after, ids that survive)."""
         self.expected: list[tuple[str, ...]] = []
-        """Batches that must come again, in this order."""
+        """Batches to redeliver, in this order."""
         self.failures: Counter[str] = Counter()
         self.generation = self.bench.consumer()
 
@@ -178,7 +168,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(lost=st.booleans())
     def restart(self, lost: bool) -> None:
-        """The broker is killed and comes back; what was on its way may be lost."""
+        """Kill and restart the broker; messages under way may be lost."""
         self.bench.restart()
         for producer in self.producers:
             if lost:
@@ -293,7 +283,7 @@ class Machine(RuleBasedStateMachine):
         if kept:
             self.history.append((after if split["t"] else -after, kept))
         if self.bench.core._state.ledger.forgotten:  # Of a trainer without checkpoints, only so much is kept.
-            kept_now = sum(isinstance(item, KeptItem) for item in self.bench.core.snapshot())
+            kept_now = sum(isinstance(item, RetainedBatchSnapshot) for item in self.bench.core.snapshot())
             del self.history[: len(self.history) - kept_now]
         self.batch = None
 
@@ -319,7 +309,7 @@ class Machine(RuleBasedStateMachine):
             self.expected[len(again) - 1 : len(again)] = self.lost_again()
         self.generation = self.bench.consumer(resume=PolicyVersion(0, self.committed))
         taken = {group_id for kept in again for group_id in kept}
-        # What the broker forgot, since no checkpoint ever came, stays trained.
+        # Forgotten groups, without a checkpoint, stay trained.
         self.trained = {g: n for g, n in self.trained.items() if n <= self.committed or g not in taken}
         self.filtered -= taken
         self.history.clear()
@@ -361,7 +351,7 @@ class Machine(RuleBasedStateMachine):
         self.batch = None
 
     def lost_again(self) -> list[tuple[str, ...]]:
-        """Count a failure of the batch; return it as it comes again: apart, if one more would end a group."""
+        """Count a failure of the batch; return it as it is redelivered: split, if one more would end a group."""
         assert self.batch is not None
         groups = ids(self.batch)
         self.failures.update(groups)

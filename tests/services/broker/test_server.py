@@ -1,4 +1,4 @@
-"""A whole broker on real sockets: groups travel, strangers do no harm, an end loses nothing."""
+"""A whole broker on real sockets: groups are delivered, strangers do no harm, an orderly end loses nothing."""
 
 import errno
 import os
@@ -7,56 +7,65 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 import zmq
+from tests.services.broker.journal.handmade import flip
+from tests.services.broker.journal.other_versions import OTHERS, as_version, listing
 
-from rolloutmq.bus import codec, endpoint, sockets, topics
-from rolloutmq.bus.client import BlockingClient
-from rolloutmq.bus.events import BlockingSubscriber
+from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.config import BrokerConfig, EnvironmentConfig, RunConfig
-from rolloutmq.schemas.control import GetStatus, Pressure, Shutdown, StatusReply
-from rolloutmq.schemas.delivery import (
-    Ack,
-    Batch,
-    ConsumerRegistered,
-    DeclareTables,
-    Durability,
-    GetInfo,
-    InfoReply,
-    Ok,
-    Pull,
-    RegisterConsumer,
-    Registered,
-    RegisterProducer,
-    Reply,
-    Settle,
-    Settled,
-    Sync,
-)
-from rolloutmq.schemas.envelope import (
-    PROTOCOL_VERSION,
-    Envelope,
-    PolicyVersion,
-    Split,
-)
+from rolloutmq.bus.transport import endpoint, sockets
+from rolloutmq.bus.transport.pubsub import BlockingSubscriber
+from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.schemas.config.broker import BrokerConfig
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import (
     AddressInUseError,
     BrokerUnavailableError,
     ConfigError,
     JournalFailedError,
+    RecordVersionError,
+    RefusedError,
 )
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import Endpoints
-from rolloutmq.schemas.training import TrainerConfig
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.process import PERMANENT_FAILURE
+from rolloutmq.schemas.wire.control import GetStatus, Pressure, Shutdown, StatusReply
+from rolloutmq.schemas.wire.envelope import PROTOCOL_VERSION, Envelope, PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import (
+    Ack,
+    Batch,
+    ConsumerRegistered,
+    Durability,
+    InfoReply,
+    Ok,
+    Registered,
+    Reply,
+    Settled,
+)
+from rolloutmq.schemas.wire.requests import (
+    DeclareTables,
+    GetInfo,
+    Pull,
+    RegisterConsumer,
+    RegisterProducer,
+    Settle,
+    Sync,
+)
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.journal.disk import Disk
+from rolloutmq.services.broker.journal.format.records import FILE_HEADER_BYTES, RECORD_MAGIC, VERSION
 from rolloutmq.services.broker.server import Broker, running_broker
 
 LIMIT_S = 10.0
@@ -358,19 +367,19 @@ def test_a_disk_that_fails_ends_the_broker_and_nothing_is_acked(
 
 def test_broker_that_was_killed_comes_back_to_its_ports(layout: RunLayout) -> None:
     with running_broker(_config(transport="tcp"), layout) as broker:
-        former = broker.endpoints
+        previous = broker.endpoints
         written = layout.endpoints.read_bytes()
     layout.endpoints.write_bytes(written)  # a killed one would not have removed it
     with running_broker(_config(transport="tcp"), layout) as broker:
-        assert (broker.endpoints.serve, broker.endpoints.ingest) == (former.serve, former.ingest)
-        assert broker.endpoints.epoch > former.epoch
+        assert (broker.endpoints.serve, broker.endpoints.ingest) == (previous.serve, previous.ingest)
+        assert broker.endpoints.epoch > previous.epoch
         written = layout.endpoints.read_bytes()
     layout.endpoints.write_bytes(written)
     with (
-        socket.create_server(("127.0.0.1", int(former.serve.rpartition(":")[2]))),
+        socket.create_server(("127.0.0.1", int(previous.serve.rpartition(":")[2]))),
         running_broker(_config(transport="tcp"), layout) as broker,
     ):
-        assert broker.endpoints.serve != former.serve
+        assert broker.endpoints.serve != previous.serve
 
 
 def test_host_that_is_not_here_is_named(layout: RunLayout) -> None:
@@ -439,3 +448,112 @@ def test_process_without_a_run_says_what_is_missing(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert ended.returncode == 1
     assert b"config.json is missing" in ended.stderr
+
+
+def _lived(layout: RunLayout, durability: str, count: int = 2) -> None:
+    """Let a broker live in the run directory, which leaves so many groups."""
+    write_json(layout.config, _config(durability=durability))
+    with running_broker(_config(durability=durability), layout) as broker, peer(broker.endpoints) as it:
+        it.register()
+        for number in range(1, count + 1):
+            it.send(number, _group(number))
+        it.wait_accepted(count)
+
+
+def _records(layout: RunLayout) -> dict[str, object]:
+    """Return the files of the run directory, without the broker's lock and `dropped.jsonl`."""
+    found = listing(layout.root)
+    return {name: about for name, about in found.items() if not name.startswith(("sockets", "dropped"))}
+
+
+@pytest.mark.parametrize("version", OTHERS)
+@pytest.mark.parametrize("durability", list(Durability))
+def test_records_of_another_version_are_refused_and_left_as_they_are(
+    layout: RunLayout, durability: Durability, version: int
+) -> None:
+    _lived(layout, durability.value)
+    spare = layout.journal / "spare-00000001.rmq"
+    if durability is not Durability.MEMORY:
+        spare.write_bytes(next(layout.journal.glob("groups-*")).read_bytes())
+        flip(next(layout.journal.glob("groups-*")), FILE_HEADER_BYTES + 80)  # would be kept aside as damaged
+    ours = {path: path.read_bytes() for path in layout.root.rglob("*.rmq")}
+    for path in ours:
+        as_version(path, version)
+    before = _records(layout)
+    program = (
+        "import sys; from pathlib import Path; from rolloutmq.services.broker.server import main;"
+        f"sys.exit(main(Path({str(layout.root)!r})))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == PERMANENT_FAILURE
+    (*_, last) = ended.stderr.splitlines()
+    assert last.startswith(f"error: {layout.root}")
+    assert f"got version {version}, this one reads version {VERSION}" in last
+    assert "start in another run directory" in last
+    assert "damaged" not in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert _records(layout) == before
+    for path, data in ours.items():
+        path.write_bytes(data)
+    with running_broker(_config(durability=durability.value), layout) as broker:
+        assert _stopped(broker).held_groups == 2
+    assert not spare.exists()
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_a_dead_letter_of_another_version_is_refused_before_a_journal_is_begun(
+    layout: RunLayout, version: int
+) -> None:
+    _lived(layout, "memory")
+    layout.dead.mkdir()
+    letter = layout.dead / "000000000001.rmq"
+    layout.saved.rename(letter)
+    as_version(letter, version)
+    before = _records(layout)
+    with pytest.raises(RecordVersionError, match=f"got version {version}"), running_broker(_config(), layout):
+        raise AssertionError("it is not ready")
+    assert _records(layout) == before
+    assert not layout.journal.exists()
+
+
+def test_a_flipped_version_in_the_middle_is_damage(
+    layout: RunLayout, caplog: pytest.LogCaptureFixture
+) -> None:
+    _lived(layout, "disk", count=3)
+    (segment,) = layout.journal.glob("groups-*")
+    data = segment.read_bytes()
+    flip(segment, data.rindex(RECORD_MAGIC, 0, data.index(_group(2).group_id.encode())) + 4)
+    with running_broker(_config(durability="disk"), layout) as broker, peer(broker.endpoints) as it:
+        _, groups = it.pull(1, 4)
+        assert [group.group_id for group in groups] == [_group(1).group_id, _group(3).group_id]
+    assert len(list((layout.journal / "quarantine").iterdir())) == 1
+    assert "another version" not in caplog.text
+
+
+def _previous(message: object) -> bytes:
+    """Encode as protocol version 1 did, whose registrations named no version."""
+    said = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
+    if isinstance(said, dict) and said.get("kind") in {"register_producer", "register_consumer"}:
+        assert said.pop("protocol") == PROTOCOL_VERSION
+    return msgspec.msgpack.encode(said)
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        partial(Producer.blocking, env="sort3", producer="p"),
+        partial(Consumer.blocking, consumer="t", sequences=2),
+    ],
+    ids=["producer", "consumer"],
+)
+def test_a_client_of_the_former_protocol_is_told_both_versions(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch, client: Callable[..., AbstractContextManager[object]]
+) -> None:
+    with running_broker(_config(durability="memory"), layout) as broker:
+        monkeypatch.setattr(codec, "encode", _previous)
+        said = rf"refused \(version\).*got 1, this side speaks {PROTOCOL_VERSION}\)"
+        with pytest.raises(RefusedError, match=said), client(layout.root):
+            raise AssertionError("it is not let in")
+        monkeypatch.undo()
+        with client(layout.root):
+            assert broker.error is None

@@ -1,14 +1,14 @@
-"""Every reason to wait is reached, told, and counted in seconds that never go back: of trainers and of producers."""
+"""Wait reasons of trainers and producers: each is reached, reported, and counted in seconds that only grow."""
 
 from collections.abc import Callable
 
 import pytest
 from tests.services.broker.bench import Bench, Peer, config
 
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.control import Drain, JournalStatus, SetValues, ValuesSet
-from rolloutmq.schemas.delivery import NoBatch, Ok, Wait
-from rolloutmq.services.monitor import waits
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.wire.control import Drain, JournalStatus, SetValues, ValuesSet
+from rolloutmq.schemas.wire.replies import NoBatch, Ok, Wait
+from rolloutmq.services.monitor.status import waits
 
 TIGHT = {"high_bytes": 10_000, "max_group_bytes": 1000}
 
@@ -38,7 +38,7 @@ def _global_full() -> Bench:
 
 
 def _no_credit() -> Bench:
-    """Others hold what room there is, as grants, and nothing is queued."""
+    """Other producers hold all room as grants, and nothing is queued."""
     bench = Bench(config(broker={**TIGHT, "max_group_bytes": 5000}, e={}))
     busy = bench.producer("busy")
     busy.send(nbytes=1000)
@@ -163,7 +163,7 @@ def test_each_reason_of_trainers_is_reached_and_counted(reason: Wait, made: Call
     ],
 )
 def test_a_batch_that_exceeds_the_cap_is_said_to_the_trainer(run: RunConfig, nbytes: int) -> None:
-    """All that is kept back goes into the batch, and is not enough: the groups are larger than anybody could know."""
+    """The whole reserve goes into the batch and is not enough: the groups are larger than any before."""
     bench = Bench(run)
     peer, sequences = bench.producer(), run.trainer.batch_sequences
     bench.consumer()

@@ -9,7 +9,7 @@ import pytest
 from tests.services.gateway.site import Opened, Site, configured, listening
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.server import running_broker
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import aiohttp
 
-from rolloutmq.schemas.config import BrokerConfig, RunConfig
-from rolloutmq.schemas.gateway import GatewayConfig
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.config.broker import BrokerConfig
+from rolloutmq.schemas.config.gateway import GatewayConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.gateway.server import serve
-from rolloutmq.services.runner import Stop
+from rolloutmq.services.process.runner import Stop
 
 TRAINER: dict[str, Any] = {
     "wandb_group": "g",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.services.gateway.asgi import RUN_DIR, Target
+from rolloutmq.services.gateway.asgi import RUN_DIR, AsgiTarget
 
 
 def free_port() -> int:
@@ -45,7 +45,6 @@ def asked(port: int, path: str, patience_s: float = 30.0) -> Any:
             time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_a_server_of_ones_own_brings_a_broker_and_is_the_only_one(run_dir: Path) -> None:
     port = free_port()
     server = started(run_dir, port)
@@ -69,7 +68,7 @@ async def test_without_a_lifespan_it_says_so(run_dir: Path) -> None:
         raise AssertionError
 
     with pytest.raises(RuntimeError, match="lifespan"):
-        await Target(run_dir)({"type": "http"}, receive, send)
+        await AsgiTarget(run_dir)({"type": "http"}, receive, send)
 
 
 async def test_a_gateway_that_fails_beneath_its_server_ends_it(
@@ -78,7 +77,7 @@ async def test_a_gateway_that_fails_beneath_its_server_ends_it(
     """A server takes an error of the lifespan for a target that has none, and would serve on without a gateway."""
     raised: list[int] = []
     monkeypatch.setattr(signal, "raise_signal", raised.append)
-    target = Target(tmp_path)
+    target = AsgiTarget(tmp_path)
 
     async def fail() -> None:
         raise OSError("no space left")
@@ -112,7 +111,7 @@ async def test_a_defect_at_the_start_is_logged_where_it_was_and_told_to_the_serv
     async def failing() -> AsyncIterator[Any]:
         yield os.environ["NO_SUCH_KEY"]
 
-    target = Target(tmp_path)
+    target = AsgiTarget(tmp_path)
     monkeypatch.setattr(target, "_opened", failing)
     sent: list[Any] = []
 

@@ -14,18 +14,18 @@ import aiohttp
 import pytest
 from tests.services.gateway.site import ENVIRONMENT, TRAINER, Opened, configured, listening, scored
 
-from rolloutmq.bus.client import BrokerClient
-from rolloutmq.bus.consumer import Consumer
-from rolloutmq.bus.producer import Producer
-from rolloutmq.schemas.delivery import RunInfo
+from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.errors import BrokerUnavailableError
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.services.broker.server import running_broker
-from rolloutmq.services.gateway import exchange, handout, http, service, watch
-from rolloutmq.services.gateway.watch import Watch
+from rolloutmq.services.gateway import app, batch_server, broker_status, http_io, service
+from rolloutmq.services.gateway.broker_status import BrokerStatus
 
 if TYPE_CHECKING:
-    from rolloutmq.schemas.layout import RunLayout
+    from rolloutmq.schemas.files import RunLayout
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
@@ -53,12 +53,12 @@ async def test_what_others_did_keeps_nobody_waiting_and_is_counted(
     site: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "FRESH_S", 60.0)
-    monkeypatch.setattr(watch, "FRESH_S", 120.0)
+    monkeypatch.setattr(broker_status, "FRESH_S", 120.0)
     asks, answered, encodes = asyncio.Event(), asyncio.Event(), threading.Event()
     asks.set()
-    ask, encoded = Watch._ask, http._encoded
+    ask, encoded = BrokerStatus._ask, app._encoded
 
-    async def held(self: Watch, client: BrokerClient) -> None:
+    async def held(self: BrokerStatus, client: BrokerClient) -> None:
         await asks.wait()
         await ask(self, client)
         answered.set()
@@ -67,10 +67,10 @@ async def test_what_others_did_keeps_nobody_waiting_and_is_counted(
         assert encodes.wait(10)
         return encoded(group, before)
 
-    monkeypatch.setattr(Watch, "_ask", held)
-    monkeypatch.setattr(http, "_encoded", slow)
-    monkeypatch.setattr(exchange, "SMALL_BYTES", 0)  # all of it in threads
-    monkeypatch.setattr(exchange, "LARGE_BYTES", 0)
+    monkeypatch.setattr(BrokerStatus, "_ask", held)
+    monkeypatch.setattr(app, "_encoded", slow)
+    monkeypatch.setattr(http_io, "SMALL_BYTES", 0)  # all of it in threads
+    monkeypatch.setattr(http_io, "LARGE_BYTES", 0)
     async with site() as one:
         await one.begin()
         env, other = await one.enrol(), await one.enrol()
@@ -486,7 +486,7 @@ async def test_what_went_never_comes_again_though_it_is_leased_with_others(
         for tag in range(9):
             await one.post("/scored_data", scored(tag, env_id=envs[tag % 3]))
         with monkeypatch.context() as killed:
-            killed.setattr(handout.Handout, "_settle", died)
+            killed.setattr(batch_server.BatchServer, "_settle", died)
             taken = await one.tags() or []
             assert len(taken) == 2
     with running_broker(configured(), one.layout):
@@ -510,7 +510,7 @@ async def test_a_reset_that_fails_changes_nothing(site: Opened, monkeypatch: pyt
             raise BrokerUnavailableError("serve", 10.0)
 
         with monkeypatch.context() as broken:
-            broken.setattr(Watch, "request", away)
+            broken.setattr(BrokerStatus, "request", away)
             async with one.session.get("/reset_data") as answer:
                 assert answer.status == 503
         taken: list[int] | None = None
@@ -553,7 +553,7 @@ async def test_a_post_that_waits_keeps_its_environment_and_survives_its_leaving(
 async def test_who_asks_while_another_reads_hears_in_good_time_that_there_is_nothing(
     site: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handout, "PULL_S", 0.2)
+    monkeypatch.setattr(batch_server, "PULL_S", 0.2)
     async with site({"high_bytes": 1 << 30}) as one:
         await one.begin(batch_size=8)
         env = await one.enrol(group_size=8)
@@ -614,12 +614,12 @@ async def test_a_batch_that_fails_is_an_error_or_is_cut_off_and_comes_again(
         await one.begin()
         await one.post("/scored_data_list", [scored(1), scored(2)])
         with monkeypatch.context() as broken:
-            broken.setattr(http, "from_group", lambda _: 1 / 0)
+            broken.setattr(app, "from_group", lambda _: 1 / 0)
             with pytest.raises(aiohttp.ClientPayloadError):
                 await one.get("/batch")
         with monkeypatch.context() as broken:
-            broken.setattr(http, "_parts", lambda _: 1 / 0)
+            broken.setattr(app, "_parts", lambda _: 1 / 0)
             async with one.session.get("/batch") as answer:
                 assert answer.status == 500
-                assert "its log tells why" in (await answer.json())["detail"]
+                assert "internal error; see the gateway's log" in (await answer.json())["detail"]
         assert await one.tags() == [1, 2]

@@ -2,14 +2,14 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.services.gateway.contract import RegisterEnv, Registration
-from rolloutmq.services.gateway.registry import LEAST_WEIGHT, Book, Environment, Registry, lane_name
+from rolloutmq.services.gateway.atropos_wire import RegisterEnv, Registration
+from rolloutmq.services.gateway.registry import LEAST_WEIGHT, Environment, Registry, RegistryState, lane_name
 
 TRAINER = Registration("g", "p", 16, 64, "c", 1, 0, 10)
 
 
 def registry(*shares: float | None, group_size: int = 4, weight: float = 1.0) -> Registry:
-    made = Registry(Book(trainer=TRAINER), absent_s=60.0, now=0.0)
+    made = Registry(RegistryState(trainer=TRAINER), absent_s=60.0, now=0.0)
     for share in shares:
         made.enrol(RegisterEnv(100, "e", weight, group_size, share), 0.0)
     return made

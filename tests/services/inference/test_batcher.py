@@ -1,4 +1,4 @@
-"""Who is generated with whom, and what becomes of those who leave; with a generator that waits to be told."""
+"""Batching of jobs and their cancellation, with a generator under the control of the test."""
 
 import asyncio
 import queue
@@ -7,12 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import ClosedError
-from rolloutmq.schemas.sharing import WeightsTornError
+from rolloutmq.schemas.errors import ClosedError, WeightsTornError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.inference.batcher import Batcher
-from rolloutmq.services.inference.generate import Job
-from rolloutmq.services.inference.protocol import ApiError
+from rolloutmq.services.inference.jobs import Job
+from rolloutmq.services.inference.openai.requests import ApiError
 from rolloutmq.services.inference.sampling import Sampling
 
 
@@ -77,7 +76,7 @@ async def test_too_many_that_wait_are_refused() -> None:
         await puppet.begun()
         asked += ask(batcher, job(), job(), job())
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="3 requests wait") as caught:
+        with pytest.raises(ApiError, match=r"the queue is full \(3 requests\)") as caught:
             await batcher.sample(job())
         assert caught.value.status == 503
         puppet.ends.put(None)
@@ -148,7 +147,7 @@ async def test_one_that_cannot_be_done_costs_no_other() -> None:
         await fine
         assert await puppet.begun() == [two]
         puppet.ends.put(MemoryError("no room for the logits"))
-        with pytest.raises(ApiError, match="generating failed"):
+        with pytest.raises(ApiError, match="generation failed"):
             await bad
         assert await puppet.begun() == [three]
         puppet.ends.put(None)
@@ -160,7 +159,7 @@ async def test_what_fails_for_the_weights_is_not_tried_one_by_one() -> None:
     async with running(puppet) as batcher:
         asked = ask(batcher, job(), job())
         await puppet.begun()
-        puppet.ends.put(FloatingPointError("the policy gives logits that are not finite"))
+        puppet.ends.put(FloatingPointError("the logits of the policy are not finite"))
         for result in await asyncio.gather(*asked, return_exceptions=True):
             assert isinstance(result, ApiError)
         assert puppet.batches.empty()

@@ -1,4 +1,4 @@
-"""Several engines of one run: the same weights, work that survives each of them, a way out for each."""
+"""Several engines of one run: same weights, work that survives each of them, a drain for each."""
 
 import asyncio
 import os
@@ -15,22 +15,21 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from tests.services.inference.test_tiny import Trainer, until
+from tests.services.inference.tiny.test_server import Trainer, until
 
-from rolloutmq.bus.engines import engines_of
+from rolloutmq.bus.engine_registry import engines_of
 from rolloutmq.bus.rundir import read_json
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import AckedGroup, InferenceAddress
+from rolloutmq.schemas.files import AckedGroup, InferenceAddress, RunLayout
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.broker.server import running_broker
-from rolloutmq.services.inference import presence
-from rolloutmq.services.inference.tiny import serve
-from rolloutmq.services.orchestrator.pool import EnginePool
-from rolloutmq.services.runner import Stop
-from rolloutmq.services.worker.engines import Engines
-from rolloutmq.services.worker.openai import OpenAIPolicy
+from rolloutmq.services.inference import heartbeat
+from rolloutmq.services.inference.tiny.server import serve
+from rolloutmq.services.orchestrator.engines.pool import EnginePool
+from rolloutmq.services.process.runner import Stop
+from rolloutmq.services.worker.engine_choice import Engines
+from rolloutmq.services.worker.openai_client import OpenAIPolicy
 from rolloutmq.services.worker.runtime import Worker
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
@@ -126,7 +125,7 @@ async def test_all_engines_answer_with_the_version_of_the_last_step(trainer: Tra
 async def test_a_draining_engine_answers_what_it_has_and_refuses_the_rest(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     monkeypatch.setattr(WeightShare, "reading", partialmethod(WeightShare.reading, patience_s=60.0))
     async with served(trainer.layout, "inference-1") as (engine,), aiohttp.ClientSession() as http:
         with trainer.share.writing(V(0, 1)):  # nothing is generated meanwhile
@@ -155,7 +154,7 @@ async def test_an_engine_that_is_to_go_before_it_serves_goes(trainer: Trainer) -
 
 
 async def test_a_name_that_is_none_is_refused(trainer: Trainer) -> None:
-    with pytest.raises(ConfigError, match="'vllm' is no engine"):
+    with pytest.raises(ConfigError, match="'vllm' is not an engine"):
         await serve(trainer.layout.root, Stop(), "vllm")
 
 
@@ -187,7 +186,6 @@ class Crowd:
         return any(one.name == name and one.in_hand > 0 for one in engines_of(self.layout))
 
 
-@pytest.mark.slow
 async def test_engines_are_killed_and_drained_under_load_and_no_rollout_is_lost(trainer: Trainer) -> None:
     """Real processes: while a worker rolls out, the second engine is killed, comes back, and is drained."""
     layout = trainer.layout
@@ -230,7 +228,7 @@ async def test_engines_are_killed_and_drained_under_load_and_no_rollout_is_lost(
 async def test_a_client_goes_on_through_the_drain_of_one_engine(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "BEAT_S", 0.02)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
     layout = trainer.layout
     async with served(layout, "inference", "inference-1") as (_, second):
         chosen = Engines(lambda: engines_of(layout), random.Random(0))

@@ -1,4 +1,4 @@
-"""Draws follow the distribution that they report."""
+"""Draws follow the reported distribution."""
 
 import pytest
 import torch

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.schemas.control import (
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.control import (
     LaneStatus,
     LedgerCounts,
     Pressure,
@@ -14,8 +15,7 @@ from rolloutmq.schemas.control import (
     WorkerState,
     WorkerStatus,
 )
-from rolloutmq.schemas.envelope import Split
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.wire.envelope import Split
 
 
 @pytest.fixture

@@ -15,12 +15,16 @@ import pytest
 import zmq
 from tests.services.orchestrator.children import DRAINABLE, STUBBORN, argv, wait_for, wait_up
 
-from rolloutmq.bus import codec, topics
-from rolloutmq.bus.producer import Producer
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import read_json, write_json
-from rolloutmq.bus.sockets import Channel, Context, make_context
-from rolloutmq.schemas.config import RunConfig
-from rolloutmq.schemas.control import (
+from rolloutmq.bus.transport.sockets import Channel, Context, make_context
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
+from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessIdentity
+from rolloutmq.schemas.wire.control import (
     Drain,
     LedgerCounts,
     Pressure,
@@ -28,18 +32,13 @@ from rolloutmq.schemas.control import (
     WorkerState,
     WorkerStatus,
 )
-from rolloutmq.schemas.delivery import Ok
-from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessIdentity
-from rolloutmq.schemas.records import Endpoints
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.schemas.wire.replies import Ok
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.orchestrator import server
-from rolloutmq.services.orchestrator.decisions import Made, read, replay
-from rolloutmq.services.orchestrator.identity import MARKER, alive
+from rolloutmq.services.orchestrator.autoscaling.decision_log import LoggedDecision, read, replay
 from rolloutmq.services.orchestrator.server import Orchestrator
-from rolloutmq.services.runner import Stop
+from rolloutmq.services.process.identity import MARKER, alive
+from rolloutmq.services.process.runner import Stop
 
 SLOW_TO_GO = """
 import signal, sys
@@ -215,7 +214,7 @@ async def test_workers_come_and_go_as_it_is_decided(run_dir: Path) -> None:
         await until(lambda: len(fake.decisions) > 0 and fake.decisions[-1].target == 1)
         targets = [target for target, _ in groupby(decision.target for decision in fake.decisions)]
         assert targets[-2:] == [3, 1]
-        assert "1 asked for" in fake.decisions[-1].reason
+        assert "pinned to 1" in fake.decisions[-1].reason
     assert sorted(fake.drained) == ["env-0", "env-1", "env-2"]
     assert read_json(layout.workers, list[ProcessIdentity]) == []
 
@@ -230,7 +229,7 @@ async def test_decisions_are_written_down_and_come_out_the_same_again(run_dir: P
     again = replay(read(layout.decisions))
     assert again.decisions >= 20
     assert (again.differences, again.orphans) == (0, 0)
-    targets = {one.decision.target for one in read(layout.decisions) if isinstance(one, Made)}
+    targets = {one.decision.target for one in read(layout.decisions) if isinstance(one, LoggedDecision)}
     assert targets == {1, 2}
 
 
@@ -320,7 +319,7 @@ async def test_who_left_in_order_is_forgotten(run_dir: Path, monkeypatch: pytest
             await asyncio.to_thread(wait_up, layout.log(name))
             os.kill(living(layout)[name], signal.SIGUSR1)
         await until(lambda: list(service._workers.views()) == ["env-3"])
-        assert list(service._pids) == ["env-3"]
+        await until(lambda: list(service._pids) == ["env-3"])
     finally:
         stop.request("the test ends")
         await asyncio.wait({task})
@@ -376,7 +375,7 @@ async def test_a_crash_loop_of_all_workers_ends_the_run_with_the_reason(run_dir:
         (failed,) = error.exceptions
     assert isinstance(failed, WorkersFailedError)
     assert str(failed) == (
-        "environment env: all its workers failed; env-0: crashed 3 times in a row, "
+        "environment.env: all workers failed; env-0: crashed 3 times in a row, "
         "each within 10 s of its start; the last: exit code 1: error: no such environment"
     )
 
@@ -465,7 +464,7 @@ def test_the_last_line_says_why_it_failed(run_dir: Path) -> None:
     with running(run_dir, FAILS) as process:
         _, log = process.communicate(timeout=20)
     assert process.returncode == PERMANENT_FAILURE
-    assert log.splitlines()[-1].startswith("error: environment env: all its workers failed; env-0: ")
+    assert log.splitlines()[-1].startswith("error: environment.env: all workers failed; env-0: ")
     assert "Traceback" not in log
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from rolloutmq.schemas.telemetry import GpuAbsence, GpuSample
+from rolloutmq.schemas.wire.telemetry import GpuAbsence, GpuSample
 from rolloutmq.services.telemetry.gpus import GpuProbe, NoGpuError
 
 SHORT_S = 0.05
@@ -70,11 +70,11 @@ async def test_a_gpu_that_hangs_is_asked_once_and_the_others_go_on() -> None:
     probe = GpuProbe(backend, "h", SHORT_S)
     try:
         assert await states(probe, 1, 100.0) == {
-            "GPU-1": "silent the driver has not answered for 0 s",
+            "GPU-1": "silent no reply from the driver for 0 s",
             "GPU-2": "ok",
         }
         assert await states(probe, 2, 107.0) == {
-            "GPU-1": "silent the driver has not answered for 7 s",
+            "GPU-1": "silent no reply from the driver for 7 s",
             "GPU-2": "ok",
         }
         assert backend.calls.count("GPU-1") == 1
@@ -109,7 +109,7 @@ async def test_a_driver_that_hangs_from_the_start_is_an_absence_with_a_reason() 
     finally:
         released.set()
     assert isinstance(answer, GpuAbsence)
-    assert "has not answered" in answer.why
+    assert "no reply from the driver" in answer.why
 
 
 async def test_a_gpu_that_is_listed_no_more_is_lost_and_stays_known() -> None:
@@ -118,7 +118,7 @@ async def test_a_gpu_that_is_listed_no_more_is_lost_and_stays_known() -> None:
     await states(probe)
     backend.listed = ("GPU-2",)
 
-    assert await states(probe, 2) == {"GPU-2": "ok", "GPU-1": "lost the driver does not list it any more"}
+    assert await states(probe, 2) == {"GPU-2": "ok", "GPU-1": "lost no longer listed by the driver"}
 
 
 async def test_a_driver_that_is_gone_loses_no_gpu() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tests.nvml.pynvml import Driver
 
-from rolloutmq.bus import codec
-from rolloutmq.schemas.telemetry import GpuState
+from rolloutmq.bus.encoding import codec
+from rolloutmq.schemas.wire.telemetry import GpuState
 from rolloutmq.services.telemetry.gpus import NoGpuError
 from rolloutmq.services.telemetry.nvml import Nvml
 
@@ -70,7 +70,7 @@ def test_what_a_gpu_does_not_tell_is_none_and_travels(script: dict[str, Any], nv
 def test_a_gpu_that_tells_nothing_at_all_is_silent(script: dict[str, Any], nvml: Nvml) -> None:
     script["gpus"][0] = {"uuid": "GPU-1"}
     sample = nvml.read("GPU-1", 1, 0.0)
-    assert (sample.state, sample.why) == (GpuState.SILENT, "the driver tells nothing of it")
+    assert (sample.state, sample.why) == (GpuState.SILENT, "the driver reports no value")
 
 
 def test_an_older_driver_is_asked_under_the_older_names(script: dict[str, Any], nvml: Nvml) -> None:

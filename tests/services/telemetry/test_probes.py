@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from rolloutmq.schemas.process import Role
-from rolloutmq.services.orchestrator.identity import identify
+from rolloutmq.services.process.identity import identify
 from rolloutmq.services.telemetry.probes import HostProbe, ProcessProbe
 
 

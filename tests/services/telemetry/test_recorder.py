@@ -4,14 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rolloutmq.bus import codec
-from rolloutmq.schemas.control import (
-    LedgerCounts,
-    Pressure,
-    StepDone,
-    WorkerState,
-    WorkerStatus,
-)
+from rolloutmq.bus.encoding import codec
+from rolloutmq.schemas.wire.control import LedgerCounts, Pressure, StepDone, WorkerState, WorkerStatus
 from rolloutmq.services.telemetry.recorder import (
     DENSE_S,
     LINE_LIMIT_BYTES,

@@ -14,13 +14,12 @@ import pytest
 import zmq
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.config import RunConfig, TelemetryConfig
-from rolloutmq.schemas.layout import RunLayout
+from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
+from rolloutmq.schemas.files import Endpoints, InferenceAddress, RunLayout
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.records import Endpoints, InferenceAddress
-from rolloutmq.schemas.telemetry import EngineSample, GpuAbsence, GpuSample, HostSample, ProcessSample
-from rolloutmq.services.orchestrator.identity import identify
-from rolloutmq.services.runner import Stop
+from rolloutmq.schemas.wire.telemetry import EngineSample, GpuAbsence, GpuSample, HostSample, ProcessSample
+from rolloutmq.services.process.identity import identify
+from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.telemetry.server import Sampler, Telemetry, processes_of, topic_of
 
 DEADLINE_S = 20.0

@@ -1,4 +1,4 @@
-"""A policy server of a few lines, which can fail in every way that a real one does."""
+"""A small policy server with all failures of a real one."""
 
 import asyncio
 import json

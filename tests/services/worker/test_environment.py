@@ -1,4 +1,4 @@
-"""What a user writes, played with a policy that answers from a script."""
+"""Environments of users, played with a scripted policy."""
 
 import asyncio
 import random
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.environment import Environment, Prompt, SingleTurn
-from rolloutmq.services.worker.policy import Completion, Policy
+from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.scripted import END, ScriptedPolicy, play
 from rolloutmq.services.worker.trajectory import Trajectory
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.bus.credit import Credit, Permit
-from rolloutmq.schemas.config import EnvironmentConfig
+from rolloutmq.bus.producer.credit import Credit, Permit
+from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import (
     DrainingError,
     EnvironmentFailedError,
@@ -18,9 +18,9 @@ from rolloutmq.schemas.errors import (
     PolicyRefusedError,
     SessionFencedError,
 )
-from rolloutmq.schemas.trajectory import Group
+from rolloutmq.schemas.group import Group
 from rolloutmq.services.worker.policy import Policy
-from rolloutmq.services.worker.rollouts import ERROR_CHARS, Occasionally, Rollouts, one_line
+from rolloutmq.services.worker.rollouts import ERROR_CHARS, RateLimitedLog, Rollouts, one_line
 from rolloutmq.services.worker.scripted import ScriptedPolicy
 from rolloutmq.services.worker.trajectory import Trajectory
 
@@ -173,12 +173,12 @@ async def nonsense(_number: int, _rng: random.Random) -> str:
 BAD = [
     (raising, "ValueError: boom again"),
     (exiting, "SystemExit: 2"),
-    (cancelling, "the environment cancelled itself"),
-    (late, "took longer than 0.01 s"),
+    (cancelling, "the environment cancelled its own task"),
+    (late, "took longer than rollout_timeout_s (0.01 s)"),
     (timing_out, "TimeoutError: a tool"),
-    (refused, "the policy refused (400): too long"),
-    (empty, "column *: rollout returned no trajectory"),
-    (nonsense, "column *: rollout must return a list of Trajectory, it returned str"),
+    (refused, "policy: request refused with status 400: too long"),
+    (empty, "column *: rollout must return at least one Trajectory (got none)"),
+    (nonsense, "column *: rollout must return a list of Trajectory (got str)"),
 ]
 
 
@@ -213,7 +213,7 @@ async def test_a_group_that_cannot_be_sent_is_a_failure() -> None:
     outlet.refusal = GroupTooLargeError(10, 5)
     rollouts = made(Scene(good), outlet, failure_limit=4)
     async with settled(outlet, rollouts):
-        with pytest.raises(EnvironmentFailedError, match="a group of 10 bytes exceeds the limit of 5"):
+        with pytest.raises(EnvironmentFailedError, match=r"group: too large \(got 10 bytes, limit 5\)"):
             await rollouts.run()
 
 
@@ -296,7 +296,7 @@ async def test_an_environment_that_never_waits_leaves_others_their_turn() -> Non
 
 
 def test_one_in_an_interval_and_the_others_counted() -> None:
-    gate = Occasionally(5.0)
+    gate = RateLimitedLog(5.0)
     assert [gate.due(now) for now in (0.0, 1.0, 4.9, 5.0, 6.0, 20.0, 25.0)] == [0, None, None, 2, None, 1, 0]
 
 
@@ -306,7 +306,7 @@ def test_one_in_an_interval_and_the_others_counted() -> None:
         (ValueError("a\n\n b"), "ValueError: a b"),
         (KeyError(), "KeyError"),
         (ValueError("\udcff"), "ValueError: ?"),
-        (DrainingError(), "draining: no new rollout may start"),
+        (DrainingError(), "draining: no new rollout may start; finish those in progress"),
         (ValueError("x" * 10_000), ("ValueError: " + "x" * 10_000)[:ERROR_CHARS]),
         (ExceptionGroup("of a TaskGroup", [ValueError("first"), KeyError("second")]), "ValueError: first"),
         (ExceptionGroup("", [ExceptionGroup("", [DrainingError()])]), str(DrainingError())),

@@ -1,4 +1,4 @@
-"""The worker as a whole: a real broker, a real producer, a policy server that can be made to fail."""
+"""The whole worker: a real broker, a real producer, a policy server with failures."""
 
 import asyncio
 import os
@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from rolloutmq.bus.client import BrokerClient
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.bus.tasks import Task, TaskClient
-from rolloutmq.schemas.config import EnvironmentConfig, InferenceConfig, RunConfig
-from rolloutmq.schemas.control import Drain, GetStatus, StatusReply, WorkerState, WorkerStatus
+from rolloutmq.bus.tasks.client import Task, TaskClient
+from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.inference import InferenceConfig
+from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, MissingError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.orchestration import OrchestratorConfig
+from rolloutmq.schemas.files import AckedGroup, InferenceAddress, RunLayout
 from rolloutmq.schemas.process import PERMANENT_FAILURE
-from rolloutmq.schemas.records import AckedGroup, InferenceAddress
-from rolloutmq.schemas.tasks import TaskState
+from rolloutmq.schemas.wire.control import Drain, GetStatus, StatusReply, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
-from rolloutmq.services.runner import Stop
+from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.worker.runtime import Worker, work
 
 if TYPE_CHECKING:
@@ -342,7 +343,9 @@ def test_a_worker_without_its_environment_is_refused(run_dir: Path, tmp_path: Pa
     with pytest.raises(MissingError):
         Worker(run_dir, "echo-0")
     write_json(RunLayout(run_dir).config, configured(tmp_path))
-    with pytest.raises(ConfigError, match=r"environment\.sort3: worker sort3-0 needs it; there is: echo"):
+    with pytest.raises(
+        ConfigError, match=r"environment\.sort3: worker sort3-0 needs this section \(configured: echo\)"
+    ):
         Worker(run_dir, "sort3-0")
 
 

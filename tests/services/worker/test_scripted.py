@@ -1,11 +1,11 @@
-"""The policy for tests behaves like the one it stands for."""
+"""The scripted policy behaves like the real one."""
 
 import asyncio
 
 import pytest
 
-from rolloutmq.schemas.envelope import PolicyVersion
 from rolloutmq.schemas.errors import UsageError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.scripted import END, LOGPROB, ScriptedPolicy
 

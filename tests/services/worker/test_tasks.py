@@ -1,4 +1,4 @@
-"""Rollouts of tasks that a trainer submitted: each is answered by a group or handed back, and permits hold."""
+"""Rollouts of submitted tasks: each is answered by a group or handed back, and permits balance."""
 
 # ruff: noqa: ARG002 - arguments are those of the protocols
 
@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from tests.services.worker.test_rollouts import FakeOutlet, until
 
-from rolloutmq.bus.taking import LeasedTask
-from rolloutmq.schemas.config import EnvironmentConfig
+from rolloutmq.bus.tasks.taker import LeasedTask
+from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import GroupTooLargeError, SessionFencedError
+from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.environment import SingleTurn
-from rolloutmq.services.worker.policy import Completion, Policy
+from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.rollouts import Rollouts
 from rolloutmq.services.worker.scripted import ScriptedPolicy
 from rolloutmq.services.worker.trajectory import Trajectory
@@ -136,7 +137,8 @@ async def test_a_group_that_cannot_be_sent_gives_its_task_back() -> None:
     outlet.refusal = GroupTooLargeError(9, 1)
     rollouts, _ = made(outlet, tasks)
     await rollouts.run()
-    assert tasks.back == {"t0": "a group of 9 bytes exceeds the limit of 1"}
+    assert tasks.back == {"t0": str(GroupTooLargeError(9, 1))}
+    assert tasks.back["t0"].startswith("group: too large (got 9 bytes, limit 1); ")
 
 
 async def test_who_drains_stops_waiting_for_tasks_and_gives_the_permit_back() -> None:

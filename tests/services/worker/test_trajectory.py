@@ -1,4 +1,4 @@
-"""Trajectories and the groups made of them."""
+"""Trajectories, and the groups built from them."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolloutmq.bus.codec import decode_group, encode_group, header_of
-from rolloutmq.schemas.envelope import Dtype, PolicyVersion
+from rolloutmq.bus.encoding.codec import decode_group, encode_group, header_of
 from rolloutmq.schemas.errors import InvalidGroupError
-from rolloutmq.services.worker.policy import Completion
+from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
+from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.trajectory import Trajectory, group_of
 
 V = [PolicyVersion(0, step) for step in range(6)]
@@ -122,20 +122,20 @@ def sequence(**changes: Any) -> Trajectory:
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
-        (None, "it returned NoneType"),
-        ("text", "it returned str"),
-        (sequence(), "it returned Trajectory"),
-        ([], "no trajectory"),
-        ([sequence(), 3], "it has a int"),
-        ([sequence(mask=[True])], "column mask: has other lengths"),
-        ([sequence(logprobs=[])], "column inference_logprobs: has other lengths"),
-        ([sequence(token_ids=None)], "column tokens: must be sequences of int32"),
-        ([sequence(token_ids=["a", "b"])], "column tokens: must be sequences of int32"),
-        ([sequence(token_ids=[1, 1 << 40])], "column tokens: must be sequences of int32"),
-        ([sequence(mask=[False, False])], "nothing to learn from"),
-        ([sequence(score=float("nan"))], "column scores: is not finite"),
-        ([sequence(score="good")], "column scores: must be numbers"),
-        ([sequence(score=None)], "column scores: must be numbers"),
+        (None, "got NoneType"),
+        ("text", "got str"),
+        (sequence(), "got Trajectory"),
+        ([], "got none"),
+        ([sequence(), 3], "the list has a int"),
+        ([sequence(mask=[True])], "column mask: row 0 has 1 values, tokens has 2"),
+        ([sequence(logprobs=[])], "column inference_logprobs: row 0 has 0 values, tokens has 2"),
+        ([sequence(token_ids=None)], "column tokens: each row must be a sequence of int32"),
+        ([sequence(token_ids=["a", "b"])], "column tokens: each row must be a sequence of int32"),
+        ([sequence(token_ids=[1, 1 << 40])], "column tokens: each row must be a sequence of int32"),
+        ([sequence(mask=[False, False])], "column mask: no token was sampled"),
+        ([sequence(score=float("nan"))], "column scores: sequence 0: must be finite (got nan)"),
+        ([sequence(score="good")], "column scores: sequence 0: must be a number (got 'good')"),
+        ([sequence(score=None)], "column scores: sequence 0: must be a number (got None)"),
         ([sequence(columns={"a": 1}), sequence()], "different columns"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.trainer.losses.tokens import compute, gradients, inputs_of
 
-from rolloutmq.schemas.losses import DapoConfig, GrpoConfig
+from rolloutmq.schemas.config.losses import DapoConfig, GrpoConfig
 from rolloutmq.trainer.losses.inputs import StepSize
 
 LOW, HIGH = 0.2, 0.28

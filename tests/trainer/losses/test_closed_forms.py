@@ -9,7 +9,7 @@ import torch
 from tests.trainer.losses.tokens import SECTIONS, compute, some_inputs
 from torch import Tensor
 
-from rolloutmq.schemas.losses import (
+from rolloutmq.schemas.config.losses import (
     CispoConfig,
     CorrectionConfig,
     DapoConfig,

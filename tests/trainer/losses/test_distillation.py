@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolloutmq.schemas.teaching import DistillationConfig
+from rolloutmq.schemas.config.distillation import DistillationConfig
 from rolloutmq.trainer.losses.distillation import (
     RATIO_MAX,
     TAIL_FLOOR,
-    TaughtInputs,
+    TeacherInputs,
     bucketed_reverse_divergence,
     combined,
     distillation,
@@ -43,9 +43,9 @@ def best(teacher: Tensor, k: int = K) -> Tensor:
     return teacher.topk(k, -1).indices
 
 
-def inputs(student: Tensor, teacher: Tensor, ids: Tensor, normaliser: int = N) -> TaughtInputs:
+def inputs(student: Tensor, teacher: Tensor, ids: Tensor, normaliser: int = N) -> TeacherInputs:
     old = torch.zeros(len(student), dtype=student.dtype)
-    return TaughtInputs(student.gather(-1, ids), teacher.gather(-1, ids), old, normaliser)
+    return TeacherInputs(student.gather(-1, ids), teacher.gather(-1, ids), old, normaliser)
 
 
 def test_the_full_divergence_is_the_sum_written_out(student: Tensor, teacher: Tensor) -> None:

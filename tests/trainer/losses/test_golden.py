@@ -1,7 +1,7 @@
 """The losses against what TRL 1.16 computed of the same tokens; `make test-trl` asks TRL itself."""
 
 import pytest
-from tests.trainer.golden.tensors import GOLDEN, Known, read
+from tests.trainer.losses.golden.tensors import GOLDEN, Known, read
 from tests.trainer.losses.tokens import compute, gradients
 from torch.testing import assert_close
 

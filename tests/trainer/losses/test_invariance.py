@@ -1,4 +1,4 @@
-"""However a step is cut into forward passes, between sequences, loss, gradient and metrics are the same."""
+"""Loss, gradient and metrics of a step are the same for any split of it into forward passes."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.trainer.losses.tokens import PER_TOKEN, SECTIONS, compute, part_of, some_inputs
 
-from rolloutmq.schemas.losses import LossSection
+from rolloutmq.schemas.config.losses import LossSection
 from rolloutmq.trainer.losses.inputs import LossInputs
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any)

@@ -1,4 +1,4 @@
-"""Every loss teaches: a policy over six answers finds the best one, though groups come two versions late."""
+"""Every loss learns: a policy over six answers finds the best one, with groups two versions stale."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ import torch
 from tests.trainer.losses.tokens import SECTIONS, compute
 from torch import Tensor
 
-from rolloutmq.schemas.losses import LossSection
-from rolloutmq.trainer.advantages import Verdict, judge
+from rolloutmq.schemas.config.losses import LossSection
 from rolloutmq.trainer.losses.inputs import LossInputs, StepSize
+from rolloutmq.trainer.step.advantages import GroupVerdict, judge
 
 ANSWERS, LENGTH, GROUP, LAG = 6, 3, 32, 2
 WORTH = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4, 1.0])
@@ -36,7 +36,7 @@ def roll_out(logits: Tensor, version: int, chance: torch.Generator) -> Rollout:
 
 def inputs_of(logits: Tensor, group: Rollout, version: int, config: LossSection) -> LossInputs | None:
     judged = judge(group.scores.numpy(), config)
-    if judged.verdict is not Verdict.USABLE:
+    if judged.verdict is not GroupVerdict.USABLE:
         return None
     spread = logits.log_softmax(-1)
     sequences = torch.arange(GROUP).repeat_interleave(LENGTH)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests.trainer.losses.tokens import compute, gradients, inputs_of, some_inputs
 
-from rolloutmq.schemas.losses import CorrectionConfig, DapoConfig, ReinforceConfig
+from rolloutmq.schemas.config.losses import CorrectionConfig, DapoConfig, ReinforceConfig
 from rolloutmq.trainer.losses.ratio import log_ratios, weights
 
 LOGS = [-0.7, -0.1, 0.2, 0.9]

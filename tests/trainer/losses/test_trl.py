@@ -1,10 +1,10 @@
-"""TRL itself computes its losses of tokens drawn anew, in its own environment, and they are ours."""
+"""TRL's own losses on newly drawn tokens, computed in its environment, equal ours."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
-from tests.trainer.golden.tensors import GOLDEN, MAKE, read
+from tests.trainer.losses.golden.tensors import GOLDEN, MAKE, read
 from tests.trainer.losses.test_golden import assert_same
 
 ROOT = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""What the tests of the losses share: a step's worth of tokens, in float64."""
+"""Tokens of one step in float64, shared by the tests of the losses."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolloutmq.schemas.losses import (
+from rolloutmq.schemas.config.losses import (
     CispoConfig,
     CorrectionConfig,
     DapoConfig,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 

@@ -1,4 +1,4 @@
-"""Stands in for vLLM where weights are sent: notes what is asked, and looks into the file while it is there."""
+"""A stand-in for vLLM as the receiver of weights: records requests, and reads the file while it exists."""
 
 import http.server
 import json
@@ -13,7 +13,7 @@ import msgspec
 import torch
 from safetensors import safe_open
 
-from rolloutmq.bus import segments
+from rolloutmq.bus.shm import segment_file
 from rolloutmq.trainer.weights.manifest import WeightManifest
 from rolloutmq.trainer.weights.vllm_http import MANIFEST
 
@@ -64,7 +64,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def look(self, path: Path) -> None:
         self.server.mode = stat.S_IMODE(path.stat().st_mode)
-        self.server.held = segments.in_use(path)
+        self.server.held = segment_file.in_use(path)
         with safe_open(path, framework="pt") as file:
             self.server.received = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             self.server.manifest = msgspec.json.decode(file.metadata()[MANIFEST], type=WeightManifest)

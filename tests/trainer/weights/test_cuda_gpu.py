@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from rolloutmq.bus import segments
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import SegmentGoneError, WeightsMismatchError
+from rolloutmq.bus.shm import segment_file
+from rolloutmq.schemas.errors import SegmentGoneError, WeightsMismatchError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.cuda_ipc import CudaShare
 from rolloutmq.trainer.weights.share import Level
 
@@ -27,7 +27,7 @@ import sys
 from pathlib import Path
 import torch
 from torch import nn
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.cuda_ipc import CudaShare
 model = nn.ModuleList([nn.Linear(512, 512) for _ in range(8)]).to("cuda")
 share = CudaShare.create_or_adopt(model, Path(sys.argv[1]))
@@ -54,7 +54,7 @@ def owner(run_dir: Path) -> Iterator["subprocess.Popen[str]"]:
         yield process
         process.kill()
     gc.collect()
-    segments.sweep(address)
+    segment_file.sweep(address)
 
 
 def order(owner: "subprocess.Popen[str]", steps: int) -> None:

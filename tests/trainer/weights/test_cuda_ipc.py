@@ -1,7 +1,7 @@
-"""Sharing a GPU, with a GPU that the CPU plays: what is refused, what a handle says, and when it is waited.
+"""Sharing on a simulated GPU: refusals, handles, and waits for the GPU.
 
-The fake does what is documented: an export names memory of the cudaMalloc kind, an open of a handle of the same
-process gives the same memory, and each process counts GPUs in its own order. `test_cuda_gpu` has the real thing.
+The fake behaves as documented: an export names memory from cudaMalloc, opening a handle in the same process gives the
+same memory, and each process numbers the GPUs in its own order. `test_cuda_gpu` uses a real GPU.
 """
 
 import fcntl
@@ -19,18 +19,18 @@ import torch
 from tests.trainer.weights.models import TOKENS, built, config, logits, on_meta
 from torch import Tensor
 
-from rolloutmq.bus.segments import HEADER, LAYOUT, MAGIC, Owner
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import MissingError
-from rolloutmq.schemas.sharing import SegmentGoneError, SegmentInUseError, WeightsMismatchError
-from rolloutmq.trainer.weights.cuda import (
+from rolloutmq.bus.shm.segment_file import HEADER, LAYOUT, MAGIC, SegmentOwner
+from rolloutmq.schemas.errors import MissingError, SegmentGoneError, SegmentInUseError, WeightsMismatchError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.weights.cuda_ipc import (
+    HANDLE_AT,
     CudaHandle,
+    CudaShare,
     TorchCuda,
     arguments_of,
     handle_of,
     require_plain_memory,
 )
-from rolloutmq.trainer.weights.cuda_ipc import HANDLE_AT, CudaShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 from rolloutmq.trainer.weights.share import Level
 
@@ -198,7 +198,7 @@ def test_memory_that_the_allocator_does_not_know_is_refused() -> None:
     require_plain_memory(1000, segments)
     require_plain_memory(1099, segments)
     for address in (999, 1100):
-        with pytest.raises(WeightsMismatchError, match="does not know"):
+        with pytest.raises(WeightsMismatchError, match="unknown to torch's allocator"):
             require_plain_memory(address, segments)
 
 
@@ -248,7 +248,7 @@ def test_a_damaged_handle_is_a_mismatch(address: Path, owned: tuple[Any, FakeSha
             FakeShare.attach(on_meta(model.config), address)
 
 
-def claim_for(share: WeightShare, owner: Owner) -> None:
+def claim_for(share: WeightShare, owner: SegmentOwner) -> None:
     os.pwrite(share._segment.fd, HEADER.pack(MAGIC, LAYOUT, share.nonce.encode(), *owner, 0), 0)
 
 
@@ -259,9 +259,9 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
         process.kill()
 
 
-def owner_of(process: "subprocess.Popen[bytes]") -> Owner:
+def owner_of(process: "subprocess.Popen[bytes]") -> SegmentOwner:
     fields = Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return Owner(process.pid, int(fields[19]), Owner.current().namespace)
+    return SegmentOwner(process.pid, int(fields[19]), SegmentOwner.current().namespace)
 
 
 def test_handles_of_a_dead_owner_are_refused(
@@ -302,12 +302,12 @@ def test_an_heir_makes_a_new_segment(
 
 
 def test_a_reader_of_another_backend_is_told(address: Path, owned: tuple[Any, FakeShare]) -> None:
-    with pytest.raises(WeightsMismatchError, match=r"backend: .* is not shared by way of weights"):
+    with pytest.raises(WeightsMismatchError, match=r"backend: .* is not shared as weights"):
         WeightShare.attach(on_meta(owned[0].config), address)
 
 
 def test_a_model_on_the_cpu_is_refused_by_the_real_one(address: Path) -> None:
-    with pytest.raises(WeightsMismatchError, match="device: the model is on cpu"):
+    with pytest.raises(WeightsMismatchError, match="device: the model must be on a GPU"):
         CudaShare.create_or_adopt(built(config("llama")), address)
     with pytest.raises(WeightsMismatchError, match="device"):
         TorchCuda().allocate(8, torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Weights that are published as files: whole or not at all, under exactly their version."""
+"""Weights on disk: complete or absent, under exactly their version."""
 
 import errno
 import fcntl
@@ -17,10 +17,8 @@ import torch
 from tests.trainer.weights.models import TOKENS, built, config, logits, on_meta
 from torch import nn
 
-from rolloutmq.bus.durability import force
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.records import DiskAddress
-from rolloutmq.schemas.sharing import (
+from rolloutmq.bus.fsync import force
+from rolloutmq.schemas.errors import (
     SegmentGoneError,
     SegmentInUseError,
     WeightsDamagedError,
@@ -28,7 +26,9 @@ from rolloutmq.schemas.sharing import (
     WeightsNotWrittenError,
     WeightsTornError,
 )
-from rolloutmq.trainer.weights import versions
+from rolloutmq.schemas.files import DiskAddress
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.weights import disk
 from rolloutmq.trainer.weights.address import OWNER, directory_of, is_locked, owner_lives, read_disk, sweep
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.share import Level, SharedWeights
@@ -108,7 +108,7 @@ def test_old_versions_go_but_not_under_a_reader(address: Path, owned: tuple[Any,
     _, owner = owned
     (first,) = published(address)
     (directory_of(address) / ".1.3.dead-1.partial").mkdir()
-    with versions.held(directory_of(address) / first):
+    with disk.held(directory_of(address) / first):
         for step in range(5, 9):
             with owner.writing(V(1, step)):
                 pass
@@ -148,7 +148,7 @@ def test_a_version_is_published_though_old_ones_cannot_go(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patched:
-        patched.setattr(versions, "is_locked", stale)
+        patched.setattr(disk, "is_locked", stale)
         for step in (5, 6):
             with owner.writing(V(1, step)):
                 pass
@@ -185,7 +185,7 @@ def test_damaged_files_are_refused_and_the_old_weights_stay(
     before = logits(reading)
     with owner.writing(V(1, 5)):
         model.lm_head.weight.data.fill_(2.0)
-    tensors = files(address) / versions.TENSORS
+    tensors = files(address) / disk.TENSORS
     whole = tensors.read_bytes()
     tensors.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(WeightsDamagedError, match="are damaged: "):
@@ -196,12 +196,12 @@ def test_damaged_files_are_refused_and_the_old_weights_stay(
     turned = bytearray(whole)
     turned[-5] ^= 1
     tensors.write_bytes(turned)
-    with pytest.raises(WeightsDamagedError, match="is not as it was written"):
+    with pytest.raises(WeightsDamagedError, match="does not match its checksum"):
         reader.reading().__enter__()
     tensors.write_bytes(whole)
-    manifest = files(address) / versions.MANIFEST
+    manifest = files(address) / disk.MANIFEST
     manifest.write_bytes(manifest.read_bytes() + b" ")
-    with pytest.raises(WeightsDamagedError, match="its manifest is not"):
+    with pytest.raises(WeightsDamagedError, match="its manifest differs"):
         reader.reading().__enter__()
     with pytest.raises(WeightsDamagedError):
         DiskShare.attach(on_meta(model.config), address)
@@ -213,7 +213,7 @@ def test_damaged_files_are_refused_and_the_old_weights_stay(
     assert not reader.is_torn()
 
 
-@pytest.mark.parametrize("gone", [versions.TENSORS, versions.MANIFEST, "."])
+@pytest.mark.parametrize("gone", [disk.TENSORS, disk.MANIFEST, "."])
 def test_a_version_that_is_named_and_not_there_is_damaged(
     address: Path, owned: tuple[Any, DiskShare], gone: str
 ) -> None:
@@ -237,7 +237,7 @@ def test_a_version_that_is_named_and_not_there_is_damaged(
         assert (version, reader.is_torn()) == (V(1, 6), False)
 
 
-@pytest.mark.parametrize("place", ["address", versions.TENSORS, versions.MANIFEST])
+@pytest.mark.parametrize("place", ["address", disk.TENSORS, disk.MANIFEST])
 def test_what_cannot_be_read_is_damaged_as_long_as_it_cannot(
     address: Path, owned: tuple[Any, DiskShare], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -291,8 +291,8 @@ def test_a_version_is_held_until_it_is_copied(
     reader = DiskShare.attach(on_meta(model.config), address)
     take, held = DiskShare._take, []
 
-    def looked(share: DiskShare, found: versions.Found) -> None:
-        held.append(is_locked(files(address) / versions.MANIFEST))
+    def looked(share: DiskShare, found: disk.DiskVersion) -> None:
+        held.append(is_locked(files(address) / disk.MANIFEST))
         take(share, found)
 
     monkeypatch.setattr(DiskShare, "_take", looked)
@@ -317,7 +317,7 @@ def test_a_publish_that_fails_behind_its_rename_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path if call == "replace" else versions, call, full)
+        patched.setattr(Path if call == "replace" else disk, call, full)
         with pytest.raises(WeightsNotWrittenError, match="No space left"), owner.writing(V(1, 5)):
             pass
     assert published(address) == [first]
@@ -340,7 +340,7 @@ def test_what_is_published_stands_though_its_name_is_not_forced(
         force(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(versions, "force", failing)
+        patched.setattr(disk, "force", failing)
         for step in (5, 6):
             with owner.writing(V(1, step)):
                 pass
@@ -370,7 +370,7 @@ def test_a_disk_without_room_keeps_the_version_before(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(versions, "force", full)
+        patched.setattr(disk, "force", full)
         with pytest.raises(WeightsNotWrittenError, match="No space left"), owner.writing(V(1, 5)):
             pass
     assert owner.is_torn()
@@ -381,7 +381,7 @@ def test_a_disk_without_room_keeps_the_version_before(
 def test_a_reader_keeps_no_file_open(address: Path, owned: tuple[Any, DiskShare]) -> None:
     reading = on_meta(owned[0].config)
     DiskShare.attach(reading, address)
-    assert versions.TENSORS not in Path("/proc/self/maps").read_text()
+    assert disk.TENSORS not in Path("/proc/self/maps").read_text()
 
 
 def test_what_a_dead_owner_left_goes_and_what_a_living_one_has_stays(
@@ -408,7 +408,7 @@ def test_a_file_that_differs_from_the_model_is_told(owned: tuple[Any, DiskShare]
 
 
 def test_no_version_and_no_address(address: Path) -> None:
-    with pytest.raises(SegmentGoneError, match="no version was published yet"):
+    with pytest.raises(SegmentGoneError, match="no version has been published yet"):
         DiskShare.attach(on_meta(config("qwen2")), address)
     gone = DiskAddress(directory="gone", version=V(), manifest="", tensors=0, run="r")
     address.write_bytes(msgspec.json.encode(gone))
@@ -420,18 +420,18 @@ def test_versions_that_go_faster_than_they_are_read_are_gone(
     address: Path, owned: tuple[Any, DiskShare], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, owner = owned
-    read = versions._read
+    read = disk._read
 
-    def late(found: DiskAddress, directory: Path) -> versions.Found:
+    def late(found: DiskAddress, directory: Path) -> disk.DiskVersion:
         with owner.writing(V(1, owner.version.step + 1)):
             pass
         shutil.rmtree(directory)
         return read(found, directory)
 
-    monkeypatch.setattr(versions, "_read", late)
+    monkeypatch.setattr(disk, "_read", late)
     with pytest.raises(SegmentGoneError, match="removed before"):
         DiskShare.attach(on_meta(model.config), address)
-    assert owner.version.step == 4 + versions.ATTEMPTS
+    assert owner.version.step == 4 + disk.ATTEMPTS
     monkeypatch.undo()
     assert DiskShare.attach(on_meta(model.config), address).version == owner.version
 
@@ -473,7 +473,7 @@ import sys
 from pathlib import Path
 import torch
 from torch import nn
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.disk import DiskShare
 model = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
 def fill(value):
@@ -510,4 +510,8 @@ def test_a_writer_that_is_killed_leaves_whole_versions(address: Path) -> None:
             writer.kill()
         with reader.reading() as version:
             assert version.incarnation == life
-    assert len(published(address)) <= 3  # the newest, the one before, and one that was never named
+    # The newest, the one before, one that the reader held when the last were removed, and one that was never named.
+    assert len(published(address)) <= 4
+    share = DiskShare.create(model, address, version=PolicyVersion(2, 0))
+    assert len(published(address)) == 2
+    share.close()

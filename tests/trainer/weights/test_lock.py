@@ -1,4 +1,4 @@
-"""The control page: versions, and who has to wait for whom, on a plain file in place of a segment."""
+"""The control page: versions, and the waits of readers and writers, on a plain file."""
 
 import mmap
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import WeightsBusyError, WeightsTornError
+from rolloutmq.schemas.errors import WeightsBusyError, WeightsTornError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.lock import _PENDING, PAGE_BYTES, WeightLock
 
 V = PolicyVersion
@@ -63,11 +63,11 @@ def test_readers_do_not_exclude_each_other(page: Page) -> None:
 
 def test_a_writer_waits_for_readers_and_they_for_it(page: Page) -> None:
     writer, reader = page.open(), page.open()
-    with reader.reading(), pytest.raises(WeightsBusyError, match=f"reader {os.getpid()} keeps them"):
+    with reader.reading(), pytest.raises(WeightsBusyError, match=f"reader {os.getpid()} holds it"):
         writer.writing(V(0, 1), patience_s=0.01).__enter__()
     assert reader.version == V(0, 0)
     assert not reader.is_torn()
-    with writer.writing(V(0, 1)), pytest.raises(WeightsBusyError, match=f"writer {os.getpid()} keeps"):
+    with writer.writing(V(0, 1)), pytest.raises(WeightsBusyError, match=f"writer {os.getpid()} holds it"):
         reader.reading(patience_s=0.01).__enter__()
 
 
@@ -76,9 +76,9 @@ def test_where_the_kernel_does_not_tell_there_is_a_reader_all_the_same(
 ) -> None:
     writer, reader = page.open(), page.open()
     monkeypatch.setattr("rolloutmq.trainer.weights.lock.LOCKS", page.path.with_name("nothing"))
-    with reader.reading(), pytest.raises(WeightsBusyError, match="a reader keeps them"):
+    with reader.reading(), pytest.raises(WeightsBusyError, match="a reader holds it"):
         writer.writing(V(0, 1), patience_s=0.01).__enter__()
-    assert "reader 3 and reader 4 keep them" in str(WeightsBusyError(0, 1.0, (3, 4)))
+    assert "reader 3 and reader 4 hold it" in str(WeightsBusyError(0, 1.0, (3, 4)))
 
 
 def test_a_write_that_ends_while_it_is_looked_at_is_not_torn(
@@ -152,7 +152,7 @@ def test_a_busy_reader_does_not_starve_the_writer(page: Page) -> None:
 
 WAITING_WRITER = """
 import mmap, os, sys
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.lock import WeightLock
 assert "torch" not in sys.modules
 fd = os.open(sys.argv[1], os.O_RDWR)
@@ -167,13 +167,13 @@ def test_a_dead_pending_writer_holds_nobody_up(page: Page) -> None:
     with held.reading():
         child = subprocess.Popen([sys.executable, "-c", WAITING_WRITER, str(page.path)])
         try:
-            while not reader._words[_PENDING]:
+            while not reader._fields[_PENDING]:
                 assert child.poll() is None
                 time.sleep(0.001)
         finally:
             child.kill()
             child.wait()
-    assert reader._words[_PENDING] == 1
+    assert reader._fields[_PENDING] == 1
     started = time.monotonic()
     with reader.reading() as version:
         assert version == V(0, 0)

@@ -12,7 +12,7 @@ from tests.trainer.weights.conftest import Shares
 from tests.trainer.weights.models import ROPE, built, config, logits, on_meta
 from torch import nn
 
-from rolloutmq.schemas.sharing import WeightsMismatchError
+from rolloutmq.schemas.errors import WeightsMismatchError
 from rolloutmq.trainer.weights.binding import adopt, bind, manifest_of, prove, require_real
 from rolloutmq.trainer.weights.manifest import WeightManifest, describe, named_tensors
 
@@ -215,7 +215,7 @@ def test_nothing_is_left_on_meta_in_lists_of_modules() -> None:
 def test_modules_in_a_plain_list_are_refused() -> None:
     model = nn.Linear(2, 2)
     model.hidden = [nn.Linear(2, 2)]  # type: ignore[assignment]
-    with pytest.raises(WeightsMismatchError, match="hidden: holds modules that are not part of the model"):
+    with pytest.raises(WeightsMismatchError, match=r"hidden: holds modules outside of named_modules\(\)"):
         describe(model)
 
 

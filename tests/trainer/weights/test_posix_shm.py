@@ -1,4 +1,4 @@
-"""Sharing in one process, where everything can be looked at; `test_processes` has the real thing."""
+"""Sharing within one process; `test_processes` uses several."""
 
 import errno
 import mmap
@@ -17,12 +17,11 @@ from tests.trainer.weights.models import TOKENS, logits, on_meta
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from rolloutmq.bus import segments
-from rolloutmq.schemas.config import ModelConfig
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.errors import MissingError
-from rolloutmq.schemas.sharing import SegmentGoneError, SegmentInUseError, WeightsMismatchError
-from rolloutmq.trainer.model import build_policy
+from rolloutmq.bus.shm import segment_file
+from rolloutmq.schemas.config.run import ModelConfig
+from rolloutmq.schemas.errors import MissingError, SegmentGoneError, SegmentInUseError, WeightsMismatchError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion
@@ -147,7 +146,7 @@ def test_a_buffer_that_nobody_can_compute_is_refused(shares: Shares) -> None:
 def test_hidden_views_are_refused(shares: Shares) -> None:
     model = policy()
     model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach())
-    with pytest.raises(WeightsMismatchError, match=r"lm_head.weight: is another tensor on the storage"):
+    with pytest.raises(WeightsMismatchError, match=r"lm_head.weight: shares the storage"):
         shares.create(model)
     model.lm_head.weight = nn.Parameter(torch.zeros(64, 32).T)
     with pytest.raises(WeightsMismatchError, match=r"lm_head.weight: stride"):
@@ -170,14 +169,14 @@ def test_a_reader_without_an_owner_is_told_to_try_again(shares: Shares) -> None:
     shares.address.write_bytes(msgspec.json.encode({"path": str(owner.path), "nonce": address["nonce"]}))
     with pytest.raises(SegmentGoneError, match="nonce"):
         shares.attach(policy())
-    segments.write_address(shares.address, owner._segment)
+    segment_file.write_address(shares.address, owner._segment)
 
 
 def test_a_living_owner_keeps_its_segment(shares: Shares) -> None:
     owner = shares.create(policy())
     with pytest.raises(SegmentInUseError, match=f"process {os.getpid()}"):
         shares.create(policy(1))
-    assert segments.sweep(shares.address) == []
+    assert segment_file.sweep(shares.address) == []
     assert owner.path.exists()
 
 
@@ -188,8 +187,8 @@ def test_segments_are_private_and_readers_cannot_write(shares: Shares) -> None:
     script = (
         "import sys, torch\n"
         "from pathlib import Path\n"
-        "from rolloutmq.schemas.config import ModelConfig\n"
-        "from rolloutmq.trainer.model import build_policy\n"
+        "from rolloutmq.schemas.config.run import ModelConfig\n"
+        "from rolloutmq.trainer.policy.model import build_policy\n"
         "from rolloutmq.trainer.weights.posix_shm import WeightShare\n"
         "model = build_policy(ModelConfig(), 0)\n"
         "share = WeightShare.attach(model, Path(sys.argv[1]))\n"
@@ -219,14 +218,14 @@ def test_replaced_tells_of_another_segment(shares: Shares, tmp_path: Path) -> No
 
 def test_too_little_memory_is_said_before_it_is_used() -> None:
     with pytest.raises(MissingError, match="shared memory"):
-        segments.create("weights", 1 << 50)
+        segment_file.create("weights", 1 << 50)
 
 
 def test_what_cannot_be_mapped_is_removed(shares: Shares, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
-    create = segments.create
+    create = segment_file.create
 
-    def noted(kind: str, nbytes: int) -> segments.Segment:
+    def noted(kind: str, nbytes: int) -> segment_file.SegmentFile:
         segment = create(kind, nbytes)
         made.append(segment.path)
         return segment
@@ -235,7 +234,7 @@ def test_what_cannot_be_mapped_is_removed(shares: Shares, monkeypatch: pytest.Mo
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     before = opened()
-    monkeypatch.setattr(segments, "create", noted)
+    monkeypatch.setattr(segment_file, "create", noted)
     monkeypatch.setattr(mmap, "mmap", refused)
     with pytest.raises(OSError, match="Cannot allocate"):
         shares.create(policy())

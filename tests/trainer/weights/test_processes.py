@@ -1,4 +1,4 @@
-"""Owner and readers as processes that die: what is read is whole, and what the dead leave is adopted or removed."""
+"""Owner and readers as processes that die: reads are whole, and leftovers are adopted or removed."""
 
 import gc
 import os
@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from rolloutmq.bus import segments
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import WeightsMismatchError, WeightsTornError
+from rolloutmq.bus.shm import segment_file
+from rolloutmq.schemas.errors import WeightsMismatchError, WeightsTornError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights import posix_shm
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
@@ -24,7 +24,7 @@ import sys, time
 from pathlib import Path
 import torch
 from torch import nn
-from rolloutmq.schemas.envelope import PolicyVersion as V
+from rolloutmq.schemas.wire.envelope import PolicyVersion as V
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 torch.set_num_threads(1)
@@ -124,7 +124,7 @@ def run(run_dir: Path) -> Iterator[Run]:
     yield made
     made.close()
     gc.collect()
-    segments.sweep(made.address)
+    segment_file.sweep(made.address)
 
 
 def test_a_reader_that_is_stopped_in_mid_pass_does_not_keep_an_heir_out(
@@ -138,7 +138,7 @@ def test_a_reader_that_is_stopped_in_mid_pass_does_not_keep_an_heir_out(
     model = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
     heir = WeightShare.create_or_adopt(model, run.address, version=V(1, 0))
     assert (heir.adopted, heir.path != owner.path, owner.path.exists()) == (False, True, False)
-    assert f"reader {os.getpid()} keeps them" in caplog.text
+    assert f"reader {os.getpid()} holds it" in caplog.text
     assert stopped.is_replaced()
     _, reader = run.read()
     with reader.reading() as version:
@@ -199,6 +199,7 @@ def test_what_a_killed_writer_left_is_refused_and_restored(run: Run) -> None:
     assert not run.address.exists()
 
 
+@pytest.mark.extended
 def test_an_heir_with_another_model_makes_a_new_segment(run: Run) -> None:
     owner = run.own()
     _, share = run.read()
@@ -215,18 +216,18 @@ def test_an_heir_with_another_model_makes_a_new_segment(run: Run) -> None:
 
 def test_a_segment_is_swept_when_nobody_needs_it(run: Run) -> None:
     owner = run.own()
-    assert segments.sweep(run.address) == []
+    assert segment_file.sweep(run.address) == []
     model, share = run.read()
     owner.kill()
-    assert segments.sweep(run.address) == []  # a reader still has it, and an heir may come
+    assert segment_file.sweep(run.address) == []  # a reader still has it, and an heir may come
     assert owner.path.exists()
     share.close()
     del model
     gc.collect()
-    assert segments.sweep(run.address) == [owner.path]
+    assert segment_file.sweep(run.address) == [owner.path]
     assert not owner.path.exists()
     assert not run.address.exists()
-    assert segments.sweep(run.address) == []
+    assert segment_file.sweep(run.address) == []
 
 
 def test_an_attach_that_fails_holds_nothing(run: Run) -> None:
@@ -234,4 +235,4 @@ def test_an_attach_that_fails_holds_nothing(run: Run) -> None:
     with pytest.raises(WeightsMismatchError):
         run.read(width=32)
     owner.kill()
-    assert segments.sweep(run.address) == [owner.path]
+    assert segment_file.sweep(run.address) == [owner.path]

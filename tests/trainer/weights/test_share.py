@@ -1,4 +1,4 @@
-"""The ladder of proofs, rung by rung, within a process and between two."""
+"""The levels of verification, within a process and between two."""
 
 import copy
 import subprocess
@@ -15,11 +15,11 @@ from tests.trainer.weights.conftest import Shares
 from tests.trainer.weights.models import ROPE, TOKENS, built, config, logits, on_meta
 from torch import nn
 
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import WeightsMismatchError, WeightsSilentError
+from rolloutmq.schemas.errors import WeightsMismatchError, WeightsSilentError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.proof import digest
 from rolloutmq.trainer.weights.share import Level, Proof, SharedWeights
+from rolloutmq.trainer.weights.verify import digest
 
 V = PolicyVersion
 
@@ -124,7 +124,7 @@ def test_a_parameter_that_lies_elsewhere_is_named(shares: Shares, name: str) -> 
     owner.verify(Level.ALIASING)
     replaced(model, name)
     owner.verify(Level.MANIFEST)
-    with pytest.raises(WeightsMismatchError, match=f"{name}: does not lie in the shared memory"):
+    with pytest.raises(WeightsMismatchError, match=f"{name}: is not in the shared memory"):
         owner.verify(Level.ALIASING)
 
 

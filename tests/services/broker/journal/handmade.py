@@ -1,4 +1,4 @@
-"""Journals made by hand, fact by fact, so that what reads them is tested without what writes them."""
+"""Handmade journals, event by event, to test readers without the writers."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -7,36 +7,35 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rolloutmq.bus.codec import encode_group, header_of
+from rolloutmq.bus.encoding.codec import encode_group, header_of
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.settings import validate
-from rolloutmq.schemas.delivery import Rejected, Settle
-from rolloutmq.schemas.envelope import PolicyVersion, Split
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import AckedGroup, DroppedGroup, SettledBatch
-from rolloutmq.schemas.trajectory import Group
-from rolloutmq.services.broker.groups import StoredGroup
-from rolloutmq.services.broker.journal.body import Body
-from rolloutmq.services.broker.journal.factlog import FACTS, SNAPSHOT
-from rolloutmq.services.broker.journal.facts import (
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import Rejected
+from rolloutmq.schemas.wire.requests import Settle
+from rolloutmq.services.broker.journal.format.events import (
     Accepted,
     Began,
-    Fact,
-    GroupItem,
+    Event,
     GroupMeta,
+    GroupSnapshot,
+    GroupState,
     Leased,
-    LedgerItem,
+    LedgerSnapshot,
     Numbers,
-    Place,
+    RecordAddress,
     Settles,
 )
-from rolloutmq.services.broker.journal.packing import encode
-from rolloutmq.services.broker.journal.segment import encode_record, file_header
-from rolloutmq.services.broker.journal.segments import GROUP, numbered_nonce
-from rolloutmq.services.broker.ledger import State
+from rolloutmq.services.broker.journal.format.events_codec import encode
+from rolloutmq.services.broker.journal.format.records import encode_record, file_header
+from rolloutmq.services.broker.journal.read.event_log_reader import EVENTS, SNAPSHOT
+from rolloutmq.services.broker.journal.read.segments import GROUP, numbered_nonce
+from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
 
 SESSION = 7
-EMPTY = dict.fromkeys((state.value for state in State), 0)
+EMPTY = dict.fromkeys((state.value for state in GroupState), 0)
 TRAINER = "trainer"
 
 
@@ -64,7 +63,7 @@ def make_group(name: str) -> Group:
 
 
 class Handmade:
-    """The journal of a run directory. Wall-clock seconds are 2000 and the number of the record before."""
+    """The journal of a run directory. Wall-clock seconds are 2000 plus the number of the previous record."""
 
     def __init__(self, root: Path, durability: str = "disk") -> None:
         self.layout = RunLayout(root)
@@ -79,7 +78,7 @@ class Handmade:
     def accept(
         self, order: int, name: str = "", *, segment: int = 1, session: int = SESSION, seq: int = 0
     ) -> Accepted:
-        """Write a group's record and return the fact of its acceptance."""
+        """Write a group's record and return its `Accepted` event."""
         group = make_group(name or f"g{order}")
         encoded = encode_group(group, 1 << 20)
         header = header_of(group, encoded, seq=seq or order, position=order * encoded.nbytes)
@@ -93,13 +92,13 @@ class Handmade:
             producer="sort3-0",
             session=session,
             table=encoded.table,
-            body=Body(encoded.frames, encoded.nbytes),
+            body=GroupBody(encoded.frames, encoded.nbytes),
             accepted_at=0.0,
             accepted_wall=at,
             order=order,
         )
         offset = self._record(segment, encode(meta), encoded.frames)
-        place = Place(segment, offset)
+        place = RecordAddress(segment, offset)
         return Accepted(order, header, "sort3", Split.TRAIN, "run", "sort3-0", session, at, place)
 
     def _record(self, number: int, meta: bytes, frames: Sequence[Any]) -> int:
@@ -115,19 +114,19 @@ class Handmade:
         return self.journal / f"groups-{number:08d}.rmq"
 
     def log_file(self, number: int = 1) -> Path:
-        return self.journal / f"facts-{number:08d}.rmq"
+        return self.journal / f"events-{number:08d}.rmq"
 
-    def log(self, snapshot: Iterable[Fact], *commits: Sequence[Fact], number: int = 0) -> None:
+    def log(self, snapshot: Iterable[Event], *commits: Sequence[Event], number: int = 0) -> None:
         """Write the next log, or the one of that number: a snapshot, and a record for each commit."""
-        number = number or 1 + len(list(self.journal.glob("facts-*.rmq")))
+        number = number or 1 + len(list(self.journal.glob("events-*.rmq")))
         nonce = numbered_nonce(number, b"\1\0\0\0")
         data = bytearray(file_header(nonce))
-        records: list[tuple[int, Sequence[Fact]]] = [(SNAPSHOT, list(snapshot)), (FACTS, ())]
-        records += [(FACTS, commit) for commit in commits]
-        for count, (kind, facts) in enumerate(records):
+        records: list[tuple[int, Sequence[Event]]] = [(SNAPSHOT, list(snapshot)), (EVENTS, ())]
+        records += [(EVENTS, commit) for commit in commits]
+        for count, (kind, events) in enumerate(records):
             meta = msgspec.msgpack.encode((self._clock, count))
             self._clock += 1.0
-            for part in encode_record(nonce, len(data), kind, meta, [encode(list(facts))]):
+            for part in encode_record(nonce, len(data), kind, meta, [encode(list(events))]):
                 data += part
         self.log_file(number).write_bytes(data)
 
@@ -146,7 +145,7 @@ class Handmade:
         )
 
     def acked(self, *names: str, session: int = SESSION) -> None:
-        """Write what a producer saw acked."""
+        """Write a producer's ack log."""
         lines = [
             AckedGroup(group_id=name, session=session, seq=seq, at=1.0) for seq, name in enumerate(names, 1)
         ]
@@ -159,18 +158,18 @@ class Handmade:
         write_lines(self.layout.dropped, groups)
 
 
-def began(epoch: int = 1) -> list[Fact]:
-    """Return the snapshot of a run that begins."""
+def began(epoch: int = 1) -> list[Event]:
+    """Return the snapshot of a new run."""
     return [Numbers(1, 0, 0), ledger(), Began(epoch, 1, "disk")]
 
 
-def ledger(accepted: int = 0, *, rewound: int = 0, forgotten: int = 0, **counts: Any) -> LedgerItem:
+def ledger(accepted: int = 0, *, rewound: int = 0, forgotten: int = 0, **counts: Any) -> LedgerSnapshot:
     reasons = counts.pop("reasons", {})
-    return LedgerItem(accepted, rewound, 0, forgotten, {**EMPTY, **counts}, reasons, 0)
+    return LedgerSnapshot(accepted, rewound, 0, forgotten, {**EMPTY, **counts}, reasons, 0)
 
 
-def item(accepted: Accepted, deliveries: int = 0) -> GroupItem:
-    return GroupItem(accepted, accepted.header.table, deliveries, 0)
+def item(accepted: Accepted, deliveries: int = 0) -> GroupSnapshot:
+    return GroupSnapshot(accepted, accepted.header.table, deliveries, 0)
 
 
 def settles(
@@ -180,7 +179,7 @@ def settles(
     rejected: Sequence[str] = (),
     rank: int = 0,
 ) -> Settles:
-    """Return what a rank says; the policy after the step is that of the lease's step."""
+    """Return a rank's settlement; the policy after the step is that of the lease's step."""
     return Settles(
         Settle(
             consumer=f"{TRAINER}-{rank}",

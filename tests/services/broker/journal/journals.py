@@ -1,4 +1,4 @@
-"""Journals to try: groups whose contents tell their number, and disks that fail on demand."""
+"""Journals for tests: groups with numbered contents, and disks that fail on demand."""
 
 import os
 import random
@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolloutmq.bus.codec import checksum
-from rolloutmq.schemas.config import BrokerConfig
-from rolloutmq.schemas.delivery import Durability
-from rolloutmq.schemas.envelope import (
+from rolloutmq.bus.encoding.codec import checksum
+from rolloutmq.schemas.config.broker import BrokerConfig
+from rolloutmq.schemas.wire.envelope import (
     ColumnSpec,
     ColumnTable,
     Dtype,
@@ -21,17 +20,17 @@ from rolloutmq.schemas.envelope import (
     RewardSummary,
     Split,
 )
-from rolloutmq.services.broker.groups import StoredGroup
-from rolloutmq.services.broker.journal.body import Body, Ram
+from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.facts import Accepted, Began, GroupItem, Numbers, Table
-from rolloutmq.services.broker.journal.packing import AnyFact
-from rolloutmq.services.broker.journal.recovery import Recovered
-from rolloutmq.services.broker.journal.writer import Journal
-from rolloutmq.services.broker.log import Entry, SnapshotItem
+from rolloutmq.services.broker.journal.event_buffer import Entry, SnapshotRecord
+from rolloutmq.services.broker.journal.format.events import Accepted, Began, GroupSnapshot, Numbers, Table
+from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
+from rolloutmq.services.broker.journal.journal import Journal
+from rolloutmq.services.broker.journal.read.recovery import Recovered
+from rolloutmq.services.broker.journal.stored_group import BodyMemory, GroupBody, StoredGroup
 
 TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1),))
-RAM = Ram(1 << 40)
+RAM = BodyMemory(1 << 40)
 DEADLINE_S = 20.0
 SMALL = 5 << 14
 """Size of the segments of most tests."""
@@ -47,7 +46,7 @@ def contents(number: int, nbytes: int = 0) -> tuple[bytes, ...]:
     return random.Random(number).randbytes(nbytes), b"group %d" % number
 
 
-def group(number: int, nbytes: int = 0, ram: Ram = RAM) -> StoredGroup:
+def group(number: int, nbytes: int = 0, ram: BodyMemory = RAM) -> StoredGroup:
     frames = contents(number, nbytes)
     size = sum(map(len, frames))
     header = GroupHeader(
@@ -74,31 +73,31 @@ def group(number: int, nbytes: int = 0, ram: Ram = RAM) -> StoredGroup:
         producer="sort3-0",
         session=9,
         table=TABLE,
-        body=Body(frames, size, ram),
+        body=GroupBody(frames, size, ram),
         accepted_at=0.0,
         accepted_wall=1000.0 + number,
         order=number,
     )
 
 
-def snapshot(groups: Iterable[StoredGroup] = (), next_order: int = 1, epoch: int = 1) -> list[SnapshotItem]:
-    """Return a state of those groups."""
-    items: list[SnapshotItem] = [Numbers(next_order, 0, 0), Table(TABLE)]
-    items += [(GroupItem(group.accepted(), TABLE.id, 0, 0), group.body) for group in groups]
+def snapshot(groups: Iterable[StoredGroup] = (), next_order: int = 1, epoch: int = 1) -> list[SnapshotRecord]:
+    """Return a state with those groups."""
+    items: list[SnapshotRecord] = [Numbers(next_order, 0, 0), Table(TABLE)]
+    items += [(GroupSnapshot(group.accepted(), TABLE.id, 0, 0), group.body) for group in groups]
     return [*items, Began(epoch, 1, "disk")]
 
 
 class Driven:
-    """A journal, and what the data plane does for it."""
+    """A journal, driven as the data plane drives it."""
 
     def __init__(
-        self, directory: Path, config: BrokerConfig, disk: Disk | None = None, ram: Ram = RAM
+        self, directory: Path, config: BrokerConfig, disk: Disk | None = None, ram: BodyMemory = RAM
     ) -> None:
         self.woken = threading.Event()
         self.journal = Journal(directory, config, ram, self.woken.set, disk)
         self.found = self.journal.recover()
 
-    def start(self, items: Iterable[SnapshotItem] | None = None) -> "Driven":
+    def start(self, items: Iterable[SnapshotRecord] | None = None) -> "Driven":
         self.journal.start(snapshot() if items is None else items)
         return self
 
@@ -107,7 +106,7 @@ class Driven:
         return self.journal.ticket
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Advance until something is so."""
+        """Advance until a condition holds."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             self.journal.advance(time.monotonic(), urgent=True)
@@ -118,7 +117,7 @@ class Driven:
             self.woken.clear()
 
     def settle(self) -> None:
-        """Make durable all that was appended."""
+        """Make everything appended durable."""
         self.until(lambda: self.journal.done >= self.journal.ticket)
 
     def write(self, *entries: Entry) -> None:
@@ -127,31 +126,31 @@ class Driven:
 
 
 def orders(found: Recovered) -> list[int]:
-    """Return the orders of the groups that the facts name, in the order of the facts."""
-    return [fact.order for fact in acceptances(found.facts)]
+    """Return the orders of the groups in the events, in the order of the events."""
+    return [event.order for event in acceptances(found.events)]
 
 
-def acceptances(facts: Iterable[AnyFact]) -> list[Accepted]:
-    parts = [fact.accepted if isinstance(fact, GroupItem) else fact for fact in facts]
-    return [fact for fact in parts if isinstance(fact, Accepted)]
+def acceptances(events: Iterable[AnyEvent]) -> list[Accepted]:
+    parts = [event.accepted if isinstance(event, GroupSnapshot) else event for event in events]
+    return [event for event in parts if isinstance(event, Accepted)]
 
 
 def served(found: Recovered) -> set[int]:
-    """Read every group back and return the orders of those that could be; a wrong one fails the test."""
+    """Read every group back and return the orders of the readable ones; a wrong group fails the test."""
     whole = set()
-    for fact in acceptances(found.facts):
-        body = found.body(fact)
+    for event in acceptances(found.events):
+        body = found.body(event)
         if body.load():
             frames = tuple(bytes(frame) for frame in body.frames)
-            assert frames == contents(fact.order, len(frames[0])), f"group {fact.order} is another one"
-            assert fact.header.group_id == f"g-{fact.order}"
-            whole.add(fact.order)
+            assert frames == contents(event.order, len(frames[0])), f"group {event.order} is another one"
+            assert event.header.group_id == f"g-{event.order}"
+            whole.add(event.order)
         body.release()
     return whole
 
 
 class FailingDisk(Disk):
-    """A disk of which every call can be made to fail. `plan` maps a method to what is called before it."""
+    """A disk whose calls can be made to fail. `plan` maps a method to a hook called before it."""
 
     def __init__(self) -> None:
         self.plan: dict[str, Callable[..., None]] = {}
@@ -160,7 +159,7 @@ class FailingDisk(Disk):
         """If not zero, no write takes more bytes."""
 
     def fail(self, method: str, number: int, times: float = float("inf"), match: str = "") -> None:
-        """Let so many calls of a method fail with that error; of files whose path has `match` in it."""
+        """Let the next `times` calls of a method fail with that error, on files whose path contains `match`."""
         left = [times]
 
         def planned(*args: Any) -> None:
@@ -224,7 +223,7 @@ class FailingDisk(Disk):
 
 
 class CrashingDisk(FailingDisk):
-    """A disk that calls `instant` before each change, and can tell what a power cut would leave.
+    """A disk that calls `instant` before each change, and can copy its state after a power cut.
 
     Attributes:
         synced: Contents of each file as of its last sync, by the name it had then.
@@ -255,7 +254,7 @@ class CrashingDisk(FailingDisk):
         shutil.copytree(self._directory, target)
 
     def power_cut(self, target: Path) -> None:
-        """Make a directory as a power cut would leave it now, which forgot all that was not synced."""
+        """Make a directory as a power cut would leave it now, without unsynced data."""
         target.mkdir()
         for path in self._directory.glob("*.*"):
             if path.name in self.synced:

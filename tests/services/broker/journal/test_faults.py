@@ -1,4 +1,4 @@
-"""What the disk may do while the journal writes: it goes on, waits, or stops; it never says done too early."""
+"""Disk faults during writes: the journal goes on, waits, or stops, and never reports a batch as done too early."""
 
 import errno
 import logging
@@ -21,11 +21,11 @@ from tests.services.broker.journal.journals import (
 )
 
 from rolloutmq.bus.lifecycle import log_failure
-from rolloutmq.schemas.delivery import Durability
 from rolloutmq.schemas.errors import JournalFailedError, JournalWaitsError
 from rolloutmq.schemas.process import PERMANENT_FAILURE
-from rolloutmq.services.broker.journal.facts import Dropped
-from rolloutmq.services.broker.log import Entry
+from rolloutmq.schemas.wire.replies import Durability
+from rolloutmq.services.broker.journal.event_buffer import Entry
+from rolloutmq.services.broker.journal.format.events import Dropped
 
 GONE = Dropped(7, "expired", "stale")
 
@@ -36,7 +36,7 @@ def disk() -> FailingDisk:
 
 
 def again(directory: Path) -> Driven:
-    """Read what is left, and end at once."""
+    """Recover the journal, and close it at once."""
     run = Driven(directory, config())
     run.journal.close()
     return run
@@ -115,12 +115,12 @@ def test_room_may_come_from_segments_that_nothing_needs(tmp_path: Path, disk: Fa
 
 @contextmanager
 def file_limit(nbytes: int) -> Iterator[None]:
-    former = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, previous[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
 
 
 def test_real_limit_on_files_is_waited_out_or_lived_with(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_real_limit_on_files_is_waited_out_or_lived_with(tmp_path: Path) -> None
 def test_a_disk_that_stays_full_does_not_keep_the_end_for_ever(
     tmp_path: Path, disk: FailingDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolloutmq.services.broker.journal.writer.PATIENCE_S", 0.1)
+    monkeypatch.setattr("rolloutmq.services.broker.journal.journal.PATIENCE_S", 0.1)
     run = Driven(tmp_path, config(), disk).start()
     run.write(group(1))
     disk.fail("pwritev", errno.ENOSPC)
@@ -152,7 +152,7 @@ def test_a_disk_that_stays_full_does_not_keep_the_end_for_ever(
 def test_start_that_lacks_something_may_be_tried_again(
     tmp_path: Path, disk: FailingDisk, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr("rolloutmq.services.broker.journal.writer.START_PATIENCE_S", 0.1)
+    monkeypatch.setattr("rolloutmq.services.broker.journal.journal.START_PATIENCE_S", 0.1)
     disk.fail("pwritev", number)
     run = Driven(tmp_path, config(), disk)
     with pytest.raises(JournalWaitsError, match=os.strerror(number)) as caught:
@@ -183,19 +183,19 @@ def test_start_on_a_disk_that_fails_cannot_be_helped(tmp_path: Path, disk: Faili
 
 
 @pytest.mark.parametrize("level", [Durability.OS, Durability.DISK])
-@pytest.mark.parametrize("entries", ["group", "fact", "both"])
+@pytest.mark.parametrize("entries", ["group", "event", "both"])
 def test_failed_write_stops_it_for_good(
     tmp_path: Path, disk: FailingDisk, level: Durability, entries: str
 ) -> None:
     run = _begun(tmp_path, disk, level)
-    disk.fail("pwritev", errno.EIO, times=1, match="facts" if entries == "fact" else "groups")
-    _failed(run, [GONE] if entries == "fact" else [group(2)] if entries == "group" else [group(2), GONE])
+    disk.fail("pwritev", errno.EIO, times=1, match="events" if entries == "event" else "groups")
+    _failed(run, [GONE] if entries == "event" else [group(2)] if entries == "group" else [group(2), GONE])
     assert orders(again(tmp_path).found)[:1] == [1]
     assert served(again(tmp_path).found) == {1}
 
 
 def _begun(directory: Path, disk: FailingDisk, level: Durability = Durability.DISK) -> Driven:
-    """Return a journal with one group, which has done all that it does ahead of time."""
+    """Return a journal with one group that has done all its chores."""
     run = Driven(directory, config(level), disk).start()
     run.write(group(1))
     for _ in range(6):
@@ -206,7 +206,7 @@ def _begun(directory: Path, disk: FailingDisk, level: Durability = Durability.DI
 def _failed(run: Driven, entries: list[Entry]) -> None:
     done = run.journal.done
     run.append(*entries)
-    with pytest.raises(JournalFailedError, match="acked since"):
+    with pytest.raises(JournalFailedError, match="acked groups are safe"):
         run.settle()
     run.append(group(3))
     with pytest.raises(JournalFailedError):
@@ -215,7 +215,7 @@ def _failed(run: Driven, entries: list[Entry]) -> None:
     assert run.journal.done == done
 
 
-@pytest.mark.parametrize("name", ["groups", "facts"])
+@pytest.mark.parametrize("name", ["groups", "events"])
 def test_failed_sync_stops_it_and_takes_back_what_was_not_done(
     tmp_path: Path, disk: FailingDisk, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -230,7 +230,7 @@ def test_failed_sync_stops_it_and_takes_back_what_was_not_done(
     )  # nothing was written after it
     found = again(tmp_path).found
     assert orders(found)[0] == 1
-    assert list(found.facts).count(GONE) == 6
+    assert list(found.events).count(GONE) == 6
     assert served(found) == {1}
 
 
@@ -238,8 +238,8 @@ def test_where_facts_cannot_be_taken_back_the_groups_they_name_stay(
     tmp_path: Path, disk: FailingDisk
 ) -> None:
     run = _begun(tmp_path, disk)
-    disk.fail("fdatasync", errno.EIO, times=1, match="facts")
-    disk.fail("truncate", errno.EIO, match="facts")
+    disk.fail("fdatasync", errno.EIO, times=1, match="events")
+    disk.fail("truncate", errno.EIO, match="events")
     _failed(run, [group(2), GONE])
     assert served(again(tmp_path).found) == {1, 2}
 

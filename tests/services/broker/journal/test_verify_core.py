@@ -1,4 +1,4 @@
-"""What a core really does, over restarts, leaves a journal whose ledger adds up, and in which any loss shows."""
+"""The verifier against a real core with restarts: the ledger adds up, and any loss shows."""
 
 import shutil
 import tempfile
@@ -12,15 +12,15 @@ from tests.services.broker import test_core_machine
 from tests.services.broker.bench import WALL, Bench
 from tests.services.broker.test_core_machine import SETTINGS, Machine
 
-from rolloutmq.schemas.records import AckedGroup
+from rolloutmq.schemas.files import AckedGroup
 from rolloutmq.services.broker.actions import Action, Bury
 from rolloutmq.services.broker.core import BrokerCore
-from rolloutmq.services.broker.journal.body import Ram
-from rolloutmq.services.broker.journal.dead import DeadStore
-from rolloutmq.services.broker.journal.explain import stories
-from rolloutmq.services.broker.journal.facts import Began
-from rolloutmq.services.broker.journal.verify import Verdict, Witness, verify
-from rolloutmq.services.broker.journal.writer import Journal
+from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
+from rolloutmq.services.broker.journal.format.events import Began
+from rolloutmq.services.broker.journal.inspect.explain import group_histories
+from rolloutmq.services.broker.journal.inspect.verify import Verdict, Witness, verify
+from rolloutmq.services.broker.journal.journal import Journal
+from rolloutmq.services.broker.journal.stored_group import BodyMemory
 
 DURABLE_S = 10.0
 
@@ -33,18 +33,18 @@ class JournaledBench(Bench):
         self.shadowed = False
         self.directory = directory
         self.lives = 0
-        self.dead = DeadStore(directory / "dead", 1 << 20, sync=False)
+        self.dead = DeadLetterStore(directory / "dead", 1 << 20, sync=False)
         self.open()
 
     def open(self) -> None:
-        """Begin a life of the core with what the journal has."""
+        """Begin a life of the core with the journal's contents."""
         self.lives += 1
         config = self.settings.broker.model_copy(update={"segment_bytes": 1 << 16, "commit_ms": 0.0})
-        self.disk = Journal(self.directory / "journal", config, Ram(1 << 20), lambda: None)
+        self.disk = Journal(self.directory / "journal", config, BodyMemory(1 << 20), lambda: None)
         found = self.disk.recover()
         assert not found.damage
         self.core = BrokerCore(self.settings, epoch=self.lives)
-        assert not self.core.restore(found.facts, found, self.now, WALL)
+        assert not self.core.restore(found.events, found, self.now, WALL)
         self.disk.start([*self.core.snapshot(), Began(self.lives, 1, "disk")])
 
     def restart(self) -> None:
@@ -53,7 +53,7 @@ class JournaledBench(Bench):
         self.open()
 
     def _done(self, actions: list[Action]) -> list[Action]:
-        entries = self.core.facts()
+        entries = self.core.events()
         self.disk.append(entries)
         if self.disk.ticket % 7 == 0:
             self.disk.rotate(self.core.snapshot())
@@ -76,7 +76,7 @@ class JournaledBench(Bench):
 
 
 class Journaled(Machine):
-    """The machine of the core, with a journal that is looked at in the end."""
+    """The machine of the core, with a journal verified at the end."""
 
     bench: JournaledBench
 
@@ -98,7 +98,7 @@ class Journaled(Machine):
             self.files.cleanup()
 
     def look(self) -> None:
-        """Hold the journal against the core, and against what producers saw acked."""
+        """Check the journal against the core, and against the producers' acks."""
         bench = self.bench
         bench.catch_up()
         acked = set().union(*(producer.acked for producer in self.producers))
@@ -108,11 +108,11 @@ class Journaled(Machine):
         assert verdict.counts == {state: getattr(counts, state) for state in verdict.counts}
         assert (verdict.accepted, verdict.rewound) == (counts.accepted, counts.rewound)
         for name in sorted(acked)[:3]:
-            (story,) = stories(bench.directory / "journal", name)
+            (story,) = group_histories(bench.directory / "journal", name)
             assert story.moments[0].event == "accepted"
 
     def lose(self) -> None:
-        """Take away what is needed, in a copy: each of its groups is named."""
+        """Remove needed files from a copy: each of their groups is named."""
         copy = self.bench.directory / "copy"
         shutil.copytree(self.bench.directory / "journal", copy)
         for path in copy.glob("groups-*.rmq"):

@@ -11,7 +11,7 @@ import pytest
 from tests.services.gateway.atropos import servers
 from tests.services.gateway.atropos.servers import Api, Side
 
-from benchmarks import atropos
+from benchmarks.queues import atropos
 
 THEIRS = pytest.param(
     "theirs",

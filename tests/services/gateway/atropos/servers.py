@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from benchmarks.atropos import RIVAL
+from benchmarks.queues.atropos import RIVAL
 
 Side = Literal["theirs", "ours"]
 T = TypeVar("T")

@@ -19,11 +19,10 @@ from tests.services.gateway.atropos import inference, servers
 from tests.services.gateway.atropos.bodies import NO_LABEL
 from tests.services.gateway.atropos.servers import PYTHON, Api, ended, our_server, their_server, wait_for
 
-from benchmarks import atropos
+from benchmarks.queues import atropos
 
 pytestmark = [
     pytest.mark.rival,
-    pytest.mark.slow,
     pytest.mark.skipif(bool(atropos.missing()), reason=atropos.missing()),
 ]
 

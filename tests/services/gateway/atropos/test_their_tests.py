@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 from tests.services.gateway.atropos.servers import LIMIT_S, PYTHON, Api, our_server
 
-from benchmarks import atropos
+from benchmarks.queues import atropos
 
 PORT: Final = 8000
 FILES: Final = ("test_api_compression.py", "test_api_legacy.py", "test_api_messages_handling.py")
@@ -42,7 +42,6 @@ def posted(api: Api) -> float:
 
 
 @pytest.mark.rival
-@pytest.mark.slow
 @pytest.mark.skipif(bool(atropos.missing()), reason=atropos.missing())
 @pytest.mark.parametrize("file", FILES)
 def test_their_tests_pass(file: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""vLLM is called so that its log-probabilities are those that a trainer recomputes."""
+"""vLLM's arguments make its log-probabilities equal those that a trainer recomputes."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.schemas.config import InferenceConfig
+from rolloutmq.schemas.config.inference import KEPT, InferenceConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.serving import KEPT
 from rolloutmq.services.inference.vllm import command
 from rolloutmq.services.inference.vllm.installed import require_vllm
 
@@ -95,7 +94,7 @@ def spellings(name: str) -> list[tuple[str, ...]]:
 
 def test_what_sharing_rests_on_is_not_to_be_set() -> None:
     for told in (told for name in KEPT for told in spellings(name)):
-        assert f"{told[0]} is not to be set here: " in refusal(*told), told
+        assert f"{told[0]} must not be set here: " in refusal(*told), told
 
 
 @pytest.mark.parametrize(
@@ -124,8 +123,8 @@ def test_what_sharing_rests_on_is_not_to_be_set() -> None:
     ],
 )
 def test_what_changes_numbers_versions_or_the_mapping_is_refused(told: tuple[str, ...]) -> None:
-    assert f"{told[0]} is not to be set here: " in refusal(*told)
-    assert f"{told[0]} is not to be set here: " in refusal("--block-size", "32", *told)
+    assert f"{told[0]} must not be set here: " in refusal(*told)
+    assert f"{told[0]} must not be set here: " in refusal("--block-size", "32", *told)
 
 
 def test_what_changes_none_of_them_may_be_set() -> None:
@@ -146,12 +145,12 @@ def test_it_finds_this_package_and_nothing_else(tmp_path: Path) -> None:
 
 def test_an_environment_without_vllm_is_refused(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
-    with pytest.raises(ConfigError, match=r"is not there; `make \.venv-vllm/\.installed` makes it"):
+    with pytest.raises(ConfigError, match=r"does not exist; create it with `make \.venv-vllm/\.installed`"):
         require_vllm(python)
     python.parent.mkdir()
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match="has no vLLM beside it"):
+    with pytest.raises(ConfigError, match="has no vLLM; install one"):
         require_vllm(python)
     package = tmp_path / "lib" / "python3.11" / "site-packages" / "vllm"
     package.mkdir(parents=True)
@@ -160,5 +159,5 @@ def test_an_environment_without_vllm_is_refused(tmp_path: Path) -> None:
 
 
 def test_it_is_the_one_engine_of_its_run() -> None:
-    with pytest.raises(ValueError, match="it is the one engine of its run"):
+    with pytest.raises(ValueError, match=r"max_engines must be 1 with kind `vllm` \(got 2\)"):
         InferenceConfig.model_validate({"kind": "vllm", "max_engines": 2})

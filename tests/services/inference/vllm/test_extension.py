@@ -1,4 +1,4 @@
-"""What runs inside vLLM, around a scheduler that is made up: when it samples, and when it ends what was asked."""
+"""The extension inside vLLM, with a simulated scheduler: when it samples, and when it aborts requests."""
 
 import contextlib
 import importlib
@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.services.inference.vllm.lent import model_of
-from tests.services.inference.vllm.test_matching import as_vllm_has_it
+from tests.services.inference.vllm.support.lent import model_of
+from tests.services.inference.vllm.test_weight_matching import as_vllm_has_it
 
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import WeightsMismatchError
+from rolloutmq.schemas.errors import WeightsMismatchError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion
@@ -97,7 +97,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         finalize_layerwise_reload=None,
         initialize_layerwise_reload=None,
     )
-    for name in ("extension", "transfer"):
+    for name in ("extension", "weight_transfer"):
         monkeypatch.delitem(sys.modules, f"{OURS}.{name}", raising=False)
     found: Any = importlib.import_module(f"{OURS}.extension")
     found.core = core
@@ -106,7 +106,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if found.reader.share is not None:
         found.reader.share.close()
     vars(found.reader).clear()
-    for name in ("extension", "transfer"):
+    for name in ("extension", "weight_transfer"):
         sys.modules.pop(f"{OURS}.{name}", None)
 
 
@@ -272,7 +272,7 @@ def test_a_call_goes_to_the_worker_as_it_came(extension: Any) -> None:
 def test_a_worker_without_its_scheduler_is_refused(lent: Lent, extension: Any) -> None:
     """In a process of workers alone nobody asks but from outside: no step there takes the lock."""
     said = extension.SharedWeights.attach_weights(lent.worker, str(lent.address))
-    assert "must be in one process" in said["error"]
+    assert "must share one process" in said["error"]
     assert "segment" in lent.attach(extension.core())
 
 
@@ -286,7 +286,7 @@ def test_an_engine_of_several_steps_at_a_time_is_refused(lent: Lent, extension: 
 
 
 def test_nothing_is_sent_to_a_vllm_that_shares(lent: Lent, extension: Any) -> None:
-    transfer = importlib.import_module(f"{OURS}.transfer").FileTransfer()
+    transfer = importlib.import_module(f"{OURS}.weight_transfer").FileTransfer()
     transfer.start_weight_update()
     manifest = msgspec.json.encode(lent.share.manifest()).decode()
     assert extension.SharedWeights.match_weights(lent.worker, manifest) == {}

@@ -1,15 +1,15 @@
-"""What is known of a policy that was sent to vLLM, while vLLM says nothing."""
+"""State of a transferred policy while vLLM does not answer."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.services.inference.vllm.lent import Lender
+from tests.services.inference.vllm.support.lent import Lender
 
-from rolloutmq.schemas.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.inference.vllm.client import EngineFailedError, EngineSilentError
-from rolloutmq.services.inference.vllm.policy import SentPolicy
+from rolloutmq.services.inference.vllm.policy import SentWeightsPolicy
 
 
 class Client:
@@ -26,13 +26,13 @@ class Client:
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> Iterator[SentPolicy]:
+def policy(tmp_path: Path) -> Iterator[SentWeightsPolicy]:
     lender = Lender(tmp_path / "run", "qwen2")
-    yield SentPolicy(lender.layout, PolicyVersion(0, 3), 8)
+    yield SentWeightsPolicy(lender.layout, PolicyVersion(0, 3), 8)
     lender.close()
 
 
-async def test_one_that_does_not_answer_in_time_is_not_given_up_for_that(policy: SentPolicy) -> None:
+async def test_one_that_does_not_answer_in_time_is_not_given_up_for_that(policy: SentWeightsPolicy) -> None:
     """It may be stopped, or take in a large model; whether it stands still, its steps say."""
     silent = Client(EngineSilentError("sent_weights"), {"whole": True, "version": "0.4"})
     assert await policy.followed(silent, 0.0) is policy  # type: ignore[arg-type]
@@ -41,6 +41,6 @@ async def test_one_that_does_not_answer_in_time_is_not_given_up_for_that(policy:
     assert policy.version == PolicyVersion(0, 4)
 
 
-async def test_one_that_is_gone_is(policy: SentPolicy) -> None:
-    with pytest.raises(EngineFailedError, match="is away"):
-        await policy.followed(Client(EngineFailedError("vLLM is away")), 0.0)  # type: ignore[arg-type]
+async def test_one_that_is_gone_is(policy: SentWeightsPolicy) -> None:
+    with pytest.raises(EngineFailedError, match="is unavailable"):
+        await policy.followed(Client(EngineFailedError("vLLM is unavailable")), 0.0)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A real vLLM as a teacher: what workers get of it is what a forward pass of transformers says. `make test-vllm`."""
+"""A real vLLM as a teacher: its scores match a forward pass of transformers. `make test-vllm`."""
 
 import asyncio
 import contextlib
@@ -19,22 +19,28 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
-from tests.services.inference.vllm.lent import ALPHABET, POSITIONS, PYTHON, VOCABULARY, missing, model_of
+from tests.services.inference.vllm.support.lent import (
+    ALPHABET,
+    POSITIONS,
+    PYTHON,
+    VOCABULARY,
+    missing,
+    model_of,
+)
 
 from rolloutmq.bus.rundir import read_json
-from rolloutmq.schemas.config import ModelConfig, RunConfig
+from rolloutmq.schemas.config.run import ModelConfig, RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.layout import RunLayout
-from rolloutmq.schemas.records import InferenceAddress
-from rolloutmq.schemas.teaching import IDS_COLUMN, LOGPROBS_COLUMN
-from rolloutmq.schemas.trajectory import Group
-from rolloutmq.services.inference.teacher import serve
+from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.distillation import IDS_COLUMN, LOGPROBS_COLUMN
+from rolloutmq.services.inference.teacher.server import serve
 from rolloutmq.services.inference.vllm.command import START, VARIABLES
-from rolloutmq.services.runner import Stop
-from rolloutmq.services.worker.teacher import Teacher
-from rolloutmq.trainer.tokenizer import write_tokenizer
+from rolloutmq.services.process.runner import Stop
+from rolloutmq.services.worker.teacher_client import TeacherClient
+from rolloutmq.trainer.policy.tokenizer import write_tokenizer
 
-pytestmark = [pytest.mark.rival, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 EXACT = 1e-5
 START_S = 300.0
@@ -176,7 +182,7 @@ async def test_each_kind_gets_what_a_forward_pass_says(
     url, _ = vllm
     for kind, k in (("top_k", 16), ("sampled", 1), ("full", VOCABULARY)):
         config, layout = run_of(tmp_path / "run", sage, url, kind=kind)
-        async with serving(layout), Teacher.opened(config, layout) as teacher:
+        async with serving(layout), TeacherClient.opened(config, layout) as teacher:
             group = await teacher.teach(some_group())
         cells = group.columns[IDS_COLUMN].lengths[1]
         assert set(cells.tolist()) == {0, k}
@@ -208,7 +214,7 @@ async def test_one_that_is_gone_is_waited_for(
 ) -> None:
     url, process = vllm
     config, layout = run_of(tmp_path / "run", sage, url, kind="top_k")
-    async with serving(layout) as served, Teacher.opened(config, layout) as teacher:
+    async with serving(layout) as served, TeacherClient.opened(config, layout) as teacher:
         end(process)
         waiting = asyncio.create_task(teacher.teach(some_group()))
         async with asyncio.timeout(60), aiohttp.ClientSession() as session:
@@ -218,6 +224,6 @@ async def test_one_that_is_gone_is_waited_for(
                         break
                 await asyncio.sleep(0.05)
         assert not waiting.done()
-        assert "vLLM is away" in teacher.wait(float("inf"))
+        assert "vLLM is unavailable" in teacher.wait(float("inf"))
         waiting.cancel()
         await asyncio.wait([waiting])

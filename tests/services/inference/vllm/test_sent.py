@@ -1,4 +1,4 @@
-"""vLLM's own weight transfer: a real vLLM with a copy, sent over its HTTP interface. `make test-vllm` runs them."""
+"""Weight transfer to a real vLLM over its HTTP interface. `make test-vllm` runs them."""
 
 import asyncio
 import copy
@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.services.inference.vllm.lent import Lender, forward, long_prompt, missing, model_of
+from tests.services.inference.vllm.support.lent import Lender, forward, long_prompt, missing, model_of
 
-from rolloutmq.schemas.envelope import PolicyVersion
-from rolloutmq.schemas.sharing import WeightsMismatchError, WeightsNotSentError, WeightsTornError
-from rolloutmq.services.inference.generate import Continuation
+from rolloutmq.schemas.errors import WeightsMismatchError, WeightsNotSentError, WeightsTornError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.inference.jobs import Continuation
 from rolloutmq.services.inference.sampling import Sampling
 from rolloutmq.services.inference.vllm.client import EngineFailedError, VllmClient
 from rolloutmq.services.inference.vllm.process import running
-from rolloutmq.trainer.weights.parcel import Parcel
 from rolloutmq.trainer.weights.share import Level
-from rolloutmq.trainer.weights.vllm_http import SentWeights
+from rolloutmq.trainer.weights.vllm_http import SafetensorsFile, SentWeights
 
-pytestmark = [pytest.mark.rival, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 EXACT = 1e-5
 V = PolicyVersion
@@ -55,10 +54,10 @@ async def ready(client: VllmClient) -> None:
             await asyncio.sleep(0.2)
 
 
-WHOLE = Parcel.write
+WHOLE = SafetensorsFile.write
 
 
-def damaged(parcel: Parcel, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def damaged(parcel: SafetensorsFile, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Leave one tensor out of the file."""
     left = {name: one for name, one in tensors.items() if name != "model.layers.1.self_attn.k_proj.weight"}
     WHOLE(parcel, left, metadata)
@@ -114,7 +113,7 @@ async def test_a_tied_model_is_sent_and_sent_again(
         del before, models
 
         # A file that was damaged on its way: vLLM stays paused, and answers again after a restore only.
-        monkeypatch.setattr(Parcel, "write", damaged)
+        monkeypatch.setattr(SafetensorsFile, "write", damaged)
         with pytest.raises(WeightsNotSentError, match="/update_weights: status 500"), sent.writing(V(2, 5)):
             pass
         monkeypatch.undo()
@@ -136,7 +135,7 @@ async def test_a_tied_model_is_sent_and_sent_again(
             assert await client.call("sent_weights") == {"whole": whole, "version": "2.5"}
 
         # A trainer that dies in the middle leaves vLLM paused; its next life sends all anew.
-        monkeypatch.setattr(Parcel, "write", damaged)
+        monkeypatch.setattr(SafetensorsFile, "write", damaged)
         with pytest.raises(WeightsNotSentError, match="/update_weights: status 500"), sent.writing(V(2, 6)):
             pass
         monkeypatch.undo()

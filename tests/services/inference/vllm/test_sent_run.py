@@ -1,4 +1,4 @@
-"""A whole run whose configuration alone says that vLLM is sent the weights; a real one. `make test-vllm` runs it."""
+"""A whole run with weight transfer to a real vLLM, by configuration alone. `make test-vllm` runs it."""
 
 import json
 import signal
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.services.inference.vllm.lent import PYTHON, missing
+from tests.services.inference.vllm.support.lent import PYTHON, missing
 
-from benchmarks import scenario
-from benchmarks.scenario import LiveRun, steps_logged
-from rolloutmq.schemas.layout import RunLayout
+from benchmarks.end_to_end import scenario
+from benchmarks.end_to_end.scenario import LiveRun, steps_logged
+from rolloutmq.schemas.files import RunLayout
 
-pytestmark = [pytest.mark.rival, pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 CONFIG = scenario.QUICKSTART.with_name("quickstart-vllm.toml")
 DEADLINE_S = 540.0

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.services.orchestrator.gpus.traces import hot, lost, sample, silent
 
-from rolloutmq.schemas.hardware import FATAL, Cause, GpuOrder, GpuStanding
-from rolloutmq.schemas.orchestration import HardwareConfig
-from rolloutmq.schemas.records import GpuRecord
-from rolloutmq.schemas.telemetry import GpuSample
+from rolloutmq.schemas.config.orchestrator import HardwareConfig
+from rolloutmq.schemas.files import GpuRecord
+from rolloutmq.schemas.wire.hardware import FATAL, Cause, GpuOrder, GpuStanding
+from rolloutmq.schemas.wire.telemetry import GpuSample
 from rolloutmq.services.orchestrator.gpus.cordons import Cordons
 
 
@@ -150,7 +150,7 @@ def test_the_breaker_leaves_half_of_the_gpus_in_use() -> None:
     cordoned = [uuid for uuid in uuids if trial.causes(uuid)]
     assert len(cordoned) == 2
     spared = next(uuid for uuid in uuids if uuid not in cordoned)
-    assert "as the breaker allows" in trial.cordons[spared].reason
+    assert "the breaker allows no more cordons" in trial.cordons[spared].reason
     assert trial.cordons.doomed() == {}
 
 
@@ -197,7 +197,7 @@ def test_what_is_uncordoned_by_hand_is_not_cordoned_for_the_same_heat() -> None:
         trial.see(hot(), 20)
         trial.see(sample(), 20)
     assert trial.causes() == ()
-    assert "used on by hand in spite of: heat" in trial.cordons["GPU-1"].reason
+    assert "kept in use by hand in spite of: heat" in trial.cordons["GPU-1"].reason
     trial.see(sample(), 61)
     assert trial.cordons["GPU-1"].reason == ""
     trial.see(hot(), 3)
@@ -242,7 +242,7 @@ def test_a_restart_keeps_cordons_and_what_was_dismissed() -> None:
         (),
     ]
     assert after.cordons["GPU-1"].since == since
-    assert after.cordons["GPU-1"].reason == "hot: slows down for its temperature"
+    assert after.cordons["GPU-1"].reason == "hot: thermal slowdown"
     assert list(after.cordons.doomed()) == ["GPU-2"]
     # Orders that were carried out are not again, though they are told again.
     after.cordons.carry_out({"GPU-3": GpuOrder(number=1, cordoned=False)}, after.now, 0.0)

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.services.orchestrator.gpus.traces import GIB, LIMITS, hot, lost, sample, silent, using
 
-from rolloutmq.schemas.hardware import Cause, GpuOrder
-from rolloutmq.schemas.telemetry import GpuSample
-from rolloutmq.services.orchestrator.gpus.fleet import Fleet, Life, Room, Wait
-from rolloutmq.services.orchestrator.gpus.placement import Need, NoGpu
+from rolloutmq.schemas.wire.hardware import Cause, GpuOrder
+from rolloutmq.schemas.wire.telemetry import GpuSample
+from rolloutmq.services.orchestrator.gpus.fleet import Fleet, GpuRoom, GpuWait, WorkerLife
+from rolloutmq.services.orchestrator.gpus.placement import GpuRequest, NoGpu
 
-NEED = Need(1, 50 * GIB)
+NEED = GpuRequest(1, 50 * GIB)
 
 
 class Trial:
@@ -20,7 +20,7 @@ class Trial:
     def __init__(self, *samples: GpuSample) -> None:
         self.fleet = Fleet(LIMITS)
         self.now = 0.0
-        self.lives: dict[str, Life] = {}
+        self.lives: dict[str, WorkerLife] = {}
         self.see(*samples)
 
     def see(self, *samples: GpuSample, times: int = 1) -> None:
@@ -30,14 +30,14 @@ class Trial:
                 self.fleet.see(one, self.now, 0.0)
             self.fleet.follow(self.lives, self.now)
 
-    def start(self, worker: str, need: Need = NEED) -> tuple[str, ...] | NoGpu:
+    def start(self, worker: str, need: GpuRequest = NEED) -> tuple[str, ...] | NoGpu:
         placed = self.fleet.place(worker, need, self.now)
         if not isinstance(placed, NoGpu):
             self.live(worker, pid=hash(worker) % 1000 + 1)
         return placed
 
     def live(self, worker: str, **life: Any) -> None:
-        self.lives[worker] = Life(**life)
+        self.lives[worker] = WorkerLife(**life)
         self.fleet.follow(self.lives, self.now)
 
 
@@ -53,19 +53,19 @@ def test_two_starts_on_one_gpu_the_second_is_denied() -> None:
     trial.live("w-0", pid=7, ready=True)
     trial.see(using(50 * GIB), times=3)
     assert isinstance(trial.start("w-1"), NoGpu)
-    assert trial.start("w-1", Need(1, 20 * GIB)) == ("GPU-1",)
+    assert trial.start("w-1", GpuRequest(1, 20 * GIB)) == ("GPU-1",)
 
 
 def test_room_counts_what_would_be_promised() -> None:
     trial = Trial(using(0, "GPU-1"), using(0, "GPU-2"))
-    room = trial.fleet.room(Need(1, 30 * GIB), 9, trial.now)
+    room = trial.fleet.room(GpuRequest(1, 30 * GIB), 9, trial.now)
     assert room.count == 4
     assert room.reason.startswith("no_gpu: 0 of 1 wanted; 2 without enough memory")
-    assert trial.fleet.room(Need(1), 9, trial.now).count == 2
-    assert trial.fleet.room(Need(2), 9, trial.now).count == 1
-    assert trial.fleet.room(Need(1), 2, trial.now) == Room(2)
+    assert trial.fleet.room(GpuRequest(1), 9, trial.now).count == 2
+    assert trial.fleet.room(GpuRequest(2), 9, trial.now).count == 1
+    assert trial.fleet.room(GpuRequest(1), 2, trial.now) == GpuRoom(2)
     # It only counted: nothing was promised.
-    assert trial.start("w-0", Need(2)) == ("GPU-1", "GPU-2")
+    assert trial.start("w-0", GpuRequest(2)) == ("GPU-1", "GPU-2")
 
 
 def test_reordered_indexes_change_nothing() -> None:
@@ -82,7 +82,7 @@ def test_nothing_is_placed_where_nothing_is_known_now() -> None:
     trial = Trial(using(0))
     trial.now += 5.5
     denied = trial.start("w-0")
-    assert denied == NoGpu("no_gpu: 0 of 1 wanted; 1 not heard of lately")
+    assert denied == NoGpu("no_gpu: 0 of 1 wanted; 1 without a recent sample")
     trial.see(silent())
     assert isinstance(trial.start("w-0"), NoGpu)
     trial.see(using(0))
@@ -93,7 +93,7 @@ def test_a_cordoned_gpu_is_passed_over_and_keeps_its_workers() -> None:
     trial = Trial(using(0, "GPU-1"), using(10 * GIB, "GPU-2"))
     assert trial.start("w-0") == ("GPU-1",)
     trial.fleet.carry_out({"GPU-1": GpuOrder(number=1, cordoned=True)}, trial.now, 0.0)
-    assert trial.start("w-1", Need(1, GIB)) == ("GPU-2",)
+    assert trial.start("w-1", GpuRequest(1, GIB)) == ("GPU-2",)
     assert trial.fleet.leaving() == {}
 
 
@@ -125,9 +125,9 @@ def test_a_worker_comes_back_when_its_memory_has() -> None:
     trial.live("w-0", pid=7, ready=True)
     trial.see(using(50 * GIB), times=2)
     trial.live("w-0", pid=None, comes_back=True)
-    assert trial.fleet.comeback("w-0", trial.now) is Wait.SETTLING
+    assert trial.fleet.comeback("w-0", trial.now) is GpuWait.SETTLING
     trial.see(using(50 * GIB))
-    assert trial.fleet.comeback("w-0", trial.now) is Wait.SETTLING
+    assert trial.fleet.comeback("w-0", trial.now) is GpuWait.SETTLING
     trial.see(using(0), using(0), times=2)
     assert trial.fleet.comeback("w-0", trial.now) is None
     # Nobody else took its place meanwhile.
@@ -154,7 +154,7 @@ def test_silence_holds_a_worker_that_ended_where_it_is() -> None:
     trial.live("w-0", pid=None, comes_back=True)
     trial.now += 60.0
     trial.fleet.follow(trial.lives, trial.now)
-    assert trial.fleet.comeback("w-0", trial.now) is Wait.SILENT
+    assert trial.fleet.comeback("w-0", trial.now) is GpuWait.SILENT
 
 
 def test_a_restart_between_two_looks_is_a_new_load() -> None:
@@ -177,7 +177,7 @@ def test_a_busy_gpu_is_passed_over_when_it_was_for_long() -> None:
 
 def test_standings_tell_who_has_what_and_why_a_gpu_is_not_used() -> None:
     trial = Trial(using(0, "GPU-1"), using(0, "GPU-2"))
-    trial.start("w-0", Need(1, GIB))
+    trial.start("w-0", GpuRequest(1, GIB))
     trial.see(lost("GPU-2"))
     one, two = trial.fleet.standings(trial.now, 5.0)
     assert (one.uuid, one.holders, one.promised_bytes, one.cordoned) == ("GPU-1", ("w-0",), GIB, False)
@@ -211,7 +211,7 @@ def test_never_are_two_promises_beyond_the_free_memory(steps: list[tuple[str, in
     for what, number, size in steps:
         worker = f"w-{number}"
         if what == "start" and trial.fleet.promises.of(worker) is None and worker not in in_use:
-            if not isinstance(trial.start(worker, Need(1, size * GIB)), NoGpu):
+            if not isinstance(trial.start(worker, GpuRequest(1, size * GIB)), NoGpu):
                 promised[worker] = size * GIB
         elif what == "load" and worker in promised:
             in_use[worker] = promised[worker]

@@ -18,8 +18,8 @@ from tests.services.orchestrator.gpus.traces import (
     silent,
 )
 
-from rolloutmq.schemas.hardware import Cause
-from rolloutmq.schemas.telemetry import GpuSample
+from rolloutmq.schemas.wire.hardware import Cause
+from rolloutmq.schemas.wire.telemetry import GpuSample
 from rolloutmq.services.orchestrator.gpus.health import HW_POWER_BRAKE, Health
 
 
@@ -42,7 +42,7 @@ def test_three_hot_samples_of_five_are_heat_and_two_are_not() -> None:
 def test_either_thermal_bit_is_heat(bits: int) -> None:
     fault = shown([hot(clock_event_reasons=bits)] * 3).faults[Cause.HEAT]
     assert not fault.fatal
-    assert fault.says == "hot: slows down for its temperature"
+    assert fault.says == "hot: thermal slowdown"
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_a_gpu_that_tells_nothing_of_heat_is_neither_hot_nor_cool() -> None:
         ({"recovery_action": 3}, Cause.RECOVERY, "the driver asks to drain its peers"),
         ({"recovery_action": 12}, Cause.RECOVERY, "the driver asks to take action 12"),
         ({"ecc_uncorrected": 2}, Cause.ECC, "2 uncorrected memory errors"),
-        ({"remap_failed": True}, Cause.REMAP, "a row of its memory failed and could not be replaced"),
-        ({"xids": (31, 48, 79)}, Cause.XID, "error 48, 79 of the driver"),
+        ({"remap_failed": True}, Cause.REMAP, "a memory row failed and could not be remapped"),
+        ({"xids": (31, 48, 79)}, Cause.XID, "driver error (Xid) 48, 79"),
     ],
 )
 def test_what_only_a_reset_or_a_repair_undoes_is_fatal_until_it_is_told_to_be_over(

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from tests.services.orchestrator.gpus.traces import GIB, LIMITS
 
-from rolloutmq.services.orchestrator.gpus.placement import Need, NoGpu, Place, Unfit, choose, unfit
+from rolloutmq.services.orchestrator.gpus.placement import GpuRequest, NoGpu, Placement, Unfit, choose, unfit
 
-EMPTY = Place(
+EMPTY = Placement(
     "GPU-1",
     used_bytes=0,
     free_bytes=79 * GIB,
@@ -15,8 +15,8 @@ EMPTY = Place(
     reserved_bytes=GIB,
     busy_percent=0.0,
 )
-SMALL = Need(1, 10 * GIB)
-WHOLE = Need(1)
+SMALL = GpuRequest(1, 10 * GIB)
+WHOLE = GpuRequest(1)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ WHOLE = Need(1)
         ({"free_bytes": None, "total_bytes": None, "used_bytes": None}, WHOLE, None),
     ],
 )
-def test_what_makes_a_gpu_unfit(change: dict[str, object], need: Need, why: Unfit | None) -> None:
+def test_what_makes_a_gpu_unfit(change: dict[str, object], need: GpuRequest, why: Unfit | None) -> None:
     assert unfit(need, replace(EMPTY, **change), LIMITS) is why  # type: ignore[arg-type]
 
 
@@ -56,7 +56,7 @@ def test_workers_are_spread_and_go_where_most_is_free() -> None:
         replace(EMPTY, uuid="GPU-c", free_bytes=30 * GIB),
     ]
     assert choose(SMALL, places, LIMITS) == ("GPU-c",)
-    assert choose(Need(3, GIB), places, LIMITS) == ("GPU-c", "GPU-b", "GPU-a")
+    assert choose(GpuRequest(3, GIB), places, LIMITS) == ("GPU-c", "GPU-b", "GPU-a")
 
 
 def test_the_order_of_the_list_does_not_matter() -> None:
@@ -71,8 +71,8 @@ def test_no_placement_has_a_reason() -> None:
         replace(EMPTY, uuid="GPU-3", cordoned=True),
         replace(EMPTY, uuid="GPU-4", free_bytes=GIB),
     ]
-    assert choose(Need(2, 10 * GIB), places, LIMITS) == NoGpu(
-        "no_gpu: 1 of 2 wanted; 2 cordoned, 1 without enough memory, 10240 MiB wanted, 1024 MiB to be had"
+    assert choose(GpuRequest(2, 10 * GIB), places, LIMITS) == NoGpu(
+        "no_gpu: 1 of 2 wanted; 2 cordoned, 1 without enough memory, 10240 MiB wanted, 1024 MiB available"
     )
-    assert choose(Need(2), [EMPTY], LIMITS) == NoGpu("no_gpu: 1 of 2 wanted; there are no more")
-    assert choose(SMALL, [], LIMITS) == NoGpu("no_gpu: none was heard of")
+    assert choose(GpuRequest(2), [EMPTY], LIMITS) == NoGpu("no_gpu: 1 of 2 wanted; there are no others")
+    assert choose(SMALL, [], LIMITS) == NoGpu("no_gpu: no GPU reported")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rolloutmq.schemas.orchestration import HardwareConfig
-from rolloutmq.schemas.telemetry import GpuSample, GpuState
+from rolloutmq.schemas.config.orchestrator import HardwareConfig
+from rolloutmq.schemas.wire.telemetry import GpuSample, GpuState
 from rolloutmq.services.orchestrator.gpus.fleet import Fleet
-from rolloutmq.services.orchestrator.gpus.placement import Need
+from rolloutmq.services.orchestrator.gpus.placement import GpuRequest
 from rolloutmq.services.telemetry.gpus import GpuProbe, NoGpuError
 from rolloutmq.services.telemetry.nvml import Nvml
 
@@ -40,7 +40,7 @@ async def test_a_real_gpu_is_sampled_and_placed_on_by_its_uuid(nvml: Nvml) -> No
     whole = [sample for sample in samples if not sample.mig and not fleet.cordons[sample.uuid].causes]
     roomiest = max(whole, key=lambda sample: sample.memory_free_bytes or 0)
 
-    placed = fleet.place("w-0", Need(1, (roomiest.memory_free_bytes or 0) // 2), 0.0)
+    placed = fleet.place("w-0", GpuRequest(1, (roomiest.memory_free_bytes or 0) // 2), 0.0)
 
     assert placed == (roomiest.uuid,)
-    assert fleet.room(Need(1), 99, 0.0).count <= len(whole) - 1
+    assert fleet.room(GpuRequest(1), 99, 0.0).count <= len(whole) - 1

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rolloutmq.schemas.orchestration import HardwareConfig
-from rolloutmq.schemas.telemetry import GpuSample, GpuState
+from rolloutmq.schemas.config.orchestrator import HardwareConfig
+from rolloutmq.schemas.wire.telemetry import GpuSample, GpuState
 
 GIB = 1 << 30
 LIMITS = HardwareConfig()

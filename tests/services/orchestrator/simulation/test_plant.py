@@ -1,8 +1,8 @@
 import pytest
 
-from rolloutmq.services.orchestrator.simulation.plant import DT_S, Plant, Site
+from rolloutmq.services.orchestrator.simulation.plant import DT_S, Plant, PlantParameters
 
-EXACT = Site(noise=0.0, start_s=10.0)
+EXACT = PlantParameters(noise=0.0, start_s=10.0)
 
 
 def run(plant: Plant, seconds: float) -> None:
@@ -49,14 +49,14 @@ def test_workers_take_time_to_start_and_those_that_start_go_first() -> None:
 
 
 def test_what_is_shared_bounds_all_of_them() -> None:
-    plant = Plant(Site(noise=0.0, shared=12.0, cap=10_000), lambda _: 0.0, seed=0, ready=100)
+    plant = Plant(PlantParameters(noise=0.0, shared=12.0, cap=10_000), lambda _: 0.0, seed=0, ready=100)
     run(plant, 100)
     assert plant.made == pytest.approx(1200.0)
 
 
 def test_the_same_seed_gives_the_same() -> None:
     def final(seed: int) -> tuple[float, float]:
-        plant = Plant(Site(failures=0.3), lambda _: 30.0, seed)
+        plant = Plant(PlantParameters(failures=0.3), lambda _: 30.0, seed)
         plant.scale(20)
         run(plant, 120)
         return plant.made, plant.level

@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.schemas.orchestration import ScalingConfig
-from rolloutmq.services.orchestrator.controller import PressureController
-from rolloutmq.services.orchestrator.pressure import Decision, PressureSample
-from rolloutmq.services.orchestrator.simulation.rivals import PidRule, RatioRule
+from rolloutmq.schemas.config.orchestrator import ScalingConfig
+from rolloutmq.services.orchestrator.autoscaling.control_law import PressureController
+from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample
+from rolloutmq.services.orchestrator.simulation.baselines import PidRule, RatioRule
 from rolloutmq.services.orchestrator.simulation.scenarios import (
     STARTS_S,
     all_scenarios,
@@ -78,7 +78,10 @@ def test_demands() -> None:
     assert trace([(0.0, 4.0), (5.0, 8.0)])(6.0) == 8.0
 
 
-@pytest.mark.parametrize("start_s", STARTS_S)
+@pytest.mark.parametrize(
+    "start_s",
+    [pytest.param(one, marks=[pytest.mark.extended] if one != 20.0 else []) for one in STARTS_S],
+)
 @pytest.mark.parametrize("name", [one.name for one in all_scenarios(20.0)])
 def test_the_law_keeps_its_bounds(name: str, start_s: float) -> None:
     """The time to settle is promised for starts of 20 s."""

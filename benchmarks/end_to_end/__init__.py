@@ -1,0 +1,1 @@
+"""Benchmarks of whole runs, started from the command line."""

@@ -1,0 +1,1 @@
+"""Shared parts of all benchmarks: processes, workloads, rows and the result file."""

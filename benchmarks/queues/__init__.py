@@ -1,0 +1,1 @@
+"""Comparisons with other trajectory queues, in turns."""

@@ -1,0 +1,1 @@
+"""Benchmarks of a training step, of shared weights and of distillation."""

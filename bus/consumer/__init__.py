@@ -1,0 +1,1 @@
+"""The consumer: a trainer's client, which pulls batches under leases."""

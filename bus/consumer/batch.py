@@ -1,0 +1,153 @@
+"""Batches of a trainer: decoded groups with their origin. Pure.
+
+Columns are views into the received frames, or into a copy of the arena. An undecodable group is listed in
+`Batch.rejected` with the reason; settling the batch reports it. The other groups are delivered without it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from rolloutmq.bus.encoding.codec import Buffer, decode_group
+from rolloutmq.schemas.errors import ChecksumError, MalformedError, UsageError, WireError
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire import replies
+from rolloutmq.schemas.wire.envelope import ColumnTable, PolicyVersion
+from rolloutmq.schemas.wire.replies import Delivery, Rejected
+
+REASON_CHARS = 512
+"""Longest reason of a rejection."""
+
+
+class StepSize(NamedTuple):
+    """Size of one step over all ranks; one of the two is 0."""
+
+    sequences: int
+    tokens: int
+
+
+def step_size(sequences: int, tokens: int) -> StepSize:
+    """Return the size of a step; UsageError unless exactly one argument is positive and the other 0."""
+    if min(sequences, tokens) < 0 or bool(sequences) == bool(tokens):
+        raise UsageError(
+            "sequences, tokens: must be one positive number and one 0 "
+            f"(got sequences={sequences}, tokens={tokens}); give exactly one of them"
+        )
+    return StepSize(sequences, tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """This rank's shard of a leased step.
+
+    Attributes:
+        groups: Decoded groups. Their arrays are read-only and stay valid after the lease.
+        deliveries: Header, environment, producer and delivery count of each group, in the same order.
+        rejected: Undecodable groups; settling the batch reports them.
+        step: Optimizer step of the batch, as given to `pull`.
+        version: Learning policy, as given to `pull`.
+        lease, generation: The broker's identifiers of the lease.
+        life: Registration of the pulling consumer.
+        short: The step has fewer sequences than asked: no combination of whole groups matched in time.
+        over: The step has more than asked: a group larger than a step is delivered alone, and a rewound batch
+            is never cut.
+        rewound: The batch was trained before; the trainer has since resumed from an earlier checkpoint.
+    """
+
+    groups: tuple[Group, ...]
+    deliveries: tuple[Delivery, ...]
+    rejected: tuple[Rejected, ...]
+    step: int
+    version: PolicyVersion
+    lease: int
+    generation: int
+    life: int
+    short: bool
+    over: bool
+    rewound: bool
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """All attributes by name."""
+        return {field.name: getattr(self, field.name) for field in fields(Batch)}
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences in this shard."""
+        return sum(group.sequences for group in self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in this shard."""
+        return sum(group.tokens for group in self.groups)
+
+    def staleness(self, version: PolicyVersion | None = None) -> tuple[int, ...]:
+        """Return the staleness of each group: optimizer steps from its oldest token's policy to `version`.
+
+        Only step numbers are compared. Lost steps of a resumed trainer are not counted; `bus.policy_lineage` counts
+        them.
+
+        Args:
+            version: Policy to compare with. None: the policy of the pull.
+        """
+        policy = self.version if version is None else version
+        return tuple(policy.distance(delivery.header.oldest) for delivery in self.deliveries)
+
+
+def decode_groups(
+    reply: replies.Batch,
+    frames: Sequence[Buffer],
+    arenas: Sequence[memoryview] = (),
+    copy: Callable[[memoryview], Buffer] = bytes,
+) -> tuple[list[Group], list[Delivery], list[Rejected]]:
+    """Decode the groups of a reply; return the groups, their deliveries and the undecodable groups.
+
+    Args:
+        reply: The batch.
+        frames: Frames of the groups outside the arenas.
+        arenas: Bytes of each arena of the batch.
+        copy: Copies a group out of its arena.
+
+    Raises:
+        ChecksumError: The bytes in an arena are not those of the group.
+    """
+    tables = {table.id: table for table in reply.tables}
+    groups: list[Group] = []
+    deliveries: list[Delivery] = []
+    rejected: list[Rejected] = []
+    start = 0
+    for delivery in reply.groups:
+        try:
+            if delivery.place is not None:
+                own: Sequence[Buffer] = (copy(_part(delivery, arenas)),)
+            else:
+                own = frames[start : start + delivery.header.frames]
+                start += delivery.header.frames
+            groups.append(_decoded(delivery, tables, own))
+            deliveries.append(delivery)
+        except WireError as error:
+            if delivery.place is not None and isinstance(error, ChecksumError):
+                raise
+            rejected.append(Rejected(group_id=delivery.header.group_id, reason=str(error)[:REASON_CHARS]))
+    return groups, deliveries, rejected
+
+
+def _part(delivery: Delivery, arenas: Sequence[memoryview]) -> memoryview:
+    """Return the bytes of a group in its arena."""
+    assert delivery.place is not None
+    index, offset = delivery.place
+    end = offset + delivery.header.nbytes
+    if index >= len(arenas) or end > len(arenas[index]):
+        raise MalformedError(
+            f"group {delivery.header.group_id}: ends outside its arena (at byte {end} of arena {index})"
+        )
+    return arenas[index][offset:end]
+
+
+def _decoded(delivery: Delivery, tables: Mapping[str, ColumnTable], frames: Sequence[Buffer]) -> Group:
+    table = tables.get(delivery.header.table)
+    if table is None:
+        raise MalformedError(
+            f"group {delivery.header.group_id}: the batch lacks its column table {delivery.header.table}"
+        )
+    return decode_group(delivery.header, table, frames, delivery.env)

@@ -1,0 +1,500 @@
+"""The consumer: the trainer's client, which pulls batches under a lease and settles them.
+
+The lease lasts until the batch is settled, as long as the consumer sends heartbeats and makes progress. A lease is lost
+if the broker hears nothing for too long, or restarts without its state. Settling then raises LeaseLostError and the
+work of the step is void.
+
+Heartbeats run in the event loop: a loop blocked for longer than `broker.silence_s` loses its lease. A trainer that
+computes in its main thread therefore uses `Consumer.blocking`, whose loop has its own thread.
+
+`PolicyVersion.step` counts optimizer steps: version `s` has learned from the batch of step `s`.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final, Self, overload
+
+import msgspec
+
+from rolloutmq.bus.blocking import Facade, with_arguments_of
+from rolloutmq.bus.consumer.batch import Batch, StepSize, step_size
+from rolloutmq.bus.consumer.batch_reader import BatchReader, DecodedBatch
+from rolloutmq.bus.consumer.connection import ConsumerConnection
+from rolloutmq.bus.consumer.prefetch import Prefetch
+from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.schemas.errors import (
+    EndOfReplayError,
+    LeaseLostError,
+    UsageError,
+    WireError,
+)
+from rolloutmq.schemas.wire import replies
+from rolloutmq.schemas.wire import requests as wire
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import Rejected, RunInfo, Settled, Wait
+from rolloutmq.schemas.wire.requests import Pull, RegisterConsumer, Release, Settle
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeasedBatch(Batch):
+    """A batch of a `Consumer`."""
+
+    consumer: "Consumer"
+
+    async def ack(self, version: PolicyVersion | None = None) -> Settled:
+        """Settle the batch with every group trained; see `Consumer.settle`.
+
+        Args:
+            version: Policy after the step. None: one step after the pulled version.
+        """
+        return await self.consumer.settle(self, version=version)
+
+
+class Consumer:
+    """Pulls and settles batches for one rank of a trainer.
+
+    Open one with `Consumer.open`, or with `Consumer.blocking` in code without an event loop. `async for batch in
+    consumer` pulls step after step; settle each batch before the next. Only one task may pull or settle at a time.
+    """
+
+    def __init__(
+        self, where: Where, register: RegisterConsumer, size: StepSize, split: Split, *, ahead: bool
+    ) -> None:
+        self.version = register.resume or PolicyVersion(0, register.info.starting_step)
+        """Policy after the last settled step; iteration continues from it."""
+        self._link = ConsumerConnection(where, register)
+        self._puller = BatchPuller(self._link, size, split)
+        self._leased: Batch | None = None
+        self._pulls_ahead = ahead
+        self._ahead = Prefetch(self._pull_at_once, self._give_back)
+        self._link.idle = lambda: self._ahead.holds
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        where: Where,
+        *,
+        sequences: int = 0,
+        tokens: int = 0,
+        consumer: str = "trainer-0",
+        group: str = "trainer",
+        rank: int = 0,
+        world_size: int = 1,
+        split: Split = Split.TRAIN,
+        info: RunInfo | None = None,
+        resume: PolicyVersion | None = None,
+        ahead: bool = False,
+    ) -> AsyncIterator["Consumer"]:
+        """Register a consumer; leaving the block returns its leased batch to the queue.
+
+        Waits for the broker without a limit. Cancelled: nothing stays registered.
+
+        Args:
+            where: Run directory, or address of the broker's `serve` socket.
+            sequences: Sequences of one step, over all ranks. Give either this or `tokens`.
+            tokens: Most tokens of one step, over all ranks. A group larger than a step is delivered alone:
+                `Batch.over`.
+            consumer: Name of this rank's consumer.
+            group: Name of the trainer; all its ranks share it.
+            rank: This rank, from 0.
+            world_size: Number of ranks.
+            split: Queue to pull from: train or eval.
+            info: Description of the run. `batch_sequences` is filled in if it is zero; with `tokens` it is a first
+                estimate.
+            resume: Checkpoint of a resumed trainer: the broker rewinds every batch of a later step.
+            ahead: Request the next batch together with each settlement: one round trip, and at durability `disk` one
+                disk wait, for both. An unwanted batch is given back. Uses the memory of two batches.
+
+        Raises:
+            UsageError: Neither or both of `sequences` and `tokens` are given.
+            RefusedError: The broker does not accept this consumer.
+        """
+        size = step_size(sequences, tokens)
+        about = info or RunInfo()
+        if not about.batch_sequences:
+            about = msgspec.structs.replace(about, batch_sequences=sequences)
+        register = RegisterConsumer(
+            consumer=consumer, group=group, rank=rank, world_size=world_size, info=about, resume=resume
+        )
+        made = cls(where, register, size, split, ahead=ahead)
+        beat: asyncio.Task[None] | None = None
+        try:
+            await made._link.connect()
+            beat = asyncio.create_task(made._link.beat(), name=f"heartbeat of {consumer}")
+            yield made
+        finally:
+            if beat is not None:
+                beat.cancel()
+                await asyncio.wait({beat})
+            await made._ahead.cancel()
+            await made._link.close()
+            made._puller.close()
+
+    @staticmethod
+    @with_arguments_of(lambda: Consumer.open)
+    def blocking(where: Where, **options: Any) -> "BlockingConsumer":
+        """Return a blocking consumer with the options of `open`: `with Consumer.blocking(...) as consumer`."""
+        return BlockingConsumer(lambda: Consumer.open(where, **options), "rolloutmq consumer")
+
+    @property
+    def info(self) -> RunInfo:
+        """Description of the run, as the broker knows it."""
+        return self._link.registered.info if self._link.registered else self._link.register.info
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the consumer's broker; 0 before the registration."""
+        return self._link.registered.epoch if self._link.registered else 0
+
+    @property
+    def wait(self) -> Wait:
+        """Reason of the last pull's waiting; `Wait.NONE` if it did not wait."""
+        return self._puller.wait
+
+    def progress(self) -> None:
+        """Report that the trainer advances. Never waits.
+
+        The broker redelivers the batch after `broker.lease_s` without progress. Pulling and settling count as progress
+        too.
+        """
+        self._link.progress += 1
+
+    @overload
+    async def pull(self, step: int, version: PolicyVersion, wait_s: None = None) -> LeasedBatch: ...
+    @overload
+    async def pull(self, step: int, version: PolicyVersion, wait_s: float) -> LeasedBatch | None: ...
+
+    async def pull(
+        self, step: int, version: PolicyVersion, wait_s: float | None = None
+    ) -> LeasedBatch | None:
+        """Wait for this rank's shard of one step.
+
+        Cancelled: the next pull of the same step returns the batch if one was leased.
+
+        Args:
+            step: Optimizer step of the batch.
+            version: Learning policy; staleness counts from it.
+            wait_s: Longest wait in seconds while the broker is alive; None waits without a limit. A broker that is
+                away is waited for without a limit either way.
+
+        Returns:
+            The batch, or None if there was none in time; `wait` is the reason. With several ranks a batch may have no
+            groups: the step has fewer groups than ranks, or none of this rank's decodes. Settle it nevertheless.
+
+        Raises:
+            RefusedError: The pull contradicts that of another rank.
+            EndOfReplayError: Every batch of the replayed run was delivered.
+            ClosedError: The consumer is closed.
+        """
+        until = math.inf if wait_s is None else time.monotonic() + wait_s
+        while True:
+            batch = await self._ahead.take(step, version)
+            if batch is None or batch.life != self._link.life:
+                batch = await self._puller.pull(step, version, until)
+            if batch is None:
+                return None
+            self._leased = batch
+            if batch.groups or not batch.rejected or self._link.register.world_size > 1:
+                return LeasedBatch(**batch.content, consumer=self)
+            logger.error("batch undecodable, pulling again step=%d", step)
+            await self.settle(batch)
+
+    async def _pull_at_once(self, step: int, version: PolicyVersion) -> Batch | None:
+        return await self._puller.pull(step, version, time.monotonic())
+
+    async def _give_back(self) -> None:
+        await self._link.ask(Release(consumer=self._link.register.consumer, reason="pulled ahead"))
+
+    async def settle(
+        self,
+        batch: Batch,
+        *,
+        version: PolicyVersion | None = None,
+        trained: Iterable[str] | None = None,
+        filtered: Iterable[str] = (),
+        rejected: Iterable[Rejected] = (),
+    ) -> Settled:
+        """Report the outcome of every group after the optimizer step, which ends the lease.
+
+        Waits for the broker without a limit. Cancelled: the batch may or may not be settled; repeat the call with the
+        same arguments. Undecodable groups are reported as rejected automatically.
+
+        Args:
+            batch: The result of `pull`.
+            version: Policy after the step. None: one step after the pulled version, or the pulled version if no group
+                was trained. With several ranks and nothing filtered it is one step after, since other ranks may have
+                trained.
+            trained: Ids of the groups used by the step. None: all groups in no other list.
+            filtered: Ids of groups without a learning signal.
+            rejected: Unusable groups, with the reason; they become dead letters.
+
+        Returns:
+            `Settled`; its `commit_wanted` asks for a checkpoint soon.
+
+        Raises:
+            LeaseLostError: The step went back to the queue; its work is void.
+            RefusedError: The lists do not match the batch.
+            ClosedError: The consumer is closed.
+        """
+        self.progress()
+        out, bad = tuple(filtered), (*batch.rejected, *rejected)
+        if trained is None:
+            gone = {*out, *(each.group_id for each in bad)}
+            trained = [group.group_id for group in batch.groups if group.group_id not in gone]
+        used = tuple(trained)
+        if version is None:
+            others = self._link.register.world_size > 1 and not out
+            version = msgspec.structs.replace(batch.version, step=batch.version.step + bool(used or others))
+        message = Settle(
+            consumer=self._link.register.consumer,
+            lease=batch.lease,
+            generation=batch.generation,
+            rank=self._link.register.rank,
+            version=version,
+            trained=used,
+            filtered=out,
+            rejected=bad,
+        )
+        if self._pulls_ahead:
+            self._ahead.begin(version.step + 1, version)
+        try:
+            reply, _ = await self._link.ask(message, lease=(batch.lease, batch.life))
+        except LeaseLostError:
+            self._forget(batch)
+            await self._ahead.drop()
+            raise
+        if not isinstance(reply, Settled):
+            raise _unexpected(reply, message)
+        self._forget(batch)
+        self.version = version
+        self.progress()
+        return reply
+
+    def _forget(self, batch: Batch) -> None:
+        if self._leased is not None and self._leased.lease == batch.lease:
+            self._leased = None
+
+    async def commit(self, version: PolicyVersion) -> None:
+        """Report that a durable checkpoint covers every step up to `version`; the broker may delete their groups.
+
+        Waits for the broker without a limit. Cancelled: repeat the call.
+
+        Raises:
+            RefusedError: The broker does not accept the commit.
+            ClosedError: The consumer is closed.
+        """
+        about = self._link.register
+        commit = wire.Commit(consumer=about.consumer, group=about.group, run=about.info.run, version=version)
+        await self._link.ask(commit)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> LeasedBatch:
+        """Pull the batch of the next step, without a time limit; iteration ends only with a replay.
+
+        Raises:
+            UsageError: The previous batch is not settled.
+        """
+        if self._leased is not None:
+            raise UsageError(
+                f"batch: the one of step {self._leased.step} is not settled; "
+                "call its `ack()`, or `settle()` of the consumer, before the next"
+            )
+        try:
+            return await self.pull(self.version.step + 1, self.version)
+        except EndOfReplayError:
+            raise StopAsyncIteration from None
+
+
+def _unexpected(reply: replies.Reply, request: wire.Request) -> WireError:
+    return WireError(f"broker: wrong type of reply to {type(request).__name__} (got {type(reply).__name__})")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockingBatch(Batch):
+    """A batch of a `BlockingConsumer`."""
+
+    consumer: "BlockingConsumer"
+
+    def ack(self, version: PolicyVersion | None = None) -> Settled:
+        """Settle the batch with every group trained; blocks. See `LeasedBatch.ack`."""
+        return self.consumer.settle(self, version=version)
+
+
+class BlockingConsumer(Facade[Consumer]):
+    """`Consumer` for code without an event loop: the same names, and every call blocks until it is done.
+
+    Heartbeats run in another thread while the caller computes. Open it with `with Consumer.blocking(...) as consumer`;
+    `for batch in consumer` pulls step after step.
+    """
+
+    @overload
+    def pull(self, step: int, version: PolicyVersion, wait_s: None = None) -> BlockingBatch: ...
+    @overload
+    def pull(self, step: int, version: PolicyVersion, wait_s: float) -> BlockingBatch | None: ...
+
+    def pull(self, step: int, version: PolicyVersion, wait_s: float | None = None) -> BlockingBatch | None:
+        """Wait for this rank's shard of one step; see `Consumer.pull`.
+
+        Ctrl-C ends it; the next pull of the same step returns the batch if one was leased.
+        """
+        if wait_s is None:
+            return self._blocking_batch(self._run(self._object.pull(step, version)))
+        batch = self._run(self._object.pull(step, version, wait_s))
+        return None if batch is None else self._blocking_batch(batch)
+
+    def _blocking_batch(self, batch: LeasedBatch) -> BlockingBatch:
+        return BlockingBatch(**batch.content, consumer=self)
+
+    def settle(
+        self,
+        batch: Batch,
+        *,
+        version: PolicyVersion | None = None,
+        trained: Iterable[str] | None = None,
+        filtered: Iterable[str] = (),
+        rejected: Iterable[Rejected] = (),
+    ) -> Settled:
+        """See `Consumer.settle`."""
+        return self._run(
+            self._object.settle(batch, version=version, trained=trained, filtered=filtered, rejected=rejected)
+        )
+
+    def commit(self, version: PolicyVersion) -> None:
+        """See `Consumer.commit`."""
+        self._run(self._object.commit(version))
+
+    def progress(self) -> None:
+        """See `Consumer.progress`. Never waits."""
+        self._object.progress()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> BlockingBatch:
+        """See `Consumer.__anext__`."""
+        try:
+            return self._blocking_batch(self._run(self._object.__anext__()))
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    @property
+    def info(self) -> RunInfo:
+        """See `Consumer.info`."""
+        return self._object.info
+
+    @property
+    def version(self) -> PolicyVersion:
+        """See `Consumer.version`."""
+        return self._object.version
+
+    @property
+    def wait(self) -> Wait:
+        """See `Consumer.wait`."""
+        return self._object.wait
+
+
+POLL_S: Final = 3.0
+"""Wait of one pull at the broker before its repetition; within it a dead broker is noticed."""
+
+PAUSE_S: Final = 0.05
+"""Least time between two pulls without a batch."""
+
+
+class BatchPuller:
+    """Pulls batches for one consumer.
+
+    Attributes:
+        wait: Reason of the last pull's waiting.
+    """
+
+    def __init__(self, link: ConsumerConnection, size: StepSize, split: Split) -> None:
+        self.wait = Wait.NONE
+        self._link = link
+        self._size = size
+        self._split = split
+        self._reader = BatchReader()
+        self._numbers = count(1)
+        self._nonce = os.urandom(8).hex()
+
+    async def pull(self, step: int, version: PolicyVersion, until: float) -> Batch | None:
+        """Return the batch of a step; None if there was none in time.
+
+        Args:
+            step: Optimizer step of the batch.
+            version: Learning policy.
+            until: Monotonic time of the last request. The broker is asked at least once.
+
+        Raises:
+            RefusedError: The pull contradicts that of another rank.
+            EndOfReplayError: Every batch of the replayed run was delivered.
+        """
+        request_id = f"{self._nonce}-{next(self._numbers)}"
+        self._link.progress += 1
+        while True:
+            began = time.monotonic()
+            wait_s = min(POLL_S, max(0.0, until - began))
+            pull = self._request(step, version, request_id, wait_s)
+            reply, frames = await self._link.ask(pull, wait_s)
+            if isinstance(reply, replies.Batch):
+                self._link.progress += 1
+                if (decoded := self._reader.read(reply, frames)) is None:
+                    continue
+                return self._batch(reply, decoded, version)
+            if not isinstance(reply, replies.NoBatch):
+                raise _unexpected(reply, pull)
+            self.wait = reply.wait
+            if reply.wait is Wait.END_OF_REPLAY:
+                raise EndOfReplayError("replay: every recorded batch was delivered; no further batch follows")
+            now = time.monotonic()
+            if now >= until:
+                return None
+            await asyncio.sleep(max(0.0, PAUSE_S - (now - began)))
+
+    def _request(self, step: int, version: PolicyVersion, request_id: str, wait_s: float) -> Pull:
+        about = self._link.register
+        return Pull(
+            consumer=about.consumer,
+            group=about.group,
+            run=about.info.run,
+            rank=about.rank,
+            world_size=about.world_size,
+            step=step,
+            version=version,
+            sequences=self._size.sequences,
+            tokens=self._size.tokens,
+            request_id=request_id,
+            wait_s=wait_s,
+            split=self._split,
+            arenas=self._reader.in_place,
+        )
+
+    def _batch(self, reply: replies.Batch, decoded: DecodedBatch, version: PolicyVersion) -> Batch:
+        return Batch(
+            groups=tuple(decoded.groups),
+            deliveries=tuple(decoded.deliveries),
+            rejected=tuple(decoded.rejected),
+            step=reply.step,
+            version=version,
+            lease=reply.lease,
+            generation=reply.generation,
+            life=self._link.life,
+            short=reply.short,
+            over=reply.over,
+            rewound=reply.rewound,
+        )
+
+    def close(self) -> None:
+        """Unmap the arenas."""
+        self._reader.close()

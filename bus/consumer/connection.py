@@ -1,0 +1,231 @@
+"""The connection of one consumer: one socket for requests, another for heartbeats, and reconnection.
+
+A heartbeat shows that the process is alive, with its progress; it continues while requests wait. When the broker does
+not answer, the connection looks for it again. When the broker has restarted or does not know the consumer, the consumer
+registers again with its generation. A broker with that memory returns the same generation, and leases continue. A new
+generation starts a new `life`: earlier leases are lost. A live broker with a slow disk gets the same request again and
+gives the same answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Final, NamedTuple
+
+import msgspec
+
+from rolloutmq.bus.transport.discovery import insist, lives, reach
+from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.bus.transport.request_client import BrokerClient, Frames
+from rolloutmq.bus.transport.sockets import make_context
+from rolloutmq.schemas.errors import (
+    BrokerUnavailableError,
+    ClosedError,
+    LeaseLostError,
+    RefusedError,
+    RolloutMQError,
+    WireError,
+)
+from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.replies import ConsumerRegistered, Reply
+from rolloutmq.schemas.wire.requests import ConsumerBeat, RegisterConsumer, Release, Request
+
+logger = logging.getLogger(__name__)
+
+BEAT_S: Final = 1.0
+"""Time between two heartbeats; without ten of them the broker treats the consumer as dead."""
+PATIENCE_S: Final = 3.0
+"""Silence of the broker after which the connection looks for it again."""
+REPEAT_S: Final = 0.5
+"""Pause before an unanswered request is sent again."""
+RELEASE_S: Final = 1.0
+"""Longest wait for the answer to a release; without it the lease expires later."""
+
+
+class _Sockets(NamedTuple):
+    client: BrokerClient
+    heart: BrokerClient
+    stack: AsyncExitStack
+
+
+class ConsumerConnection:
+    """Connection of one consumer to the current broker.
+
+    Args:
+        where: Run directory or address of `serve`.
+        register: Registration of the consumer. `resume` is sent until one broker has answered; later registrations
+            do not rewind.
+    """
+
+    def __init__(self, where: Where, register: RegisterConsumer) -> None:
+        self.register = register
+        self.registered: ConsumerRegistered | None = None
+        """Answer to the last registration."""
+        self.life = 0
+        """Number of registrations with a new generation."""
+        self.progress = 0
+        """Counter that grows with each sign of progress."""
+        self.idle: Callable[[], bool] = lambda: False
+        """Returns whether the leased batch waits to be pulled, so missing progress does not mean a hang."""
+        self._where = where
+        self._context = make_context()
+        self._sockets: _Sockets | None = None
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    async def connect(self) -> None:
+        """Find the broker and register, unless connected; waits without a limit.
+
+        Raises:
+            RefusedError: The broker does not accept this consumer.
+        """
+        await self._connect(None)
+
+    async def _connect(self, lost: BrokerClient | None) -> None:
+        """Replace the connection `lost`, unless another task has done so."""
+        async with self._turn:
+            if self._sockets is not None and self._sockets.client is not lost:
+                return
+            while not self._closed:
+                try:
+                    found = await self._reach()
+                except BrokerUnavailableError as error:
+                    logger.warning("broker lost while connecting error=%s", error)
+                else:
+                    # Heartbeats use the old sockets until here: the broker may receive them and only not answer.
+                    lost_too, self._sockets = self._sockets, found
+                    await _close(lost_too)
+                    return
+            raise ClosedError
+
+    async def _reach(self) -> _Sockets:
+        client, place = await reach(self._where, self._context)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(client.close)
+            heart = await stack.enter_async_context(BrokerClient(client.address, self._context))
+            if place.epoch != self._epoch:
+                await self._register(client, place.epoch)
+            return _Sockets(client, heart, stack.pop_all())
+
+    @property
+    def _epoch(self) -> int:
+        return self.registered.epoch if self.registered else 0
+
+    async def _register(self, client: BrokerClient, epoch: int) -> None:
+        known = self.registered.generation if self.registered else 0
+        asked = msgspec.structs.replace(self.register, generation=known)
+        # Sent once: each request may start a new generation, and the first answer would name an outdated one.
+        reply, _ = await insist(client, asked, epoch, PATIENCE_S, PATIENCE_S)
+        if not isinstance(reply, ConsumerRegistered):
+            raise WireError(f"broker: wrong type of reply to RegisterConsumer (got {type(reply).__name__})")
+        self.register = msgspec.structs.replace(self.register, resume=None)
+        self.registered = reply
+        self.life += reply.generation != known
+        logger.info("registered consumer=%s life=%d epoch=%d", self.register.consumer, self.life, reply.epoch)
+
+    async def _register_again(self, client: BrokerClient, life: int) -> None:
+        """Replace the registration of `life`, unless another task has done so."""
+        async with self._turn:
+            if self.life != life or self._sockets is None or self._sockets.client is not client:
+                return
+            try:
+                await self._register(client, self._epoch)
+            except BrokerUnavailableError as error:
+                logger.warning("broker lost while registering again error=%s", error)
+
+    async def ask(
+        self, message: Request, wait_s: float = 0.0, *, lease: tuple[int, int] | None = None
+    ) -> tuple[Reply, Frames]:
+        """Send a request until there is an answer; reconnect and register again automatically.
+
+        Args:
+            message: The request.
+            wait_s: Longest wait of the broker before its answer, in seconds.
+            lease: Number and life of the request's lease.
+
+        Raises:
+            LeaseLostError: The lease is lost.
+            RefusedError: The broker refused the request.
+            ClosedError: The consumer is closed.
+        """
+        while True:
+            await self.connect()
+            assert self._sockets is not None
+            client, life = self._sockets.client, self.life
+            if lease is not None and lease[1] != life:
+                raise LeaseLostError(lease[0], "the broker forgot the consumer, which registered again")
+            try:
+                repeat_s = max(REPEAT_S, wait_s + PATIENCE_S / 2)
+                patience_s = wait_s + PATIENCE_S
+                return await insist(client, message, self._epoch, patience_s, repeat_s, self._wait_on)
+            except BrokerUnavailableError as error:
+                logger.warning("broker lost, reconnecting error=%s", error)
+                await self._connect(client)
+            except ClosedError:
+                # Another task reconnects. If the consumer itself is closed, `connect` raises.
+                continue
+            except RefusedError as error:
+                if error.code is not ErrorCode.UNKNOWN:
+                    raise
+                await self._register_again(client, life)
+
+    def _wait_on(self) -> None:
+        # A consumer that waits for a slow broker does not hang: the reply with its batch may be under way.
+        self.progress += 1
+
+    async def beat(self) -> None:
+        """Send heartbeats until cancelled, also while the connection looks for the broker."""
+        looking: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                if self._sockets is None:
+                    continue
+                client = self._sockets.client
+                if not await self._heard(self._sockets) and (looking is None or looking.done()):
+                    # This also ends the request in progress, which is then sent to the broker that is found.
+                    looking = tasks.create_task(self._come_back(self._connect(client)), name="reconnect")
+
+    async def _heard(self, sockets: _Sockets) -> bool:
+        """Send one heartbeat; return whether the broker answered and has not restarted."""
+        life, epoch = self.life, self._epoch
+        try:
+            await sockets.heart.request(self._heartbeat(), PATIENCE_S, REPEAT_S)
+            return await lives(sockets.heart, epoch, PATIENCE_S)
+        except ClosedError:
+            return True
+        except BrokerUnavailableError:
+            return False
+        except RolloutMQError as error:
+            logger.warning("heartbeat refused consumer=%s error=%s", self.register.consumer, error)
+            await self._come_back(self._register_again(sockets.client, life))
+            return True
+
+    async def _come_back(self, way: Awaitable[None]) -> None:
+        try:
+            await way
+        except RolloutMQError as error:
+            logger.warning("registering again failed consumer=%s error=%s", self.register.consumer, error)
+
+    def _heartbeat(self) -> ConsumerBeat:
+        self.progress += self.idle()
+        return ConsumerBeat(consumer=self.register.consumer, progress=self.progress)
+
+    async def close(self) -> None:
+        """Release the leased batch and close the sockets. `beat` has ended before."""
+        self._closed = True
+        if self._sockets is not None:
+            release = Release(consumer=self.register.consumer, reason="closed")
+            try:
+                await self._sockets.client.request(release, RELEASE_S, REPEAT_S)
+            except RolloutMQError as error:
+                logger.warning("release failed consumer=%s error=%s", self.register.consumer, error)
+        last, self._sockets = self._sockets, None
+        await _close(last)
+        self._context.term()
+
+
+async def _close(sockets: _Sockets | None) -> None:
+    if sockets is not None:
+        await sockets.stack.aclose()

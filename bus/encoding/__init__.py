@@ -1,0 +1,1 @@
+"""Encoding of groups and messages. Pure: no socket, no clock."""

@@ -1,0 +1,410 @@
+"""The codec: groups and messages to frames and back. Pure: no socket, no clock.
+
+The body of a group has the blocks of its `ColumnTable`. The blocks of a column are its lengths, one u32 array for each
+level unless it shares those of an earlier column, then its values. A block above `BIG_BLOCK_BYTES` has its own frame,
+unless the caller provides room for the whole group. Decoding creates views into the frames and copies nothing.
+
+Any input yields a value or a `WireError`: sizes are checked before decoding, and no allocation exceeds the received
+frames.
+"""
+
+import mmap
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final, TypeVar
+
+import google_crc32c
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rolloutmq.bus.encoding.group_layout import ROW, Block, joined, lay, place
+from rolloutmq.bus.encoding.opaque_columns import EncodedColumn, check_values, encode_opaque, require_few
+from rolloutmq.schemas.errors import (
+    ChecksumError,
+    GroupTooLargeError,
+    InvalidGroupError,
+    LimitExceededError,
+    MalformedError,
+    VersionMismatchError,
+)
+from rolloutmq.schemas.group import Column, Group, numpy_dtype
+from rolloutmq.schemas.wire.control import Drain
+from rolloutmq.schemas.wire.envelope import (
+    BIG_BLOCK_BYTES,
+    ENVELOPE_LIMIT_BYTES,
+    FRAMES_LIMIT,
+    PROTOCOL_VERSION,
+    ColumnSpec,
+    ColumnTable,
+    Dtype,
+    Envelope,
+    GroupHeader,
+    Message,
+    PolicyVersion,
+)
+from rolloutmq.schemas.wire.replies import Ack, Reply
+from rolloutmq.schemas.wire.requests import RegisterConsumer, RegisterProducer, Request
+from rolloutmq.schemas.wire.telemetry import Event
+
+Buffer = bytes | bytearray | memoryview
+"""A frame: any object with the buffer protocol."""
+Room = Callable[[int], tuple[mmap.mmap, int] | None]
+"""Allocates that many bytes; returns the memory and the offset in it, or None if there is no room."""
+
+MESSAGE_LIMIT_BYTES: Final = 8 << 20
+"""Largest control message; a status with 10,000 workers is 3 MB."""
+TABLE_LIMIT_BYTES: Final = 8 << 10
+"""Largest column table: 64 columns with names, and names of shared lengths, of the greatest length."""
+
+TABLES_KEPT: Final = 256
+"""Cached column tables, so groups with the same columns share one."""
+
+_U32: Final = np.dtype("<u4")
+_OPAQUE: Final = Dtype.OPAQUE
+_T = TypeVar("_T")
+
+
+_REGISTRATIONS: Final = frozenset({"register_producer", "register_consumer"})
+
+
+class _Registration(msgspec.Struct, frozen=True):
+    """The fields that registrations of all protocol versions share. Version 1 had no `protocol`."""
+
+    kind: str
+    protocol: int = 1
+
+
+class EncodedGroup(msgspec.Struct, frozen=True, gc=False):
+    """A group as frames, with their table, size and checksum."""
+
+    table: ColumnTable
+    frames: tuple[Any, ...]
+    nbytes: int
+    crc: int
+
+
+def encode_group(group: Group, limit: int, room: Room | None = None) -> EncodedGroup:
+    """Encode a group.
+
+    Args:
+        group: A checked group.
+        limit: Most bytes of all its frames.
+        room: Called at most once for room for the whole group. If it returns room, the group becomes one frame there,
+            with copies of big columns; every byte of it is overwritten. The room is always used.
+
+    Raises:
+        GroupTooLargeError: The frames exceed `limit`; nothing was allocated and `room` was not called.
+        InvalidGroupError: An opaque column is not msgpack, or has too many values; `room` was not called.
+    """
+    table, blocks = _described(group)
+    apart = place(blocks, BIG_BLOCK_BYTES)
+    if apart.nbytes > limit:
+        raise GroupTooLargeError(apart.nbytes, limit)
+    if room is not None:
+        whole = place(blocks, apart.nbytes) if apart.big else apart
+        if whole.nbytes <= limit and (given := room(whole.nbytes)) is not None:
+            frame = lay(whole, *given)
+            return EncodedGroup(table, (frame,), whole.nbytes, checksum((frame,)))
+    frames = (joined(apart), *[memoryview(block).cast("B") for block in apart.big])
+    return EncodedGroup(table, frames, apart.nbytes, checksum(frames))
+
+
+def group_bytes(group: Group) -> int:
+    """Return the size of all frames of a group in bytes, as `limit` counts it.
+
+    Raises:
+        InvalidGroupError: An opaque column is not msgpack.
+    """
+    return place(_described(group)[1], BIG_BLOCK_BYTES).nbytes
+
+
+def header_of(
+    group: Group, encoded: EncodedGroup, *, seq: int, position: int, policy: PolicyVersion | None = None
+) -> GroupHeader:
+    """Return the header of an encoded group: number `seq` of its session, ending at byte `position`.
+
+    `policy` is the version of a group without its own.
+    """
+    oldest, newest = group.oldest, group.newest
+    if policy is not None and not group.stamped:
+        oldest = newest = policy
+    return GroupHeader(
+        seq=seq,
+        position=position,
+        group_id=group.group_id,
+        table=encoded.table.id,
+        frames=len(encoded.frames),
+        nbytes=encoded.nbytes,
+        crc=encoded.crc,
+        sequences=group.sequences,
+        tokens=group.tokens,
+        oldest=oldest,
+        newest=newest,
+        started_at=group.started_at,
+        finished_at=group.finished_at,
+        rewards=group.rewards(),
+        task=group.task,
+    )
+
+
+def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffer], env: str = "") -> Group:
+    """Return a group of views into `frames`, which the group keeps alive.
+
+    Raises:
+        ChecksumError: The checksum differs from the header.
+        MalformedError: The body contradicts its header or its table.
+    """
+    arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
+    nbytes = sum(array.nbytes for array in arrays)
+    if nbytes != header.nbytes or len(arrays) != header.frames:
+        raise MalformedError(
+            f"group {header.group_id}: size differs from the header (got {nbytes} bytes in {len(arrays)} frames, "
+            f"the header has {header.nbytes} in {header.frames})"
+        )
+    if checksum(arrays) != header.crc:
+        raise ChecksumError(f"group {header.group_id}: checksum differs from the header")
+    columns = _read_columns(table, _read_blocks(table, arrays))
+    group = Group(
+        header.group_id,
+        columns,
+        header.oldest,
+        header.newest,
+        header.started_at,
+        header.finished_at,
+        env=env,
+        task=header.task,
+        sequences=header.sequences,
+        tokens=header.tokens,
+    )
+    _check(group)
+    return group
+
+
+def _check(group: Group) -> None:
+    missing = {"tokens", "mask", "scores"} - group.columns.keys()
+    if missing:
+        raise MalformedError(f"group {group.group_id}: column {sorted(missing)[0]} is missing")
+    try:
+        group.check()
+    except (InvalidGroupError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise MalformedError(f"group {group.group_id}: {error}") from None
+    tokens = group.columns["tokens"].values.size
+    if tokens != group.tokens:
+        raise MalformedError(
+            f"group {group.group_id}: token count differs from the header (got {tokens}, the header has {group.tokens})"
+        )
+
+
+def table_of(group: Group) -> ColumnTable:
+    """Return the column table of a group. Columns with equal lengths share them; equal tables are the same object."""
+    return _described(group)[0]
+
+
+def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
+    """Return the table of a group and its blocks in the order of the table, each contiguous in memory."""
+    owners: list[tuple[str, list[bytes]]] = []
+    specs = []
+    blocks: list[Block] = []
+    opaque: dict[str, bytes] = {}
+    for name, column in group.columns.items():
+        shared = ""
+        if lengths := column.lengths:
+            own = list(map(np.ndarray.tobytes, lengths))
+            for owner, others in owners:
+                if own == others:
+                    shared = owner
+                    break
+            else:
+                owners.append((name, own))
+                blocks += map(memoryview, own)
+        specs.append((name, int(column.dtype), len(lengths), shared))
+        if column.dtype is _OPAQUE:
+            value = column.values
+            if isinstance(value, EncodedColumn):
+                blocks.append(memoryview(value.data))
+            else:
+                opaque[name] = encode_opaque(name, value)
+                blocks.append(memoryview(opaque[name]))
+        else:
+            blocks.append(np.ascontiguousarray(column.values))
+    require_few(opaque)
+    return _table_of(tuple(specs)), blocks
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def _table_of(specs: tuple[tuple[str, int, int, str], ...]) -> ColumnTable:
+    return ColumnTable(
+        tuple(ColumnSpec(name, Dtype(dtype), depth, shared) for name, dtype, depth, shared in specs)
+    )
+
+
+def _read_blocks(table: ColumnTable, arrays: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
+    size = table.blocks * ROW
+    if arrays[0].nbytes < size:
+        raise MalformedError(f"body: shorter than its directory (got {arrays[0].nbytes} bytes, needs {size})")
+    blocks: list[NDArray[np.uint8]] = []
+    for frame, offset, nbytes in struct.iter_unpack("<QQQ", arrays[0].data[:size]):
+        if frame >= len(arrays) or offset + nbytes > arrays[frame].nbytes:
+            raise MalformedError(f"block {len(blocks)}: ends outside its frame")
+        blocks.append(arrays[frame][offset : offset + nbytes])
+    return blocks
+
+
+def _read_columns(table: ColumnTable, blocks: Sequence[NDArray[np.uint8]]) -> dict[str, Column]:
+    placed = []
+    at = 0
+    for spec in table.columns:
+        start, at = at, at + spec.blocks
+        placed.append((spec, blocks[start:at]))
+    # The number of values in all opaque columns is checked before the first of them is decoded.
+    check_values([own[-1].data for spec, own in placed if spec.dtype is _OPAQUE])
+    columns: dict[str, Column] = {}
+    for spec, own in placed:
+        columns[spec.name] = _read_column(spec, own, columns)
+    return columns
+
+
+def _read_column(spec: ColumnSpec, blocks: Sequence[NDArray[np.uint8]], done: Mapping[str, Column]) -> Column:
+    if spec.dtype is _OPAQUE:
+        return Column.opaque(decode_value(blocks[-1].data))
+    if spec.lengths_of:
+        owner = done.get(spec.lengths_of)
+        if owner is None or owner.depth != spec.depth:
+            raise MalformedError(
+                f"column {spec.name}: lengths_of must name an earlier column of the same depth (got {spec.lengths_of})"
+            )
+        lengths = owner.lengths
+    else:
+        lengths = tuple([_view(spec.name, level, _U32) for level in blocks[:-1]])
+    return Column(spec.dtype, _view(spec.name, blocks[-1], numpy_dtype(spec.dtype)), lengths)
+
+
+def _view(name: str, raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
+    if raw.nbytes % dtype.itemsize:
+        raise MalformedError(
+            f"column {name}: block size must be a multiple of {dtype.itemsize} (got {raw.nbytes})"
+        )
+    if dtype.kind == "b" and raw.size and raw.max() > 1:
+        raise MalformedError(f"column {name}: bools must be 0 or 1 (got {raw.max()})")
+    return raw.view(dtype)
+
+
+def checksum(frames: Iterable[Buffer | NDArray[np.uint8]]) -> int:
+    """Return the CRC32C (Castagnoli) over the frames in order."""
+    crc = 0
+    for frame in frames:
+        # The C extension takes bytes and arrays, but no bytearray and no memoryview.
+        data = frame if isinstance(frame, (bytes, np.ndarray)) else np.frombuffer(frame, np.uint8)
+        crc = google_crc32c.extend(crc, data)
+    return int(crc)
+
+
+def _decoding(decoder: "msgspec.msgpack.Decoder[_T]", data: Buffer, limit: int, what: str) -> _T:
+    size = len(data) if isinstance(data, bytes | bytearray) else data.nbytes
+    if size > limit:
+        raise LimitExceededError(f"size of the {what}", size, limit)
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedError(f"{what}: {error}") from None
+
+
+_value: Final = msgspec.msgpack.Decoder()
+_envelope: Final = msgspec.msgpack.Decoder(Envelope)
+_request: Final = msgspec.msgpack.Decoder(Request)
+_reply: Final = msgspec.msgpack.Decoder(Reply)
+_registration: Final = msgspec.msgpack.Decoder(_Registration)
+_event: Final = msgspec.msgpack.Decoder(Event)
+_ack: Final = msgspec.msgpack.Decoder(Ack)
+_drain: Final = msgspec.msgpack.Decoder(Drain)
+_table: Final = msgspec.msgpack.Decoder(ColumnTable)
+_header: Final = msgspec.msgpack.Decoder(GroupHeader)
+
+
+def encode(value: Message | Envelope | GroupHeader | ColumnTable | PolicyVersion) -> bytes:
+    """Encode a control message or a part of the wire as msgpack."""
+    return msgspec.msgpack.encode(value)
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """Encode an envelope; LimitExceededError if it is above 4 KiB."""
+    data = msgspec.msgpack.encode(envelope)
+    if len(data) > ENVELOPE_LIMIT_BYTES:
+        raise LimitExceededError("size of the envelope", len(data), ENVELOPE_LIMIT_BYTES)
+    return data
+
+
+def decode_envelope(frame: Buffer, frames: int, nbytes: int) -> Envelope:
+    """Decode the first frame of a producer's message, and check it against the frames that follow.
+
+    Args:
+        frame: The first frame.
+        frames: Number of frames after it.
+        nbytes: Bytes of the frames after it.
+
+    Raises:
+        WireError: It is not an envelope of this version, or it contradicts the frames.
+    """
+    if frames + 1 > FRAMES_LIMIT:
+        raise LimitExceededError("frames of a message", frames + 1, FRAMES_LIMIT)
+    envelope = _decoding(_envelope, frame, ENVELOPE_LIMIT_BYTES, "envelope")
+    if envelope.version != PROTOCOL_VERSION:
+        raise VersionMismatchError(envelope.version, PROTOCOL_VERSION)
+    if envelope.offsets:
+        _require_in_arena(envelope, frames)
+        return envelope
+    named = sum(header.frames for header in envelope.groups)
+    if named != frames:
+        raise MalformedError(f"envelope: frame count differs from the message (got {named}, {frames} follow)")
+    named = sum(header.nbytes for header in envelope.groups)
+    if named != nbytes:
+        raise MalformedError(f"envelope: size differs from the message (got {named} bytes, {nbytes} follow)")
+    return envelope
+
+
+def _require_in_arena(envelope: Envelope, frames: int) -> None:
+    """Require that every group of a message is one piece in an arena, and that no frame follows."""
+    if len(envelope.offsets) != len(envelope.groups):
+        raise MalformedError(
+            f"envelope: needs one offset for each group (got {len(envelope.offsets)} for {len(envelope.groups)})"
+        )
+    if frames or any(header.frames != 1 for header in envelope.groups):
+        raise MalformedError("envelope: a group in an arena must have one frame and no frames may follow")
+
+
+def decode_request(frame: Buffer) -> Request:
+    """Decode a request.
+
+    Raises:
+        VersionMismatchError: It registers a peer of another protocol version; checked even if it does not decode.
+        WireError: It is not a request.
+    """
+    try:
+        request: Request = _decoding(_request, frame, MESSAGE_LIMIT_BYTES, "request")
+    except MalformedError:
+        _require_own_version(frame)
+        raise
+    if isinstance(request, RegisterProducer | RegisterConsumer):
+        _require_own_version(frame)
+    return request
+
+
+def _require_own_version(frame: Buffer) -> None:
+    """Raise VersionMismatchError for a registration by a peer of another version."""
+    try:
+        found = _registration.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    if found.kind in _REGISTRATIONS and found.protocol != PROTOCOL_VERSION:
+        raise VersionMismatchError(found.protocol, PROTOCOL_VERSION)
+
+
+decode_reply = partial(_decoding, _reply, limit=MESSAGE_LIMIT_BYTES, what="reply")
+decode_event = partial(_decoding, _event, limit=MESSAGE_LIMIT_BYTES, what="event")
+decode_ack = partial(_decoding, _ack, limit=ENVELOPE_LIMIT_BYTES, what="ack")
+decode_drain = partial(_decoding, _drain, limit=ENVELOPE_LIMIT_BYTES, what="drain")
+decode_table = partial(_decoding, _table, limit=TABLE_LIMIT_BYTES, what="column table")
+decode_header = partial(_decoding, _header, limit=ENVELOPE_LIMIT_BYTES, what="group header")
+decode_value = partial(_decoding, _value, limit=1 << 30, what="opaque column")

@@ -1,0 +1,86 @@
+"""The registry of engines: the inference servers of a run. They share one copy of the weights.
+
+The first engine is called `inference`, further ones `inference-1`, `inference-2`, .... Each replaces its own address
+file in the run directory once a second. An engine with an unchanged file is dead or hangs. Readers measure that
+with their own monotonic clock, so wall clocks do not matter.
+"""
+
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from rolloutmq.bus.rundir import read_json
+from rolloutmq.schemas.files import InferenceAddress, RunLayout
+
+logger = logging.getLogger(__name__)
+
+FIRST: Final = "inference"
+"""Name of the first engine, and of all of them in `rolloutmq scale inference N`."""
+BEAT_S: Final = 1.0
+"""Interval at which an engine publishes its address and load."""
+SILENT_S: Final = 5.0
+"""Time without a change after which an engine counts as silent; on a busy machine four beats may be late."""
+_FILE: Final = re.compile(rf"{FIRST}(-[1-9][0-9]*)?")
+
+
+def engine_name(number: int) -> str:
+    """Return the name of an engine; the first has the number 0."""
+    return f"{FIRST}-{number}" if number else FIRST
+
+
+def engine_number(name: str) -> int:
+    """Return the number of an engine; -1 if the name is not an engine's."""
+    found = _FILE.fullmatch(name)
+    return -1 if found is None else int((found[1] or "-0")[1:])
+
+
+def engines_of(layout: RunLayout) -> list[InferenceAddress]:
+    """Read the address files of all engines in order of number, dead engines included.
+
+    An unreadable file is logged and skipped.
+    """
+    names = [path.stem for path in layout.root.glob(f"{FIRST}*.json") if _FILE.fullmatch(path.stem)]
+    found = (_read(layout.engine(name)) for name in sorted(names, key=engine_number))
+    return [address for address in found if address is not None]
+
+
+def _read(path: Path) -> InferenceAddress | None:
+    try:
+        return read_json(path, InferenceAddress)
+    except msgspec.DecodeError as error:
+        logger.warning("engine address unreadable path=%s error=%s", path, error)
+        return None
+
+
+class EngineSighting(NamedTuple):
+    """An address, and the seconds since its last change."""
+
+    address: InferenceAddress
+    silent_s: float
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the engine is dead or hangs."""
+        return self.silent_s > SILENT_S
+
+
+class EngineWatch:
+    """Measures the silence of engines. Pure: the clock is an argument."""
+
+    def __init__(self) -> None:
+        self._moved: dict[str, tuple[tuple[int, int], float]] = {}
+
+    def look(self, found: Iterable[InferenceAddress], now: float) -> list[EngineSighting]:
+        """Return each address with its silence; an address without beats is never silent."""
+        seen, moved = [], {}
+        for address in found:
+            beat = address.pid, address.number
+            last, at = self._moved.get(address.name, (None, now))
+            moved[address.name] = beat, at if beat == last else now
+            seen.append(EngineSighting(address, now - moved[address.name][1] if address.number else 0.0))
+        self._moved = moved
+        return seen

@@ -1,0 +1,468 @@
+"""The producer: an environment's client, which starts rollouts within credit and delivers every group.
+
+The producer keeps each group in a spool of bounded size until the broker acks it. It resends what was lost and
+reconnects when the broker returns. Callers wait for two kinds of credit: a permit to start a rollout (`acquire`), and
+room for its group (`send`). They are served in order of arrival and woken by events. Only saving the spool at the end
+blocks the event loop. Any number of tasks of one loop may share a producer.
+
+`where` is a run directory or the address of a broker's `serve` socket.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from rolloutmq.bus.blocking import Facade, with_arguments_of
+from rolloutmq.bus.encoding.codec import group_bytes
+from rolloutmq.bus.producer.ack_log import AckLog
+from rolloutmq.bus.producer.connection import ProducerConnection, cause
+from rolloutmq.bus.producer.credit import Permit
+from rolloutmq.bus.producer.session import SessionState
+from rolloutmq.bus.producer.spool import Spool, SpoolEntry
+from rolloutmq.bus.producer.spool_file import SpoolFile
+from rolloutmq.bus.producer.waiters import CreditWaiters
+from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.schemas.errors import ClosedError, GroupTooLargeError, InvalidGroupError, RolloutMQError
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import Durability, RunInfo, Wait
+from rolloutmq.schemas.wire.requests import RegisterProducer
+
+logger = logging.getLogger(__name__)
+
+
+SPOOL_BYTES: Final = 64 << 20
+"""Default size of the spool."""
+
+DRAIN_S: Final = 10.0
+"""Default wait for outstanding acks when the producer closes."""
+
+GOODBYE_S: Final = 2.0
+"""Longest wait for the answer to a goodbye; without one the broker ends the session after its `silence_s`."""
+
+
+class Producer:
+    """Sends the groups of one environment.
+
+    Open one with `Producer.open`, or with `Producer.blocking` in code without an event loop.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        register: RegisterProducer,
+        *,
+        spool_bytes: int,
+        ack_log: Path | None,
+        save_to: Path | None,
+        drain_s: float,
+    ) -> None:
+        self.accepted = 0
+        """Number of acked groups."""
+        self._session = SessionState(register, Spool(spool_bytes))
+        self.as_frames: Mapping[str, int] = self._session.as_frames
+        """Number of groups sent as frames instead of through shared memory, by reason."""
+        self._gate = CreditWaiters(self._session)
+        self._uplink = ProducerConnection(where, self._session, self._on_accepted, lambda: self._gate.waiting)
+        self._uplink.on_registered = self._on_registered
+        self._drain_s = drain_s
+        self._file = SpoolFile(save_to, self._session)
+        self._log = AckLog(ack_log, register.env, register.split)
+        self._registered = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        where: Where,
+        *,
+        env: str,
+        producer: str = "",
+        run: str = "default",
+        split: Split = Split.TRAIN,
+        group_size: int = 1,
+        slots: int = 1,
+        weight: float = 1.0,
+        min_share: float = 0.0,
+        max_tokens: int = 0,
+        ack_log: Path | None = None,
+        save_to: Path | None = None,
+        spool_bytes: int = SPOOL_BYTES,
+        drain_s: float = DRAIN_S,
+    ) -> AsyncIterator["Producer"]:
+        """Register a producer; leaving the block closes it.
+
+        Opening waits for the broker without a limit. If `save_to` has groups of an earlier process, it also waits until
+        they are acked. Closing waits up to `drain_s` for acks; cancelling that wait saves the unacked groups at once.
+
+        Args:
+            where: Run directory, or address of the broker's `serve` socket.
+            env: Environment of the groups.
+            producer: Name of the producer. A newer producer of the same name fences the older one. Default: made of
+                environment, host and process id.
+            run: Name of the run.
+            split: Split of the groups: train or eval.
+            group_size: Usual number of sequences in a group.
+            slots: Wanted number of concurrent rollouts.
+            weight: Share of the batches, relative to the other environments.
+            min_share: Part of every batch reserved for the environment, 0 to 1.
+            max_tokens: Longest sequence it produces, in tokens; 0 if unknown.
+            ack_log: File that gets one `AckedGroup` line for each acked group.
+            save_to: File for unacked groups at the end. Give `producer` too, so the next process finds
+                them. Without a file such groups are lost.
+            spool_bytes: Size of the spool, in bytes; also the largest group.
+            drain_s: Longest wait for acks when closing, in seconds.
+
+        Raises:
+            RefusedError: The broker does not accept this producer.
+            SessionFencedError: A newer producer of the same name registered meanwhile.
+            UsageError: `save_to` has the groups of another producer.
+            RecordVersionError: Another version of RolloutMQ wrote `save_to`.
+            OSError: Unacked groups could not be saved at the end, and are lost.
+        """
+        host = socket.gethostname()
+        register = RegisterProducer(
+            producer=producer or f"{env[:24]}-{host.partition('.')[0][:24]}-{os.getpid()}",
+            run=run,
+            env=env,
+            split=split,
+            slots=slots,
+            group_size=group_size,
+            weight=weight,
+            min_share=min_share,
+            max_tokens=max_tokens,
+            pid=os.getpid(),
+            host=host,
+        )
+        made = cls(
+            where, register, spool_bytes=spool_bytes, ack_log=ack_log, save_to=save_to, drain_s=drain_s
+        )
+        try:
+            await made._start()
+            yield made
+        finally:
+            await made.close()
+
+    @staticmethod
+    @with_arguments_of(lambda: Producer.open)
+    def blocking(where: Where, **options: Any) -> "BlockingProducer":
+        """Return a blocking producer with the options of `open`: `with Producer.blocking(...) as producer`."""
+        return BlockingProducer(lambda: Producer.open(where, **options), "rolloutmq producer")
+
+    @property
+    def draining(self) -> asyncio.Event:
+        """Set once no new rollout may start: the broker drains the worker, or `start_draining` was called."""
+        return self._gate.draining
+
+    @property
+    def info(self) -> RunInfo:
+        """Description of the run at the time of registration."""
+        return self._uplink.info
+
+    @property
+    def session(self) -> int:
+        """Number of the session."""
+        return self._session.number
+
+    @property
+    def policy(self) -> PolicyVersion:
+        """Current policy of the trainer, from the last ack."""
+        return self._session.credit.policy
+
+    @property
+    def step(self) -> int:
+        """Current optimizer step of the trainer, from the last ack."""
+        return self.policy.step
+
+    @property
+    def durability(self) -> Durability:
+        """What an acked group survives, from the last ack."""
+        return self._session.credit.durability
+
+    @property
+    def wait(self) -> Wait:
+        """Reason that limits the credit now, from the last ack; `Wait.NONE` if nothing does."""
+        return self._session.credit.wait
+
+    @property
+    def waits_s(self) -> float:
+        """Total waiting time of all calls of `acquire` and `send`, in seconds."""
+        return self._gate.waits_s
+
+    @property
+    def unacked(self) -> int:
+        """Number of groups in the spool."""
+        return len(self._session.spool)
+
+    @property
+    def abandoned(self) -> int:
+        """Number of abandoned rollouts of this session."""
+        return self._session.credit.abandoned
+
+    async def acquire(self) -> Permit:
+        """Wait without a limit until another rollout may start, and return its permit.
+
+        `wait` has the reason of the waiting. The permit ends when its group is sent or when it is abandoned; as a
+        context manager it ends with the block. Cancelled: the next waiter gets the permit.
+
+        Raises:
+            DrainingError: No new rollout may start.
+            SessionFencedError: A newer producer of the same name took over.
+            ClosedError: The producer is closed.
+        """
+        return await self._gate.acquire()
+
+    async def send(self, group: Group, permit: Permit | None = None) -> None:
+        """Put a group into the spool; the producer delivers it in the background.
+
+        Waits without a limit while the spool is full or credit is missing, and for a permit if none is given. Do not
+        change the group's arrays until it is acked: large ones are not copied. Cancelled: either the group is in the
+        spool and the permit has ended, or nothing happened.
+
+        Args:
+            group: The group. It is not acked yet when the call returns; see `send_acked` and `flush`.
+            permit: Permit of its rollout, from `acquire`. None takes one.
+
+        Raises:
+            GroupTooLargeError: The group can never be sent; raised at once.
+            InvalidGroupError: A value cannot be encoded, or `group` is not a `Group`.
+            UsageError: The permit has ended.
+            DrainingError: No permit was given, and no new rollout may start.
+            SessionFencedError: A newer producer of the same name took over.
+            ClosedError: The producer is closed.
+        """
+        self._gate.require_open()
+        if not isinstance(group, Group):
+            raise InvalidGroupError(
+                "*", f"must be a Group (got {type(group).__name__}); make one with Group.build"
+            )
+        laid = self._session.lay(group, self._limit_bytes)
+        try:
+            if not self._gate.admit(group, laid, permit):
+                await self._gate.hand_over(group, laid, permit)
+        except BaseException:
+            laid.cancel()
+            raise
+        await self._uplink.forward(laid.encoded.nbytes)
+
+    async def send_acked(self, group: Group, permit: Permit | None = None) -> "asyncio.Future[None]":
+        """Send a group like `send`, and return a future that ends with its ack.
+
+        The future fails if the producer closes or is fenced before the ack. Cancelled: call `handed_over`, which
+        returns the future if the group reached the spool.
+        """
+        ack = self._gate.expect(group.group_id)
+        try:
+            await self.send(group, permit)
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            self._gate.handed_over(group.group_id)
+            raise
+        self._gate.handed_over(group.group_id)
+        return ack
+
+    def require_sendable(self, group: Group) -> None:
+        """Raise GroupTooLargeError or InvalidGroupError if `send` can never accept the group."""
+        nbytes = group_bytes(group)
+        if nbytes > self._limit_bytes:
+            raise GroupTooLargeError(nbytes, self._limit_bytes)
+
+    @property
+    def _limit_bytes(self) -> int:
+        return min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes)
+
+    def handed_over(self, group_id: str) -> "asyncio.Future[None] | None":
+        """Return the future of a cancelled `send_acked`, or None if the group did not reach the spool. Call it once."""
+        return self._gate.handed_over(group_id)
+
+    def abandon(self, permit: Permit) -> None:
+        """End the permit of a failed rollout; the broker grants another one. Does nothing if the permit has ended."""
+        self._session.credit.abandon(permit)
+
+    async def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every group is acked.
+
+        Args:
+            timeout_s: Longest wait in seconds; None waits without a limit.
+
+        Returns:
+            False if the time ran out. Acked groups are in the ack log, unless its disk failed.
+
+        Raises:
+            SessionFencedError: A newer producer of the same name took over.
+            RefusedError: The broker does not accept the producer any more.
+            ClosedError: The producer is closed.
+        """
+        self._gate.require_open()
+        done = await self._gate.emptied(timeout_s)
+        self._gate.require_open()
+        return done
+
+    def start_draining(self) -> None:
+        """Start no new rollout: waiting calls of `acquire` raise DrainingError. Groups with a permit can still be
+        sent."""
+        self._session.draining = True
+        self._gate.serve()
+
+    async def _start(self) -> None:
+        restored = self._file.load()
+        if restored:
+            self._gate.empty.clear()
+        self._task = asyncio.create_task(self._run(), name=f"producer {self._session.register.producer}")
+        await self._registration()
+        if restored:
+            await self.flush()
+            self._file.remove()
+            # New groups get a new session. Otherwise, after a kill, the next process would continue with the numbers
+            # in the file and use some of them twice.
+            self._registered.clear()
+            self._uplink.renew()
+            await self._registration()
+
+    async def _registration(self) -> None:
+        await self._registered.wait()
+        self._gate.require_open()
+
+    async def _run(self) -> None:
+        try:
+            await self._uplink.run()
+        except Exception as error:
+            # The boundary of the task: from now on every call raises this error.
+            failure = cause(error)
+            logger.error(
+                "producer failed error=%s", failure, exc_info=not isinstance(failure, RolloutMQError)
+            )
+            self._gate.shut(failure)
+            self._registered.set()
+
+    def _on_registered(self) -> None:
+        self._file.renew()
+        self._registered.set()
+
+    def _on_accepted(self, entries: list[SpoolEntry]) -> None:
+        self._log.write(entries, self._session.number)
+        self._gate.acked(entry.header.group_id for entry in entries)
+        self.accepted += len(entries)
+        if self._session.draining and not self.draining.is_set():
+            logger.info("draining producer=%s", self._session.register.producer)
+        self._gate.serve()
+        self._uplink.send_soon()  # together with the groups of the tasks that have just got room
+
+    async def close(self) -> None:
+        """Wait up to `drain_s` for acks, save unacked groups, end the session. May be called twice.
+
+        Cancelled: unacked groups are saved at once.
+
+        Raises:
+            OSError: Unacked groups could not be saved, and are lost.
+        """
+        task, self._task = self._task, None
+        alive = task is not None and self._gate.failure is None and self._registered.is_set()
+        try:
+            if alive:
+                self._gate.shut(None)
+                await self._gate.emptied(self._drain_s)
+        finally:
+            await self._end(task, alive)
+            self._gate.fail_acks(ClosedError())
+
+    async def _end(self, task: "asyncio.Task[None] | None", alive: bool) -> None:
+        if task is not None:
+            # From here on no ack is applied, so no group is both logged as acked and saved.
+            self._uplink.leaving = True
+            task.cancel()
+            await asyncio.wait({task})
+        try:
+            if alive:
+                self._file.leave()
+                await self._uplink.goodbye(GOODBYE_S)
+            elif task is not None:
+                self._file.set_aside()
+        finally:
+            await self._uplink.close()
+            self._log.close()
+
+
+class BlockingProducer(Facade[Producer]):
+    """`Producer` for code without an event loop: the same names, and every call blocks until it is done.
+
+    Several threads may call. A call interrupted by Ctrl-C has the effects of a cancelled one. Open it with
+    `with Producer.blocking(...) as producer`.
+    """
+
+    def acquire(self) -> Permit:
+        """See `Producer.acquire`. `send` without a permit calls it itself."""
+        return self._run(self._object.acquire())
+
+    def send(self, group: Group, permit: Permit | None = None) -> None:
+        """See `Producer.send`."""
+        self._run(self._object.send(group, permit))
+
+    def abandon(self, permit: Permit) -> None:
+        """See `Producer.abandon`."""
+        self._call(self._object.abandon, permit)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """See `Producer.flush`."""
+        return self._run(self._object.flush(timeout_s))
+
+    def start_draining(self) -> None:
+        """See `Producer.start_draining`."""
+        self._call(self._object.start_draining)
+
+    @property
+    def draining(self) -> bool:
+        """Whether no new rollout may start."""
+        return self._object.draining.is_set()
+
+    @property
+    def info(self) -> RunInfo:
+        """See `Producer.info`."""
+        return self._object.info
+
+    @property
+    def session(self) -> int:
+        """See `Producer.session`."""
+        return self._object.session
+
+    @property
+    def policy(self) -> PolicyVersion:
+        """See `Producer.policy`."""
+        return self._object.policy
+
+    @property
+    def step(self) -> int:
+        """See `Producer.step`."""
+        return self._object.step
+
+    @property
+    def durability(self) -> Durability:
+        """See `Producer.durability`."""
+        return self._object.durability
+
+    @property
+    def accepted(self) -> int:
+        """See `Producer.accepted`."""
+        return self._object.accepted
+
+    @property
+    def unacked(self) -> int:
+        """See `Producer.unacked`."""
+        return self._object.unacked
+
+    @property
+    def as_frames(self) -> Mapping[str, int]:
+        """See `Producer.as_frames`."""
+        return self._object.as_frames
+
+    @property
+    def waits_s(self) -> float:
+        """See `Producer.waits_s`."""
+        return self._object.waits_s

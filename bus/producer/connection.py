@@ -1,0 +1,386 @@
+"""The connection of one producer: sockets and tasks for the decisions of its `SessionState`.
+
+Three tasks run during a connection: `listen` applies published acks, `transmit` sends the groups with credit, and
+`keep` syncs with the broker when the session must. When the broker falls silent or restarts, the connection closes its
+sockets, finds the broker again and registers the session again where needed. Groups in the old pipe are still in the
+spool. A live broker with a slow disk keeps its sockets: a new pipe would only fill with unread groups.
+
+Loss: see `bus.transport.sockets.producer_push`; a group counts only after its ack.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Final, NamedTuple
+
+import zmq
+
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.producer.session import PACK_GROUPS, SessionState
+from rolloutmq.bus.producer.spool import SpoolEntry
+from rolloutmq.bus.shm.arena import Arena
+from rolloutmq.bus.transport.discovery import insist, reach
+from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.bus.transport.pubsub import Subscriber
+from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.bus.transport.sockets import Channel, producer_push, shared
+from rolloutmq.schemas.errors import BrokerUnavailableError, RefusedError, RolloutMQError, WireError
+from rolloutmq.schemas.wire.envelope import ColumnTable, ErrorCode
+from rolloutmq.schemas.wire.replies import Ack, Registered, Reply, RunInfo
+from rolloutmq.schemas.wire.requests import DeclareTables, RegisterProducer, Request
+
+logger = logging.getLogger(__name__)
+
+TICK_S: Final = 0.25
+"""Time between two checks whether the session must sync."""
+PATIENCE_S: Final = 3.0
+"""Silence of the broker after which the connection looks for it again."""
+REPEAT_S: Final = 0.5
+"""Pause before an unanswered request is sent again."""
+PAUSE_S: Final = 0.05
+"""Least time between two connections."""
+BURST: Final = 16
+"""Messages sent at once before the event loop gets its turn."""
+
+
+TURN_S: Final = 0.001
+"""Longest turn of one task with groups ready to send."""
+TURN_BYTES: Final = 1 << 20
+"""Most bytes of such groups in one turn: less than a millisecond of copying."""
+
+
+class _Lost(Exception):  # noqa: N818 - it never leaves this module
+    """The broker, or its knowledge of the session, is lost: connect again."""
+
+
+class _Sockets(NamedTuple):
+    client: BrokerClient
+    push: Channel
+    acks: Subscriber
+    stack: AsyncExitStack
+
+
+class ProducerConnection:
+    """Connection of one session to the current broker.
+
+    Args:
+        where: Run directory or address of `serve`.
+        session: State of the session.
+        on_accepted: Called after each ack with the groups it covers, possibly none.
+        waiting: Returns whether a task or a group waits for credit.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        session: SessionState,
+        on_accepted: Callable[[list[SpoolEntry]], None],
+        waiting: Callable[[], bool],
+    ) -> None:
+        self.info = RunInfo()
+        self.max_group_bytes = 0
+        self.on_registered: Callable[[], None] = lambda: None
+        """Called after each registration, before anything is sent in that session."""
+        self.leaving = False
+        """Set before `run` is cancelled: if the broker is lost at that moment, Python 3.11 raises only the loss."""
+        self._where = where
+        self._session = session
+        self._on_accepted = on_accepted
+        self._waiting = waiting
+        self._context = shared.borrow()
+        self._sockets: _Sockets | None = None
+        self._turn = asyncio.Lock()
+        """Registrations and syncs never overlap: a sync after a newer registration would be refused as fenced."""
+        self._look = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._asks = False
+        """Sync even if the session does not require it."""
+        self._work = asyncio.Event()
+        self._turn_at = 0.0
+        self._turn_groups = self._turn_bytes = 0
+        """Groups and bytes since the last send, and the time of the first: this producer's own share of the loop."""
+        self._soon = False
+        """The loop sends in its next turn."""
+
+    async def connect(self) -> None:
+        """Find the broker and open or go on with the session; waits as long as it takes.
+
+        Raises:
+            RefusedError: The broker does not take this producer.
+        """
+        while True:
+            await self._disconnect()
+            try:
+                async with self._turn:
+                    await self._connect()
+            except BrokerUnavailableError as error:
+                logger.warning("broker lost while connecting error=%s", error)
+            else:
+                return
+
+    async def _connect(self) -> None:
+        producer = self._session.register.producer
+        client, place = await reach(self._where, self._context)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(client.close)
+            push = Channel(producer_push(self._context, place.ingest))
+            stack.callback(push.close)
+            acks = Subscriber(place.events, [topics.ack(producer)], self._context)
+            await stack.enter_async_context(acks)
+            self.max_group_bytes = place.max_group_bytes
+            self.info = place.info
+            if place.epoch == self._session.epoch:
+                self._session.reconnected()
+                self._ask()
+            else:
+                self._offer_arena(client, place.arena_bytes)
+                await self._register_at(client, place.epoch)
+            self._sockets = _Sockets(client, push, acks, stack.pop_all())
+        self._work.set()
+
+    def _offer_arena(self, client: BrokerClient, nbytes: int) -> None:
+        """Create an arena for the next registration, if the broker may be able to read it."""
+        self._session.offer(None, "not_offered")
+        if not nbytes or not client.address.startswith("ipc://"):
+            return
+        try:
+            self._session.offer(Arena(nbytes))
+        except OSError as error:
+            self._session.offer(None, "arena_failed")
+            logger.warning("shared memory unavailable, sending frames error=%s", error)
+
+    async def _register_at(self, client: BrokerClient, epoch: int) -> None:
+        """Continue the session with a restarted broker, or open one."""
+        session = self._session
+        if session.epoch:
+            await self._require_current(client, epoch)
+        reply = await self._registered(client, epoch, session.registration())
+        if not session.goes_on(reply.ack):
+            logger.warning(
+                "acked groups lost by the broker producer=%s session=%d",
+                session.register.producer,
+                session.number,
+            )
+            reply = await self._registered(client, epoch, session.registration(new=True))
+        was = session.number
+        accepted = session.registered(reply.ack, time.monotonic())
+        if session.without_arena == "arena_unreachable":
+            logger.warning("arena unreadable for the broker, sending frames")
+        self.info = reply.info
+        logger.info(
+            "registered producer=%s session=%d was=%d epoch=%d unacked=%d",
+            session.register.producer,
+            session.number,
+            was,
+            session.epoch,
+            len(session.spool),
+        )
+        self.on_registered()
+        self._on_accepted(accepted)
+
+    async def _require_current(self, client: BrokerClient, epoch: int) -> None:
+        """Raise SessionFencedError if a newer session took over: registering would fence that one in turn."""
+        try:
+            await insist(client, self._session.ask(time.monotonic()), epoch, PATIENCE_S, REPEAT_S)
+        except RefusedError as error:
+            if error.code is not ErrorCode.UNKNOWN:
+                raise
+
+    async def _registered(self, client: BrokerClient, epoch: int, asked: RegisterProducer) -> Registered:
+        reply, _ = await insist(client, asked, epoch, PATIENCE_S, PATIENCE_S)
+        if not isinstance(reply, Registered):
+            raise WireError(f"broker: wrong type of reply to RegisterProducer (got {type(reply).__name__})")
+        return reply
+
+    def renew(self) -> None:
+        """Replace the session, which has no unacked groups, by a new one; `on_registered` is called then."""
+        self._session.forget()
+        self._ask()
+
+    def _ask(self) -> None:
+        self._asks = True
+        self._look.set()
+
+    async def run(self) -> None:
+        """Listen, transmit and keep until cancelled; reconnect automatically.
+
+        Raises:
+            SessionFencedError: A newer session took over.
+            RefusedError: The broker does not accept the session any more.
+        """
+        while not self.leaving:
+            if self._sockets is None:
+                await self.connect()
+            try:
+                await self._work_on()
+            except* (_Lost, BrokerUnavailableError) as lost:
+                logger.warning("broker lost, reconnecting error=%s", lost.exceptions[0])
+                await self._disconnect()
+                await asyncio.sleep(PAUSE_S)
+
+    async def _work_on(self) -> None:
+        assert self._sockets is not None
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._listen(self._sockets.acks), name="acks of the producer")
+            tasks.create_task(self._transmit(self._sockets), name="groups of the producer")
+            tasks.create_task(self._keep(self._sockets.client), name="syncs of the producer")
+
+    async def _listen(self, acks: Subscriber) -> None:
+        async for _, payload in acks:
+            try:
+                ack = codec.decode_ack(payload)
+            except WireError as error:
+                logger.warning("malformed ack error=%s", error)
+                continue
+            if self._session.strange(ack):
+                self._ask()
+            else:
+                self._on_accepted(self._session.acked(ack, time.monotonic()))
+
+    async def _transmit(self, sockets: _Sockets) -> None:
+        while True:
+            self._work.clear()
+            entries = self._session.unsent()
+            if not entries:
+                await self._work.wait()
+            elif entries[0].header.table not in self._session.declared:
+                await self._declare(sockets.client, entries[0].table)
+            elif not self._send(sockets.push, entries):
+                await sockets.push.ready(zmq.POLLOUT)
+            else:
+                self.send()
+                await asyncio.sleep(0)
+
+    async def _declare(self, client: BrokerClient, table: ColumnTable) -> None:
+        async with self._turn:
+            session = self._session
+            tables = DeclareTables(
+                producer=session.register.producer, session=session.number, tables=(table,)
+            )
+            await self._granted(client, tables)
+            session.declared.add(table.id)
+
+    async def forward(self, nbytes: int) -> None:
+        """Schedule the sending of a group in the spool, and yield to the event loop now and then.
+
+        Acks must be received and other tasks must run, but a turn of the loop costs as much as a small group. Groups of
+        one turn share a message.
+        """
+        now = time.monotonic()
+        if not self._turn_groups:
+            self._turn_at = now
+        self._turn_groups += 1
+        self._turn_bytes += nbytes
+        self.send_soon()
+        due = self._turn_groups >= PACK_GROUPS or self._turn_bytes >= TURN_BYTES
+        if due or now - self._turn_at >= TURN_S:
+            self.send()
+            await asyncio.sleep(0)
+
+    def send_soon(self) -> None:
+        """Send in the loop's next turn, together with the groups that arrive until then. Never waits."""
+        if not self._soon:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self.send)
+
+    def send(self) -> None:
+        """Send the groups that can be sent now; `transmit` sends the rest. Never waits."""
+        self._soon = False
+        self._turn_groups = self._turn_bytes = 0
+        if self._sockets is None:
+            return
+        session = self._session
+        for _ in range(BURST):
+            entries = session.unsent()
+            if not entries:
+                return
+            if entries[0].header.table not in session.declared or not self._send(self._sockets.push, entries):
+                break
+        self._work.set()
+
+    def _send(self, push: Channel, entries: list[SpoolEntry]) -> bool:
+        frames, entries = self._session.message(entries)
+        if not push.try_send(frames, copy=len(frames) == 1):
+            return False
+        now = time.monotonic()
+        for entry in entries:
+            self._session.spool.sent(entry, now)
+        return True
+
+    async def _keep(self, client: BrokerClient) -> None:
+        self._tick()
+        try:
+            while True:
+                await self._look.wait()
+                self._look.clear()
+                if self._asks or self._must_ask():
+                    self._asks = False
+                    if not self._session.number:
+                        raise _Lost("a new session is needed")
+                    async with self._turn:
+                        await self._sync(client)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _tick(self) -> None:
+        """Check the session regularly: a timer instead of a task, because a loop may have many producers."""
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        if self._session.arena is not None:
+            self._session.arena.trim(time.monotonic())
+        if self._must_ask():
+            self._look.set()
+
+    def _must_ask(self) -> bool:
+        return self._session.must_ask(time.monotonic(), self._waiting())
+
+    async def _sync(self, client: BrokerClient) -> None:
+        asked = self._session.ask(time.monotonic())
+        reply = await self._granted(client, asked)
+        if not isinstance(reply, Ack):
+            raise WireError(f"broker: wrong type of reply to Sync (got {type(reply).__name__})")
+        if reply.epoch != self._session.epoch:
+            raise _Lost("the broker restarted")
+        accepted, again = self._session.synced(reply, asked, time.monotonic())
+        if again:
+            logger.warning("resending groups=%d first=%s", len(again), again[0].header.group_id)
+        self._on_accepted(accepted)
+
+    async def _granted(self, client: BrokerClient, message: Request) -> Reply:
+        """Send a request; a broker that does not know the session counts as restarted."""
+        try:
+            return (await insist(client, message, self._session.epoch, PATIENCE_S, REPEAT_S))[0]
+        except RefusedError as error:
+            if error.code is not ErrorCode.UNKNOWN:
+                raise
+            self._session.epoch = 0
+            raise _Lost("the broker does not know the session") from None
+
+    async def goodbye(self, timeout_s: float) -> None:
+        """End the session at the broker, if it answers in time."""
+        if self._sockets is None:
+            return
+        try:
+            await self._sockets.client.request(self._session.goodbye(), timeout_s, REPEAT_S)
+        except RolloutMQError as error:
+            logger.warning("goodbye failed producer=%s error=%s", self._session.register.producer, error)
+
+    async def _disconnect(self) -> None:
+        sockets, self._sockets = self._sockets, None
+        if sockets is not None:
+            await sockets.stack.aclose()
+
+    async def close(self) -> None:
+        """Close the sockets, and the arena for processes that have not mapped it. `run` has ended before."""
+        await self._disconnect()
+        self._session.offer(None, "closed")
+        shared.give_back(self._context)
+
+
+def cause(error: Exception) -> Exception:
+    """Return the first error that is not an ExceptionGroup."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,74 @@
+"""Delivery of spool files whose producers do not start again.
+
+A producer that opens under its old name sends its saved groups. A name that is not used again, because the run scaled
+down or ended, leaves its file behind: `resend_spools` sends it.
+"""
+
+import logging
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.bus.producer import spool_file
+from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.schemas.errors import MalformedError, RecordVersionError
+from rolloutmq.schemas.wire.requests import RegisterProducer
+
+logger = logging.getLogger(__name__)
+
+_DESCRIBED: Final = (
+    "producer", "run", "env", "split", "group_size", "slots", "weight", "min_share", "max_tokens",
+)  # fmt: skip
+
+
+async def resend_spools(
+    where: Where, directory: Path, *, ack_logs: Path | None = None, living: Container[str] = ()
+) -> dict[str, int]:
+    """Send every spool file of a directory under its producer's name and session, then remove it.
+
+    Waits for the broker and its credit without a limit. Cancelled: unacked groups are still in their files. Damaged
+    files are renamed; files of another version stay unchanged.
+
+    Args:
+        where: Run directory, or address of the broker's `serve` socket.
+        directory: Directory of the files; a run has them in `spools/`.
+        ack_logs: Directory of the files `<producer>.jsonl`, which get one line for each acked group.
+        living: Live producers, which send their own files. A live producer that is not listed would be fenced.
+
+    Returns:
+        Number of acked groups by producer.
+
+    Raises:
+        RefusedError: The broker does not accept a producer.
+        RecordVersionError: Another version wrote one of the files; all others were sent.
+    """
+    acked: dict[str, int] = {}
+    unread: list[RecordVersionError] = []
+    for path, about in list(_left_in(directory, unread)):
+        if about.producer in living:
+            continue
+        log = ack_logs and ack_logs / f"{about.producer}.jsonl"
+        options = {name: getattr(about, name) for name in _DESCRIBED}
+        async with Producer.open(where, save_to=path, ack_log=log, **options) as producer:
+            producer.start_draining()
+        acked[about.producer] = acked.get(about.producer, 0) + producer.accepted
+        logger.info("resent producer=%s groups=%d file=%s", about.producer, producer.accepted, path)
+    if unread:
+        raise unread[0]
+    return acked
+
+
+def _left_in(directory: Path, unread: list[RecordVersionError]) -> Iterator[tuple[Path, RegisterProducer]]:
+    """Yield each spool file with its registration; collect the errors of other versions in `unread`."""
+    if not directory.is_dir():
+        return
+    for path in sorted(directory.iterdir()):
+        if path.name.endswith(spool_file.TEMPORARY) or spool_file.DAMAGED in path.name:
+            continue
+        try:
+            yield path, spool_file.owner(path)
+        except MalformedError as error:
+            spool_file.keep_aside(path, error)
+        except RecordVersionError as error:
+            unread.append(error)

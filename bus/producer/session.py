@@ -1,0 +1,280 @@
+"""The session of a producer: its acks, permits, sendable groups and syncs. Pure; `now` is an argument.
+
+Syncs: published acks may be lost, so the session sends a `Sync` request
+- after `SILENCE_S` without an ack, while a group is unacked or a task waits for credit;
+- when a sent group is overdue;
+- soon after a rollout was abandoned, while a task waits for its permit;
+- `ALIVE_S` after the broker last heard of the session, so it does not count as dead.
+Only the reply to a Sync decides which groups are resent. The reply can overtake groups that a busy broker has not read,
+so slow acks extend the time after which a group counts as lost.
+
+Sequence numbers: if the broker knows the session and every group that it acked, the numbers stay and the broker drops
+duplicates, also after a restart. Otherwise the unacked groups become the first ones of a new session.
+
+Arena: each registration offers a new arena, and no slot of an old one is reused. A process still reading an old slot,
+or writing it to disk, never finds another group there. Unacked groups of an old arena are sent as frames.
+"""
+
+import mmap
+import secrets
+from collections import Counter
+from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
+
+from rolloutmq.bus.encoding.codec import EncodedGroup, encode_envelope, encode_group
+from rolloutmq.bus.producer.credit import Credit
+from rolloutmq.bus.producer.spool import RESEND_S, Spool, SpoolEntry
+from rolloutmq.bus.shm.arena import Arena
+from rolloutmq.bus.shm.arena_allocator import ArenaBlock
+from rolloutmq.schemas.errors import LimitExceededError
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import PROTOCOL_VERSION, Envelope, PolicyVersion
+from rolloutmq.schemas.wire.replies import Ack
+from rolloutmq.schemas.wire.requests import Goodbye, RegisterProducer, Sync
+
+SILENCE_S: Final = 1.0
+"""Time without an ack, four ack intervals, after which acks or the broker count as lost."""
+ALIVE_S: Final = 3.0
+"""A third of the silence after which the broker treats a producer as dead."""
+SLACK_MAX_S: Final = 4.0
+"""Most time that slow acks add before a group counts as lost."""
+REPORT_S: Final = 0.1
+"""Least time between two reports of abandoned rollouts."""
+PACK_GROUPS: Final = 16
+"""Most groups of one message; their headers fit into an envelope unless their names are very long."""
+PACK_BYTES: Final = 4 << 20
+"""Most bytes of the groups of one message: the broker serves other producers between two messages."""
+
+
+class StagedGroup(NamedTuple):
+    """An encoded group, and its slot if it was written into the arena."""
+
+    encoded: EncodedGroup
+    slot: ArenaBlock | None
+
+    def cancel(self) -> None:
+        """Free the slot, unless the group is in the spool."""
+        if self.slot is not None:
+            self.slot.cancel()
+
+
+class SessionState:
+    """State of a session and of its undelivered groups."""
+
+    def __init__(self, register: RegisterProducer, spool: Spool) -> None:
+        self.register = register
+        """Registration of the producer; `registration` adds the state of the session."""
+        self.spool = spool
+        self.credit = Credit()
+        self.number = 0
+        """Number of the session; 0 before the first registration."""
+        self.epoch = 0
+        """Epoch of the broker that gave the number."""
+        self.draining = False
+        self.declared: set[str] = set()
+        """Ids of the column tables that the broker knows in this session."""
+        self.arena: Arena | None = None
+        self.without_arena = "not_offered"
+        """Reason for having no arena."""
+        self.as_frames: Counter[str] = Counter()
+        """Groups that were not written into the arena, by reason."""
+        self._heard_at = 0.0
+        self._asked_at = 0.0
+        self._known_at = 0.0
+        """Send time of the newest group that the broker acked."""
+        self._slack_s = 0.0
+        """Time added to `RESEND_S` before a group counts as lost."""
+        self._reported = 0
+
+    def registration(self, *, new: bool = False) -> RegisterProducer:
+        """Return the request that continues the session, or opens the first or a `new` one."""
+        about = replace(self.register, key=secrets.token_hex(8))
+        if self.arena is not None:
+            about = replace(about, arena=self.arena.ref)
+        if new or not self.number:
+            return about
+        credit = self.credit
+        return replace(about, resume_session=self.number, begun=credit.begun, abandoned=credit.abandoned)
+
+    def offer(self, arena: Arena | None, reason: str = "") -> None:
+        """Replace the arena by another one, or by none for that reason."""
+        former, self.arena = self.arena, arena
+        self.without_arena = reason
+        if former is not None:
+            self.spool.leave_arena()
+            former.close()
+
+    def goes_on(self, ack: Ack) -> bool:
+        """Whether the broker's answer is consistent: a new session, or this one with every group that it acked."""
+        return ack.session != self.number or self.spool.agrees(ack)
+
+    def reconnected(self) -> None:
+        """Note new sockets to the same broker: sent groups may be lost, so a sync is due."""
+        self.spool.doubt()
+
+    def forget(self) -> None:
+        """Give up the session's number; the next registration opens a new session."""
+        self.number = self.epoch = 0
+
+    def registered(self, ack: Ack, now: float) -> list[SpoolEntry]:
+        """Begin or continue the session that the broker granted; return the groups it already has."""
+        if ack.session != self.number:
+            self.spool.renumber()
+            self.credit.restart(len(self.spool))
+            self._reported = 0
+        else:
+            self.spool.send_all_again()
+        self.number, self.epoch = ack.session, ack.epoch
+        self.declared.clear()
+        self._asked_at = now
+        self._heed(ack)
+        return self._apply(ack, now)
+
+    def _heed(self, answer: Ack) -> None:
+        """Stop using the arena if the broker does not read it.
+
+        Only a reply counts: a published ack may be older than the registration of the arena.
+        """
+        if self.arena is not None and not answer.arena:
+            self.offer(None, "arena_unreachable")
+
+    def acked(self, ack: Ack, now: float) -> list[SpoolEntry]:
+        """Apply a published ack; return the groups it covers. Acks of other sessions or epochs change nothing."""
+        if ack.session != self.number or ack.epoch != self.epoch:
+            return []
+        return self._apply(ack, now)
+
+    def strange(self, ack: Ack) -> bool:
+        """Whether an ack is of a newer session or of a restarted broker, so a sync is due."""
+        return ack.session > self.number or ack.epoch != self.epoch
+
+    def synced(self, ack: Ack, asked: Sync, now: float) -> tuple[list[SpoolEntry], list[SpoolEntry]]:
+        """Apply the reply to `asked`; return the groups it covers and the groups to resend."""
+        self._reported = asked.abandoned
+        if (ack.session, ack.epoch) == (self.number, self.epoch):
+            self._heed(ack)
+        moment = now - self._slack_s
+        return self.acked(ack, now), self.spool.send_overdue_again(moment)
+
+    def _apply(self, ack: Ack, now: float) -> list[SpoolEntry]:
+        self._heard_at = now
+        self.draining |= ack.draining
+        self.credit.grant(ack)
+        if self.arena is not None:
+            self.arena.slots.release(ack.released)
+        accepted = self.spool.accepted(ack)
+        if accepted:
+            self._known_at = max(self._known_at, accepted[-1].sent_at)
+            if accepted[0].sends == 1:
+                took_s = now - accepted[0].sent_at
+                self._slack_s = min(max(0.0, 2 * took_s - RESEND_S), SLACK_MAX_S)
+        return accepted
+
+    def must_ask(self, now: float, waiting: bool) -> bool:
+        """Whether to sync now; `waiting` means that a task or a group waits for credit."""
+        asked_s = now - self._asked_at
+        silent = now - self._heard_at >= SILENCE_S and asked_s >= SILENCE_S
+        return (
+            (
+                asked_s >= ALIVE_S
+                and (now - self._known_at >= ALIVE_S or self._reported != self.credit.abandoned)
+            )
+            or (silent and (waiting or len(self.spool) > 0))
+            or (waiting and self.credit.abandoned != self._reported and asked_s >= REPORT_S)
+            or (asked_s >= RESEND_S and self.spool.overdue(now - self._slack_s))
+        )
+
+    def ask(self, now: float) -> Sync:
+        """Return a Sync request; pass its reply to `synced`."""
+        self._asked_at = now
+        return Sync(producer=self.register.producer, session=self.number, abandoned=self.credit.abandoned)
+
+    def goodbye(self) -> Goodbye:
+        """Return the last request of the session."""
+        return Goodbye(
+            producer=self.register.producer,
+            session=self.number,
+            produced=self.spool.last,
+            abandoned=self.credit.abandoned,
+        )
+
+    def unsent(self) -> list[SpoolEntry]:
+        """Return the groups of the next message: several from the arena, or one otherwise; empty if none may be
+        sent."""
+        found: list[SpoolEntry] = []
+        nbytes = 0
+        for entry in self.spool.unsent(self.credit.byte_limit):
+            alone = entry.slot is None or entry.header.table not in self.declared
+            nbytes += entry.header.nbytes
+            if found and (alone or nbytes > PACK_BYTES):
+                break
+            found.append(entry)
+            if alone or len(found) == PACK_GROUPS:
+                break
+        return found
+
+    def lay(self, group: Group, limit: int) -> StagedGroup:
+        """Encode a group, into the arena if it has room; raise what `encode_group` raises.
+
+        The caller must pass the result to `take_in` or cancel it.
+        """
+        arena = self.arena
+        if arena is None:
+            self.as_frames[self.without_arena] += 1
+            return StagedGroup(encode_group(group, limit), None)
+        slot: ArenaBlock | None = None
+
+        def room(nbytes: int) -> tuple[mmap.mmap, int] | None:
+            nonlocal slot
+            slot = arena.slots.allocate(nbytes)
+            if slot is None:
+                self.as_frames["arena_full"] += 1
+                return None
+            return arena.memory, slot.offset
+
+        encoded = encode_group(group, limit, room)
+        return StagedGroup(encoded, slot)
+
+    def take_in(self, group: Group, laid: StagedGroup, policy: PolicyVersion | None = None) -> None:
+        """Put a group into the spool; `policy` stamps a group without policy versions."""
+        slot = laid.slot
+        current = slot is not None and self.arena is not None and slot.home is self.arena.slots
+        self.spool.add(group, laid.encoded, slot if current else None, policy)
+
+    def may_spool(self, nbytes: int) -> bool:
+        """Whether a group may enter the spool now: it has room, and there is credit to send it.
+
+        A draining session accepts groups without credit, so they can be saved.
+        """
+        within = self.spool.position + nbytes <= self.credit.byte_limit
+        return self.spool.fits(nbytes) and (within or self.draining)
+
+    def message(self, entries: list[SpoolEntry]) -> tuple[list[Any], list[SpoolEntry]]:
+        """Return the frames of a message with these groups, and the groups that fit into it."""
+        while True:
+            try:
+                envelope = self._envelope(entries)
+            except LimitExceededError:
+                if len(entries) == 1:
+                    raise
+                entries = entries[: len(entries) // 2]
+            else:
+                first = entries[0]
+                return [envelope] if first.slot is not None else [envelope, *first.frames], entries
+
+    def _envelope(self, entries: list[SpoolEntry]) -> bytes:
+        about = self.register
+        return encode_envelope(
+            Envelope(
+                version=PROTOCOL_VERSION,
+                producer=about.producer,
+                session=self.number,
+                run=about.run,
+                env=about.env,
+                split=about.split,
+                groups=tuple(entry.header for entry in entries),
+                offsets=tuple(entry.slot.offset for entry in entries if entry.slot is not None),
+                arena=0 if self.arena is None else self.arena.ref.ino,
+            )
+        )

@@ -1,0 +1,243 @@
+"""The waiters for credit of one producer, served in order of arrival. No socket; one event loop.
+
+There are two queues: tasks waiting for a permit, and groups waiting for room in the spool. `serve` distributes the
+credit whenever it may have grown; nothing polls. If a waiter is cancelled just when it is served, its permit goes to
+the next one; a group that is in the spool stays there.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+from rolloutmq.bus.producer.credit import Permit
+from rolloutmq.bus.producer.session import SessionState, StagedGroup
+from rolloutmq.schemas.errors import ClosedError, DrainingError, UsageError
+from rolloutmq.schemas.group import Group
+
+
+class _Sending(NamedTuple):
+    group: Group
+    laid: StagedGroup
+    permit: Permit
+    done: "asyncio.Future[None]"
+
+
+class CreditWaiters:
+    """Queues of the tasks and groups that wait for credit."""
+
+    def __init__(self, session: SessionState) -> None:
+        self.draining = asyncio.Event()
+        """No new rollout may start."""
+        self.empty = asyncio.Event()
+        """Every sent group is acked."""
+        self.empty.set()
+        self.failure: Exception | None = None
+        """Error that every further call raises, once there is one."""
+        self._session = session
+        self._starters: deque[asyncio.Future[Permit]] = deque()
+        self._senders: deque[_Sending] = deque()
+        self._acks: dict[str, asyncio.Future[None]] = {}
+        """Futures of awaited acks, by group id."""
+        self._handed_over: dict[str, asyncio.Future[None]] = {}
+        """Those whose group is in the spool, until its sender has fetched the future."""
+        self._waiters = 0
+        self._waited_s = 0.0
+        self._counted_at = 0.0
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds that all tasks have waited in total, current waits included."""
+        self._count()
+        return self._waited_s
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a task or a group waits for credit."""
+        return bool(self._starters or self._senders)
+
+    async def emptied(self, timeout_s: float | None) -> bool:
+        """Wait until every sent group is acked; False after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.empty.wait()
+        return self.empty.is_set()
+
+    def take(self) -> Permit | None:
+        """Return a permit if one is available and no task waits; otherwise None."""
+        self.require_open()
+        if self._session.draining:
+            raise DrainingError
+        return None if self._starters else self._session.credit.begin()
+
+    async def acquire(self) -> Permit:
+        """Wait for a permit. Cancelled: the next waiter gets it."""
+        if permit := self.take():
+            return permit
+        waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
+        self._starters.append(waiter)
+        self._count(+1)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.put_back(waiter.result())
+            raise
+        finally:
+            self._count(-1)
+            with suppress(ValueError):
+                self._starters.remove(waiter)
+
+    def admit(self, group: Group, laid: StagedGroup, permit: Permit | None) -> bool:
+        """Put the group into the spool and end its permit, if that needs no waiting; otherwise do nothing.
+
+        Without a permit it takes one.
+
+        Returns:
+            Whether the group is in the spool.
+
+        Raises:
+            UsageError: The permit has ended already.
+            DrainingError: No permit was given, and no new rollout may start.
+        """
+        self.require_open()
+        session = self._session
+        if permit is not None:
+            if not permit.is_open:
+                raise UsageError(
+                    "permit: already ended, its group was sent or it was abandoned; acquire a new one"
+                )
+        elif session.draining:
+            raise DrainingError
+        elif self._starters or not session.credit.may_begin:
+            return False
+        if self._senders or not session.may_spool(laid.encoded.nbytes):
+            return False
+        self._take_in(group, laid, permit)
+        return True
+
+    async def hand_over(self, group: Group, laid: StagedGroup, permit: Permit | None) -> None:
+        """Wait for a permit if none is given, then for room in the spool.
+
+        Cancelled: either the group is in the spool and the permit has ended, or neither. A permit taken here is put
+        back.
+
+        Raises:
+            UsageError: The permit has ended already.
+            DrainingError: No permit was given, and no new rollout may start.
+        """
+        held = permit or await self.acquire()
+        try:
+            if not self.admit(group, laid, held):
+                await self._admitted(group, laid, held)
+        finally:
+            if permit is None and held.is_open:
+                self.put_back(held)
+
+    async def _admitted(self, group: Group, laid: StagedGroup, permit: Permit) -> None:
+        sending = _Sending(group, laid, permit, asyncio.get_running_loop().create_future())
+        self._senders.append(sending)
+        self.empty.clear()
+        self._count(+1)
+        try:
+            await sending.done
+        finally:
+            self._count(-1)
+            if sending in self._senders:
+                self._senders.remove(sending)
+                self.serve()
+
+    def expect(self, group_id: str) -> "asyncio.Future[None]":
+        """Return a future that ends with the group's ack, or fails with the producer."""
+        self.require_open()
+        return self._acks.setdefault(group_id, asyncio.get_running_loop().create_future())
+
+    def handed_over(self, group_id: str) -> "asyncio.Future[None] | None":
+        """Return the future of `expect` if the group is in the spool or acked; otherwise forget it. Call it once."""
+        ack = self._handed_over.pop(group_id, None)
+        if ack is None:
+            self._acks.pop(group_id, None)
+        return ack
+
+    def acked(self, group_ids: Iterable[str]) -> None:
+        """End the futures of these groups."""
+        if not self._acks:
+            return
+        for group_id in group_ids:
+            ack = self._acks.pop(group_id, None)
+            if ack is not None and not ack.done():
+                ack.set_result(None)
+
+    def _count(self, change: int = 0) -> None:
+        """Add the waited time since the last call; `change` is added to the number of waiters."""
+        now = time.monotonic()
+        self._waited_s += self._waiters * (now - self._counted_at)
+        self._counted_at = now
+        self._waiters += change
+
+    def _take_in(self, group: Group, laid: StagedGroup, permit: Permit | None) -> None:
+        credit = self._session.credit
+        if (ack := self._acks.get(group.group_id)) is not None:
+            self._handed_over[group.group_id] = ack
+        if permit is None:
+            self._session.take_in(group, laid, credit.policy)
+            credit.spend()
+        else:
+            self._session.take_in(group, laid, permit.policy)
+            credit.arrive(permit)
+        self.empty.clear()
+
+    def put_back(self, permit: Permit) -> None:
+        """Give an unused permit to the next waiter."""
+        self._session.credit.put_back(permit)
+        self.serve()
+
+    def serve(self) -> None:
+        """Distribute the available credit. Call it whenever it may have grown."""
+        session = self._session
+        if session.draining:
+            self.draining.set()
+        while self._starters and session.draining:
+            _fail(self._starters.popleft(), DrainingError())
+        while self._starters and (permit := session.credit.begin()):
+            waiter = self._starters.popleft()
+            if waiter.done():
+                session.credit.put_back(permit)
+            else:
+                waiter.set_result(permit)
+        while self._senders and session.may_spool(self._senders[0].laid.encoded.nbytes):
+            sending = self._senders.popleft()
+            if not sending.done.done():
+                self._take_in(sending.group, sending.laid, sending.permit)
+                sending.done.set_result(None)
+        if not self._senders and not len(session.spool):
+            self.empty.set()
+
+    def shut(self, failure: Exception | None) -> None:
+        """Fail all waiting and later calls, with ClosedError if there was no failure."""
+        self.failure = failure or ClosedError()
+        while self._starters:
+            _fail(self._starters.popleft(), self.failure)
+        while self._senders:
+            _fail(self._senders.popleft().done, self.failure)
+        if failure is not None:
+            self.fail_acks(failure)
+        if failure is not None or not len(self._session.spool):
+            self.empty.set()
+
+    def fail_acks(self, failure: Exception) -> None:
+        """Fail the futures of awaited acks. Groups in the spool may still be saved."""
+        while self._acks:
+            _fail(self._acks.popitem()[1], failure)
+
+    def require_open(self) -> None:
+        """Raise the error of the producer, if it has one."""
+        if self.failure is not None:
+            raise self.failure
+
+
+def _fail(waiter: "asyncio.Future[Permit] | asyncio.Future[None]", error: Exception) -> None:
+    if not waiter.done():
+        waiter.set_exception(error)

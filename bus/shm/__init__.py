@@ -1,0 +1,1 @@
+"""Shared memory of the processes of one host."""

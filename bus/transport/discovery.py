@@ -1,0 +1,109 @@
+"""Discovery of the broker: it may start later, move, or answer slowly.
+
+Each attempt reads the run directory again, because a restarted broker may have another address. Nothing gives up by
+itself: any service may start before the broker, and a broker with a full disk delays its answers until it has room.
+Such a broker still answers liveness probes, so clients wait for a late answer and leave only a dead broker.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.bus.transport.endpoint import LOOK_INTERVAL_S, Where, is_address, read_endpoints
+from rolloutmq.bus.transport.request_client import BrokerClient, Frames
+from rolloutmq.bus.transport.sockets import Context
+from rolloutmq.schemas.errors import BrokerUnavailableError, MalformedError
+from rolloutmq.schemas.wire.replies import InfoReply, Reply
+from rolloutmq.schemas.wire.requests import GetInfo, Request
+
+logger = logging.getLogger(__name__)
+
+ATTEMPT_S: Final = 2.0
+"""Silence of an address after which the run directory is read again."""
+PROBE_S: Final = 1.0
+"""Time within which a live broker answers a probe, whatever its disk does."""
+SLOWEST_S: Final = 6.0
+"""Longest pause before a request to a slow broker is repeated; shorter than its `silence_s`."""
+
+
+async def serve_address(where: Where) -> str:
+    """Return the address of `serve`; wait without a limit until the run directory has one. Cancellation is safe."""
+    if is_address(where):
+        return str(where)
+    # Another process writes the file: there is no event to wait for.
+    while (found := read_endpoints(Path(where))) is None:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_INTERVAL_S)
+    return found.serve
+
+
+async def reach(where: Where, context: Context) -> tuple[BrokerClient, InfoReply]:
+    """Connect to the broker and get its other addresses; wait without a limit. The caller closes the client.
+
+    Cancelled: nothing stays open.
+    """
+    waited_s = 0.0
+    while True:
+        client = BrokerClient(await serve_address(where), context)
+        await client.__aenter__()
+        try:
+            reply = await client.request(GetInfo(), ATTEMPT_S)
+            if not isinstance(reply, InfoReply):
+                raise MalformedError(
+                    f"{client.address}: wrong type of reply to GetInfo (got {type(reply).__name__})"
+                )
+        except BrokerUnavailableError:
+            await client.close()
+        except BaseException:
+            await client.close()
+            raise
+        else:
+            return client, reply
+        if not waited_s:
+            logger.info("waiting for broker where=%s address=%s", where, client.address)
+        waited_s += ATTEMPT_S
+
+
+async def lives(client: BrokerClient, epoch: int, timeout_s: float) -> bool:
+    """Return whether the broker answers in time and has this epoch."""
+    try:
+        reply = await client.request(GetInfo(), timeout_s, timeout_s / 2)
+    except BrokerUnavailableError:
+        return False
+    return isinstance(reply, InfoReply) and reply.epoch == epoch
+
+
+async def insist(
+    client: BrokerClient,
+    message: Request,
+    epoch: int,
+    patience_s: float,
+    repeat_s: float,
+    on_slow: Callable[[], None] = lambda: None,
+) -> tuple[Reply, Frames]:
+    """Repeat a request until there is an answer, as long as the broker of this epoch is alive.
+
+    Args:
+        client: Client of the broker.
+        message: The request; it must be repeatable.
+        epoch: Epoch of the broker.
+        patience_s: Time before the first liveness probe; later probes follow in growing intervals.
+        repeat_s: Pause before the request is sent again ahead of the first probe; later once in each interval.
+        on_slow: Called after each successful probe.
+
+    Raises:
+        BrokerUnavailableError: The broker does not answer, or has restarted.
+        SessionFencedError, LeaseLostError, RefusedError, ClosedError: As for `BrokerClient.request`.
+    """
+    waited_s = 0.0
+    while True:
+        try:
+            return await client.request_frames(message, patience_s, repeat_s)
+        except BrokerUnavailableError:
+            if not await lives(client, epoch, PROBE_S):
+                raise
+        waited_s += patience_s
+        on_slow()
+        logger.warning("broker slow request=%s waited_s=%.0f", type(message).__name__, waited_s)
+        patience_s = repeat_s = min(2 * patience_s, max(SLOWEST_S, patience_s))

@@ -1,0 +1,83 @@
+"""The event feed: a subscription that follows the broker of a run, for the recorder and the views.
+
+A restarted broker may have another address in `endpoints.json`; the feed checks that file once a second and reconnects.
+It may be opened before the broker starts. Events published while it reconnects are lost.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from rolloutmq.bus.rundir import FILE_POLL_S, read_json
+from rolloutmq.bus.transport.pubsub import Published, Subscriber
+from rolloutmq.schemas.files import Endpoints, RunLayout
+
+LOOK_S: Final = 1.0
+"""Time between two checks of the broker's address."""
+
+
+def endpoints_of(layout: RunLayout) -> Endpoints | None:
+    """Return the endpoints of a run's broker, or None if it has not published them."""
+    try:
+        return read_json(layout.endpoints, Endpoints)
+    except (msgspec.DecodeError, NotADirectoryError):
+        return None
+
+
+class EventFeed:
+    """Subscription to topics of a run: `async with EventFeed(layout, topics) as feed`. For one task at a time."""
+
+    def __init__(self, layout: RunLayout, topics: Iterable[bytes]) -> None:
+        self._layout = layout
+        self._topics = tuple(topics)
+        self._subscriber: Subscriber | None = None
+        self._look_at = 0.0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._close()
+
+    async def next(self, timeout_s: float) -> Published | None:
+        """Wait for the next event; None after `timeout_s`. A cancelled wait loses no event."""
+        deadline = time.monotonic() + timeout_s
+        while (subscriber := await self._listening()) is None:
+            if time.monotonic() > deadline:
+                return None
+            await asyncio.sleep(FILE_POLL_S)
+        if (event := subscriber.try_next()) is not None:
+            return event
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                return await anext(subscriber)
+        except TimeoutError:
+            return None
+
+    def try_next(self) -> Published | None:
+        """Return the next event that has arrived, or None; never waits."""
+        return self._subscriber.try_next() if self._subscriber is not None else None
+
+    async def _listening(self) -> Subscriber | None:
+        now = time.monotonic()
+        if self._subscriber is not None and now - self._look_at < LOOK_S:
+            return self._subscriber
+        self._look_at = now
+        endpoints = endpoints_of(self._layout)
+        if endpoints is None:
+            return self._subscriber
+        if self._subscriber is None or self._subscriber.address != endpoints.events:
+            self._close()
+            self._subscriber = await Subscriber(endpoints.events, self._topics).__aenter__()
+        return self._subscriber
+
+    def _close(self) -> None:
+        if self._subscriber is not None:
+            self._subscriber.close()
+            self._subscriber = None

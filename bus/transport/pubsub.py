@@ -1,0 +1,156 @@
+"""Publish and subscribe: clients of the broker's `events` and `publish` sockets.
+
+A SUB matches prefixes, so `ack.w-1` would also receive `ack.w-10`. A wanted topic that ends in `.`, or is empty, means
+every topic with that prefix; any other means only itself, and other matches are dropped here. Events may be lost; see
+the loss arguments in `bus.transport.sockets`.
+"""
+
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.transport import sockets
+from rolloutmq.bus.transport.sockets import Channel, Context, Scope
+from rolloutmq.schemas.errors import ClosedError
+from rolloutmq.schemas.wire.envelope import Message
+
+Published = tuple[bytes, bytes]
+"""Topic and encoded payload of one event."""
+
+
+def matches(topic: bytes, wanted: Iterable[bytes]) -> bool:
+    """Return whether a topic is wanted: equal to a whole topic, or with the prefix of a family."""
+    return any(
+        topic.startswith(want) if not want or want.endswith(b".") else topic == want for want in wanted
+    )
+
+
+def _published(frames: list[bytes], wanted: tuple[bytes, ...]) -> Published | None:
+    if len(frames) == 2 and matches(frames[0], wanted):
+        return frames[0], frames[1]
+    return None
+
+
+class Subscriber:
+    """Subscriber for an event loop: `async with Subscriber(address, topics) as s: async for topic, payload in s`.
+
+    The address is that of the broker's `events`. A cancelled wait loses no event.
+    """
+
+    def __init__(self, address: str, topics: Iterable[bytes], context: Context | None = None) -> None:
+        self.address = address
+        self.topics = tuple(topics)
+        self._lent = context
+        self._open: tuple[Scope, Channel] | None = None
+
+    async def __aenter__(self) -> Self:
+        scope = Scope(self._lent)
+        self._open = scope, Channel(scope.connect(sockets.subscriber, self.address, self.topics))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening. May be called twice."""
+        if self._open is not None:
+            scope, channel = self._open
+            self._open = None
+            channel.close()
+            scope.end()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Published:
+        while True:
+            if self._open is None:
+                raise StopAsyncIteration
+            try:
+                event = _published(await self._open[1].receive(), self.topics)
+            except ClosedError:
+                raise StopAsyncIteration from None
+            if event is not None:
+                return event
+
+    def try_next(self) -> Published | None:
+        """Return the next event that has arrived, or None; never waits."""
+        while self._open is not None:
+            frames = self._open[1].try_receive()
+            if frames is None:
+                return None
+            if (event := _published(frames, self.topics)) is not None:
+                return event
+        return None
+
+
+class BlockingSubscriber:
+    """Subscriber for a thread without an event loop."""
+
+    def __init__(self, address: str, topics: Iterable[bytes], context: Context | None = None) -> None:
+        self.topics = tuple(topics)
+        self._scope = Scope(context)
+        self._socket = self._scope.connect(sockets.subscriber, address, self.topics)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def poll(self, timeout_s: float) -> Published | None:
+        """Wait for the next event; None after `timeout_s`."""
+        if self._socket.closed:
+            raise ClosedError
+        until = time.monotonic() + timeout_s
+        while True:
+            left_ms = max(0, round((until - time.monotonic()) * 1e3))
+            if not self._socket.poll(left_ms):
+                return None
+            event = _published(self._socket.recv_multipart(zmq.NOBLOCK), self.topics)
+            if event is not None:
+                return event
+
+    def close(self) -> None:
+        """Stop listening. May be called twice."""
+        self._socket.close()
+        self._scope.end()
+
+
+class Publisher:
+    """Publishes events through the broker, which forwards `telemetry.*`, `policy` and `step`. Drops instead of
+    blocking.
+
+    The address is that of the broker's `publish`. For one thread at a time.
+    """
+
+    def __init__(self, address: str, context: Context | None = None) -> None:
+        self._scope = Scope(context)
+        self._socket = self._scope.connect(sockets.publisher, address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def publish(self, topic: bytes, message: Message) -> None:
+        """Send one event to the current subscribers."""
+        if self._socket.closed:
+            raise ClosedError
+        self._socket.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket; the last events have half a second to leave. May be called twice."""
+        self._socket.close()
+        self._scope.end()

@@ -1,0 +1,230 @@
+"""The request client: requests to the broker and their replies.
+
+A request carries a correlation frame, which the broker echoes. The client repeats a request without an answer, because
+a dying broker loses it; every request of the protocol is repeatable. The first reply counts, later ones with the same
+correlation frame are dropped. Only this module turns an `ErrorReply` into an exception.
+"""
+
+import asyncio
+import struct
+import time
+from asyncio import FIRST_COMPLETED
+from collections.abc import Awaitable
+from contextlib import suppress
+from itertools import count
+from types import TracebackType
+from typing import Any, Final, Self
+
+import zmq
+
+from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.transport.sockets import Channel, Context, Scope, client_dealer
+from rolloutmq.schemas.errors import (
+    BrokerUnavailableError,
+    ClosedError,
+    LeaseLostError,
+    MalformedError,
+    RefusedError,
+    SessionFencedError,
+)
+from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.replies import ErrorReply, Reply
+from rolloutmq.schemas.wire.requests import Request
+
+TIMEOUT_S: Final = 10.0
+"""Default time limit of a request."""
+RESEND_S: Final = 1.0
+"""Default pause before an unanswered request is sent again."""
+
+Frames = list[memoryview]
+"""Payload frames of a reply, as views of the received memory, which they keep alive."""
+_Answer = tuple[Reply, Frames]
+
+
+class BrokerClient:
+    """Request client for an event loop, for any number of concurrent requests.
+
+    Use it as `async with BrokerClient(address) as client`. Without a context the client creates its own.
+    """
+
+    def __init__(self, address: str, context: Context | None = None) -> None:
+        self.address = address
+        self._lent = context
+        self._numbers = count(1)
+        self._waiting: dict[bytes, asyncio.Future[list[zmq.Frame]]] = {}
+        self._open: tuple[Scope, Channel, asyncio.Task[None]] | None = None
+
+    async def __aenter__(self) -> Self:
+        scope = Scope(self._lent)
+        channel = Channel(scope.connect(client_dealer, self.address))
+        reader = asyncio.create_task(self._read(channel), name=f"replies of {self.address}")
+        self._open = scope, channel, reader
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the socket; waiting requests raise ClosedError. May be called twice."""
+        if self._open is None:
+            return
+        scope, channel, reader = self._open
+        self._open = None
+        for future in self._waiting.values():
+            future.cancel()
+        reader.cancel()
+        channel.close()
+        scope.end()
+        await asyncio.wait({reader})
+
+    async def request(
+        self, message: Request, timeout_s: float = TIMEOUT_S, resend_s: float = RESEND_S
+    ) -> Reply:
+        """Send a request and wait for the reply.
+
+        Args:
+            message: The request; it must be repeatable.
+            timeout_s: Time limit in seconds, repetitions included.
+            resend_s: Pause before the request is sent again, in seconds.
+
+        Raises:
+            BrokerUnavailableError: There was no answer in time.
+            SessionFencedError, LeaseLostError, RefusedError: The broker refused the request.
+            ClosedError: The client is closed.
+        """
+        return (await self.request_frames(message, timeout_s, resend_s))[0]
+
+    async def request_frames(
+        self, message: Request, timeout_s: float = TIMEOUT_S, resend_s: float = RESEND_S
+    ) -> _Answer:
+        """Like `request`, with the payload frames that follow a `Batch` or a `LatestExampleReply`."""
+        number = struct.pack(">Q", next(self._numbers))
+        answer: asyncio.Future[list[zmq.Frame]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            asked = [number, b"", codec.encode(message)]
+            reply, frames = _decoded(await self._asked(asked, answer, timeout_s, resend_s))
+        finally:
+            del self._waiting[number]
+        return granted(reply, message), frames
+
+    async def _asked(
+        self,
+        frames: list[bytes],
+        answer: asyncio.Future[list[zmq.Frame]],
+        timeout_s: float,
+        resend_s: float,
+    ) -> list[zmq.Frame]:
+        until = time.monotonic() + timeout_s
+        while not answer.done() and (left := until - time.monotonic()) > 0:
+            if self._open is None:
+                raise ClosedError
+            _, channel, reader = self._open
+            patience_s = min(left, resend_s)
+            if channel.try_send(frames):
+                both: set[asyncio.Future[Any]] = {answer, reader}
+                await asyncio.wait(both, timeout=patience_s, return_when=FIRST_COMPLETED)
+                if reader.done() and not answer.done():
+                    reader.result()
+            else:
+                await _for_at_most(channel.ready(zmq.POLLOUT), patience_s)
+        if not answer.done():
+            raise BrokerUnavailableError(self.address, timeout_s)
+        if answer.cancelled():
+            raise ClosedError
+        return answer.result()
+
+    async def _read(self, channel: Channel) -> None:
+        while True:
+            await channel.ready(zmq.POLLIN)
+            while (frames := channel.try_receive_frames()) is not None:
+                self._take(frames)
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        future = self._waiting.get(frames[0].bytes)
+        if future is not None and not future.done():
+            future.set_result(frames[1:])
+
+
+class BlockingClient:
+    """Request client for a thread without an event loop, one request at a time: for the command line and views."""
+
+    def __init__(self, address: str, context: Context | None = None) -> None:
+        self.address = address
+        self._numbers = count(1)
+        self._scope = Scope(context)
+        self._socket = self._scope.connect(client_dealer, address)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket. May be called twice."""
+        self._socket.close()
+        self._scope.end()
+
+    def request(self, message: Request, timeout_s: float = TIMEOUT_S, resend_s: float = RESEND_S) -> Reply:
+        """Send a request and block until the reply; raise what `BrokerClient.request` raises."""
+        return self.request_frames(message, timeout_s, resend_s)[0]
+
+    def request_frames(
+        self, message: Request, timeout_s: float = TIMEOUT_S, resend_s: float = RESEND_S
+    ) -> _Answer:
+        """Like `request`, with the payload frames that follow the reply."""
+        if self._socket.closed:
+            raise ClosedError
+        number = struct.pack(">Q", next(self._numbers))
+        asked = [number, b"", codec.encode(message)]
+        started = time.monotonic()
+        while (left := timeout_s - (time.monotonic() - started)) > 0:
+            patience_s = min(left, resend_s)
+            if not self._socket.poll(int(patience_s * 1e3) + 1, zmq.POLLOUT):
+                continue
+            with suppress(zmq.Again):  # the connection was lost meanwhile and will return
+                self._socket.send_multipart(asked, zmq.NOBLOCK)
+            answer = self._await(number, patience_s)
+            if answer is not None:
+                return granted(answer[0], message), answer[1]
+        raise BrokerUnavailableError(self.address, timeout_s)
+
+    def _await(self, number: bytes, patience_s: float) -> _Answer | None:
+        until = time.monotonic() + patience_s
+        while (left := until - time.monotonic()) > 0:
+            if not self._socket.poll(int(left * 1e3) + 1):
+                continue
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            if frames[0].bytes == number:
+                return _decoded(frames[1:])
+        return None
+
+
+def granted(reply: Reply, request: Request) -> Reply:
+    """Return the reply; raise the exception of an `ErrorReply`."""
+    if not isinstance(reply, ErrorReply):
+        return reply
+    if reply.code is ErrorCode.FENCED:
+        raise SessionFencedError(getattr(request, "producer", reply.detail), getattr(request, "session", 0))
+    if reply.code is ErrorCode.LEASE_LOST:
+        raise LeaseLostError(getattr(request, "lease", 0), reply.detail)
+    raise RefusedError(reply.code, reply.detail)
+
+
+def _decoded(frames: list[zmq.Frame]) -> _Answer:
+    if len(frames) < 2 or len(frames[0]):
+        raise MalformedError(f"reply: the empty delimiter frame is missing (got {len(frames)} frames)")
+    return codec.decode_reply(frames[1].bytes), [frame.buffer for frame in frames[2:]]
+
+
+async def _for_at_most(wait: Awaitable[Any], timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await wait
+    except TimeoutError:
+        return

@@ -1,0 +1,332 @@
+"""Factories of all sockets of the bus, each with an argument why no loss goes unnoticed.
+
+A factory sets the options of a socket; client factories also connect it. No option is a guarantee: a high-water mark
+bounds a pipe but not the kernel's buffers, a clean close loses messages, and a publisher drops. The layer above acks or
+repeats whatever must arrive; the docstring of each factory names it.
+
+Sockets are not thread-safe: a socket belongs to the thread, or to the event loop, that created it.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import zmq
+
+from rolloutmq.schemas.errors import ClosedError, ConfigError
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+BULK_HWM: Final = 64
+"""Messages in a pipe of the data plane. It is small because a message may have megabytes and credit bounds the bytes
+exactly; with fewer, small groups stall on wake-ups."""
+CONTROL_HWM: Final = 1000
+"""Messages in a pipe of small control messages."""
+HANDSHAKE_MS: Final = 5000
+"""Time after which a peer that does not speak ZMTP is disconnected."""
+RECONNECT_MS: Final = 50
+"""First pause before a lost connection is tried again; it doubles."""
+RECONNECT_MAX_MS: Final = 1000
+CONNECT_MS: Final = 5000
+"""Time limit of a TCP connection attempt; that of the system is minutes."""
+LINGER_MS: Final = 500
+"""Time for the last replies and events to leave when a socket closes."""
+BACKLOG: Final = 1024
+"""Pending connections: a thousand producers reconnect at once to a restarted broker."""
+KEEPALIVE_IDLE_S: Final = 30
+"""Silence after which a TCP peer is probed; for ipc the kernel reports the end of a peer."""
+KEEPALIVE_INTERVAL_S: Final = 10
+KEEPALIVE_PROBES: Final = 3
+"""Unanswered probes before a peer counts as dead: one minute in total, instead of the system's eleven."""
+
+
+def make_context(io_threads: int = 1) -> Context:
+    """Create a context; the caller ends it with `term()` after closing its sockets."""
+    return zmq.Context(io_threads)
+
+
+class Shared:
+    """One context for all clients of this process that have many sockets with little traffic; for any thread.
+
+    A context has one or two threads: a thousand contexts would spend more time on wake-ups than on messages. It ends
+    with its last user. A forked child creates its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: Context | None = None
+        self._users = 0
+        self._pid = 0
+
+    def borrow(self) -> Context:
+        """Return the context; call `give_back` once, after closing all its sockets."""
+        with self._lock:
+            if self._context is None or self._pid != os.getpid():
+                self._context, self._users, self._pid = make_context(), 0, os.getpid()
+                self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+            self._users += 1
+            return self._context
+
+    def give_back(self, context: Context) -> None:
+        """End the use of a context that was borrowed in this process."""
+        with self._lock:
+            if context is not self._context or self._pid != os.getpid():
+                return
+            self._users -= 1
+            if self._users:
+                return
+            self._context = None
+        context.term()
+
+
+class Scope:
+    """The context of a client: its own, which ends with the client, or a borrowed one, which stays."""
+
+    def __init__(self, lent: Context | None) -> None:
+        self.context = make_context() if lent is None else lent
+        self._owned = lent is None
+
+    def connect(self, maker: Callable[..., Socket], *args: Any) -> Socket:
+        """Create a socket in this context; if that fails, end the context."""
+        try:
+            return maker(self.context, *args)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Terminate the client's own context, whose sockets must be closed. May be called twice."""
+        if self._owned:
+            self.context.term()
+
+
+def ingest_pull(context: Context, max_frame_bytes: int) -> Socket:
+    """Create the broker's PULL socket for groups.
+
+    Loss: a dying broker loses its queue, and a peer that flushes and closes may lose messages. A group counts only
+        after
+    its ack: the producer's spool keeps and resends it until then. Full: the pipe stops reading, the kernel's buffer
+    fills and the producer's PUSH blocks. A frame above `max_frame_bytes` disconnects its sender before it is allocated;
+    the limit is for one frame, so the reader adds them up.
+    """
+    return _made(context, zmq.PULL, hwm=BULK_HWM, linger_ms=0, max_frame_bytes=max_frame_bytes)
+
+
+def serve_router(context: Context, max_frame_bytes: int) -> Socket:
+    """Create the broker's ROUTER socket for requests.
+
+    Loss: a request or a reply may be lost with its connection; the client repeats the request, and every request is
+    repeatable. With ROUTER_MANDATORY a reply to a peer that left or does not read is an error, which the broker counts,
+    instead of a silent drop. Full: the send fails with EAGAIN, and the broker drops and counts the reply; it never
+    blocks.
+    """
+    socket = _made(
+        context,
+        zmq.ROUTER,
+        hwm=CONTROL_HWM,
+        linger_ms=LINGER_MS,
+        max_frame_bytes=max_frame_bytes,
+    )
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return socket
+
+
+def events_xpub(context: Context) -> Socket:
+    """Create the broker's XPUB socket for events.
+
+    Loss: it drops events for slow subscribers and for those not subscribed yet. Therefore it carries only repeated
+        state
+    (acks, pressure, control) and numbered samples. XPUB_VERBOSE reports every subscription, also a second one to a
+    topic, so the broker can send the last state to each new subscriber.
+    """
+    socket = _made(context, zmq.XPUB, hwm=CONTROL_HWM, linger_ms=LINGER_MS, max_frame_bytes=1 << 10)
+    socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+    return socket
+
+
+def publish_xsub(context: Context, max_frame_bytes: int) -> Socket:
+    """Create the broker's XSUB socket, to which other services publish. Loss: as for their PUB; see `publisher`."""
+    return _made(context, zmq.XSUB, hwm=CONTROL_HWM, linger_ms=0, max_frame_bytes=max_frame_bytes)
+
+
+def producer_push(context: Context, address: str) -> Socket:
+    """Create and connect a producer's PUSH socket.
+
+    Loss: a killed broker loses up to two high-water marks of messages and the kernel's buffers, without an error. The
+    spool keeps every group until its ack; linger is 0 because unsent groups are unacked too. Full, or without a broker
+    (IMMEDIATE): a send blocks, or raises Again with NOBLOCK.
+    """
+    socket = _made(context, zmq.PUSH, hwm=BULK_HWM, linger_ms=0)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    return _connected(socket, address)
+
+
+def client_dealer(context: Context, address: str) -> Socket:
+    """Create and connect a client's DEALER socket.
+
+    Loss: a request or reply may be lost with the connection; the client repeats the request until it has a reply with
+        its
+    correlation frame. IMMEDIATE: nothing is queued while there is no broker, so a restarted broker gets no old
+    requests. Full: Again with NOBLOCK.
+    """
+    socket = _made(context, zmq.DEALER, hwm=CONTROL_HWM, linger_ms=0)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    return _connected(socket, address)
+
+
+def subscriber(context: Context, address: str, topics: Iterable[bytes]) -> Socket:
+    """Create and connect a SUB socket with subscriptions to the prefixes.
+
+    Loss: it misses events published before its subscription arrived, while disconnected, and while its queue is full.
+        The
+    broker repeats state on subscription and at intervals; samples have numbers. IMMEDIATE is off: with it, libzmq 4.3.5
+    never sends subscriptions made before the connection exists.
+    """
+    socket = _made(context, zmq.SUB, hwm=CONTROL_HWM, linger_ms=0)
+    for topic in topics:
+        socket.setsockopt(zmq.SUBSCRIBE, topic)
+    return _connected(socket, address)
+
+
+def publisher(context: Context, address: str) -> Socket:
+    """Create a service's PUB socket, connected to the broker's `publish`.
+
+    Loss: it drops events while there is no broker, before the broker's subscription arrives, and above the high-water
+    mark; it never blocks. It carries only numbered telemetry and progress, which later events supersede.
+    """
+    socket = _made(context, zmq.PUB, hwm=CONTROL_HWM, linger_ms=LINGER_MS)
+    return _connected(socket, address)
+
+
+def _made(context: Context, kind: int, *, hwm: int, linger_ms: int, max_frame_bytes: int = -1) -> Socket:
+    socket = context.socket(kind)
+    for option, value in (
+        (zmq.SNDHWM, hwm),
+        (zmq.RCVHWM, hwm),
+        (zmq.LINGER, linger_ms),
+        (zmq.MAXMSGSIZE, max_frame_bytes),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+        (zmq.RECONNECT_IVL, RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+        (zmq.CONNECT_TIMEOUT, CONNECT_MS),
+        (zmq.BACKLOG, BACKLOG),
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S),
+        (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S),
+        (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
+    ):
+        socket.setsockopt(option, value)
+    return socket
+
+
+def _connected(socket: Socket, address: str) -> Socket:
+    socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close(0)
+        raise ConfigError(address, f"cannot connect to this address: {error.strerror}") from None
+    return socket
+
+
+shared: Final = Shared()
+"""The context of the producers of this process."""
+
+
+class Channel:
+    """One socket in an event loop: wait for readiness, then act without blocking.
+
+    A wait takes nothing from the socket, so a cancelled wait loses no message. ZMQ_FD is edge-triggered, and any call
+    on the socket may consume the edge. Therefore every call goes through this class and checks the socket's state
+    afterwards if a task waits; a task that starts to wait checks it first. Several tasks of one loop may wait. All
+    methods raise ClosedError once the channel is closed.
+    """
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket = socket
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._loop = asyncio.get_running_loop()
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._fd, self._look)
+
+    def try_send(self, frames: Sequence[Any], *, copy: bool = True) -> bool:
+        """Send one message if the socket accepts it now; return whether it did."""
+        self._check_open()
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
+        except zmq.Again:
+            return False
+        finally:
+            if self._waiting:
+                self._look()
+        return True
+
+    def try_receive(self) -> list[bytes] | None:
+        """Receive one message, or None if there is none now."""
+        self._check_open()
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        finally:
+            if self._waiting:
+                self._look()
+
+    def try_receive_frames(self) -> list[zmq.Frame] | None:
+        """Receive one message as frames that view the library's memory, or None if there is none now."""
+        self._check_open()
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        finally:
+            if self._waiting:
+                self._look()
+
+    async def send(self, frames: Sequence[Any], *, copy: bool = True) -> None:
+        """Send one message; wait while the socket is full or not connected. Cancelled: nothing was sent."""
+        while not self.try_send(frames, copy=copy):
+            await self.ready(zmq.POLLOUT)
+
+    async def receive(self) -> list[bytes]:
+        """Receive the next message. Cancelled: nothing was received."""
+        while True:
+            await self.ready(zmq.POLLIN)  # checking first costs less than a failed receive
+            if (message := self.try_receive()) is not None:
+                return message
+
+    async def ready(self, events: int) -> None:
+        """Wait until the socket can do one of `events` (POLLIN, POLLOUT)."""
+        self._check_open()
+        if self._look() & events:
+            return
+        entry = (events, self._loop.create_future())
+        self._waiting.append(entry)
+        try:
+            await entry[1]
+        finally:
+            self._waiting.remove(entry)
+
+    def close(self) -> None:
+        """Close the socket; waiting tasks raise ClosedError. May be called twice."""
+        if self._socket.closed:
+            return
+        self._loop.remove_reader(self._fd)
+        for _, future in self._waiting:
+            if not future.done():
+                future.set_exception(ClosedError())
+        self._socket.close()
+
+    def _check_open(self) -> None:
+        if self._socket.closed:
+            raise ClosedError
+
+    def _look(self) -> int:
+        events = int(self._socket.getsockopt(zmq.EVENTS))
+        for wanted, future in self._waiting:
+            if wanted & events and not future.done():
+                future.set_result(None)
+        return events

@@ -1,0 +1,172 @@
+"""`rolloutmq doctor`: check the dependencies and limits of this machine, with a remedy for each finding.
+
+Each check is a function that returns a `Finding` and changes nothing. A finding with `needed=False` is advice: a run
+works without it.
+"""
+
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.schemas.errors import RolloutMQError
+
+MIN_PYTHON: Final = (3, 11)
+MIN_DESCRIPTORS: Final = 4096
+"""About 1,000 producers with three sockets each."""
+MIN_SHM_BYTES: Final = 64 << 20
+MIN_DISK_BYTES: Final = 1 << 30
+IPC_PATH_BYTES: Final = 107
+"""Longest path of a Unix socket on Linux."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check.
+
+    Attributes:
+        what: Subject of the check.
+        fine: Whether the check passed.
+        found: Observed value.
+        remedy: How to fix a failed check; empty if it passed.
+        needed: Whether a run requires it.
+    """
+
+    what: str
+    fine: bool
+    found: str
+    remedy: str = ""
+    needed: bool = True
+
+
+def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
+    """Check the Python version."""
+    found = ".".join(map(str, version))
+    remedy = "install Python 3.11 or newer and recreate the virtual environment"
+    return Finding("python", version >= MIN_PYTHON, found, remedy)
+
+
+def module(name: str, extra: str, what: str, *, needed: bool = False) -> Finding:
+    """Check that a package of one of our extras is installed, without importing it."""
+    there = importlib.util.find_spec(name) is not None
+    remedy = f"pip install 'rolloutmq[{extra}]'" if extra else "pip install rolloutmq"
+    return Finding(what, there, "installed" if there else "not installed", remedy, needed)
+
+
+def descriptors() -> Finding:
+    """Check the hard limit of open files; the broker raises its soft limit to it."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    unlimited = hard == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{hard} at most"
+    remedy = f"raise the hard limit to {MIN_DESCRIPTORS} (ulimit -Hn), or run fewer workers"
+    return Finding("open files", unlimited or hard >= MIN_DESCRIPTORS, found, remedy, needed=False)
+
+
+def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+    """Check the tmpfs that holds the shared weights."""
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        return Finding("shared memory", fine=False, found="none", remedy=f"mount a tmpfs at {path}")
+    free = shutil.disk_usage(path).free
+    remedy = "enlarge it, in a container for example with --shm-size=8g"
+    return Finding("shared memory", free >= MIN_SHM_BYTES, f"{_size(free)} free", remedy)
+
+
+def disk(path: Path = Path()) -> Finding:
+    """Check the space for logs, checkpoints and journal."""
+    free = shutil.disk_usage(path).free
+    return Finding("disk", free >= MIN_DISK_BYTES, f"{_size(free)} free", "free at least 1 GiB")
+
+
+def socket_paths() -> Finding:
+    """Check the temporary directory, which holds the sockets of run directories with long paths."""
+    base = tempfile.gettempdir()
+    fine = len(base.encode()) < IPC_PATH_BYTES // 2 and os.access(base, os.W_OK)
+    return Finding("socket paths", fine, base, "set TMPDIR to a short, writable directory")
+
+
+def cores() -> Finding:
+    """Check the number of CPU cores this process may use."""
+    count = len(os.sched_getaffinity(0))
+    return Finding("cores", count >= 2, str(count), "use at least two cores", needed=False)
+
+
+def gpus() -> Finding:
+    """Check for GPUs with NVML; a run without one trains on the CPU."""
+    import pynvml
+
+    remedy = "install the NVIDIA driver if this machine has a GPU; without a GPU the run uses the CPU"
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Finding("gpu", fine=False, found=f"none ({error})", remedy=remedy, needed=False)
+    try:
+        count = int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()
+    return Finding("gpu", count > 0, f"{count}", remedy, needed=False)
+
+
+CHECKS: Final[Iterable[Callable[[], Finding]]] = (
+    python_version,
+    lambda: module("zmq", "", "pyzmq", needed=True),
+    lambda: module("msgspec", "", "msgspec", needed=True),
+    lambda: module("torch", "trainer", "torch (trainer and tiny inference)"),
+    lambda: module("transformers", "trainer", "transformers (trainer and tiny inference)"),
+    lambda: module("matplotlib", "report", "matplotlib (report.png)"),
+    cores,
+    shared_memory,
+    disk,
+    socket_paths,
+    descriptors,
+    gpus,
+)
+
+
+def configuration(file: Path) -> Finding:
+    """Check a configuration with all checks of `rolloutmq up FILE`: keys, entries, addresses, teacher."""
+    from rolloutmq.launch import preflight
+    from rolloutmq.launch.settings import load
+
+    try:
+        preflight.check(load(file, environ=os.environ))
+    except RolloutMQError as error:
+        return Finding("configuration", fine=False, found=str(file), remedy=str(error))
+    return Finding("configuration", fine=True, found=str(file))
+
+
+def examine(checks: Iterable[Callable[[], Finding]] = CHECKS) -> list[Finding]:
+    """Run all checks."""
+    return [check() for check in checks]
+
+
+def report(*, as_json: bool, file: Path | None = None) -> int:
+    """Print the findings for this machine and a configuration; return 0 if a run can start here, else 1."""
+    more = [] if file is None else [configuration(file)]
+    return print_findings([*examine(), *more], as_json=as_json)
+
+
+def print_findings(findings: Sequence[Finding], *, as_json: bool) -> int:
+    """Print findings; return 1 if a required check failed, else 0."""
+    if as_json:
+        text = json.dumps([asdict(finding) for finding in findings], indent=2)
+    else:
+        text = "\n".join(_line(finding) for finding in findings)
+    sys.stdout.write(text + "\n")
+    return int(any(finding.needed and not finding.fine for finding in findings))
+
+
+def _line(finding: Finding) -> str:
+    mark = "ok     " if finding.fine else "MISSING" if finding.needed else "advice "
+    text = f"{mark} {finding.what}: {finding.found}"
+    return text if finding.fine else f"{text}; {finding.remedy}"
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

@@ -1,0 +1,137 @@
+"""`rolloutmq explain`: print the history of one group, as text or JSON."""
+
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rolloutmq.launch.commands.ledger import recorded
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.services.broker.journal.inspect.explain import (
+    GroupHistory,
+    HistoryEntry,
+    group_histories,
+    origin,
+)
+from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
+from rolloutmq.services.monitor.text.jsonl import read_lines
+
+LABEL = 14
+"""Width of event names and row labels, in characters."""
+
+
+def explain(run_dir: Path, group_id: str, *, as_json: bool) -> int:
+    """Print everything known about a group of a running or ended run; return the exit code."""
+    layout = RunLayout(run_dir)
+    journaled = recorded(layout)
+    histories = group_histories(layout.journal, group_id) if journaled else []
+    entries = list(notes(layout, group_id))
+    if not histories and not entries:
+        where = layout.journal if journaled else f"the logs of {run_dir}, which has no journal"
+        return complain(f"{group_id}: no such group in {where}", FAILED)
+    with reader_may_leave():
+        if as_json:
+            fields = {
+                "group_id": group_id,
+                "recorded": journaled,
+                "groups": [_fields(story) for story in histories],
+                "logs": msgspec.to_builtins(entries),
+            }
+            text = msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
+        else:
+            text = "\n".join(_lines(group_id, histories, entries, journaled=journaled))
+        sys.stdout.write(text + "\n")
+    return 0
+
+
+def history(run_dir: Path, group_id: str) -> Iterator[str]:
+    """Yield the history of a group as the lines that `explain` prints."""
+    for story in group_histories(RunLayout(run_dir).journal, group_id):
+        yield from map(_line, story.moments)
+
+
+def notes(layout: RunLayout, group_id: str) -> Iterator[HistoryEntry]:
+    """Yield the entries about a group in the logs of producers, trainer and broker, log by log."""
+    for path in sorted(layout.acks.glob("*.jsonl")):
+        for line in read_lines(path, AckedGroup):
+            if line.group_id == group_id:
+                details = {"producer": path.stem, "session": line.session, "seq": line.seq}
+                yield HistoryEntry(line.at, "acked", details)
+    for batch in read_lines(layout.trained, SettledBatch):
+        for event in ("trained", "filtered", "rejected"):
+            if group_id in getattr(batch, event):
+                policy = f"{batch.version.incarnation}.{batch.version.step}"
+                yield HistoryEntry(
+                    batch.at, event, {"policy": policy} | ({"rewound": True} if batch.rewound else {})
+                )
+    for dropped in read_lines(layout.dropped, DroppedGroup):
+        if dropped.group_id == group_id:
+            yield HistoryEntry(dropped.at, dropped.state, {"reason": dropped.reason})
+
+
+def _fields(story: GroupHistory) -> dict[str, Any]:
+    place = story.accepted.place
+    return {
+        "order": story.order,
+        "state": story.state,
+        "origin": origin(story.accepted),
+        "place": {"segment": place.segment, "offset": place.offset} if place else None,
+        "moments": msgspec.to_builtins(story.moments),
+    }
+
+
+def _lines(
+    group_id: str, histories: list[GroupHistory], entries: list[HistoryEntry], *, journaled: bool
+) -> Iterator[str]:
+    for story in histories:
+        yield f"group {group_id}, order {story.order}: {story.state}"
+        yield from _origin(story)
+        yield from map(_line, story.moments)
+        yield ""
+    if not histories:
+        yield f"group {group_id}: " + (
+            "not in the journal, which begins later" if journaled else "not recorded at durability `memory`"
+        )
+    if entries:
+        yield "from the logs:"
+        yield from map(_line, entries)
+
+
+def _origin(story: GroupHistory) -> Iterator[str]:
+    accepted, header = story.accepted, story.accepted.header
+    events = origin(accepted)
+    task = f", task {header.task}" if header.task else ""
+    policies = (
+        events["oldest"] if header.oldest == header.newest else f"{events['oldest']} to {events['newest']}"
+    )
+    took_s = header.finished_at - header.started_at
+    rewards = header.rewards
+    yield _row("from", f"{accepted.producer}, environment {accepted.env} ({events['split']}){task}")
+    yield _row("number", f"{header.seq} of session {accepted.session}")
+    yield _row("holds", f"{header.sequences} sequences, {header.tokens} tokens, {header.nbytes} bytes")
+    yield _row("policy", policies)
+    yield _row("rollout", f"{_clock(header.started_at)} to {_clock(header.finished_at)}, {took_s:.3f} s")
+    yield _row("rewards", f"mean {rewards.mean:.4g}, {rewards.low:.4g} to {rewards.high:.4g}")
+    if accepted.place is not None:
+        yield _row("stored in", f"groups-{accepted.place.segment:08d}.rmq at {accepted.place.offset}")
+
+
+def _line(moment: HistoryEntry) -> str:
+    details = " ".join(f"{name}={_plain(value)}" for name, value in moment.details.items())
+    return f"  {_clock(moment.at)}  {moment.event:<{LABEL}}{details}".rstrip()
+
+
+def _plain(value: object) -> str:
+    text = str(value)
+    return f'"{text}"' if " " in text or not text else text
+
+
+def _row(label: str, text: str) -> str:
+    return f"  {label:<{LABEL}}{text}"
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at).isoformat(" ", "milliseconds")

@@ -1,0 +1,89 @@
+"""`rolloutmq ledger verify`: audit of every accepted group of a run, from its files alone.
+
+Exit codes: 0 every group is accounted for, or the run has no journal (durability `memory`, stated in the output);
+1 problems found; 2 no such run directory.
+"""
+
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rolloutmq.bus.rundir import load_run
+from rolloutmq.launch.rundir import find_run
+from rolloutmq.schemas.errors import MissingError
+from rolloutmq.schemas.files import AckedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.wire.replies import Durability
+from rolloutmq.services.broker.journal.inspect import verify as books
+from rolloutmq.services.broker.journal.inspect.verify import Verdict, Witness
+from rolloutmq.services.monitor.report.summary import read_trainer_log
+from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
+from rolloutmq.services.monitor.text.jsonl import read_lines
+
+
+def verify(given: Path | None, *, as_json: bool, quick: bool = False) -> int:
+    """Recompute the ledger of a running or ended run and print the verdict; return the exit code.
+
+    Args:
+        given: The run directory; the newest below `runs/` if None.
+        as_json: Print JSON.
+        quick: Skip reading and checksumming the groups.
+    """
+    try:
+        layout = RunLayout(find_run(given, living=False))
+    except MissingError as error:
+        return complain(str(error), USAGE)
+    verdict = check(layout, quick=quick)
+    with reader_may_leave():
+        sys.stdout.write((_json(verdict) if as_json else "\n".join(_lines(verdict))) + "\n")
+    return FAILED if verdict.problems else 0
+
+
+def check(layout: RunLayout, *, quick: bool = False) -> Verdict:
+    """Return the verdict on a run's files. Blocks on the disk: every group is read unless `quick`."""
+    if not recorded(layout):
+        return Verdict(recorded=False)
+    return books.verify(layout.journal, layout.dead, lambda: witness(layout), quick=quick)
+
+
+def recorded(layout: RunLayout) -> bool:
+    """Return whether the broker of a run keeps a journal."""
+    config, _ = load_run(layout.root)
+    return config.broker.durability is not Durability.MEMORY
+
+
+def witness(layout: RunLayout) -> Witness:
+    """Read the independent records of producers and trainer.
+
+    Raises:
+        DamagedFileError: A complete line does not decode.
+    """
+    acked = [line for path in sorted(layout.acks.glob("*.jsonl")) for line in read_lines(path, AckedGroup)]
+    return Witness(acked, read_trainer_log(read_lines(layout.trained, SettledBatch)).trained())
+
+
+def _json(verdict: Verdict) -> str:
+    if not verdict.recorded:
+        return '{"recorded": false}'
+    fields: dict[str, Any] = {"ok": not verdict.problems, **msgspec.to_builtins(verdict)}
+    return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
+
+
+def _lines(verdict: Verdict) -> Iterator[str]:
+    if not verdict.recorded:
+        yield "not recorded: at durability `memory` the broker keeps no journal"
+        return
+    held = " + ".join(f"{count} {state}" for state, count in verdict.counts.items() if count)
+    yield f"accepted  {verdict.accepted} = {held or 0}"
+    for why, count in verdict.reasons.items():
+        yield f"          {count} {why}"
+    yield f"rewound   {verdict.rewound}"
+    if verdict.since is not None:
+        moment = datetime.fromtimestamp(verdict.since).isoformat(" ", "seconds")
+        yield f"since     {moment}; groups that ended earlier are counted without their ids"
+    yield f"checked   {verdict.groups_checked} groups, {verdict.bytes_checked} bytes, {verdict.logs} logs"
+    yield from (f"problem   {problem}" for problem in verdict.problems)
+    yield "every group is accounted for" if not verdict.problems else f"{len(verdict.problems)} problems"

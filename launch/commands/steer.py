@@ -1,0 +1,182 @@
+"""Commands that change a running run: `down`, `drain`, `scale`, `set`, and `up --detach`."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.bus.engine_registry import FIRST
+from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.transport.endpoint import resolve_blocking
+from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.launch.results import conclude, rewrite_report
+from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, in_use, owner, recorded, trim_journal
+from rolloutmq.launch.settings import assigned
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.control import Drain, Setting, SetValues, SetWorkers, ValueRefused, ValuesSet
+from rolloutmq.schemas.wire.replies import Reply
+from rolloutmq.schemas.wire.requests import Request
+from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
+from rolloutmq.services.process.child import end_strays
+from rolloutmq.services.process.logbook import last_line
+
+ANSWER_S: Final = 5.0
+"""Longest wait for the broker's reply to a command."""
+START_S: Final = 60.0
+"""Longest wait for the broker of a detached run."""
+LOOK_S: Final = 0.05
+
+
+def down(run_dir: Path) -> int:
+    """Stop a run and wait for its end. If its launcher is dead, end its remaining processes and clean up."""
+    layout = RunLayout(run_dir.resolve())
+    launcher = owner(layout)
+    if launcher is None:
+        return _put_away(layout)
+    pidfd = os.pidfd_open(launcher.pid)
+    try:
+        # Compare the identity again while the pidfd is held: from here on the pid cannot be reused.
+        if owner(layout) == launcher:
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        select.select([pidfd], [], [])
+    finally:
+        os.close(pidfd)
+    _say(f"ended {layout.root}")
+    return 0
+
+
+def _put_away(layout: RunLayout) -> int:
+    """End and clean up a run without a launcher, and print how it ended."""
+    config, _ = load_run(layout.root)
+    fate = fate_of(layout)
+    ended = end_strays(recorded(layout), STRAY_GRACE_S)
+    clear(config, layout)
+    layout.owner.unlink(missing_ok=True)
+    what = f"ended {ended} remaining processes"
+    if fate.life is RunLiveness.DEAD:
+        trim_journal(layout)
+        _say(f"run {layout.root} was dead: its launcher, process {fate.launcher}, was killed; {what}")
+        conclude(config, layout, "its launcher was killed", None)
+    elif fate.life is RunLiveness.ENDED and not ended:
+        _say(f"run {layout.root} had already ended: {fate.reason}")
+    else:
+        _say(f"run {layout.root} has no launcher; {what}")
+    return 0
+
+
+def detach(config: RunConfig, arguments: Sequence[str]) -> int:
+    """Start the same command in its own session, and return once its broker answers.
+
+    Args:
+        config: Resolved from the same arguments.
+        arguments: This command line, with `--detach`.
+
+    Raises:
+        RunDirInUseError: A running launcher owns the directory. Its output file is left as it is.
+    """
+    root = config.run.dir
+    if (living := owner(RunLayout(root))) is not None:
+        raise in_use(root, living)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    output = root.with_name(f"{root.name}.out")
+    rest = [argument for argument in arguments if argument != "--detach"]
+    command = [sys.executable, "-m", "rolloutmq.launch.cli", *rest, "--plain"]
+    with output.open("wb") as log:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    until = time.monotonic() + START_S
+    layout = RunLayout(root)
+    while time.monotonic() < until:
+        if child.poll() is not None:
+            _say(last_line(output) or f"the run ended at once; output in {output}")
+            return child.returncode or 0
+        launcher = owner(layout)
+        if launcher is not None and launcher.pid == child.pid and layout.endpoints.exists():
+            child.returncode = 0  # the run continues; nobody waits for it here
+            _say(f"started {root} as process {child.pid}; output in {output}")
+            return 0
+        time.sleep(LOOK_S)
+    _say(f"not ready after {START_S:.0f} s; output in {output}")
+    return 1
+
+
+def drain(run_dir: Path, worker: str) -> int:
+    """Drain a worker: it finishes its running rollouts, then exits."""
+    _ask(run_dir, Drain(worker=worker))
+    _say(f"draining {worker}")
+    return 0
+
+
+def scale(run_dir: Path, env: str, count: int | None) -> int:
+    """Pin the worker count of an environment; None returns it to autoscaling.
+
+    The name `inference` means the inference servers.
+
+    Raises:
+        ConfigError: Unknown environment, or the inference servers of this run cannot be scaled.
+    """
+    config, _ = load_run(run_dir)
+    if env == FIRST:
+        _check_engines(config)
+    elif env not in config.environment:
+        raise ConfigError(env, f"unknown environment; this run has: {', '.join(config.environment)}")
+    _ask(run_dir, SetWorkers(env=env, count=count))
+    what = "inference servers" if env == FIRST else "workers"
+    _say(f"{env}: autoscaling" if count is None else f"{env}: pinned to {count} {what}")
+    return 0
+
+
+def _check_engines(config: RunConfig) -> None:
+    if config.inference.kind == "external":
+        raise ConfigError("inference.kind", "is `external`: this run does not start or stop that server")
+    if config.inference.max_engines == 1:
+        raise ConfigError("inference.max_engines", "is 1; raise it and restart the run")
+
+
+def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
+    """Change settings of the running broker, all or none.
+
+    Raises:
+        ConfigError: A setting is not changeable, or its value is invalid; nothing was changed.
+    """
+    values: dict[str, Setting] = {}
+    for assignment in assignments:
+        key, value = assigned(assignment)
+        if not isinstance(value, bool | int | float | str):
+            raise ConfigError(key, "must be a number, a string, true or false")
+        if key in values:
+            raise ConfigError(key, "is given twice")
+        values[key] = value
+    reply = _ask(run_dir, SetValues(values=values))
+    if isinstance(reply, ValueRefused):
+        raise ConfigError(reply.key, reply.reason)
+    assert isinstance(reply, ValuesSet)
+    for key, value in reply.values.items():
+        _say(f"{key} = {value}")
+    return 0
+
+
+def report(run_dir: Path, *, as_json: bool) -> int:
+    """Rewrite summary and picture from the run directory, and print produced against trained groups."""
+    config, layout = load_run(run_dir)
+    with reader_may_leave():
+        rewrite_report(config, layout, as_json=as_json)
+    return 0
+
+
+def _ask(run_dir: Path, request: Request) -> Reply:
+    with BlockingClient(resolve_blocking(run_dir, ANSWER_S).serve) as client:
+        return client.request(request, ANSWER_S)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")

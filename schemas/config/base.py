@@ -1,0 +1,41 @@
+"""The base of all sections of a configuration, and the text of their validation errors."""
+
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
+
+NameText = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, without unknown keys, with docstrings as field descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+MIB: Final = 1 << 20
+
+_PROBLEMS: Final = {
+    "missing": "is required",
+    "model_type": "must be a section with keys",
+    "model_attributes_type": "must be a section with keys",
+    "dict_type": "must be a section with keys",
+}
+
+
+def problem_of(error: ErrorDetails) -> str:
+    """Return the problem of a validation error in our form, such as `must be greater than 0 (got -1)`.
+
+    The text of a validator of ours is returned as it is.
+    """
+    if error["type"] == "value_error":
+        return error["msg"].removeprefix("Value error, ")
+    if error["type"] == "missing":
+        return _PROBLEMS["missing"]
+    text = error["msg"].partition(", unable to parse")[0].removeprefix("Input ")
+    text = text[:1].lower() + text[1:]
+    problem = _PROBLEMS.get(error["type"], text.replace("should ", "must ", 1))
+    return f"{problem} (got {error['input']!r})"

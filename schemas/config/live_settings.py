@@ -1,0 +1,113 @@
+"""Live settings: the configuration keys that can change during a run.
+
+Each is a field of `BrokerConfig` or `EnvironmentConfig`, named by its dotted key, with the type and bounds of that
+field. A change is validated together with the rest of the configuration: all of it applies or nothing does.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rolloutmq.schemas.config.base import problem_of
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.wire.control import Setting
+
+BROKER_SETTINGS: Final = (
+    "high_bytes",
+    "high_groups",
+    "ram_bytes",
+    "exact_wait_s",
+    "silent_env_s",
+    "lease_s",
+    "silence_s",
+    "retain_bytes",
+)
+ENVIRONMENT_SETTINGS: Final = ("weight", "min_share", "max_staleness", "stale", "pacing", "high_bytes")
+
+
+class LiveSettingError(Exception):
+    """A key cannot change during a run, or the value is invalid."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.reason}"
+
+
+def split(key: str) -> tuple[str, str]:
+    """Return the environment (empty for the broker) and the field of a dotted key.
+
+    `env.` is short for `environment.`; names of environments may contain dots.
+
+    Raises:
+        LiveSettingError: The key is not a live setting.
+    """
+    section, _, rest = key.partition(".")
+    if section == "broker":
+        if rest not in BROKER_SETTINGS:
+            raise LiveSettingError(key, _fixed(BROKER_SETTINGS))
+        return "", rest
+    env, _, field = rest.rpartition(".")
+    if section not in {"env", "environment"} or not env:
+        raise LiveSettingError(key, "must be broker.FIELD or env.NAME.FIELD")
+    if field not in ENVIRONMENT_SETTINGS:
+        raise LiveSettingError(key, _fixed(ENVIRONMENT_SETTINGS))
+    return env, field
+
+
+def _fixed(allowed: Collection[str]) -> str:
+    return f"cannot change during a run; use one of {', '.join(allowed)}"
+
+
+def full(key: str) -> str:
+    """Return a key as the configuration spells it; LiveSettingError if it is not a live setting."""
+    env, field = split(key)
+    return f"environment.{env}.{field}" if env else f"broker.{field}"
+
+
+def value(config: RunConfig, key: str) -> Setting:
+    """Return the current value of a live setting; an environment without configuration has the defaults."""
+    env, field = split(key)
+    section = config.environment.get(env, config.unconfigured) if env else config.broker
+    found: Setting = getattr(section, field)
+    return found
+
+
+def changed(config: RunConfig, values: Mapping[str, Setting], unconfigured: Collection[str]) -> RunConfig:
+    """Return the configuration with new values.
+
+    Args:
+        config: The configuration before the change.
+        values: Dotted key to new value.
+        unconfigured: Environments that exist without configuration.
+
+    Raises:
+        LiveSettingError: It names the wrong key, or all keys if only their combination is wrong.
+    """
+    tree = config.model_dump()
+    keys: dict[tuple[str, ...], str] = {}
+    for key, new in values.items():
+        env, field = split(key)
+        if isinstance(new, float) and not math.isfinite(new):
+            raise LiveSettingError(key, f"must be a finite number (got {new!r})")
+        if env and env not in config.environment and env not in unconfigured:
+            raise LiveSettingError(key, f"this run has no environment {env}")
+        if env:
+            tree["environment"].setdefault(env, config.unconfigured.model_dump())[field] = new
+        else:
+            tree["broker"][field] = new
+        keys[("environment", env, field) if env else ("broker", field)] = key
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _explained(error.errors(include_url=False)[0], keys) from None
+
+
+def _explained(error: ErrorDetails, keys: Mapping[tuple[str, ...], str]) -> LiveSettingError:
+    key = keys.get(tuple(str(part) for part in error["loc"]))
+    return LiveSettingError(key or ", ".join(keys.values()), problem_of(error))

@@ -1,0 +1,131 @@
+"""`[orchestrator]` and `[hardware]`: autoscaling, supervision, and the GPUs of workers."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from rolloutmq.schemas.config.base import MIB, Fraction, Section
+
+
+class ScalingConfig(Section):
+    """`[orchestrator.scaling]`: parameters of the autoscaler.
+
+    `docs/guides/autoscaling.md` describes the control law; `rolloutmq simulate` shows the effect of other values.
+    """
+
+    setpoint_batches: PositiveFloat = 1.5
+    """Target length of the queue, in batches: the trainer takes one while workers produce the next."""
+    refill_s: PositiveFloat = 60.0
+    """Time in which the autoscaler refills the queue. It takes longer where workers or rollouts take longer."""
+    integral_s: PositiveFloat = 240.0
+    """Time constant of the integral term; it corrects small errors of the measured rates."""
+    derivative_s: NonNegativeFloat = 0.0
+    """Look-ahead of the derivative term: the autoscaler extrapolates the queue by this time. 0: off, because the queue
+    jumps with every batch."""
+    derivative_filter_s: PositiveFloat = 15.0
+    """Time constant of the filter on the rate of change of the queue; it should cover several batches."""
+    trim_part: Fraction = 0.05
+    """Bound of the integral term, as a fraction of the wanted number of workers, but at least one worker."""
+    band_part: Fraction = 0.1
+    """Dead band, as a fraction of the target, but at least one worker. Rates are not measured more exactly."""
+    confirm_up_s: NonNegativeFloat = 1.0
+    """The autoscaler scales up once all pressure messages over this time agree: a single one may show a late batch."""
+    confirm_down_s: NonNegativeFloat = 14.0
+    """The autoscaler scales down once all pressure messages over this time agree: to keep a worker is cheaper than to
+    start one."""
+    down_window_s: NonNegativeFloat = 24.0
+    """The autoscaler scales down only below the peak demand over this time. Raise it for workers that start slowly and
+    for trainers with long pauses."""
+    up_factor: Annotated[float, Field(gt=1.0)] = 2.0
+    """Largest growth of the target within `up_every_s`, as a factor."""
+    up_least: PositiveInt = 4
+    """Workers that may start within `up_every_s` in any case."""
+    up_every_s: PositiveFloat = 5.0
+    """Time between two steps up. Workers started at once compete for disk and driver."""
+    down_part: Fraction = 0.5
+    """Smallest fraction of the target left by one step down."""
+    stale_s: PositiveFloat = 3.0
+    """The autoscaler ignores pressure messages older than this; by then a dozen are missing."""
+
+
+class OrchestratorConfig(Section):
+    """`[orchestrator]`: the number of workers, and their supervision."""
+
+    enabled: bool = True
+    """Start and supervise workers with the run. Off: you start workers yourself."""
+    tick_s: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    """Time between two decisions. Rates are measured over one tick, so it must be short."""
+    scaling: ScalingConfig = ScalingConfig()
+    """Parameters of the autoscaler."""
+    max_processes: NonNegativeInt = 0
+    """Most worker processes of all environments, divided by their weights. 0: only the limits of each environment."""
+    backoff_s: PositiveFloat = 0.5
+    """Pause before the first restart of a crashed process. It doubles with each crash, with jitter."""
+    backoff_max_s: PositiveFloat = 30.0
+    """Longest pause before a restart."""
+    crash_limit: PositiveInt = 5
+    """Crashes in a row, each within `stable_s` of the start, after which a process is not restarted."""
+    stable_s: PositiveFloat = 10.0
+    """Uptime after which a crash no longer counts as a failed start."""
+    drain_deadline_s: PositiveFloat = 30.0
+    """Time for a draining worker to finish its rollouts."""
+    term_grace_s: PositiveFloat = 5.0
+    """Time between SIGTERM and SIGKILL."""
+
+
+class HardwareConfig(Section):
+    """`[hardware]`: the GPUs for workers, and the rules for cordoning one: a cordoned GPU takes no new workers.
+
+    There are no temperature limits: every GPU reports its margin to its own slow-down temperature.
+    """
+
+    use: tuple[str, ...] = ()
+    """UUIDs, or prefixes of UUIDs, of the GPUs for workers. Empty: all visible GPUs."""
+    stale_s: PositiveFloat = 5.0
+    """Age after which a GPU sample is ignored. Without a fresh sample a GPU takes no worker, and every measured
+    duration restarts."""
+    hot_window: PositiveInt = 5
+    """Number of recent samples for `hot_samples` and `busy_percent`. A single sample at the limit is harmless."""
+    hot_samples: PositiveInt = 3
+    """A GPU is hot if it slowed down for its temperature in this many of the last `hot_window` samples."""
+    hot_margin_s: NonNegativeFloat = 10.0
+    """A GPU is also hot after this time without margin to its slow-down temperature."""
+    cool_margin_c: NonNegativeFloat = 5.0
+    """Margin in degrees Celsius of a hot GPU to count as cool. With less, the next worker heats it again."""
+    clean_s: PositiveFloat = 60.0
+    """The cordon ends after this time without a sign of its cause."""
+    relapse_s: PositiveFloat = 600.0
+    """A cordon within this time after the previous one doubles the clean time it needs. Each such time without a cordon
+    halves it again."""
+    hold_off_max_s: PositiveFloat = 3600.0
+    """Longest clean time of a cordoned GPU."""
+    drain_hot_s: PositiveFloat = 300.0
+    """The orchestrator drains the workers of a GPU that stays hot this long: the cordon alone has not cooled it."""
+    breaker: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Largest fraction of the GPUs, but at least one, that is cordoned for heat. If more are hot, the room is hot."""
+    full_percent: Annotated[float, Field(gt=0.0, le=100.0)] = 95.0
+    """A GPU takes no worker while this much of its memory is in use."""
+    busy_percent: Annotated[float, Field(gt=0.0)] = 98.0
+    """A GPU takes no worker while its utilisation over `hot_window` samples is this high. Above 100: no limit."""
+    settle_bytes: PositiveInt = 256 * MIB
+    """The used memory of a GPU counts as settled when two samples differ by at most this or `settle_part`."""
+    settle_part: Fraction = 0.02
+    """Like `settle_bytes`, as a fraction of the GPU's memory."""
+    settle_s: PositiveFloat = 2.0
+    """Longest wait for settled memory after a process ended. Drivers take tens to hundreds of milliseconds."""
+    loading_s: PositiveFloat = 120.0
+    """Longest reservation of memory for a worker that is ready but has not allocated it. It may need less."""
+    ghost_s: PositiveFloat = 30.0
+    """The orchestrator reports memory still in use this long after the last worker of a GPU ended."""
+
+    @model_validator(mode="after")
+    def _spans(self) -> Self:
+        if self.hot_samples > self.hot_window:
+            raise ValueError(
+                f"hot_samples must not exceed hot_window {self.hot_window} (got {self.hot_samples})"
+            )
+        if self.clean_s > self.hold_off_max_s:
+            raise ValueError(
+                f"clean_s must not exceed hold_off_max_s {self.hold_off_max_s:g} (got {self.clean_s:g})"
+            )
+        return self

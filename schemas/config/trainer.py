@@ -1,0 +1,127 @@
+"""`[trainer]`: the optimizer steps of a run."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from rolloutmq.schemas.config.base import MIB, Fraction, Section
+from rolloutmq.schemas.config.distillation import DistillationConfig
+from rolloutmq.schemas.config.losses import DapoConfig, LossConfig
+
+
+class LoraConfig(Section):
+    """`[trainer.lora]`: train low-rank adapters beside frozen weights. The section itself turns it on."""
+
+    rank: PositiveInt = 16
+    """Rank of the two matrices of an adapter."""
+    alpha: PositiveFloat = 32.0
+    """Scale of an adapter: its product is multiplied by `alpha / rank`."""
+    targets: tuple[str, ...] = ()
+    """Linear layers with an adapter, such as `q_proj`. Empty: all linear layers except the head."""
+
+
+class TrainerConfig(Section):
+    """`[trainer]`: the optimizer steps of a run."""
+
+    enabled: bool = True
+    """Start the trainer with the run. Off: you run your own trainer, and the inference server waits for the weights
+    that it publishes with `rolloutmq.trainer.weights`. An external server has its own weights."""
+    steps: PositiveInt = 400
+    """Optimizer steps of the run."""
+    batch_sequences: NonNegativeInt = 256
+    """Sequences of one step. 0 with `batch_tokens`."""
+    batch_tokens: NonNegativeInt = 0
+    """Most tokens of one step, instead of a number of sequences. 0 with `batch_sequences`."""
+    learning_rate: NonNegativeFloat = 1e-3
+    """Learning rate after the warm-up."""
+    warmup_steps: NonNegativeInt = 10
+    """Steps of linear warm-up."""
+    final_lr_fraction: Fraction = 0.05
+    """The learning rate decays linearly to this fraction of itself at the last step."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    """Decay rates of the two moments of AdamW."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of AdamW."""
+    clip_norm: PositiveFloat = 1.0
+    """Largest global norm of the gradient; a larger one is scaled down to it."""
+    loss: LossConfig = DapoConfig()
+    """The loss of a step; `name` selects it."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Most tokens of one forward pass, padding included. It does not change the result. A longer sequence has its own
+    pass."""
+    pack: bool = True
+    """Pack short sequences into the row of a long one where this saves padding. No sequence attends to another."""
+    logits_bytes: PositiveInt = 64 * MIB
+    """Most memory for logits at once. With a vocabulary of 32,000 the logits of 4,096 tokens take 500 MiB, several
+    times; computed in parts they are as fast."""
+    recompute_blocks: bool = False
+    """Gradient checkpointing: recompute the activations of each block for its gradient. It needs less memory and a
+    third more time."""
+    lora: LoraConfig | None = None
+    checkpoint_interval: PositiveInt = 50
+    """Steps between checkpoints."""
+    keep_checkpoints: PositiveInt = 2
+    """Checkpoints kept; the trainer deletes older ones."""
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    """Device of the policy: `cpu`, or a GPU of this host as torch numbers them, `cuda` or `cuda:1`. A GPU needs another
+    `weights.backend` than the default."""
+    ranks: PositiveInt = 1
+    """Processes of the trainer on this host. They divide each step and shard the policy and its optimizer."""
+    rank_patience_s: PositiveFloat = 600.0
+    """Longest wait of one rank for another, for example for a pass or a checkpoint. After it the other rank counts as
+    hung, and all ranks restart from the checkpoint."""
+    threads: PositiveInt = 1
+    """Threads of one tensor operation. More help only on idle cores."""
+    pull_wait_s: PositiveFloat = 10.0
+    """Time that one pull waits at the broker before the trainer repeats it."""
+    shuffle_rewards: bool = False
+    """Control experiment: shuffle the rewards within each group, so there is nothing to learn."""
+    distillation: DistillationConfig = DistillationConfig()
+    """Loss from a teacher, beside or instead of the rewards."""
+
+    @field_validator("loss", mode="before")
+    @classmethod
+    def _usual_loss(cls, given: Any) -> Any:
+        """Apply keys without a `name` to the default loss."""
+        return {"name": "dapo", **given} if isinstance(given, dict) else given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sized_by_tokens(cls, given: Any) -> Any:
+        """Let a token budget replace the default number of sequences."""
+        if isinstance(given, dict) and given.get("batch_tokens"):
+            return {"batch_sequences": 0, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _adapters_of_one_rank(self) -> Self:
+        if self.lora is not None and self.ranks > 1:
+            raise ValueError(
+                f"ranks must be 1 with trainer.lora (got {self.ranks}): adapters are not sharded"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_on_the_cpu(self) -> Self:
+        if self.device != "cpu" and self.ranks > 1:
+            raise ValueError(
+                f"ranks must be 1 with device = {self.device!r} (got {self.ranks}): only CPU ranks share a step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if bool(self.batch_sequences) == bool(self.batch_tokens):
+            raise ValueError(
+                f"batch_tokens must be 0 or batch_sequences must be 0, not both (got {self.batch_tokens} and "
+                f"{self.batch_sequences}); set exactly one of them"
+            )
+        return self

@@ -1,0 +1,324 @@
+"""The files of a run directory: their names and the structure of their contents.
+
+config.json          resolved configuration                             written by the launcher
+run.json             owner of the run directory (ProcessIdentity)       launcher
+processes.json       live processes (list of ProcessIdentity)           launcher; workers.json: orchestrator
+engines.json         live engines of the orchestrator                   orchestrator
+supervision.json     state of each worker                               orchestrator
+gpus.json            each GPU: cordons, holders, last sample            orchestrator
+endpoints.json       addresses of the broker's sockets                  broker, once they are bound
+inference.json       address of the first engine                        inference server, once it is ready
+inference-1.json ... addresses of further engines                       each engine, while it serves
+teacher.json         address of the teacher                             teacher, once it is ready
+gateway.json         address of the HTTP interface                      gateway, once it listens
+registrations.json   trainer, environments and step of the gateway      gateway
+doubts.log           posts that may not have been answered              gateway
+weights.json         address of the shared weights                      trainer
+weights/             weight versions, with the backend `disk`           trainer
+vllm.json            address of vLLM, with the backend `vllm_http`      inference server
+ranks.json           rendezvous address of several ranks                trainer
+model/               configuration and tokenizer of the policy          trainer
+checkpoints/         step-000050/ ...                                   trainer
+trained.jsonl        settled batches, with the ids of their groups      trainer
+acks/<worker>.jsonl  acked groups                                       each producer
+dropped.jsonl        groups that left the queue untrained               broker
+saved.rmq            final state with its groups, at durability `memory`    broker
+journal/             groups-00000001.rmq ..., events-00000001.rmq ..., quarantine/  broker
+dead/                one file for each dead letter                      broker
+metrics.jsonl        every published event                              telemetry
+decisions.jsonl      autoscaling decisions, with their inputs           orchestrator
+logs/<name>.log      output of each process; rotated to .log.1, .log.2, ..., newest first
+sockets/             ipc endpoints, mode 0700
+spools/              unacked groups of ended producers                  each producer
+summary.json, report.png                                                launcher, at the end
+"""
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rolloutmq.schemas.process import ProcessIdentity
+from rolloutmq.schemas.wire.envelope import Count, PolicyVersion, Split
+from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
+from rolloutmq.schemas.wire.telemetry import GpuSample
+
+VERSIONS: Final = "weights"
+"""Directory of the weight versions, beside the file that names the newest."""
+
+
+class RunLayout:
+    """Paths in one run directory. Creates nothing."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.json"
+        self.owner = root / "run.json"
+        self.processes = root / "processes.json"
+        self.workers = root / "workers.json"
+        self.engines = root / "engines.json"
+        self.supervision = root / "supervision.json"
+        self.gpus = root / "gpus.json"
+        self.endpoints = root / "endpoints.json"
+        self.inference = root / "inference.json"
+        self.teacher = root / "teacher.json"
+        self.gateway = root / "gateway.json"
+        self.registrations = root / "registrations.json"
+        self.doubts = root / "doubts.log"
+        self.weights = root / "weights.json"
+        self.versions = root / VERSIONS
+        self.vllm = root / "vllm.json"
+        self.ranks = root / "ranks.json"
+        self.model = root / "model"
+        self.checkpoints = root / "checkpoints"
+        self.trained = root / "trained.jsonl"
+        self.acks = root / "acks"
+        self.dropped = root / "dropped.jsonl"
+        self.saved = root / "saved.rmq"
+        self.journal = root / "journal"
+        self.dead = root / "dead"
+        self.metrics = root / "metrics.jsonl"
+        self.decisions = root / "decisions.jsonl"
+        self.logs = root / "logs"
+        self.sockets = root / "sockets"
+        self.spools = root / "spools"
+        self.summary = root / "summary.json"
+        self.report = root / "report.png"
+
+    def ack_log(self, producer: str) -> Path:
+        """Return the ack log of a producer."""
+        return self.acks / f"{producer}.jsonl"
+
+    def engine(self, name: str) -> Path:
+        """Return the address file of an engine; the first is called `inference`."""
+        return self.root / f"{name}.json"
+
+    def log(self, process: str) -> Path:
+        """Return the log of a process."""
+        return self.logs / f"{process}.log"
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """`endpoints.json`: addresses of the broker's sockets, and the broker's pid and epoch."""
+
+    ingest: str
+    serve: str
+    events: str
+    publish: str
+    pid: int
+    epoch: int
+
+
+class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`inference.json`, `inference-1.json`, ...: address, load and health of an engine.
+
+    The engine rewrites it about once a second; if `number` does not change, the engine is dead or hangs.
+    """
+
+    url: str
+    """Base address, without `/v1`."""
+    pid: int
+    name: str = "inference"
+    number: Count = 0
+    """Grows by one with each write."""
+    at: float = 0.0
+    """Time of the write, wall-clock seconds."""
+    in_hand: Count = 0
+    """Number of unanswered requests."""
+    busy: float = 0.0
+    """Fraction of the last seconds, 0 to 1, in which it generated."""
+    draining: bool = False
+    """It finishes its requests and accepts no new ones."""
+    trouble: str = ""
+    """Reason why it cannot sample now, as in its `/health`; empty if it can."""
+
+
+class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`gateway.json`: address of the HTTP interface."""
+
+    url: str
+    pid: int
+
+
+class WeightsAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`weights.json`: path and nonce of the shared segment of the weights."""
+
+    path: str
+    nonce: str
+
+
+class DiskAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`weights.json` with the backend `disk`: the newest weight version."""
+
+    directory: str
+    """Name of the version's directory in `weights/` beside this file. Each write has a new one."""
+    version: PolicyVersion
+    manifest: str
+    """SHA-256 of its manifest.json."""
+    tensors: int
+    """CRC32C of its tensor file."""
+    run: str
+    """Nonce of the trainer process that wrote it."""
+
+
+class SentAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`weights.json` with the backend `vllm_http`: the sending trainer, and the version that arrived."""
+
+    sender: tuple[int, int, int]
+    """Process id of the trainer, its start in ticks, and the inode of its pid namespace."""
+    version: PolicyVersion | None = None
+    """Last version that vLLM received completely; None if it has none of this trainer."""
+    waits: str = ""
+    """Reason why the trainer waits for vLLM before it pulls again; empty if it does not."""
+
+
+class VllmAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`vllm.json`: address of a vLLM that receives weights from the trainer."""
+
+    url: str
+    """`unix:/path` of its socket."""
+    nonce: str
+    """New for each started vLLM."""
+
+
+class AckedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """`acks/<worker>.jsonl`: one acked group.
+
+    Lines of earlier versions end with `at`. A group has at least one sequence, so `sequences` distinguishes them.
+    """
+
+    group_id: str
+    session: int
+    seq: int
+    at: float
+    env: str = ""
+    split: Split = Split.TRAIN
+    sequences: Count = 0
+    tokens: Count = 0
+    """Tokens of all sequences."""
+    duration_s: float | None = None
+    """Wall-clock seconds of the rollout; None if unknown or not a number."""
+    reward: float | None = None
+    """Mean score."""
+
+
+class SettledBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """`trained.jsonl`: one settled batch.
+
+    The trainer writes a line before it settles the batch. `version` is the policy after the step; a batch without a
+    learning signal is no step and repeats the version. A resumed trainer first writes a line with `resumed=True`: it
+    voids every earlier line with a higher step, because those weights are lost.
+    """
+
+    at: float
+    version: PolicyVersion
+    trained: tuple[str, ...] = ()
+    filtered: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
+    staleness: tuple[int, ...] = ()
+    """Staleness of each trained group, in optimizer steps."""
+    rewards: tuple[float, ...] = ()
+    """Mean score of each group: trained, then filtered ones."""
+    resumed: bool = False
+    rewound: bool = False
+
+
+class DroppedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """`dropped.jsonl`: one group that left the queue untrained."""
+
+    at: float
+    group_id: str
+    state: str
+    """`expired`, `dead` or `discarded`."""
+    reason: str
+
+
+class RunHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of a lock file: its holder, for the error of a refused process."""
+
+    name: str
+    pid: int
+    since: float
+    """Start of the holder, wall-clock seconds."""
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The orchestrator's state of one worker. Times are of CLOCK_MONOTONIC, which all processes of a boot share."""
+
+    worker: str
+    env: str
+    phase: str
+    """`waiting` for a restart, `running`, `stopping`, or `fatal`: it is not restarted."""
+    since: float
+    """Start of the phase."""
+    pid: int = 0
+    """0 if it has no live process."""
+    started: float | None = None
+    """Start of the process."""
+    due: float | None = None
+    """Time of the restart it waits for."""
+    crashes: int = 0
+    """Crashes in a row, each soon after the start."""
+    restarts: int = 0
+    reason: str = ""
+    """Reason of the phase: the end of its last process."""
+    last_lines: tuple[str, ...] = ()
+    """End of its log, if it crashed and is not running."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """Target number of workers of an environment, with the reason."""
+
+    env: str
+    target: int
+    current: int
+    reason: str
+
+
+class Supervision(msgspec.Struct, frozen=True, kw_only=True):
+    """`supervision.json`: the workers of a run, except those that ended in order."""
+
+    orchestrator: ProcessIdentity
+    targets: tuple[Target, ...] = ()
+    workers: tuple[WorkerRecord, ...] = ()
+
+
+class Dismissed(msgspec.Struct, frozen=True):
+    """A GPU event that an operator dismissed by uncordoning the GPU."""
+
+    cause: Cause
+    mark: str
+
+
+class GpuRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU in `gpus.json`.
+
+    Attributes:
+        standing: Last published standing.
+        automatic: Marks and reasons of its automatic cordons, by cause.
+        manual: Reason of the operator's cordon, or None.
+        dismissed: Events that do not cordon it again.
+        level: Number of doublings of its clean time.
+        relapsing: It was cordoned before, so the next cordon is a relapse.
+        sample: Last sample.
+    """
+
+    standing: GpuStanding
+    automatic: dict[Cause, tuple[str, str]] = {}
+    manual: str | None = None
+    dismissed: tuple[Dismissed, ...] = ()
+    level: Count = 0
+    relapsing: bool = False
+    sample: GpuSample | None = None
+
+
+class GpuBook(msgspec.Struct, frozen=True, kw_only=True):
+    """`gpus.json`: state of the GPUs, for a restarted orchestrator and for `rolloutmq gpus`.
+
+    Attributes:
+        gpus: State of each GPU.
+        limits: Reason for missing workers, by environment; empty if all workers fit.
+    """
+
+    gpus: tuple[GpuRecord, ...] = ()
+    limits: dict[str, str] = {}

@@ -1,0 +1,430 @@
+"""Trajectory groups: the unit that environments produce and trainers consume.
+
+A group holds `n` sequences of one prompt as named columns. A column is a flat array plus the lengths of its rows:
+nothing is padded and nothing is a Python list. `Group.build` makes columns from lists or arrays; each column keeps its
+element type.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any, Final, Literal, get_args, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolloutmq.schemas.arrays import plain_numbers
+from rolloutmq.schemas.errors import InvalidGroupError
+from rolloutmq.schemas.wire.envelope import (
+    COLUMNS_LIMIT,
+    SEQUENCES_LIMIT,
+    Dtype,
+    PolicyVersion,
+    RewardSummary,
+)
+
+OPAQUE_COLUMNS: Final = frozenset(
+    {"messages", "images", "overrides", "group_overrides", "generation_params", "stop_reasons"}
+    | {"instance_ids", "repetition_ids", "members", "distill_tokenizer"}
+)
+"""Columns that the bus stores without decoding: any msgpack value, bit for bit."""
+
+AlignedName = Literal["mask", "inference_logprobs", "ref_logprobs", "advantages", "temperatures"]
+"""Columns with one value for each token, of any element type."""
+NestedName = Literal["distill_token_ids", "distill_logprobs"]
+_ALIGNED_WITH_TOKENS: Final[tuple[str, ...]] = get_args(AlignedName)
+COLUMN_DEPTH: Final[Mapping[str, int]] = {
+    "tokens": 1,
+    "scores": 0,
+    **dict.fromkeys(_ALIGNED_WITH_TOKENS, 1),
+    **dict.fromkeys(get_args(NestedName), 2),
+}
+"""Nesting of the columns that every trainer knows; a column of another name may have any depth."""
+
+DEPTH_LIMIT: Final = 2
+"""Deepest nesting of a column: `[n][length][k]`."""
+_SHAPES: Final = (
+    "[n]: one value for each sequence",
+    "[n][length]: one list for each sequence",
+    "[n][length][k]: one list for each token of each sequence",
+)
+ID_CHARS: Final = 128
+_COLUMN_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,47}")
+
+_NUMPY_OF: Final[Mapping[Dtype, np.dtype[Any]]] = {
+    Dtype.BOOL: np.dtype("|b1"),
+    Dtype.I8: np.dtype("|i1"),
+    Dtype.U8: np.dtype("|u1"),
+    Dtype.I16: np.dtype("<i2"),
+    Dtype.U16: np.dtype("<u2"),
+    Dtype.I32: np.dtype("<i4"),
+    Dtype.U32: np.dtype("<u4"),
+    Dtype.I64: np.dtype("<i8"),
+    Dtype.U64: np.dtype("<u8"),
+    Dtype.F16: np.dtype("<f2"),
+    Dtype.BF16: np.dtype("<u2"),
+    Dtype.F32: np.dtype("<f4"),
+    Dtype.F64: np.dtype("<f8"),
+}
+_DTYPE_OF: Final = {kind: dtype for dtype, kind in _NUMPY_OF.items() if dtype is not Dtype.BF16}
+_OPAQUE: Final = Dtype.OPAQUE
+_LENGTHS: Final = np.dtype(np.uint32)
+_FEW_ROWS: Final = 64
+"""Up to this many lengths, `sum` is faster than numpy."""
+
+
+def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
+    """Return the little-endian numpy type that stores values of `dtype`; BF16 is stored as its 16 bits."""
+    return _NUMPY_OF[dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Column:
+    """A flat array with its row lengths.
+
+    Attributes:
+        dtype: Element type on the wire.
+        values: Flat array `[total]`, or any Python value where `dtype` is OPAQUE.
+        lengths: One array per level of nesting: `()` for `[n]`; `(rows[n],)` for ragged; `(rows[n], cells[sum rows])`
+            for `[n][length][k]`. All u32.
+    """
+
+    dtype: Dtype
+    values: Any
+    lengths: tuple[NDArray[np.uint32], ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """Levels of nesting below `[n]`."""
+        return len(self.lengths)
+
+    def numbers(self) -> NDArray[np.float64]:
+        """Return a copy of the flat values `[total]` as doubles."""
+        values: NDArray[Any] = self.values
+        if self.dtype is Dtype.BF16:
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float64)
+
+    def rows(self) -> list[Any]:
+        """Return one entry for each sequence: a scalar, a view `[length]`, or a list of views. Copies no values."""
+        if self.dtype is _OPAQUE or not self.lengths:
+            return list(self.values)
+        cells: list[Any] = _cut(self.values, self.lengths[-1])
+        for lengths in reversed(self.lengths[:-1]):
+            ends = np.cumsum(lengths, dtype=np.int64)
+            cells = [cells[int(e) - int(n) : int(e)] for e, n in zip(ends, lengths, strict=True)]
+        return cells
+
+    @classmethod
+    def opaque(cls, value: Any) -> "Column":
+        """Wrap any msgpack value: None, bool, int, float, str, bytes, lists and maps of them.
+
+        A `Column` is returned unchanged.
+        """
+        return value if isinstance(value, Column) else cls(Dtype.OPAQUE, value)
+
+    @classmethod
+    def build(cls, name: str, data: Any, depth: int | None = None) -> "Column":
+        """Build a column from nested lists or arrays.
+
+        Arrays keep their element type. Python ints become i32 if all fit, otherwise i64; floats become f64 and bools
+        bool.
+
+        Args:
+            name: Name of the column, for errors.
+            data: `[n]`, `[n][length]` or `[n][length][k]`. A `Column` is returned unchanged.
+            depth: Required nesting: 0, 1 or 2. None takes the nesting of the data.
+
+        Raises:
+            InvalidGroupError: The data is not numeric, or its nesting differs from `depth`.
+        """
+        if isinstance(data, Column):
+            return data
+        if isinstance(data, np.ndarray) and data.dtype != object:
+            return _from_array(name, data, depth)
+        try:
+            rows = list(data)
+        except TypeError:
+            raise InvalidGroupError(name, f"must be a list or an array (got {type(data).__name__})") from None
+        found = _nesting(rows) if depth is None else depth
+        if found > DEPTH_LIMIT:
+            raise InvalidGroupError(name, f"must be nested at most {DEPTH_LIMIT} deep (got {found})")
+        lengths: list[NDArray[np.uint32]] = []
+        pieces, total = [rows], len(rows)
+        try:
+            for _ in range(found):
+                pieces = _joined(pieces)
+                sizes = list(map(len, pieces))
+                lengths.append(np.fromiter(sizes, np.uint32, len(sizes)))
+                total = sum(sizes)
+            values = plain_numbers(pieces, total)
+            flat = _joined(pieces) if values is None else []
+        except (TypeError, ValueError):
+            raise InvalidGroupError(name, f"must have the shape {_SHAPES[found]}") from None
+        if values is None:
+            values = _typed(name, flat)
+        return _of_values(name, values, tuple(lengths))
+
+    def check(self, name: str) -> None:
+        """Raise InvalidGroupError unless the lengths match the values."""
+        if self.dtype is _OPAQUE:
+            return
+        values = self.values
+        if not isinstance(values, np.ndarray) or values.dtype != _NUMPY_OF[self.dtype]:
+            raise InvalidGroupError(name, f"values must be a little-endian array of {self.dtype.name}")
+        if self.depth > DEPTH_LIMIT:
+            raise InvalidGroupError(name, f"must be nested at most {DEPTH_LIMIT} deep (got {self.depth})")
+        size = values.size
+        for level in reversed(self.lengths):
+            if level.dtype != _LENGTHS or level.ndim != 1 or _total(level) != size:
+                raise InvalidGroupError(name, "lengths must be u32 and add up to the number of values")
+            size = level.size
+
+
+def _total(lengths: NDArray[np.uint32]) -> int:
+    return sum(lengths.tolist()) if lengths.size <= _FEW_ROWS else int(lengths.sum(dtype=np.int64))
+
+
+def _cut(values: NDArray[Any], lengths: NDArray[np.uint32]) -> list[NDArray[Any]]:
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    starts = [0, *ends][:-1]
+    return [values[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _joined(rows: list[Any]) -> list[Any]:
+    if rows and all(isinstance(row, np.ndarray) for row in rows) and rows[0].ndim == 1:
+        return [np.concatenate(rows)]
+    return list(chain.from_iterable(rows))
+
+
+def _nesting(rows: Sequence[Any]) -> int:
+    depth = 0
+    level: Any = rows
+    while True:
+        inner = next((row for row in level if isinstance(row, list | tuple | np.ndarray)), None)
+        if inner is None:
+            return depth
+        depth += 1
+        level = next((r for r in level if isinstance(r, list | tuple | np.ndarray) and len(r)), ())
+
+
+def _from_array(name: str, data: NDArray[Any], depth: int | None) -> Column:
+    if depth is not None and data.ndim != depth + 1:
+        raise InvalidGroupError(name, f"must have {depth + 1} dimensions (got {data.ndim})")
+    if not 1 <= data.ndim <= DEPTH_LIMIT + 1:
+        raise InvalidGroupError(name, f"must have 1 to {DEPTH_LIMIT + 1} dimensions (got {data.ndim})")
+    rows, lengths = 1, []
+    for size, inner in pairwise(data.shape):
+        rows *= size
+        lengths.append(np.full(rows, inner, _LENGTHS))
+    return _of_values(name, data.reshape(-1), tuple(lengths))
+
+
+def _typed(name: str, flat: list[Any]) -> NDArray[Any]:
+    """Let numpy choose a type for numbers that are not all Python ints, all floats or all bools."""
+    if len(flat) == 1 and isinstance(flat[0], np.ndarray):
+        return flat[0]
+    try:
+        values = np.array(flat) if flat else np.empty(0, np.float64)
+    except (ValueError, OverflowError) as error:
+        raise InvalidGroupError(name, f"must be numbers: {error}") from None
+    if values.ndim != 1:
+        raise InvalidGroupError(name, "has lists where numbers must stand")
+    if values.dtype.kind == "f" and flat and all(isinstance(value, int) for value in flat):
+        raise InvalidGroupError(name, "its integers fit no common 64-bit type")
+    if not flat and name in {"tokens", "mask"}:
+        values = values.astype(np.int32)
+    if values.dtype == np.int64 and _fits_i32(values):
+        values = values.astype(np.int32)
+    return values
+
+
+def _fits_i32(values: NDArray[Any]) -> bool:
+    info = np.iinfo(np.int32)
+    return not values.size or bool(values.min() >= info.min and values.max() <= info.max)
+
+
+def _of_values(name: str, values: NDArray[Any], lengths: tuple[NDArray[np.uint32], ...]) -> Column:
+    dtype = _DTYPE_OF.get(values.dtype)
+    if dtype is None:
+        dtype = _DTYPE_OF.get(values.dtype.newbyteorder("<"))
+    if dtype is None:
+        raise InvalidGroupError(name, f"must be numbers or bools (got elements of type {values.dtype})")
+    return Column(dtype, np.ascontiguousarray(values, _NUMPY_OF[dtype]), lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """`n` sequences of one prompt, with their origin.
+
+    Attributes:
+        group_id: Unique in the run.
+        columns: Columns by name, in wire order.
+        oldest, newest: Policy versions of the first and the last sampled token.
+        started_at, finished_at: Start and end of the rollout, wall-clock seconds since the epoch.
+        env: Environment; set on groups that a consumer pulls.
+        task: Id of the submitted task that the group answers; empty if the environment drew its own task.
+        sequences: Number of sequences, `n`.
+        tokens: Tokens of all sequences.
+        stamped: The caller gave the policy versions. If False, the producer sets the version it knew when the rollout
+            began.
+    """
+
+    group_id: str
+    columns: Mapping[str, Column]
+    oldest: PolicyVersion = PolicyVersion()
+    newest: PolicyVersion = PolicyVersion()
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    env: str = ""
+    task: str = ""
+    sequences: int = field(default=0)
+    tokens: int = field(default=0)
+    stamped: bool = True
+
+    @classmethod
+    def build(
+        cls,
+        group_id: str,
+        *,
+        tokens: Any,
+        mask: Any,
+        scores: Any,
+        oldest: PolicyVersion | None = None,
+        newest: PolicyVersion | None = None,
+        started_at: float = 0.0,
+        finished_at: float = 0.0,
+        task: str = "",
+        **columns: Any,
+    ) -> "Group":
+        """Build a group from lists or arrays, and check that its columns agree.
+
+        Args:
+            group_id: Unique in the run; 1 to 128 characters.
+            tokens: Token ids `[n][length]`, prompt and answer.
+            mask: Loss mask `[n][length]`: bools, 0 and 1, or labels with -100 where nothing is learned.
+            scores: Rewards `[n]`, finite.
+            oldest: Policy version of the first sampled token. None: the newest version that the producer knew when
+                the rollout began.
+            newest: Policy version of the last sampled token. None: `oldest`.
+            started_at: Start of the rollout, wall-clock seconds since the epoch.
+            finished_at: Time of scoring, wall-clock seconds since the epoch.
+            task: Id of the submitted task that the group answers.
+            columns: Further columns; None means absent. `inference_logprobs`, `ref_logprobs`, `advantages` and
+                `temperatures` are `[n][length]`; `distill_token_ids` and `distill_logprobs` are `[n][length][k]`;
+                the names in `OPAQUE_COLUMNS` take any msgpack value; other names take numbers of any nesting up to
+                `[n][length][k]`.
+
+        Raises:
+            InvalidGroupError: A column has an unusable type or shape, or contradicts another.
+        """
+        given = {"tokens": tokens, "mask": mask, "scores": scores, **columns}
+        built = {
+            name: Column.opaque(data)
+            if name in OPAQUE_COLUMNS
+            else Column.build(name, data, COLUMN_DEPTH.get(name))
+            for name, data in given.items()
+            if data is not None
+        }
+        group = cls(
+            group_id,
+            built,
+            oldest or PolicyVersion(),
+            newest or oldest or PolicyVersion(),
+            started_at,
+            finished_at,
+            task=task,
+            sequences=len(built["scores"].values),
+            tokens=int(built["tokens"].values.size),
+            stamped=oldest is not None,
+        )
+        group.check()
+        return group
+
+    def check(self) -> None:
+        """Raise InvalidGroupError unless the columns agree with each other and with the limits."""
+        if not 1 <= self.sequences <= SEQUENCES_LIMIT:
+            raise InvalidGroupError("scores", f"must have 1 to {SEQUENCES_LIMIT} rows (got {self.sequences})")
+        if len(self.columns) > COLUMNS_LIMIT:
+            raise InvalidGroupError("*", f"too many columns (got {len(self.columns)}, limit {COLUMNS_LIMIT})")
+        if not 1 <= len(self.group_id) <= ID_CHARS:
+            raise InvalidGroupError(
+                "group_id", f"must have 1 to {ID_CHARS} characters (got {len(self.group_id)})"
+            )
+        if len(self.task) > ID_CHARS:
+            raise InvalidGroupError("task", f"must have at most {ID_CHARS} characters (got {len(self.task)})")
+        for name, column in self.columns.items():
+            self._check_column(name, column)
+        tokens = self.columns["tokens"].values
+        if tokens.dtype.kind not in "iu":
+            raise InvalidGroupError("tokens", f"must be integers (got {tokens.dtype})")
+        scores = self.columns["scores"].numbers()
+        if not (finite := np.isfinite(scores)).all():
+            row = int(np.argmin(finite))
+            raise InvalidGroupError("scores", f"row {row} is not finite (got {scores[row]})")
+        self._check_lengths(_ALIGNED_WITH_TOKENS)
+
+    def _check_column(self, name: str, column: Column) -> None:
+        depth = COLUMN_DEPTH.get(name)
+        if depth is None:
+            if not _COLUMN_NAME.fullmatch(name):
+                raise InvalidGroupError(
+                    name, "invalid name; use at most 48 of a-z, 0-9 and _, and begin with a letter"
+                )
+        elif column.depth != depth or column.dtype is _OPAQUE:
+            raise InvalidGroupError(name, f"must be numbers of the shape {_SHAPES[depth]}")
+        column.check(name)
+        if column.dtype is _OPAQUE:
+            return
+        rows = len(column.lengths[0]) if column.lengths else len(column.values)
+        if rows != self.sequences:
+            raise InvalidGroupError(
+                name, f"must have one row for each sequence (got {rows} rows, {self.sequences} scores)"
+            )
+
+    def _check_lengths(self, names: Iterable[str]) -> None:
+        (rows,) = self.columns["tokens"].lengths
+        for name in names:
+            column = self.columns.get(name)
+            if column is None or column.lengths[0] is rows:
+                continue
+            if column.lengths[0].tobytes() != rows.tobytes():
+                row = int(np.argmax(column.lengths[0] != rows))
+                raise InvalidGroupError(
+                    name, f"row {row} has {column.lengths[0][row]} values, tokens has {rows[row]}"
+                )
+
+    @property
+    def scores(self) -> NDArray[Any]:
+        """Rewards `[n]`, in their original element type."""
+        values: NDArray[Any] = self.columns["scores"].values
+        return values
+
+    def rewards(self) -> RewardSummary:
+        """Return mean, lowest and highest score, as doubles."""
+        scores = self.columns["scores"].numbers().tolist()
+        low, high, count = min(scores), max(scores), len(scores)
+        try:
+            mean = math.fsum(scores) / count
+        except OverflowError:
+            # The sum overflows although the mean does not: add halves instead.
+            mean = 2 * math.fsum(score / 2 / count for score in scores)
+        return RewardSummary(min(max(mean, low), high), low, high)
+
+    @overload
+    def __getitem__(self, name: Literal["tokens"]) -> list[NDArray[np.integer[Any]]]: ...
+    @overload
+    def __getitem__(self, name: AlignedName) -> list[NDArray[Any]]: ...
+    @overload
+    def __getitem__(self, name: NestedName) -> list[list[NDArray[Any]]]: ...
+    @overload
+    def __getitem__(self, name: str) -> list[Any]: ...
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Return the rows of a column, as `Column.rows` does; KeyError if the group has no such column."""
+        return self.columns[name].rows()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns

@@ -1,0 +1,1 @@
+"""Batches: their composition, leases, settlement, rewind and staleness."""

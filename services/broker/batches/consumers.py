@@ -1,0 +1,166 @@
+"""Consumers: registrations, liveness, and the pulls that wait for a batch."""
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.schemas.wire.requests import Pull, RegisterConsumer
+from rolloutmq.services.broker.actions import Route
+from rolloutmq.services.broker.state.groups import Stream
+
+CONSUMERS_LIMIT: Final = 1 << 16
+"""Most remembered consumers; a step has at most as many ranks."""
+POLL_S: Final = 10.0
+"""A consumer that polls, instead of waiting, counts as wanting a batch this long after an empty answer."""
+
+
+class Consumer(msgspec.Struct, eq=False):
+    """One registered consumer; `heard_at` is its last sign of life."""
+
+    name: str
+    group: str
+    rank: int
+    world_size: int
+    generation: int
+    heard_at: float
+    progress: int = 0
+    trains: bool = False
+    """It has pulled from the split `train`."""
+
+
+class WaitingPull(msgspec.Struct, eq=False):
+    """A pull that waits, with its present reason."""
+
+    route: Route
+    pull: Pull
+    stream: Stream
+    deadline: float
+    counted_at: float
+    wait: Wait = Wait.NO_BATCH
+
+
+class Consumers:
+    """Registered consumers by name, and at most one waiting pull of each."""
+
+    def __init__(self) -> None:
+        self._consumers: dict[str, Consumer] = {}
+        self._waiting: dict[str, WaitingPull] = {}
+        self._polled: dict[str, float] = {}
+        self._resumed: dict[str, tuple[PolicyVersion, set[str]]] = {}
+
+    def find(self, name: str) -> Consumer | None:
+        return self._consumers.get(name)
+
+    def heard(self, name: str, now: float) -> Consumer | None:
+        """Note a sign of life and return the consumer, if it is known."""
+        consumer = self._consumers.get(name)
+        if consumer is not None:
+            consumer.heard_at = now
+        return consumer
+
+    def __iter__(self) -> Iterator[Consumer]:
+        return iter(self._consumers.values())
+
+    def trainers(self, moment: float) -> int:
+        """Return how many consumers that train have shown life since `moment`."""
+        return sum(one.trains and one.heard_at > moment for one in self._consumers.values())
+
+    def full(self, name: str) -> bool:
+        """Return whether the broker can remember no further consumer."""
+        return name not in self._consumers and len(self._consumers) >= CONSUMERS_LIMIT
+
+    def register(self, consumer: Consumer) -> None:
+        """Add a registration of a consumer."""
+        self._consumers[consumer.name] = consumer
+
+    def goes_on(self, request: RegisterConsumer) -> bool:
+        """Return whether a registration is that of a known process: only the broker was away."""
+        known = self._consumers.get(request.consumer)
+        if known is None or not request.generation:
+            return False
+        announced = request.generation, request.group, request.rank, request.world_size
+        return announced == (known.generation, known.group, known.rank, known.world_size)
+
+    def resumes(self, request: RegisterConsumer, *, holds: bool) -> bool:
+        """Return whether this registration rewinds the consumer group. A rank that joins a rewind does not.
+
+        A repeated registration changes nothing, unless the rank `holds` a shard: then it has died since.
+        """
+        if request.resume is None:
+            return False
+        version, joined = self._resumed.get(request.group, (None, set[str]()))
+        if version == request.resume and not (holds and request.consumer in joined):
+            joined.add(request.consumer)
+            return False
+        self._resumed[request.group] = (request.resume, {request.consumer})
+        return True
+
+    @property
+    def resumptions(self) -> dict[str, tuple[PolicyVersion, set[str]]]:
+        """The last resume of each consumer group, and the ranks that joined it, until a batch is settled."""
+        return self._resumed
+
+    def moved_on(self, group: str) -> None:
+        """Note that a batch was settled: any later resume of the group is a new one."""
+        self._resumed.pop(group, None)
+
+    def wait(self, waiting: WaitingPull) -> WaitingPull | None:
+        """Let a pull wait; return the waiting pull of the same consumer it replaces."""
+        previous = self._waiting.pop(waiting.pull.consumer, None)
+        self._waiting[waiting.pull.consumer] = waiting
+        return previous
+
+    def waiting(self) -> Iterator[WaitingPull]:
+        """Yield the waiting pulls in the order of arrival."""
+        return iter(list(self._waiting.values()))
+
+    @property
+    def any_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def any_unserved(self) -> bool:
+        """Whether a consumer waits for a batch, or polled in vain a moment ago."""
+        return bool(self._waiting or self._polled)
+
+    def polled(self, name: str, now: float) -> None:
+        """Note that a consumer got no batch and does not wait."""
+        self._polled[name] = now
+
+    def unserved_since(self, name: str) -> float | None:
+        """Return when a polling consumer last got no batch; None if it got one since."""
+        return self._polled.get(name)
+
+    def served(self, name: str) -> None:
+        """Note that a consumer got a batch, or returned its batch."""
+        self._polled.pop(name, None)
+
+    def forget_polls(self, moment: float) -> None:
+        """Forget consumers that polled in vain until `moment` and not since."""
+        for name in [name for name, at in self._polled.items() if at <= moment]:
+            del self._polled[name]
+
+    def stop_waiting(self, consumer: str) -> WaitingPull | None:
+        return self._waiting.pop(consumer, None)
+
+    def silent_since(self, name: str, moment: float) -> bool:
+        """Return whether a consumer gave no sign of life since `moment`, or is unknown."""
+        consumer = self._consumers.get(name)
+        return consumer is None or consumer.heard_at <= moment
+
+    def sweep(self, moment: float, holders: set[str]) -> None:
+        """Forget consumers that gave no sign since `moment` and neither wait nor hold a lease."""
+        for name in [n for n, c in self._consumers.items() if c.heard_at <= moment]:
+            if name not in holders and name not in self._waiting:
+                del self._consumers[name]
+                self._polled.pop(name, None)
+
+    def clear(self) -> None:
+        """Forget all consumers; the caller has answered the waiting ones."""
+        self._consumers.clear()
+        self._waiting.clear()
+        self._polled.clear()
+        self._resumed.clear()

@@ -1,0 +1,188 @@
+"""Leases: one step handed to all ranks of a consumer group.
+
+A lease fixes composition and shards. It ends in one of two ways. Settled: every rank has reported the outcome of its
+shard. Lost: its groups return to their places in the queue, and later reports of its ranks are fenced by the
+generation. Every rank must send heartbeats and make progress; a hung rank cannot hold the others for ever.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.requests import Pull, Settle
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.groups import Stream
+
+REMEMBERED: Final = 64
+"""Number of remembered ended leases, so a repeated request gets the same answer."""
+
+
+class RankShard(msgspec.Struct, eq=False):
+    """One rank's shard of a lease.
+
+    Attributes:
+        consumer: The consumer that pulled it; empty until then.
+        progress_at: When the rank last showed progress; before its pull, when the lease began.
+        settle: The rank's settlement; None until then.
+    """
+
+    groups: list[StoredGroup]
+    progress_at: float
+    consumer: str = ""
+    request_id: str = ""
+    settle: Settle | None = None
+
+
+class Lease(msgspec.Struct, eq=False, kw_only=True):
+    """One leased step."""
+
+    number: int
+    generation: int
+    stream: Stream
+    step: int
+    version: PolicyVersion
+    sequences: int
+    tokens: int = 0
+    parts: list[RankShard]
+    short: bool = False
+    rewound: bool = False
+    """Its groups were settled before, or were leased when their trainer was rewound."""
+    over: bool = False
+    """It has more than was requested; see `measure`."""
+
+    @property
+    def split(self) -> Split:
+        return self.stream[1]
+
+    @property
+    def groups(self) -> Iterator[StoredGroup]:
+        return (group for part in self.parts for group in part.groups)
+
+    @property
+    def settled(self) -> bool:
+        return all(part.settle is not None for part in self.parts)
+
+    def measure(self) -> None:
+        """Note whether the lease exceeds the request: a single large group, or a rewound batch returned whole."""
+        if not self.rewound and sum(len(part.groups) for part in self.parts) > 1:
+            return
+        asked = self.tokens or self.sequences
+        self.over = asked < sum(g.header.tokens if self.tokens else g.header.sequences for g in self.groups)
+
+    def held_by(self, consumer: str) -> Iterator[RankShard]:
+        """Yield the shards a consumer has pulled and not settled."""
+        return (p for p in self.parts if p.consumer == consumer and p.settle is None)
+
+    def fits(self, pull: Pull) -> bool:
+        """Return whether a pull is for this very step."""
+        return (self.step, self.sequences, self.tokens, len(self.parts)) == (
+            pull.step,
+            pull.sequences,
+            pull.tokens,
+            pull.world_size,
+        )
+
+    def expired(self, now: float, lease_s: float) -> bool:
+        """Return whether a rank made no progress for too long."""
+        return self.expires_at(lease_s) <= now
+
+    def expires_at(self, lease_s: float) -> float:
+        """Return when the lease is lost if no rank shows progress until then."""
+        pending = (part.progress_at for part in self.parts if part.settle is None)
+        return min(pending, default=float("inf")) + lease_s
+
+
+class EndedLease(msgspec.Struct, frozen=True):
+    """A remembered settled lease."""
+
+    generation: int
+    step: int
+    settles: tuple[Settle, ...]
+    requests: frozenset[tuple[str, str]]
+
+
+class Leases:
+    """Open leases by stream and by number, and the last ones that ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Lease] = {}
+        self._of_stream: dict[Stream, Lease] = {}
+        self._ended: OrderedDict[int, EndedLease] = OrderedDict()
+        self.last_number = 0
+        self.generation = 0
+        """Highest number given to a lease or to a registration of a consumer."""
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(list(self._open.values()))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def next_generation(self) -> int:
+        """Return a higher number than any before."""
+        self.generation += 1
+        return self.generation
+
+    def of(self, stream: Stream) -> Lease | None:
+        return self._of_stream.get(stream)
+
+    def find(self, number: int, generation: int) -> Lease | EndedLease | None:
+        """Return the lease, open or settled, if the generation matches."""
+        lease: Lease | EndedLease | None = self._open.get(number) or self._ended.get(number)
+        return lease if lease is not None and lease.generation == generation else None
+
+    def next_number(self) -> int:
+        return self.last_number + 1
+
+    def open(self, lease: Lease) -> None:
+        """Add a new lease, or one of an earlier life."""
+        self.last_number = max(self.last_number, lease.number)
+        self.generation = max(self.generation, lease.generation)
+        lease.measure()
+        self._open[lease.number] = lease
+        self._of_stream[lease.stream] = lease
+
+    def end(self, lease: Lease) -> None:
+        """Close a settled lease and remember its outcome."""
+        self.lose(lease)
+        settles = tuple(part.settle for part in lease.parts if part.settle is not None)
+        requests = frozenset((part.consumer, part.request_id) for part in lease.parts)
+        self.remember(lease.number, EndedLease(lease.generation, lease.step, settles, requests))
+
+    def remember(self, number: int, ended: EndedLease) -> None:
+        """Remember how a lease ended, and forget the one that ended longest ago."""
+        self._ended[number] = ended
+        if len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def lose(self, lease: Lease) -> None:
+        """Close a lease without an outcome. Nothing of it is remembered, so its ranks are fenced."""
+        del self._open[lease.number]
+        del self._of_stream[lease.stream]
+
+    def ended(self) -> Iterator[tuple[int, EndedLease]]:
+        """Yield the remembered leases, oldest first."""
+        return iter(self._ended.items())
+
+    def numbered(self, number: int) -> Lease | None:
+        return self._open.get(number)
+
+    def over(self, consumer: str, request_id: str) -> bool:
+        """Return whether a request got a batch already settled."""
+        return any((consumer, request_id) in ended.requests for ended in self._ended.values())
+
+    def clear(self) -> None:
+        """Forget everything but the numbers."""
+        self._open.clear()
+        self._of_stream.clear()
+        self._ended.clear()
+
+    def validate(self) -> None:
+        """Assert that both indexes hold the same leases and that no group is in two of them."""
+        assert {lease.number for lease in self._of_stream.values()} == set(self._open)
+        ids = [id(group) for lease in self for group in lease.groups]
+        assert len(ids) == len(set(ids))
+        assert not any(lease.settled for lease in self)

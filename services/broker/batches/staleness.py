@@ -1,0 +1,51 @@
+"""The staleness rule: when a group is too old to be trained on.
+
+Staleness is the number of optimizer steps between the oldest policy that sampled a group and the policy that pulls it.
+Each environment bounds it with `max_staleness`. Above the bound, `stale = "drop"` expires the group and
+`stale = "pass"` delivers it and counts it in the ledger as `passed(stale)`. A group an operator requeued is never
+dropped for its age.
+"""
+
+from collections.abc import Iterable
+
+from rolloutmq.bus.policy_lineage import PolicyLineage
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.ledger import Ledger
+from rolloutmq.services.broker.state.queues import Lanes
+
+
+class StalenessRule:
+    """Decides which groups are too stale for a policy, and records the staleness of delivered groups."""
+
+    def __init__(self, lanes: Lanes, lineage: PolicyLineage, ledger: Ledger) -> None:
+        self._lanes = lanes
+        self._lineage = lineage
+        self._ledger = ledger
+        self.max_delivered = 0
+        """Largest staleness of any training group in a batch so far."""
+
+    def staleness(self, group: StoredGroup, version: PolicyVersion) -> int:
+        """Return the optimizer steps between the group's oldest policy and `version`."""
+        return self._lineage.distance(version, group.header.oldest)
+
+    def too_stale(self, groups: Iterable[StoredGroup], version: PolicyVersion) -> list[StoredGroup]:
+        """Return the groups to drop instead of delivering them to a trainer at `version`."""
+        return [group for group in groups if self._is_dropped(group, version)]
+
+    def record(self, groups: Iterable[StoredGroup], version: PolicyVersion) -> None:
+        """Record the staleness of a batch delivered to a trainer at `version`."""
+        passed = 0
+        for group in groups:
+            passed += self._exceeds_bound(group, version)
+            if group.split is Split.TRAIN:
+                self.max_delivered = max(self.max_delivered, self.staleness(group, version))
+        if passed:
+            self._ledger.reasons["passed(stale)"] += passed
+
+    def _is_dropped(self, group: StoredGroup, version: PolicyVersion) -> bool:
+        drops = self._lanes.of(group).rule.stale == "drop"
+        return drops and not group.requeued and self._exceeds_bound(group, version)
+
+    def _exceeds_bound(self, group: StoredGroup, version: PolicyVersion) -> bool:
+        return self.staleness(group, version) > self._lanes.of(group).rule.max_staleness

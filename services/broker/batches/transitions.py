@@ -1,0 +1,406 @@
+"""Group transitions: between queue, lease, settled and rewound.
+
+Every transition after acceptance is here or in `drop`. Each has its event, its line in the ledger, and its bytes in
+the right account: a new batch counts against the high-water mark until it is settled, a rewound one against
+`retain_bytes` until a checkpoint covers it.
+
+Deciding and changing are separate methods, so a restart applies the events of an earlier life with the same
+code: `lease` decides and `apply_lease` changes, likewise `settle` and `apply_settle`, `lose` and `apply_loss`,
+`rewind` and `apply_rewind`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from rolloutmq.schemas.config.broker import BrokerConfig
+from rolloutmq.schemas.errors import JournalWaitsError
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.schemas.wire.requests import Pull, Settle
+from rolloutmq.services.broker.batches.builder import BatchBuilder
+from rolloutmq.services.broker.batches.drop import GroupDropper
+from rolloutmq.services.broker.batches.leases import Lease, Leases, RankShard
+from rolloutmq.services.broker.batches.rewind import RetainedBatch, RewindBuffer, RewoundBatch
+from rolloutmq.services.broker.batches.shards import shard
+from rolloutmq.services.broker.journal.event_buffer import EventBuffer
+from rolloutmq.services.broker.journal.format.events import (
+    Committed,
+    Forgot,
+    GroupState,
+    Leased,
+    Lost,
+    Rewound,
+)
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.groups import Groups, Stream
+from rolloutmq.services.broker.state.ledger import Ledger
+from rolloutmq.services.broker.state.queues import Lane, Lanes
+from rolloutmq.services.broker.state.rates import Rate
+
+Outcome = tuple[GroupState, str]
+"""State and reason of a settled group."""
+
+
+def outcomes(part: RankShard, settle: Settle) -> list[Outcome] | None:
+    """Return the outcome of each group of a shard; None if the lists of `settle` do not match the shard."""
+    named: dict[str, list[Outcome]] = {}
+    for group_id in settle.trained:
+        named.setdefault(group_id, []).append((GroupState.TRAINED, ""))
+    for group_id in settle.filtered:
+        named.setdefault(group_id, []).append((GroupState.FILTERED, ""))
+    for rejected in settle.rejected:
+        named.setdefault(rejected.group_id, []).append((GroupState.DEAD, rejected.reason))
+    result = []
+    for group in part.groups:
+        left = named.get(group.header.group_id)
+        if not left:
+            return None
+        result.append(left.pop(0))
+    return None if any(named.values()) else result
+
+
+def mismatch(shard: RankShard, settle: Settle) -> str:
+    """Return the error of a settlement without `outcomes`."""
+    rejected = [rejected.group_id for rejected in settle.rejected]
+    named = Counter([*settle.trained, *settle.filtered, *rejected])
+    held = Counter(group.header.group_id for group in shard.groups)
+    missing, surplus = sorted((held - named).elements()), sorted((named - held).elements())
+    return (
+        "settle: every group of this rank's shard must appear exactly once in trained, filtered or rejected "
+        f"(missing: {_some(missing)}; surplus: {_some(surplus)})"
+    )
+
+
+def _some(names: list[str]) -> str:
+    """Return up to three names, for an error."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
+
+
+class GroupTransitions:
+    """Moves groups; owns none of the containers."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        builder: BatchBuilder,
+        leases: Leases,
+        rewind_buffer: RewindBuffer,
+        ledger: Ledger,
+        groups: Groups,
+        dropper: GroupDropper,
+        events: EventBuffer,
+        *,
+        max_deliveries: int,
+        retain_bytes: int,
+    ) -> None:
+        self._lanes = lanes
+        self._builder = builder
+        self._leases = leases
+        self._rewind_buffer = rewind_buffer
+        self._ledger = ledger
+        self._groups = groups
+        self._dropper = dropper
+        self._events = events
+        self._max_deliveries = max_deliveries
+        self._retain_bytes = retain_bytes
+        self.consumed = Rate()
+        """Sequences settled by trainers."""
+
+    def adopt(self, config: BrokerConfig) -> None:
+        """Apply another limit of retained bytes."""
+        self._retain_bytes = config.retain_bytes
+
+    def lease(self, stream: Stream, pull: Pull, now: float, wall: float) -> Lease | Wait:
+        """Lease the next batch: the head of the rewind queue if there is one, otherwise a new batch."""
+        again = self._next_rewound(stream, wall)
+        if isinstance(again, Wait):
+            return again
+        if again is not None:
+            shards, short = again.shards, again.short
+            if len(shards) != pull.world_size:
+                shards = shard(again.groups, pull.world_size)
+        else:
+            plan = self._builder.build(stream, pull, now, wall)
+            if isinstance(plan, Wait):
+                return plan
+            shards, short = shard(plan.groups, pull.world_size), plan.short
+        lease = Lease(
+            number=self._leases.next_number(),
+            generation=self._leases.next_generation(),
+            stream=stream,
+            step=pull.step,
+            version=pull.version,
+            sequences=pull.sequences,
+            tokens=pull.tokens,
+            parts=[RankShard(groups, now) for groups in shards],
+            short=short,
+            rewound=again is not None,
+        )
+        self._events.add(_leased(lease))
+        self.apply_lease(lease)
+        return lease
+
+    def _next_rewound(self, stream: Stream, wall: float) -> RewoundBatch | Wait | None:
+        """Take the head of the rewind queue, without groups that cannot be read back."""
+        while (again := self._rewind_buffer.pop_next(stream)) is not None:
+            try:
+                damaged = [group for group in again.groups if not group.body.load()]
+            except JournalWaitsError:
+                self._requeue_rewound(stream, [again])
+                return Wait.JOURNAL_SLOW
+            if not damaged:
+                return again
+            self._requeue_rewound(stream, [again])
+            self._dropper.drop(damaged, GroupState.DEAD, "damaged", wall)
+        return None
+
+    def next_rewound(self, stream: Stream) -> list[list[StoredGroup]]:
+        """Return the shards at the head of the rewind queue; empty if there are none."""
+        return next((batch.shards for own, batch in self._rewind_buffer.queued() if own == stream), [])
+
+    def take_leased(self, event: Leased) -> list[list[StoredGroup]]:
+        """Take the groups of a `Leased` event out of the queue, or from the head of the rewind queue."""
+        shards = [list(filter(None, map(self._groups.find, orders))) for orders in event.shards]
+        if event.again:
+            self._rewind_buffer.pop_next((event.group, event.split))
+            return shards
+        shards = [[group for group in groups if self._lanes.of(group).holds(group)] for groups in shards]
+        for group in (group for groups in shards for group in groups):
+            self._lanes.of(group).remove(group)
+        return shards
+
+    def apply_lease(self, lease: Lease) -> None:
+        """Count the groups of a new lease, which were taken from their queues, as leased."""
+        for group in lease.groups:
+            group.deliveries += 1
+            if not lease.rewound:
+                self._lanes.of(group).leased.add(group)
+        self._ledger.move(GroupState.QUEUED, GroupState.LEASED, sum(1 for _ in lease.groups))
+        self._leases.open(lease)
+
+    def settle(self, lease: Lease, now: float, wall: float) -> None:
+        """End a lease after all its ranks have settled."""
+        consumer_group = lease.stream[0]
+        batch = self.apply_settle(lease, wall)
+        if lease.split is Split.TRAIN:
+            self.consumed.add(sum(group.header.sequences for group, _ in batch.members()), now)
+        surplus = self._rewind_buffer.surplus(consumer_group, self._retain_bytes)
+        if surplus:
+            self._events.add(Forgot(consumer_group, surplus))
+            self.forget_oldest(consumer_group, surplus)
+        for group, _ in batch.members():
+            # A batch may be retained for long, and its producer needs the arena.
+            group.body.leave_arena()
+
+    def apply_settle(self, lease: Lease, wall: float) -> RetainedBatch:
+        """Move the groups of a settled lease to their outcomes, and retain the batch for its checkpoint."""
+        self._leases.end(lease)
+        settles = [part.settle for part in lease.parts if part.settle is not None]
+        shards: list[list[tuple[StoredGroup, GroupState]]] = []
+        for part, settle in zip(lease.parts, settles, strict=True):
+            ended = outcomes(part, settle)
+            assert ended is not None
+            alive: list[tuple[StoredGroup, GroupState]] = []
+            for group, outcome in zip(part.groups, ended, strict=True):
+                self._end(lease, group, outcome, wall)
+                if outcome[0] is not GroupState.DEAD:
+                    alive.append((group, outcome[0]))
+            shards.append(alive)
+        batch = RetainedBatch(
+            version=max(settle.version for settle in settles),
+            stepped=any(state is GroupState.TRAINED for alive in shards for _, state in alive),
+            split=lease.split,
+            shards=[[group for group, _ in alive] for alive in shards],
+            states=[[state for _, state in alive] for alive in shards],
+            short=lease.short,
+        )
+        if any(batch.shards):
+            self._rewind_buffer.retain(lease.stream[0], batch)
+        return batch
+
+    def _end(self, lease: Lease, group: StoredGroup, outcome: Outcome, wall: float) -> None:
+        state, reason = outcome
+        lane = self._count_out(lease.rewound, group)
+        lane.settled_sequences += group.header.sequences
+        if not lease.rewound:
+            self._lanes.let_go(group)
+        if state is GroupState.DEAD:
+            if lease.rewound:
+                self._rewind_buffer.charge(-group.header.nbytes)
+            self._ledger.move(GroupState.LEASED, state, reason="rejected")
+            self._dropper.end(group, state, f"rejected: {reason}", wall)
+            return
+        self._ledger.move(GroupState.LEASED, state)
+        lane.trained_groups += state is GroupState.TRAINED
+        group.body.shed()
+        if not lease.rewound:
+            self._rewind_buffer.charge(group.header.nbytes)
+
+    def _count_out(self, rewound: bool, group: StoredGroup) -> Lane:
+        lane = self._lanes.of(group)
+        (lane.rewinding if rewound else lane.leased).add(group, -1)
+        return lane
+
+    def lose(self, lease: Lease, wall: float, *, failed: bool, why: str) -> None:
+        """Take a lease back: its groups are queued again; groups that failed too often are dead.
+
+        Args:
+            lease: An open lease.
+            wall: Wall-clock seconds, for the records.
+            failed: Whether its trainer was lost, rather than giving it back.
+            why: For people.
+        """
+        split_up = self._needs_split(lease, failed=failed)
+        self._events.add(Lost(lease.number, failed, why, apart=split_up))
+        self.apply_loss(lease, failed=failed, split_up=split_up)
+        self._bury(lease.groups, wall)
+
+    def _needs_split(self, lease: Lease, *, failed: bool) -> bool:
+        """Return whether losing the lease leaves one of its groups with a single delivery: it may be poison."""
+        return any(self._lanes.of(group).would_be_suspected(group, failed) for group in lease.groups)
+
+    def apply_loss(self, lease: Lease, *, failed: bool, split_up: bool = False) -> None:
+        """Queue the groups of a lease again; a rewound batch returns whole, or split into single groups."""
+        groups = self._unlease(lease, failed=failed)
+        if lease.rewound:
+            self._requeue_rewound(lease.stream, _rewound_batches(lease, split_up=split_up))
+            return
+        for group in groups:
+            self._count_out(False, group)
+        self._lanes.put_back(groups)
+
+    def _unlease(self, lease: Lease, *, failed: bool) -> list[StoredGroup]:
+        self._leases.lose(lease)
+        groups = list(lease.groups)
+        for group in groups:
+            group.failures += failed
+            group.body.shown = False
+        self._ledger.move(GroupState.LEASED, GroupState.QUEUED, len(groups))
+        return groups
+
+    def _bury(self, groups: Iterable[StoredGroup], wall: float) -> None:
+        dead = [group for group in groups if group.failures >= self._max_deliveries]
+        for group in dead:
+            self._dropper.drop(
+                [group], GroupState.DEAD, "deliveries", wall, f"lost with {group.failures} leases"
+            )
+
+    def _requeue_rewound(self, stream: Stream, batches: Iterable[RewoundBatch]) -> None:
+        self._rewind_buffer.push_front(stream, [batch for batch in batches if batch.groups])
+
+    def commit(self, consumer_group: str, version: PolicyVersion) -> None:
+        """Forget the batches covered by a durable checkpoint."""
+        self._events.add(Committed(consumer_group, version))
+        self._commit(self._rewind_buffer.pop_covered(consumer_group, version))
+
+    def _commit(self, covered: Iterable[RetainedBatch]) -> None:
+        for batch in covered:
+            self._rewind_buffer.charge(-batch.nbytes)
+            for group, state in batch.members():
+                if state is GroupState.TRAINED:
+                    self._ledger.move(GroupState.TRAINED, GroupState.COMMITTED)
+                self._groups.gone(group)
+
+    def forget_oldest(self, consumer_group: str, count: int) -> None:
+        """Forget retained batches without a checkpoint; their groups stay counted as they are."""
+        for batch in self._rewind_buffer.pop_oldest(consumer_group, count):
+            self._rewind_buffer.charge(-batch.nbytes)
+            self._ledger.forgotten += sum(state is GroupState.TRAINED for _, state in batch.members())
+            for group, _ in batch.members():
+                self._groups.gone(group)
+
+    def forget_unclaimed(self) -> None:
+        """Forget the batches of trainers that never committed: no resume will ask for them."""
+        kept = {group for group, _ in self._rewind_buffer.retained()}
+        for group in kept - self._rewind_buffer.checkpointing:
+            self._events.add(Forgot(group, 1 << 62))
+            self.forget_oldest(group, 1 << 62)
+
+    def rewind(self, consumer_group: str, version: PolicyVersion, consumer: str, wall: float) -> None:
+        """Queue every batch settled after `version` again, then the leased ones.
+
+        The batches up to `version` are committed: the trainer has just started from that checkpoint.
+        """
+        leases = [lease for split in Split if (lease := self._leases.of((consumer_group, split)))]
+        for lease in leases:
+            split_up = self._needs_split(lease, failed=True)
+            self._events.add(Lost(lease.number, True, "rewound", recalled=True, apart=split_up))
+            self.apply_recall(lease, split_up=split_up)
+        self._events.add(Rewound(consumer_group, version, consumer))
+        self.apply_rewind(consumer_group, version)
+        for lease in leases:
+            self._bury(lease.groups, wall)
+
+    def apply_recall(self, lease: Lease, *, split_up: bool) -> None:
+        """Move an open lease to the rewind queue, ahead of which the batches before it will be put."""
+        groups = self._unlease(lease, failed=True)
+        if not lease.rewound:
+            for group in groups:
+                self._count_out(False, group).rewinding.add(group)
+                self._lanes.let_go(group)
+                self._rewind_buffer.charge(group.header.nbytes)
+        self._requeue_rewound(lease.stream, _rewound_batches(lease, split_up=split_up))
+
+    def apply_rewind(self, consumer_group: str, version: PolicyVersion) -> None:
+        """Put the batches settled after `version` at the head of the rewind queue."""
+        covered, after = self._rewind_buffer.pop_after(consumer_group, version)
+        self._commit(covered)
+        for split in Split:
+            batches = [RewoundBatch(b.shards, b.short) for b in after if b.split is split]
+            self._requeue_rewound((consumer_group, split), batches)
+        for batch in after:
+            for group, state in batch.members():
+                self._ledger.rewind(state, 1)
+                lane = self._lanes.of(group)
+                lane.rewinding.add(group)
+                lane.trained_groups -= state is GroupState.TRAINED
+
+    def reset(self, wall: float) -> None:
+        """Discard every queued, leased or rewound group; trained groups stay counted as trained."""
+        for lease in self._leases:
+            self._discard(lease.groups, GroupState.LEASED, wall)
+        for lane in self._lanes:
+            self._discard(list(lane.in_order()), GroupState.QUEUED, wall)
+        for batch in self._rewind_buffer.all_queued():
+            self._discard(batch.groups, GroupState.QUEUED, wall)
+        self._ledger.forgotten += sum(
+            state is GroupState.TRAINED
+            for batch in self._rewind_buffer.all_retained()
+            for _, state in batch.members()
+        )
+        self._leases.clear()
+        self._rewind_buffer.clear()
+        self._lanes.clear()
+        self._builder.reset_waits()
+        self._groups.clear()
+
+    def _discard(self, groups: Iterable[StoredGroup], state: GroupState, wall: float) -> None:
+        for group in groups:
+            self._ledger.move(state, GroupState.DISCARDED, reason="reset")
+            self._dropper.end(group, GroupState.DISCARDED, "reset", wall)
+
+
+def _rewound_batches(lease: Lease, *, split_up: bool) -> list[RewoundBatch]:
+    batch = RewoundBatch([part.groups for part in lease.parts], lease.short)
+    return batch.split_groups() if split_up else [batch]
+
+
+def _leased(lease: Lease) -> Leased:
+    return Leased(
+        number=lease.number,
+        generation=lease.generation,
+        group=lease.stream[0],
+        split=lease.split,
+        step=lease.step,
+        version=lease.version,
+        sequences=lease.sequences,
+        shards=orders([part.groups for part in lease.parts]),
+        short=lease.short,
+        again=lease.rewound,
+        tokens=lease.tokens,
+    )
+
+
+def orders(shards: Sequence[Sequence[StoredGroup]]) -> tuple[tuple[int, ...], ...]:
+    """Return the orders of the groups of each rank."""
+    return tuple(tuple(group.order for group in groups) for groups in shards)

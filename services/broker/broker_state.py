@@ -1,0 +1,164 @@
+"""The broker's state: the parts of the core, made once and shared by the request handlers."""
+
+from collections import Counter, defaultdict
+from weakref import WeakValueDictionary
+
+from rolloutmq.schemas.config.live_settings import split
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import Endpoints
+from rolloutmq.schemas.wire.control import JournalStatus, Setting
+from rolloutmq.schemas.wire.envelope import ErrorCode, Split
+from rolloutmq.schemas.wire.replies import Durability, ErrorReply, Wait
+from rolloutmq.services.broker.actions import Outbox
+from rolloutmq.services.broker.batches.builder import BatchBuilder
+from rolloutmq.services.broker.batches.consumers import Consumers
+from rolloutmq.services.broker.batches.drop import GroupDropper
+from rolloutmq.services.broker.batches.leases import Leases
+from rolloutmq.services.broker.batches.rewind import RewindBuffer
+from rolloutmq.services.broker.batches.run import RunState
+from rolloutmq.services.broker.batches.staleness import StalenessRule
+from rolloutmq.services.broker.batches.transitions import GroupTransitions
+from rolloutmq.services.broker.flow.ack_schedule import AckSchedule
+from rolloutmq.services.broker.flow.arenas import ArenaSlot, OpenArena, ProducerArenas
+from rolloutmq.services.broker.flow.credits import ByteCredits, TrainerDemand
+from rolloutmq.services.broker.flow.permits import RolloutPermits
+from rolloutmq.services.broker.flow.sessions import ProducerSessions
+from rolloutmq.services.broker.journal.event_buffer import EventBuffer
+from rolloutmq.services.broker.journal.stored_group import BodyMemory, Frames, StoredGroup
+from rolloutmq.services.broker.state.gpu_orders import GpuOrders
+from rolloutmq.services.broker.state.groups import Groups
+from rolloutmq.services.broker.state.ledger import Ledger
+from rolloutmq.services.broker.state.queues import Lane, Lanes
+from rolloutmq.services.broker.state.rates import Rate
+from rolloutmq.services.broker.state.tasks import Tasks
+from rolloutmq.services.broker.state.workers import Workers
+
+
+class BrokerState:
+    """All parts, and the few numbers that belong to none of them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        epoch: int,
+        endpoints: Endpoints | None,
+        ram: BodyMemory | None,
+        open_arena: OpenArena | None = None,
+    ) -> None:
+        broker = config.broker
+        self.ram = ram
+        self.events = EventBuffer(recording=broker.durability is not Durability.MEMORY)
+        self.groups = Groups()
+        self.config = config
+        self.epoch = epoch
+        self.endpoints = endpoints
+        self.outbox = Outbox()
+        self.ledger = Ledger()
+        self.run = RunState(config)
+        last = max(1, broker.max_deliveries - 1)
+        self.lanes = Lanes(config.environment, self.groups, last, config.unconfigured)
+        self.sessions = ProducerSessions(epoch)
+        self.credits = ByteCredits(broker, self.lanes, self.sessions, self._trainer_demand)
+        self.permits = RolloutPermits(self.lanes, self.credits, broker.silent_env_s, self.run.batch_sequences)
+        self.rewind_buffer = RewindBuffer()
+        self.dropper = GroupDropper(
+            self.lanes, self.rewind_buffer, self.ledger, self.groups, self.outbox, self.events
+        )
+        self.staleness = StalenessRule(self.lanes, self.run.lineage, self.ledger)
+        self.builder = BatchBuilder(broker, self.lanes, self.dropper, self.staleness)
+        self.leases = Leases()
+        self.transitions = GroupTransitions(
+            self.lanes,
+            self.builder,
+            self.leases,
+            self.rewind_buffer,
+            self.ledger,
+            self.groups,
+            self.dropper,
+            self.events,
+            max_deliveries=broker.max_deliveries,
+            retain_bytes=broker.retain_bytes,
+        )
+        self.consumers = Consumers()
+        self.workers = Workers()
+        self.tasks = Tasks(
+            self.events, remembered=broker.remembered_tasks, max_deliveries=broker.max_deliveries
+        )
+        self.ack_schedule = AckSchedule(broker, epoch, self.sessions, lambda: self.run.policy)
+        self.produced = Rate()
+        """Sequences accepted for training."""
+        self.trainer_waits_s: defaultdict[str, float] = defaultdict(float)
+        self.producer_waits_s: defaultdict[str, float] = defaultdict(float)
+        self.starved_s = 0.0
+        """Seconds in which ranks could have trained and had no batch; each rank counts for its share."""
+        self.rejected: Counter[str] = Counter()
+        self.as_frames: Counter[str] = Counter()
+        """Groups that arrived as frames instead of through shared memory, by reason."""
+        self.newest: dict[str, tuple[StoredGroup, Frames]] = {}
+        """Newest group of each environment, in any state."""
+        self.arenas = ProducerArenas(broker.high_bytes, open_arena, self._leave_arena)
+        self.known: WeakValueDictionary[str, StoredGroup] = WeakValueDictionary()
+        """Groups that still exist, by id. A group resent under another session is recognised by it."""
+        self.changed_settings: dict[str, Setting] = {}
+        """Settings changed while the run was live, by dotted key."""
+        self.wanted: dict[str, int | None] = {}
+        self.gpu_orders = GpuOrders()
+        self.journal = JournalStatus()
+        """The journal's health, as the data plane last reported it."""
+        self.requeued: set[int] = set()
+        """Orders of dead groups an earlier life of the broker queued again."""
+        self.permits_due = False
+        """Room may have come free: permits are granted again at the end of the round."""
+
+    def adopt(self, config: RunConfig, now: float) -> None:
+        """Apply another configuration to the state as it is."""
+        broker = config.broker
+        self.config = config
+        fixed: defaultdict[str, set[str]] = defaultdict(set)
+        for env, field in map(split, self.changed_settings):
+            fixed[env].add(field)
+        self.lanes.adopt(config.environment, fixed)
+        self.builder.adopt(broker)
+        self.transitions.adopt(broker)
+        self.ack_schedule.adopt(broker)
+        self.permits.adopt(broker.silent_env_s)
+        self.credits.adopt(broker, now)
+        self.permits.pace_all(now)
+        if self.ram is not None:
+            self.ram.budget_bytes = broker.ram_bytes
+            for group in self.groups:
+                group.body.spare()
+
+    def _trainer_demand(self) -> TrainerDemand:
+        if not len(self.leases):
+            if self.consumers.any_unserved:
+                return TrainerDemand.STARVED
+            if self.lanes.queued_sequences(Split.TRAIN) >= self.run.batch_sequences:
+                return TrainerDemand.NONE
+        return TrainerDemand.CONSUMING
+
+    def _leave_arena(self, slot: ArenaSlot, frames: Frames) -> None:
+        """Copy the newest group of an environment when its arena slot comes free."""
+        newest = self.newest.get(slot.env)
+        if newest is not None and newest[1] is frames:
+            self.newest[slot.env] = newest[0], tuple(map(bytes, frames))
+
+    def admit(self, group: StoredGroup, lane: Lane, now: float) -> None:
+        """Count a new group and queue it."""
+        self.lanes.accept(lane, group, now)
+        self.ledger.accept()
+        self.known[group.header.group_id] = group
+        if group.header.task and not group.requeued:
+            self.tasks.answered(group)
+
+    def trainer_waited(self, wait: Wait, seconds: float) -> None:
+        if wait is not Wait.NONE and seconds > 0:
+            self.trainer_waits_s[wait.value] += seconds
+
+    def producer_waited(self, wait: Wait, seconds: float) -> None:
+        if wait is not Wait.NONE and seconds > 0:
+            self.producer_waits_s[wait.value] += seconds
+
+
+def refuse(code: ErrorCode, detail: str) -> ErrorReply:
+    return ErrorReply(code=code, detail=detail)

@@ -1,0 +1,1 @@
+"""Backpressure: byte credits, rollout permits, producer sessions and acks."""

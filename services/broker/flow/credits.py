@@ -1,0 +1,397 @@
+"""Byte credits: how many bytes a producer may still send.
+
+`granted + queued + leased <= high_bytes`, always: a group is accepted only against a grant, and a grant is made only
+from room. Announced limits never fall. A grant whose producer is gone or idle is reclaimed when other producers need
+the room; if that producer sends after all, it gets room on the spot or is refused, and still has the group in its
+spool.
+
+The windows of all live producers together leave half of the high-water mark to the queue, unless their groups are too
+large for that. A lane may have a mark of its own; it binds the lane's producers in the same way.
+
+Two parts of the mark are reserved. `spare` is for one stalled producer at a time, whose next group may have the
+largest size, while a trainer trains. `drains` is for draining producers, so they can always empty their spools;
+no mark of a lane holds them. Only a trainer that waits for a batch while nothing is leased may use all of the mark.
+
+The sums of granted bytes and rollouts are kept here, in one place: `charge`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Final
+
+from rolloutmq.schemas.config.broker import BrokerConfig
+from rolloutmq.schemas.wire.envelope import GroupHeader, Split
+from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.services.broker.flow.credit_windows import CreditWindows
+from rolloutmq.services.broker.flow.sessions import ProducerSession, ProducerSessions
+from rolloutmq.services.broker.state.queues import Lane, Lanes
+
+STALL_S: Final = 0.5
+"""A producer with credit that sends nothing for this long may hold a group larger than its window."""
+IDLE_S: Final = 1.0
+"""A grant unused for this long may be reclaimed when another producer needs the room."""
+
+
+class TrainerDemand(Enum):
+    """Use of the queue by the trainers."""
+
+    NONE = auto()
+    """There is a batch, and no trainer pulls it."""
+    CONSUMING = auto()
+    STARVED = auto()
+    """A trainer waits for a batch while nothing is leased: all room may go into it."""
+
+
+class ByteCredits:
+    """Grants and their sums."""
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        lanes: Lanes,
+        sessions: ProducerSessions,
+        demand: Callable[[], TrainerDemand],
+    ) -> None:
+        self._config = config
+        self._trainer_demand = demand
+        self._lanes = lanes
+        self._sessions = sessions
+        self._live: dict[int, ProducerSession] = {}
+        self._of_lane: dict[Lane, dict[int, ProducerSession]] = {}
+        self._credit_queue: dict[int, ProducerSession] = {}
+        self._excess = False
+        """Windows have shrunk: a session may hold more than its window."""
+        self._topped: tuple[ProducerSession, float] | None = None
+        self._windows = CreditWindows(config, self._live, self._of_lane)
+        self.granted_bytes = 0
+        self.granted_groups = 0
+
+    def adopt(self, config: BrokerConfig, now: float) -> None:
+        """Apply other marks: all grants are reclaimed, and made anew from the present room."""
+        self._config = config
+        self._windows.adopt(config)
+        self._topped = None
+        for session in self._live.values():
+            self._reclaim(session)
+        self.grant_all(now)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest group that can be accepted; never falls."""
+        return self._windows.largest
+
+    @property
+    def room(self) -> int:
+        """Bytes that are neither held nor granted."""
+        return self._config.high_bytes - self._lanes.held_bytes - self.granted_bytes
+
+    @property
+    def live(self) -> int:
+        return len(self._live)
+
+    @property
+    def room_groups(self) -> int:
+        """Groups that may still be granted."""
+        return self._config.high_groups - self._lanes.held_groups - self.granted_groups
+
+    def starts(self, lane: Lane) -> tuple[int, Wait]:
+        """Return how many rollouts the marks allow a lane, and the wait reason beyond that."""
+        if lane.room_groups < self.room_groups:
+            return max(0, lane.room_groups), Wait.LANE_FULL
+        return max(0, self.room_groups), Wait.GLOBAL_FULL
+
+    def producers(self, lane: Lane) -> list[ProducerSession]:
+        """Return the live sessions of a lane."""
+        return list(self._of_lane.get(lane, {}).values())
+
+    def full(self) -> bool:
+        """Return whether the high-water mark is reached: nothing is accepted before a batch is settled."""
+        return (
+            self._lanes.held_groups >= self._config.high_groups
+            or self._lanes.held_bytes >= self._config.high_bytes
+        )
+
+    def exhausted(self, split: Split) -> bool:
+        """Return whether no lane of a split with producers can take another group before a batch is settled."""
+        lanes = self._lanes.of_split(split)
+        largest = max((lane.largest_bytes for lane in lanes), default=0)
+        if self.full() or self._lanes.held_bytes + largest > self._config.high_bytes:
+            return True
+        fed = [lane for lane in lanes if lane.connected and self._of_lane.get(lane)]
+        return bool(fed) and all(lane.full for lane in fed)
+
+    def revive(self, session: ProducerSession, now: float) -> None:
+        """Count a session as alive; its old grants are backed as far as there is room."""
+        session.alive = True
+        self._live[session.number] = session
+        self._of_lane.setdefault(session.lane, {})[session.number] = session
+        self._windows.changed()
+        self._excess = True
+        used = session.window.nbytes
+        backed = min(max(0, session.promised_bytes - used), max(0, self._open_room(session)))
+        session.granted_bytes = used + backed if session.promised_bytes else 0
+        self.charge(session)
+        if self._open_room(session) < self._windows.window(session.lane):
+            self._shrink_all()
+        self._grant_window(session, now)
+
+    def retire(self, session: ProducerSession) -> None:
+        """Reclaim the grants of a session that is gone or silent."""
+        session.alive = False
+        self._live.pop(session.number, None)
+        self._of_lane[session.lane].pop(session.number, None)
+        self._windows.changed()
+        self._credit_queue.pop(session.number, None)
+        session.granted_bytes = min(session.granted_bytes, session.window.nbytes)
+        self.charge(session)
+
+    def charge(self, session: ProducerSession) -> None:
+        """Update the sums to the session's present grants."""
+        starts = session.starts_out if session.alive else 0
+        nbytes = session.bytes_out if session.alive else 0
+        self.granted_bytes += nbytes - session.charged_bytes
+        self.granted_groups += starts - session.charged_starts
+        session.lane.granted += starts - session.charged_starts
+        session.lane.granted_bytes += nbytes - session.charged_bytes
+        session.charged_starts, session.charged_bytes = starts, nbytes
+
+    def refusal(self, session: ProducerSession, header: GroupHeader) -> str:
+        """Return why credit does not cover a group, or an empty string; makes room if it must."""
+        if header.nbytes > self.largest:
+            return "too_large"
+        if header.position > session.promised_bytes:
+            return "beyond_credit"
+        end = max(header.position, session.window.nbytes + header.nbytes)
+        if end <= session.granted_bytes:
+            return ""
+        if end > session.promised_bytes:
+            return "position"
+        room = self.room if session.draining else min(self.room - self._windows.drains, session.lane.room)
+        if end - session.granted_bytes > room:
+            return "no_room"
+        session.granted_bytes = end
+        self.charge(session)
+        return ""
+
+    def arrived(self, session: ProducerSession, now: float) -> None:
+        """Update the grants after an accepted group."""
+        session.accepted_at = now
+        self.charge(session)
+        self._grant_window(session, now, last=False)
+
+    def open_window(self, session: ProducerSession) -> int:
+        """Return how many rollouts a session may have under way without pacing."""
+        return max(session.slots, self._windows.window_groups)
+
+    def waits(self, session: ProducerSession) -> bool:
+        """Return whether a session is queued for more credit."""
+        return session.number in self._credit_queue
+
+    def abandoned(self, session: ProducerSession, total: int) -> None:
+        """Note the total of abandoned rollouts of a session; a lower number is stale."""
+        if total > session.abandoned:
+            session.abandoned = min(total, session.start_limit)
+            session.touch()
+            self.charge(session)
+
+    def _open_room(self, session: ProducerSession) -> int:
+        """Return the room for ordinary grants to a session; below 0 if the reserve is in use."""
+        if session.draining:
+            return self.room
+        return min(self.room - self._reserved, session.lane.room)
+
+    @property
+    def _reserved(self) -> int:
+        """Bytes reserved from ordinary grants; a topped-up session already has its part of the spare."""
+        return (
+            max(0, self._windows.spare - (self._topped[0].bytes_out if self._topped else 0))
+            + self._windows.drains
+        )
+
+    def _grant_window(self, session: ProducerSession, now: float, *, last: bool = True) -> None:
+        """Grant up to a whole window, as far as there is room; queue the session if it still has too little.
+
+        Unless `last`, grant nothing that is not worth an ack.
+        """
+        if not self._windows.low(session):
+            self._credit_queue.pop(session.number, None)
+            return
+        want = self._windows.window(session.lane) - session.bytes_out
+        give = min(want, max(0, self._open_room(session)))
+        if not last and give < min(want, self._windows.worth(session.lane)):
+            give = 0
+        if give > 0:
+            self._grant_bytes(session, give, now)
+        if give == want or not self._windows.low(session):
+            self._credit_queue.pop(session.number, None)
+        else:
+            self._credit_queue[session.number] = session
+
+    def _grant_bytes(self, session: ProducerSession, give: int, now: float) -> None:
+        session.granted_at = now
+        session.granted_bytes = max(session.granted_bytes, session.window.nbytes) + give
+        if session.granted_bytes > session.promised_bytes:
+            session.promised_bytes = session.granted_bytes
+            session.touch()
+        self.charge(session)
+
+    def grant_freed(self, now: float) -> None:
+        """Grant freed room: to draining sessions, then to the queue. The cost depends on the grants made, not on the
+        sessions.
+        """
+        self._serve_queue(now, last=False)
+
+    def grant_all(self, now: float) -> None:
+        """Reclaim idle grants for the queue, grant room to the last byte, then top up one stalled session."""
+        if self._credit_queue:
+            self._shrink_all()
+            self._reclaim_idle(now)
+            self._serve_queue(now, last=True)
+        self._top_up(now)
+
+    def _serve_queue(self, now: float, *, last: bool) -> None:
+        for session in [s for s in self._credit_queue.values() if s.draining]:
+            self._grant_window(session, now, last=last)
+        for session in list(self._credit_queue.values()):
+            least = 1 if last else self._windows.worth(session.lane)
+            if self.room - self._reserved < least:
+                return
+            self._grant_window(session, now, last=last)
+
+    def _shrink_all(self) -> None:
+        """Reclaim grants above each session's window, if windows have shrunk."""
+        if not self._excess:
+            return
+        self._excess = False
+        topped = self._topped[0] if self._topped else None
+        for session in self._live.values():
+            if session is not topped:
+                self._shrink(session)
+
+    def _reclaim_idle(self, now: float) -> None:
+        """Reclaim the grants of idle sessions, as far as queued ones need room; the idle ones are queued instead."""
+        missing, of_lane = self._missing()
+        if missing <= 0 and all(short <= 0 for short in of_lane.values()):
+            return
+        for session in self._live.values():
+            short = of_lane.get(session.lane, 0)
+            if (missing > 0 or short > 0) and self._idle(session, now):
+                missing -= session.bytes_out
+                of_lane[session.lane] = short - session.bytes_out
+                self._reclaim(session)
+
+    def _missing(self) -> tuple[int, dict[Lane, int]]:
+        """Return the bytes that queued sessions lack under the global mark, and under the marks of their lanes."""
+        missing = 0
+        of_lane: defaultdict[Lane, int] = defaultdict(int)
+        for session in self._credit_queue.values():
+            want = self._windows.window(session.lane) - session.bytes_out
+            if session.lane.rule.high_bytes and not session.draining:
+                of_lane[session.lane] += want
+                want = min(want, max(0, session.lane.room))
+            missing += want
+        for lane in of_lane:
+            of_lane[lane] -= max(0, lane.room)
+        return missing - max(0, self.room - self._reserved), of_lane
+
+    def _idle(self, session: ProducerSession, now: float) -> bool:
+        """Return whether a session has a grant and has not used it for long."""
+        unused = now - session.accepted_at > IDLE_S and now - session.granted_at > IDLE_S
+        return unused and session.bytes_out > 0 and session.number not in self._credit_queue
+
+    def _reclaim(self, session: ProducerSession) -> None:
+        session.granted_bytes = session.window.nbytes
+        self.charge(session)
+        self._credit_queue[session.number] = session
+
+    def _top_up(self, now: float) -> None:
+        """Let one stalled session at a time send a group of any size."""
+        if self._topped is not None:
+            session, since = self._topped
+            used = session.accepted_at > since or not session.alive
+            if not used and now - since < IDLE_S:
+                return
+            self._shrink(session)
+            self._topped = None
+        stalled = [s for s in self._live.values() if self._stalled(s, now)]
+        for session in sorted(stalled, key=lambda s: (not s.draining, s.topped_at)):
+            if give := self._top_up_bytes(session, now):
+                session.topped_at = now
+                self._grant_bytes(session, give, now)
+                if session.bytes_out >= self._windows.window(session.lane):
+                    self._credit_queue.pop(session.number, None)
+                self._topped = session, now
+                return
+
+    def _top_up_bytes(self, session: ProducerSession, now: float) -> int:
+        """Return the bytes for the next group of a stalled session; 0 if there is not enough room."""
+        want = self._windows.due(session, queued=self.waits(session)) - session.bytes_out
+        demand = self._trainer_demand()
+        reserve = {
+            TrainerDemand.NONE: self._windows.spare + self._windows.drains,
+            TrainerDemand.CONSUMING: self._windows.drains,
+            TrainerDemand.STARVED: 0,
+        }
+        if session.draining:
+            return min(want, max(0, self.room))
+        if want > session.lane.room:
+            self._reclaim_lane(session, now)
+            want = min(want, session.lane.room)
+        room = self.room - reserve[demand]
+        if demand is TrainerDemand.STARVED:
+            want = min(want, room)
+        return want if 0 < want <= room else 0
+
+    def _reclaim_lane(self, session: ProducerSession, now: float) -> None:
+        """Reclaim idle grants of the same lane: its mark leaves too little for one large group."""
+        for peer in self.producers(session.lane):
+            if peer is not session and self._idle(peer, now):
+                self._reclaim(peer)
+
+    def _shrink(self, session: ProducerSession) -> None:
+        most = session.window.nbytes + self._windows.window(session.lane)
+        if session.alive and session.granted_bytes > most:
+            session.granted_bytes = most
+            self.charge(session)
+
+    def _stalled(self, session: ProducerSession, now: float) -> bool:
+        waits = now - session.accepted_at > STALL_S and (session.starts_out or session.draining)
+        return bool(waits) and session.bytes_out < self._windows.due(session, queued=self.waits(session))
+
+    def wait(self, session: ProducerSession) -> Wait:
+        """Return why the session may not send another group of usual size; NONE if it may."""
+        lane = session.lane
+        if session.number not in self._credit_queue or session.bytes_out >= max(1, lane.usual_bytes):
+            return Wait.NONE
+        if not session.draining and lane.room <= 0 and lane.held_bytes * 2 >= lane.rule.high_bytes:
+            return Wait.LANE_FULL
+        full = self._lanes.held_bytes * 2 >= self._config.high_bytes
+        return Wait.GLOBAL_FULL if full else Wait.NO_CREDIT
+
+    def clear(self) -> None:
+        """Forget all grants."""
+        self._live.clear()
+        self._of_lane.clear()
+        self._windows.changed()
+        self._credit_queue.clear()
+        self._topped = None
+        self.granted_bytes = self.granted_groups = 0
+
+    def validate(self) -> None:
+        """Assert the sums and the mark."""
+        assert set(self._live) == {s.number for s in self._sessions if s.alive}
+        assert self.granted_bytes == sum(s.charged_bytes for s in self._sessions)
+        assert self.granted_groups == sum(s.charged_starts for s in self._sessions)
+        for session in self._live.values():
+            assert session.charged_bytes == session.bytes_out
+            assert session.charged_starts == session.starts_out
+        for lane in self._lanes:
+            producers = self.producers(lane)
+            assert lane.granted == sum(s.charged_starts for s in producers)
+            assert lane.granted_bytes == sum(s.charged_bytes for s in producers)
+            # Draining sessions may exceed the mark of their lane; no other session is granted anything then.
+            drained = any(s.draining for s in self._sessions if s.lane is lane)
+            assert not lane.granted_bytes or lane.room >= 0 or drained
+        # The groups of an earlier life may exceed the mark by themselves; then nothing is granted.
+        assert not self.granted_bytes or self.room >= 0

@@ -1,0 +1,168 @@
+"""Rollout permits: how many rollouts a producer may start.
+
+With pacing, the sequences of a lane between permit and settlement stay within `(max_staleness + 1) * batch_sequences
+* share`. A rollout started now is then trained on at most `max_staleness` steps later. Sequences are counted as they
+are, so groups smaller than announced never leave the trainer without a batch. A lane's permits are shared evenly
+among its producers, each with at most its `slots` at once. Without pacing only the marks bind. Announced limits never
+fall.
+
+With batches by tokens, a batch is as many sequences as the recent ones had on average. Once a lane's share of that is
+queued but is less than its share of the tokens, because sequences got shorter, their own mean length counts. Pacing
+therefore never holds back less than one budget.
+
+The share is by weight among the environments that deliver. A silent environment is left out, so the others can
+fill whole batches.
+"""
+
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heapreplace
+from math import ceil
+
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.services.broker.flow.credits import ByteCredits
+from rolloutmq.services.broker.flow.sessions import ProducerSession
+from rolloutmq.services.broker.state.queues import NO_MARK, Lane, Lanes
+
+
+class RolloutPermits:
+    """Grants permits to producers."""
+
+    def __init__(self, lanes: Lanes, credits: ByteCredits, silent_env_s: float, batch: int) -> None:
+        self.stalled = False
+        """The journal cannot keep up: no permits are granted."""
+        self._lanes = lanes
+        self._credits = credits
+        self._silent_env_s = silent_env_s
+        self.batch_sequences = batch
+        self.batch_tokens = 0
+        """Token budget of a batch; 0 if batches are pulled by sequences."""
+        self.behind = False
+        """Some lanes were left out since the last `pace_all`."""
+        self._short: set[Lane] = set()
+        """Lanes without pacing whose producers have fewer permits than due: the marks left no more."""
+
+    def pace_all(self, now: float) -> None:
+        """Grant permits in every lane."""
+        self.behind = False
+        self._short.clear()
+        for lane, share in self._shares(now):
+            self._pace(lane, share, now)
+
+    def pace_urgent(self, now: float) -> None:
+        """Grant permits where a producer may wait for them; elsewhere arrivals refill the windows."""
+        for lane, share in self._shares(now):
+            if lane.rule.pacing or lane in self._short:
+                self._pace(lane, share, now)
+            else:
+                self.behind = True
+
+    def _shares(self, now: float) -> Iterator[tuple[Lane, float]]:
+        for split in Split:
+            lanes = self._lanes.of_split(split)
+            active = [lane for lane in lanes if self._delivers(lane, now)]
+            weight, peers = sum(lane.weight for lane in active), len(active)
+            for lane in lanes:
+                extra = not self._delivers(lane, now)
+                own = lane.weight if extra and lane.connected else 0.0
+                yield lane, _share(lane, weight + own, peers + extra)
+
+    def pace(self, lane: Lane, now: float) -> None:
+        """Grant permits in one lane."""
+        peers = [
+            peer for peer in self._lanes.of_split(lane.split) if peer is lane or self._delivers(peer, now)
+        ]
+        weight = sum(peer.weight for peer in peers if peer.connected)
+        self._pace(lane, _share(lane, weight, len(peers)), now)
+
+    def adopt(self, silent_env_s: float) -> None:
+        """Apply another time limit for silent environments."""
+        self._silent_env_s = silent_env_s
+
+    def _delivers(self, lane: Lane, now: float) -> bool:
+        return lane.connected and bool(lane.queued.groups or not lane.silent(now, self._silent_env_s))
+
+    def _pace(self, lane: Lane, share: float, now: float) -> None:
+        sessions = self._credits.producers(lane)
+        open_ = [session for session in sessions if not session.draining]
+        free, reason = self._free(lane, share)
+        room, full = self._credits.starts(lane)
+        if room < free or not lane.rule.pacing:
+            free, reason = min(free, room), full if not self.stalled else reason
+        self._short.discard(lane)
+        self._grant(open_, free, paced=lane.rule.pacing)
+        # Without pacing a window is refilled when half of it is used: a session with less than all need not wait.
+        held_back = lane.rule.pacing or lane in self._short
+        for session in sessions:
+            wait = self._credits.wait(session)
+            fewer = held_back and session.starts_out < session.slots
+            open_to_begin = not session.draining and (self.stalled or fewer)
+            if wait is Wait.NONE and open_to_begin:
+                wait = reason
+            if wait is not session.wait:
+                session.wait = wait
+                session.touch_later(now)
+
+    def _free(self, lane: Lane, share: float) -> tuple[int, Wait]:
+        """Return how many more rollouts the lane may start, and the wait reason beyond that."""
+        if self.stalled:
+            return 0, Wait.JOURNAL_SLOW
+        if not lane.rule.pacing:
+            return NO_MARK, Wait.GLOBAL_FULL
+        budget = (lane.rule.max_staleness + 1) * self._part(lane, share)
+        free = ceil((budget - lane.pending_sequences) / lane.group_size - 1e-9)
+        return max(0, free), Wait.STALE_GUARD
+
+    def _part(self, lane: Lane, share: float) -> float:
+        """Return the sequences of a batch that come from a lane."""
+        part, queued = self.batch_sequences * share, lane.queued
+        if self.batch_tokens and queued.sequences >= part:
+            part = max(part, self.batch_tokens * share * queued.sequences / max(1, queued.tokens))
+        return part
+
+    def arrived(self, session: ProducerSession) -> bool:
+        """Note an accepted group; return whether its lane should be paced again soon.
+
+        A half-empty window is refilled before it closes: at once without pacing, where it takes no counting, and at
+        the next `pace_all` with pacing, once for all arrivals in the meantime.
+        """
+        paced = session.lane.rule.pacing
+        window = session.slots if paced else self._credits.open_window(session)
+        if session.draining or session.starts_out * 2 > window:
+            return False
+        if not paced and not self.stalled:
+            self._grant([session], self._credits.starts(session.lane)[0], paced=False)
+        return paced
+
+    def _grant(self, sessions: Iterable[ProducerSession], free: int, *, paced: bool) -> None:
+        """Grant one rollout at a time to the session with the fewest, within its limit."""
+        heap = []
+        for session in sessions:
+            limit = session.slots if paced else self._credits.open_window(session)
+            out = session.starts_out
+            if out < limit if paced else out * 2 <= limit:
+                heap.append((out, session.number, limit, session))
+        heapify(heap)
+        given: dict[int, ProducerSession] = {}
+        while heap and free > 0:
+            out, number, limit, session = heap[0]
+            more = 1 if len(heap) > 1 else min(free, limit - out)
+            session.start_limit = max(session.start_limit, session.used) + more
+            given[number] = session
+            free -= more
+            if out + more < limit:
+                heapreplace(heap, (out + more, number, limit, session))
+            else:
+                heappop(heap)
+        if heap and not paced:
+            self._short.add(heap[0][3].lane)
+        for session in given.values():
+            self._credits.charge(session)
+            session.touch()
+
+
+def _share(lane: Lane, weight: float, peers: int) -> float:
+    """Return the lane's part of every batch."""
+    own = lane.weight if lane.connected else 0.0
+    part = own / weight if weight else 1.0 / max(1, peers)
+    return min(1.0, max(part, lane.min_share))

@@ -1,0 +1,413 @@
+"""The data plane: one thread that owns the broker's four sockets and drives the core.
+
+    wait      poll until a socket is readable, the core's next deadline, or a request to stop
+    round     a bounded burst from each readable socket, control first, so no peer starves another
+    perform   send replies and events at once; a peer that left or does not read is counted, never waited for
+    commit    hand events to the journal, and send deferred replies once they are durable
+
+Limits are checked before a message is decoded. A message that fails is counted by reason and dropped. State of the
+run lives in the core alone. Above the high-water mark `ingest` is not polled: its pipes fill and the producers block.
+The same holds while the journal is far behind.
+"""
+
+import errno
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import msgspec
+import zmq
+
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.transport.sockets import Socket
+from rolloutmq.schemas.errors import MalformedError, WireError
+from rolloutmq.schemas.files import DroppedGroup
+from rolloutmq.schemas.wire.control import Requeue
+from rolloutmq.schemas.wire.replies import ErrorReply
+from rolloutmq.schemas.wire.replies import Reply as ReplyMessage
+from rolloutmq.services.broker.actions import Action, Bury, Dropped, Publish, Reply, Route, Unbury
+from rolloutmq.services.broker.core import BrokerCore
+from rolloutmq.services.broker.io.deferred_replies import DeferredReplies
+from rolloutmq.services.broker.io.fd_guard import FdGuard
+from rolloutmq.services.broker.io.memory_guard import MemoryGuard
+from rolloutmq.services.broker.io.receive import discard, receive, receive_small, route_of
+from rolloutmq.services.broker.journal.dead_letters import DeadGroup, DeadLetterStore
+from rolloutmq.services.broker.journal.journal import Journal
+from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
+
+
+class Waker:
+    """An eventfd that ends a poll. `set` is safe in any thread and in signal handlers."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def set(self) -> None:
+        """Make the descriptor readable."""
+        os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        """Make it unreadable again; no error if it is."""
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+logger = logging.getLogger(__name__)
+
+
+BURST_MESSAGES: Final = 64
+"""Most messages taken from one socket in a round."""
+
+BURST_BYTES: Final = 16 << 20
+"""Most bytes of groups taken in a round; at memory speed that is a few milliseconds."""
+
+REQUEST_LIMIT_BYTES: Final = 1 << 20
+"""Largest request: a settlement of 10,000 groups takes about half of it."""
+
+EVENT_LIMIT_BYTES: Final = 64 << 10
+"""Largest event of another service; they are samples of a few hundred bytes."""
+
+HEALTH_S: Final = 0.05
+"""How often the journal's health is reported to the core."""
+
+BURST_S: Final = 0.003
+"""Longest burst of groups before requests get their turn: a trainer waits for each of two."""
+
+DRAIN_S: Final = 2.0
+"""At the end, longest time to accept messages that have arrived."""
+
+QUIET_MS: Final = 20
+"""At the end, a message within this time of the last one had arrived before: it was in the kernel or the library."""
+
+DISCARD_S: Final = 0.5
+"""Longest time to discard messages on `ingest` after all connections were cut; peers send more when they reconnect."""
+
+IDLE_S: Final = 60.0
+"""Longest wait without a deadline."""
+
+
+@dataclass(frozen=True)
+class BrokerSockets:
+    """The four sockets, bound."""
+
+    ingest: Socket
+    serve: Socket
+    events: Socket
+    publish: Socket
+
+    @property
+    def all(self) -> tuple[Socket, Socket, Socket, Socket]:
+        return self.ingest, self.serve, self.events, self.publish
+
+    def close(self) -> None:
+        for socket in self.all:
+            socket.close()
+
+
+class LineSink(Protocol):
+    """A file that takes lines: `dropped.jsonl`."""
+
+    def write(self, data: bytes, /) -> int: ...
+
+
+class DataPlane:
+    """Drives the core on its sockets. All methods but `stop` belong to one thread."""
+
+    def __init__(
+        self,
+        core: BrokerCore,
+        sockets: BrokerSockets,
+        dropped: LineSink,
+        dead: DeadLetterStore,
+        max_group_bytes: int,
+        wake: Waker,
+        journal: Journal | None = None,
+        memory_guard: MemoryGuard | None = None,
+    ) -> None:
+        self.core = core
+        self._journal = journal
+        self._dead = dead
+        self._health_due = 0.0
+        self._deferred = DeferredReplies()
+        self.unsent: dict[str, int] = {}
+        """Replies that could not be sent, by kind and reason."""
+        self.rejections: dict[str, int] = {}
+        """Malformed messages, by socket and reason."""
+        self.pauses: dict[str, int] = {}
+        """How often reading `ingest` paused, by reason."""
+        self._sockets = sockets
+        self._fd_guard = FdGuard(sockets.all)
+        self._memory_guard = memory_guard
+        self._dropped = dropped
+        self._max_group_bytes = max_group_bytes
+        self._wake = wake
+        self._stopping = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
+        for socket in (sockets.serve, sockets.events, sockets.publish):
+            self._poller.register(socket, zmq.POLLIN)
+        self._reading = False
+
+    def stop(self) -> None:
+        """Ask `run` to return. For any thread, and for signal handlers."""
+        self._stopping = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Serve until stopped or until a client requests a shutdown, then accept what has arrived.
+
+        Raises:
+            JournalFailedError: The disk failed; nothing more is sent.
+        """
+        while not self._stopping and not self.core.shutdown:
+            due = self.core.next_deadline(time.monotonic())
+            self._round(self._wait(due))
+            self._tick(due)
+            self._commit()
+            self._fd_guard.check(time.monotonic())
+            self._guard_memory(time.monotonic())
+        self._fd_guard.close()
+        self._drain()
+        logger.info("data plane ended rejected=%s unsent=%s", self.rejections, self.unsent)
+
+    def _wait(self, due: float) -> set[object]:
+        reading = self._accepts_groups()
+        if reading != self._reading:
+            if reading:
+                self._poller.register(self._sockets.ingest, zmq.POLLIN)
+            else:
+                self._poller.unregister(self._sockets.ingest)
+                self._count(self.pauses, self._pause_reason(), "ingest paused")
+            self._reading = reading
+        if self._journal is not None:
+            due = min(due, self._journal.next_deadline())
+        due = min(
+            due, self._fd_guard.due, self._memory_guard.due if self._memory_guard is not None else math.inf
+        )
+        left_s = min(max(due - time.monotonic(), 0.0), IDLE_S)
+        return {socket for socket, _ in self._poller.poll(math.ceil(left_s * 1e3))}
+
+    def _accepts_groups(self) -> bool:
+        """Return whether `ingest` may be read now."""
+        return self.core.reading() and not self._journal_full()
+
+    def _journal_full(self) -> bool:
+        return self._journal is not None and self._journal.full
+
+    def _pause_reason(self) -> str:
+        return "journal_slow" if self._journal_full() else "global_full"
+
+    def _round(self, readable: set[object]) -> None:
+        sockets = self._sockets
+        self._wake.clear()
+        if sockets.serve in readable:
+            self._burst(self._serve_one)
+        if sockets.events in readable:
+            self._burst(self._events_one)
+        if sockets.publish in readable:
+            self._burst(self._publish_one)
+        if sockets.ingest in readable:
+            self._ingest(BURST_MESSAGES, BURST_BYTES)
+
+    def _tick(self, due: float) -> None:
+        # Messages of this round may have moved the deadline, forward or back: the earlier one counts.
+        now = time.monotonic()
+        if now >= due or now >= self.core.next_deadline(now):
+            if self._journal is not None and now >= self._health_due:
+                self._health_due = now + HEALTH_S
+                self.core.journaled(self._journal.status(), now)
+            self._perform(self.core.tick(now, time.time()))
+
+    def _guard_memory(self, now: float) -> None:
+        """Free memory that peers fill with unfinished messages; honest peers resend."""
+        if self._memory_guard is None or not self._memory_guard.check(now):
+            return
+        self._reject("sockets: unfinished messages")
+        if not self._accepts_groups():
+            discard(self._sockets.ingest, now + DISCARD_S)
+
+    def _commit(self) -> None:
+        """Advance the journal, and send the replies that became durable."""
+        if self._journal is None:
+            return
+        self._journal.advance(time.monotonic(), urgent=self._deferred.urgent)
+        for action in self._deferred.release(self._journal.done, self._journal.priority_done):
+            self._do(action)
+        if self._journal.wants_snapshot:
+            self._journal.append(self.core.events())
+            self._journal.rotate(self.core.snapshot())
+
+    def _drain(self) -> None:
+        until = time.monotonic() + DRAIN_S
+        while self._accepts_groups() and self._sockets.ingest.poll(QUIET_MS) and time.monotonic() < until:
+            self._ingest(BURST_MESSAGES, BURST_BYTES)
+            self._commit()
+        self._burst(self._serve_one)
+        self._perform(self.core.tick(time.monotonic(), time.time()))
+        self._commit()
+        while self._deferred and time.monotonic() < until:
+            self._poller.poll(QUIET_MS)
+            self._wake.clear()
+            self._commit()
+
+    def _burst(self, take_one: Callable[[], None]) -> None:
+        try:
+            for _ in range(BURST_MESSAGES):
+                take_one()
+        except zmq.Again:
+            return
+
+    def _ingest(self, messages: int, nbytes: int) -> None:
+        """Accept up to that much of the groups that have arrived."""
+        until = time.monotonic() + BURST_S
+        try:
+            while messages > 0 and nbytes > 0 and self._accepts_groups() and time.monotonic() < until:
+                messages -= 1
+                try:
+                    message = receive(self._sockets.ingest, self._max_group_bytes)
+                    nbytes -= message.nbytes
+                    envelope = codec.decode_envelope(message.first, len(message.frames), message.nbytes)
+                except WireError as error:
+                    self._reject(f"ingest: {error.code.value}")
+                    continue
+                messages -= len(envelope.offsets)
+                self._perform(self.core.ingest(envelope, message.frames, time.monotonic(), time.time()))
+        except zmq.Again:
+            return
+
+    def _serve_one(self) -> None:
+        frames = receive_small(self._sockets.serve, REQUEST_LIMIT_BYTES)
+        route = route_of(frames)
+        if route is None:
+            self._reject("serve: malformed")
+            return
+        try:
+            if len(frames) != len(route) + 1:
+                raise MalformedError(
+                    f"a request has exactly one frame after the empty one (got {len(frames) - len(route)})"
+                )
+            request = codec.decode_request(frames[-1])
+        except WireError as error:
+            self._reject(f"serve: {error.code.value}")
+            self._send_reply(route, ErrorReply(code=error.code, detail=error.detail[:500]))
+            return
+        if isinstance(request, Requeue):
+            self._requeue(route, request)
+        else:
+            self._perform(self.core.request(route, request, time.monotonic(), time.time()))
+
+    def _requeue(self, route: Route, request: Requeue) -> None:
+        """Queue dead groups again; their dead letters are removed once that is durable."""
+        refused: dict[str, str] = {}
+        found = {name: self._dead.find(name) for name in request.groups}
+        refused |= dict.fromkeys(
+            (name for name, group in found.items() if group is None), "there is no dead group of this id"
+        )
+        groups = list(found.values())
+        if not request.groups:
+            groups = [self._dead.open(entry.order) for entry in self._dead.entries()]
+        dead = []
+        for group in groups:
+            if group is not None and group.frames is None:
+                refused[group.meta.header.group_id] = "its contents were not kept, or are damaged"
+            elif group is not None:
+                dead.append(self._stored(group))
+        actions, queued = self.core.requeue(route, dead, refused, time.monotonic(), time.time())
+        self._perform([*actions, *map(Unbury, queued)])
+
+    def _stored(self, dead: DeadGroup) -> StoredGroup:
+        meta = dead.meta
+        frames = tuple(map(bytes, dead.frames or ()))
+        return StoredGroup(
+            header=meta.header,
+            env=meta.env,
+            split=meta.split,
+            run=meta.run,
+            producer=meta.producer,
+            session=meta.session,
+            table=meta.table,
+            body=GroupBody(frames, meta.header.nbytes),
+            accepted_at=0.0,
+            accepted_wall=meta.at,
+            order=meta.order,
+        )
+
+    def _events_one(self) -> None:
+        frame = self._sockets.events.recv(zmq.NOBLOCK)
+        if frame[:1] == b"\x01":
+            self._perform(self.core.subscribed(frame[1:]))
+
+    def _publish_one(self) -> None:
+        frames = receive_small(self._sockets.publish, EVENT_LIMIT_BYTES)
+        if len(frames) != 2 or not topics.is_forwarded(frames[0]):
+            self._reject("publish: not forwarded")
+            return
+        try:
+            codec.decode_event(frames[1])
+        except WireError as error:
+            self._reject(f"publish: {error.code.value}")
+            return
+        self._sockets.events.send_multipart(frames, zmq.NOBLOCK)
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        """Hand new events to the journal, and perform the actions that need not wait for it; defer the others."""
+        journal = self._journal
+        if journal is not None:
+            journal.append(self.core.events())
+        for action in actions:
+            if journal is None or not action.durable or journal.done >= journal.ticket:
+                self._deferred.sent(action)
+                self._do(action)
+            else:
+                if self.core.disk_full and (last := self._deferred.last_durable_ack(action)) is not None:
+                    self._do(last)
+                self._deferred.defer(journal, action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Reply(route, message, frames):
+                self._send_reply(route, message, frames)
+            case Publish(topic, message):
+                self._sockets.events.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
+            case Dropped(record):
+                self._note_dropped(record)
+            case Bury(group, frames, reason):
+                self._dead.bury(group, frames, reason, time.time())
+            case Unbury(order):
+                self._dead.remove(order)
+
+    def _note_dropped(self, record: DroppedGroup) -> None:
+        """Write a line for people; a full disk only counts."""
+        try:
+            self._dropped.write(msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            self._count(self.unsent, f"dropped.jsonl: {error.strerror}")
+
+    def _send_reply(self, route: Route, message: ReplyMessage, frames: tuple[Any, ...] = ()) -> None:
+        try:
+            self._sockets.serve.send_multipart([*route, codec.encode(message), *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in {errno.EHOSTUNREACH, errno.EAGAIN}:
+                raise
+            self._count(self.unsent, f"{type(message).__name__}: {error.strerror}")
+
+    def _reject(self, reason: str) -> None:
+        self.core.rejected(reason)
+        self._count(self.rejections, reason)
+
+    def _count(self, counts: dict[str, int], reason: str, what: str = "message dropped") -> None:
+        count = counts[reason] = counts.get(reason, 0) + 1
+        if count & (count - 1) == 0:  # a repeating peer must not fill the log
+            logger.warning("%s reason=%s count=%d", what, reason, count)

@@ -1,0 +1,116 @@
+"""The descriptor guard: keeps descriptors in reserve by hiding the broker's ipc addresses near the limit.
+
+The socket library ends the whole process when it has no descriptor for a client that connects over ipc; over tcp it
+waits. Near the limit the socket files are therefore renamed: connected clients go on, and new ones find no file and
+retry until others have left. Unbinding would end every connection made through the address.
+"""
+
+import logging
+import os
+import resource
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from rolloutmq.bus.transport.sockets import Socket
+
+logger = logging.getLogger(__name__)
+
+RESERVE: Final = 512
+"""Descriptors withheld from clients, unless the limit is small."""
+CHECK_S: Final = 0.05
+"""How often descriptors are counted while many are in use."""
+SELDOM_S: Final = 1.0
+"""How often they are counted while few are in use."""
+COME_PER_S: Final = 100_000
+"""Most connections per second: one thread accepts and greets each of them."""
+NEAR_CHECK_S: Final = 0.004
+"""How often descriptors are counted near the limit. Clients retry ten times a second, so few connect in between."""
+LOG_S: Final = 30.0
+"""Least time between two log lines: the guard may toggle for long."""
+_ASIDE: Final = ".full"
+_DESCRIPTORS: Final = Path("/proc/self/fd")
+
+
+class FdGuard:
+    """Hides the addresses and restores them; for one thread.
+
+    Args:
+        sockets: Bound sockets; only ipc ones are guarded.
+    """
+
+    def __init__(self, sockets: Sequence[Socket]) -> None:
+        self.due = 0.0
+        """When to check again, in monotonic seconds; infinite without ipc sockets or a limit."""
+        addresses = [address for socket in sockets if (address := address_of(socket)).startswith("ipc://")]
+        self._files = [Path(address.removeprefix("ipc://")) for address in addresses]
+        self._hidden = False
+        self._pulsing = False
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = limit - min(RESERVE, limit // 4)
+        self._logged_at = float("-inf")
+        if not self._files or limit == resource.RLIM_INFINITY:
+            self.due = float("inf")
+
+    def check(self, now: float) -> None:
+        """Hide or restore the addresses by the number of descriptors, if a check is due."""
+        if now < self.due:
+            return
+        used = _used()
+        near = used >= self._most * 3 // 4
+        self.due = now + (NEAR_CHECK_S if near else self._pause_s(used))
+        if used >= self._most and not self._hidden:
+            self._note(used, now)
+            self._move(hidden=True)
+            self._pulsing = True
+        elif self._hidden and used < self._most:
+            self._move(hidden=False)
+        elif self._pulsing and near:
+            # Many clients may be waiting: admit a few at a time.
+            self._move(hidden=True)
+            self.due = now + CHECK_S
+        elif not near:
+            self._pulsing = False
+
+    def _pause_s(self, used: int) -> float:
+        """Return the shortest time in which clients could reach the limit."""
+        left = self._most * 3 // 4 - used
+        return min(max(left / COME_PER_S, CHECK_S), SELDOM_S)
+
+    def close(self) -> None:
+        """Restore the addresses, so their owner can remove them."""
+        if self._hidden:
+            self._move(hidden=False)
+
+    def _note(self, used: int, now: float) -> None:
+        if now - self._logged_at >= LOG_S:
+            self._logged_at = now
+            logger.warning("descriptor limit reached, pausing new connections open=%d", used)
+
+    def _move(self, *, hidden: bool) -> None:
+        self._hidden = hidden
+        for file in self._files:
+            aside = file.with_name(file.name + _ASIDE)
+            with suppress(FileNotFoundError):
+                (file if hidden else aside).rename(aside if hidden else file)
+
+
+def address_of(socket: Socket) -> str:
+    """Return the last address a socket was bound to."""
+    found = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(found, bytes)
+    return found.rstrip(b"\0").decode()
+
+
+def _used() -> int:
+    """Return the number of open descriptors; since Linux 6.2 one stat call gives it."""
+    try:
+        if count := _DESCRIPTORS.stat().st_size:
+            return count
+        with os.scandir(_DESCRIPTORS) as entries:
+            return sum(1 for _ in entries)
+    except OSError:
+        return 1 << 30

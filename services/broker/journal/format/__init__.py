@@ -1,0 +1,1 @@
+"""Binary format of the journal: records and events."""

@@ -1,0 +1,1 @@
+"""Offline readers of the journal. The broker never imports them."""

@@ -1,0 +1,1 @@
+"""Writers of the journal: the commit thread and its two logs."""

@@ -1,0 +1,1 @@
+"""Request handlers, one for each kind of client: producers, consumers, tasks, operators."""

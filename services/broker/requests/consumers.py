@@ -1,0 +1,431 @@
+"""Requests of consumers: registration, pulls that wait, settle, commit, release, heartbeats.
+
+A batch is delivered with its frames, or with the addresses of its groups in shared memory.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+from rolloutmq.schemas.errors import JournalWaitsError
+from rolloutmq.schemas.wire.envelope import ArenaRef, ErrorCode, Split
+from rolloutmq.schemas.wire.replies import (
+    Batch,
+    ConsumerRegistered,
+    Delivery,
+    ErrorReply,
+    NoBatch,
+    Ok,
+    Settled,
+    Wait,
+)
+from rolloutmq.schemas.wire.requests import Commit, ConsumerBeat, Pull, RegisterConsumer, Release, Settle
+from rolloutmq.services.broker.actions import Route
+from rolloutmq.services.broker.batches.consumers import POLL_S, Consumer, WaitingPull
+from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard
+from rolloutmq.services.broker.batches.transitions import mismatch, outcomes
+from rolloutmq.services.broker.broker_state import BrokerState, refuse
+from rolloutmq.services.broker.flow.arenas import ArenaSlot
+from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
+
+STARVING: Final = frozenset({Wait.NO_BATCH, Wait.NO_EXACT_FIT, Wait.MIN_SHARE, Wait.TOO_FEW_GROUPS})
+"""Waits that more groups would end."""
+
+
+class ConsumerRequests:
+    """Handles the requests of consumers."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+
+    def register(self, request: RegisterConsumer, now: float, wall: float) -> ConsumerRegistered | ErrorReply:
+        """Register a new life of a consumer: the lease of its previous life is lost."""
+        state = self._state
+        if request.rank >= request.world_size:
+            return refuse(
+                ErrorCode.INVALID,
+                f"rank: must be below world_size (got {request.rank} of {request.world_size})",
+            )
+        if not state.run.serves(request.info.run):
+            return refuse(ErrorCode.INVALID, f"this broker serves run {state.run.name}")
+        if state.consumers.full(request.consumer):
+            return refuse(ErrorCode.LIMIT, "consumer: the broker can register no further consumer")
+        if state.consumers.goes_on(request):
+            state.consumers.heard(request.consumer, now)
+            return ConsumerRegistered(epoch=state.epoch, generation=request.generation, info=state.run.info)
+        self._dismiss(request.consumer, now)
+        joined = Joined(
+            request.consumer,
+            request.group,
+            request.rank,
+            request.world_size,
+            state.leases.next_generation(),
+            request.info,
+        )
+        self.join(joined, now)
+        holds = any(any(lease.held_by(request.consumer)) for lease in state.leases)
+        if state.consumers.resumes(request, holds=holds) and request.resume is not None:
+            state.transitions.rewind(request.group, request.resume, request.consumer, wall)
+            state.run.resumed(request.resume)
+        self._release(request.consumer, wall, failed=True, why="registered again")
+        self._rebatch()
+        self.serve(now, wall)
+        return ConsumerRegistered(epoch=state.epoch, generation=joined.generation, info=state.run.info)
+
+    def join(self, joined: Joined, now: float) -> None:
+        """Apply a registration."""
+        state = self._state
+        state.events.add(joined)
+        state.leases.generation = max(state.leases.generation, joined.generation)
+        state.consumers.register(
+            Consumer(
+                name=joined.consumer,
+                group=joined.group,
+                rank=joined.rank,
+                world_size=joined.world_size,
+                generation=joined.generation,
+                heard_at=now,
+            )
+        )
+        state.run.registered(joined.consumer, joined.info)
+
+    def _rebatch(self) -> None:
+        self._state.permits.batch_sequences = self._state.run.batch_sequences
+        self._state.permits.batch_tokens = self._state.run.batch_tokens
+        self._state.permits_due = True
+
+    def _dismiss(self, consumer: str, now: float) -> None:
+        """End the waiting pull of a consumer that is gone or pulls anew."""
+        waiting = self._state.consumers.stop_waiting(consumer)
+        if waiting is not None:
+            self._give_up(waiting, now)
+
+    def pull(self, route: Route, pull: Pull, now: float, wall: float) -> None:
+        """Answer a pull now, or let it wait."""
+        state = self._state
+        if (error := self._unpullable(pull, now)) is not None:
+            state.outbox.reply(route, error)
+            return
+        if pull.split is Split.TRAIN and state.run.pulled(pull.sequences, pull.tokens):
+            self._rebatch()
+        self._dismiss(pull.consumer, now)
+        waiting = WaitingPull(route, pull, (pull.group, pull.split), now + pull.wait_s, now)
+        self._count_poll(pull, now)
+        if self._answered(waiting, now, wall):
+            return
+        if pull.wait_s > 0 and waiting.wait is not Wait.END_OF_REPLAY:
+            state.consumers.wait(waiting)
+        else:
+            self._give_up(waiting, now)
+
+    def _count_poll(self, pull: Pull, now: float) -> None:
+        """Count the time since a polling trainer last got no batch."""
+        since = self._state.consumers.unserved_since(pull.consumer)
+        if since is not None and pull.split is Split.TRAIN:
+            self._state.starved_s += (now - since) / pull.world_size
+
+    def _unpullable(self, pull: Pull, now: float) -> ErrorReply | None:
+        state = self._state
+        consumer = state.consumers.heard(pull.consumer, now)
+        if consumer is None:
+            return refuse(ErrorCode.UNKNOWN, f"consumer {pull.consumer} is not registered")
+        consumer.trains = consumer.trains or pull.split is Split.TRAIN
+        if not state.run.serves(pull.run):
+            return refuse(ErrorCode.INVALID, f"this broker serves run {state.run.name}")
+        registered = consumer.group, consumer.rank, consumer.world_size
+        if (pull.group, pull.rank, pull.world_size) != registered:
+            return refuse(
+                ErrorCode.CONFLICT,
+                "pull: group, rank and world_size must match the registration "
+                f"(got {pull.group}, {pull.rank}, {pull.world_size}; registered {registered})",
+            )
+        if bool(pull.sequences) == bool(pull.tokens):
+            return refuse(
+                ErrorCode.INVALID,
+                f"pull: set exactly one of sequences and tokens (got {pull.sequences} and {pull.tokens})",
+            )
+        if not math.isfinite(pull.wait_s):
+            return refuse(ErrorCode.INVALID, f"wait_s: must be a finite number (got {pull.wait_s})")
+        if state.leases.over(pull.consumer, pull.request_id):
+            return refuse(ErrorCode.LEASE_LOST, f"request {pull.request_id} got a batch that is settled")
+        lease = state.leases.of((pull.group, pull.split))
+        if lease is not None and lease.step == pull.step and not lease.fits(pull):
+            return refuse(ErrorCode.CONFLICT, f"step {pull.step} is leased with another size or world_size")
+        return None
+
+    def serve(self, now: float, wall: float) -> None:
+        """Answer every waiting pull that has a batch now."""
+        consumers = self._state.consumers
+        for waiting in consumers.waiting():
+            if self._answered(waiting, now, wall):
+                consumers.stop_waiting(waiting.pull.consumer)
+            elif waiting.wait is Wait.END_OF_REPLAY:
+                self._dismiss(waiting.pull.consumer, now)
+
+    def _answered(self, waiting: WaitingPull, now: float, wall: float) -> bool:
+        state, pull = self._state, waiting.pull
+        lease = state.leases.of(waiting.stream)
+        if lease is None:
+            found = state.transitions.lease(waiting.stream, pull, now, wall)
+            if isinstance(found, Wait):
+                self._hold(waiting, self._cap(found, pull.split), now)
+                return False
+            lease = found
+            if lease.split is Split.TRAIN:
+                state.run.leased(lease)
+                if lease.tokens:
+                    self._rebatch()
+        part = lease.parts[pull.rank] if lease.fits(pull) else None
+        if part is None or part.settle is not None or part.consumer not in {"", pull.consumer}:
+            self._hold(waiting, Wait.LEASED_ELSEWHERE, now)
+            return False
+        try:
+            readable = self._readable(lease, part, wall)
+        except JournalWaitsError:
+            self._hold(waiting, Wait.JOURNAL_SLOW, now)
+            return False
+        if not readable:
+            return self._answered(waiting, now, wall)
+        self._count(waiting, now)
+        self._hand_out(waiting, lease, part, now)
+        return True
+
+    def _readable(self, lease: Lease, part: RankShard, wall: float) -> bool:
+        """Load a shard into memory; if groups are damaged, the lease is lost and they are dropped."""
+        damaged = [group for group in part.groups if not group.body.load()]
+        if damaged:
+            self._state.transitions.lose(lease, wall, failed=False, why="damaged on disk")
+            self._state.dropper.drop(damaged, GroupState.DEAD, "damaged", wall)
+        return not damaged
+
+    def _hold(self, waiting: WaitingPull, wait: Wait, now: float) -> None:
+        self._count(waiting, now)
+        waiting.wait, waiting.counted_at = wait, now
+
+    def _count(self, waiting: WaitingPull, now: float) -> None:
+        seconds = now - waiting.counted_at
+        self._state.trainer_waited(waiting.wait, seconds)
+        if waiting.pull.split is Split.TRAIN and waiting.wait in STARVING:
+            self._state.starved_s += seconds / waiting.pull.world_size
+
+    def _cap(self, wait: Wait, split: Split) -> Wait:
+        """Distinguish a batch that can never come from one that is not there yet."""
+        state = self._state
+        if wait is not Wait.NO_BATCH:
+            return wait
+        if state.permits.stalled:
+            return Wait.JOURNAL_SLOW
+        stuck = not len(state.leases) and state.credits.exhausted(split)
+        return Wait.BATCH_EXCEEDS_CAP if stuck else wait
+
+    def _hand_out(self, waiting: WaitingPull, lease: Lease, part: RankShard, now: float) -> None:
+        pull = waiting.pull
+        if (part.consumer, part.request_id) != (pull.consumer, pull.request_id):
+            part.consumer, part.request_id = pull.consumer, pull.request_id
+            self._state.events.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
+        part.progress_at = now
+        tables = {group.table.id: group.table for group in part.groups}
+        contents = deliveries(part.groups, in_place=pull.arenas)
+        batch = Batch(
+            lease=lease.number,
+            generation=lease.generation,
+            step=lease.step,
+            groups=contents.groups,
+            tables=tuple(tables.values()),
+            arenas=contents.arenas,
+            short=lease.short,
+            rewound=lease.rewound,
+            over=lease.over,
+        )
+        self._state.outbox.reply(waiting.route, batch, contents.frames, durable=True)
+        self._state.consumers.served(pull.consumer)
+        for group in part.groups:
+            group.body.spare()
+
+    def _give_up(self, waiting: WaitingPull, now: float) -> None:
+        state = self._state
+        self._count(waiting, now)
+        state.consumers.polled(waiting.pull.consumer, now)
+        queued = state.lanes.queued_sequences(waiting.pull.split)
+        state.outbox.reply(waiting.route, NoBatch(wait=waiting.wait, queued_sequences=queued))
+
+    def settle(self, settle: Settle, now: float, wall: float) -> Settled | ErrorReply:
+        """Note the outcome of one rank's shard; the last rank ends the lease."""
+        state = self._state
+        state.consumers.heard(settle.consumer, now)
+        lease = state.leases.find(settle.lease, settle.generation)
+        if lease is None:
+            return refuse(
+                ErrorCode.LEASE_LOST, f"lease {settle.lease} was lost, and its groups are queued again"
+            )
+        if isinstance(lease, EndedLease):
+            if settle in lease.settles:
+                return self._settled(lease.step)
+            return refuse(ErrorCode.CONFLICT, f"lease {settle.lease} was settled with another outcome")
+        part = lease.parts[settle.rank] if settle.rank < len(lease.parts) else None
+        if part is None or part.consumer != settle.consumer:
+            return refuse(
+                ErrorCode.INVALID,
+                f"settle.rank: rank {settle.rank} of lease {settle.lease} was not pulled by {settle.consumer}",
+            )
+        if part.settle is None:
+            if settle.version.step < lease.version.step:
+                return refuse(
+                    ErrorCode.INVALID,
+                    f"settle.version: the step after the batch must be at least {lease.version.step} "
+                    f"(got {settle.version.step})",
+                )
+            if outcomes(part, settle) is None:
+                return refuse(ErrorCode.INVALID, mismatch(part, settle))
+            part.settle = settle
+            state.events.add(Settles(settle))
+            if lease.settled:
+                self._end(lease, now, wall)
+        elif part.settle != settle:
+            return refuse(ErrorCode.CONFLICT, f"rank {settle.rank} has settled with another outcome")
+        return self._settled(lease.step)
+
+    def _settled(self, step: int) -> Settled:
+        state = self._state
+        wanted = state.rewind_buffer.nbytes > state.config.broker.retain_bytes
+        return Settled(step=step, commit_wanted=wanted)
+
+    def _end(self, lease: Lease, now: float, wall: float) -> None:
+        self._state.transitions.settle(lease, now, wall)
+        self.moved_on(lease)
+        self._state.permits_due = True
+        self.serve(now, wall)
+
+    def moved_on(self, lease: Lease) -> None:
+        """Note the policy after a settled lease."""
+        state = self._state
+        state.consumers.moved_on(lease.stream[0])
+        if lease.split is Split.TRAIN:
+            state.run.policy = max(part.settle.version for part in lease.parts if part.settle is not None)
+
+    def commit(self, request: Commit, now: float) -> Ok | ErrorReply:
+        """Forget the batches covered by a checkpoint."""
+        if self._state.consumers.heard(request.consumer, now) is None:
+            return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
+        if not self._state.run.serves(request.run):
+            return refuse(ErrorCode.INVALID, f"this broker serves run {self._state.run.name}")
+        self._state.transitions.commit(request.group, request.version)
+        return Ok()
+
+    def release(self, request: Release, now: float, wall: float) -> Ok | ErrorReply:
+        """Queue the lease of a consumer again. The consumer stopped by itself, so it is no failure of a group."""
+        if self._state.consumers.heard(request.consumer, now) is None:
+            return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
+        self._dismiss(request.consumer, now)
+        self._state.consumers.served(request.consumer)
+        self._release(request.consumer, wall, failed=False, why=f"given back: {request.reason}")
+        self.serve(now, wall)
+        return Ok()
+
+    def _release(self, consumer: str, wall: float, *, failed: bool, why: str) -> None:
+        for lease in self._state.leases:
+            if any(lease.held_by(consumer)):
+                self._state.transitions.lose(lease, wall, failed=failed, why=why)
+                self._state.permits_due = True
+
+    def beat(self, beat: ConsumerBeat, now: float) -> Ok | ErrorReply:
+        """Note that a consumer lives, and whether it makes progress."""
+        consumer = self._state.consumers.heard(beat.consumer, now)
+        if consumer is None:
+            return refuse(ErrorCode.UNKNOWN, f"consumer {beat.consumer} is not registered")
+        if beat.progress > consumer.progress:
+            consumer.progress = beat.progress
+            for lease in self._state.leases:
+                for part in lease.held_by(beat.consumer):
+                    part.progress_at = now
+        return Ok()
+
+    def tick(self, now: float, wall: float) -> None:
+        """Expire the leases of dead and hung consumers, serve waiting pulls, and end those past their deadline."""
+        self._expire(now, wall)
+        self._state.consumers.forget_polls(now - POLL_S)
+        self.serve(now, wall)
+        moment = now - self._state.config.broker.silence_s
+        for waiting in self._state.consumers.waiting():
+            name = waiting.pull.consumer
+            if waiting.deadline <= now or self._state.consumers.silent_since(name, moment):
+                self._dismiss(name, now)
+
+    def _expire(self, now: float, wall: float) -> None:
+        state = self._state
+        moment = now - state.config.broker.silence_s
+        for lease in state.leases:
+            holders = {p.consumer for p in lease.parts if p.consumer and p.settle is None}
+            gone = [name for name in holders if state.consumers.silent_since(name, moment)]
+            if gone or lease.expires_at(state.config.broker.lease_s) <= now:
+                why = f"{gone[0]} fell silent" if gone else "no progress"
+                state.transitions.lose(lease, wall, failed=True, why=why)
+                state.permits_due = True
+
+    def sweep(self, now: float) -> None:
+        """Forget consumers that left long ago."""
+        holders = {part.consumer for lease in self._state.leases for part in lease.parts}
+        moment = now - 2 * self._state.config.broker.silence_s
+        self._state.consumers.sweep(moment, holders)
+
+    def next_deadline(self) -> float:
+        """Return when `tick` has work to do."""
+        state = self._state
+        broker = state.config.broker
+        times = [waiting.deadline for waiting in state.consumers.waiting()]
+        times += [lease.expires_at(broker.lease_s) for lease in state.leases]
+        return min(times, default=math.inf)
+
+    def waits(self, now: float) -> str:
+        """Update the counted waits and return why the trainer waits."""
+        reason = ""
+        for waiting in self._state.consumers.waiting():
+            self._hold(waiting, waiting.wait, now)
+            if waiting.pull.split is Split.TRAIN:
+                reason = reason or waiting.wait.value
+        return reason
+
+    def reset(self) -> None:
+        """End all waiting pulls; every consumer has to register again."""
+        for waiting in self._state.consumers.waiting():
+            self._state.outbox.reply(
+                waiting.route, refuse(ErrorCode.UNKNOWN, "the run was reset: register again")
+            )
+        self._state.consumers.clear()
+
+
+class GroupDeliveries(NamedTuple):
+    """The parts of a `Batch` reply about groups, and the frames that follow it."""
+
+    groups: tuple[Delivery, ...]
+    arenas: tuple[ArenaRef, ...]
+    frames: tuple[Any, ...]
+
+
+def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliveries:
+    """Describe groups with loaded bodies; `in_place` allows addresses in shared memory.
+
+    Frames leave after this call, when a slot may already be another group's: they are copied out of arenas.
+    """
+    listed: list[Delivery] = []
+    arenas: dict[ArenaRef, int] = {}
+    frames: list[Any] = []
+    for group in groups:
+        slot, place = group.body.slot, None
+        if in_place and isinstance(slot, ArenaSlot):
+            group.body.shown = True
+            place = arenas.setdefault(slot.arena.ref, len(arenas)), slot.offset
+        else:
+            frames += group.body.own_frames
+        listed.append(
+            Delivery(
+                header=group.header,
+                env=group.env,
+                producer=group.producer,
+                session=group.session,
+                deliveries=group.deliveries,
+                place=place,
+            )
+        )
+    return GroupDeliveries(tuple(listed), tuple(arenas), tuple(frames))

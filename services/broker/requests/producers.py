@@ -1,0 +1,312 @@
+"""Requests of producers: sessions and incoming groups.
+
+A group is accepted only once, only for the current session of its environment, inside its window and credit, and with
+a declared table. Every other message is counted by reason and changes nothing for other peers.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from rolloutmq.schemas.wire.envelope import ArenaRef, Envelope, ErrorCode, GroupHeader, Split
+from rolloutmq.schemas.wire.replies import Ack, ErrorReply, Ok, Registered
+from rolloutmq.schemas.wire.requests import DeclareTables, Goodbye, RegisterProducer, Sync
+from rolloutmq.services.broker.broker_state import BrokerState, refuse
+from rolloutmq.services.broker.flow.arenas import ArenaSlot, ProducerArena
+from rolloutmq.services.broker.flow.credit_windows import OPEN_WINDOW
+from rolloutmq.services.broker.flow.sessions import TABLES_LIMIT, ProducerSession
+from rolloutmq.services.broker.journal.format.events import Declared, Opened, Produced, Skipped, Told
+from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
+from rolloutmq.services.broker.state.queues import Lane
+
+BEGUN_LIMIT: Final = 1 << 40
+"""Most rollouts one session can have started; no process lives that long."""
+LANES_LIMIT: Final = 1024
+"""Environments of one broker; their names come from peers."""
+
+
+class ProducerRequests:
+    """Handles the requests and groups of producers."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self.on_left: Callable[[ProducerSession, str, float], object] = lambda *_: None
+        """Called with a session that has ended, the reason, and the time."""
+
+    def register(self, request: RegisterProducer, now: float) -> Registered | ErrorReply:
+        """Open a session, or resume a saved one."""
+        state = self._state
+        previous = state.sessions.current(request.producer)
+        if previous is not None and previous.key == request.key != "" and not previous.closed:
+            # The reply was slow and the request was repeated: a new session would fence the one in use.
+            self.alive(previous, now)
+            return Registered(ack=state.ack_schedule.of(previous), info=state.run.info)
+        if (error := self._unacceptable(request)) is not None:
+            return error
+        lane = self.lane(request, now)
+        keeps_draining = previous is not None and previous.draining and request.pid == previous.pid != 0
+        if previous is not None and previous.alive:
+            state.credits.retire(previous)
+        session = state.sessions.open(request, lane, now)
+        if previous is not None and previous is not session:
+            self.on_left(previous, "was fenced by a newer session", now)
+        if session.number == request.resume_session:
+            session.abandoned = max(session.abandoned, min(request.abandoned, request.begun, BEGUN_LIMIT))
+            most = session.used + max(session.slots, OPEN_WINDOW)
+            session.start_limit = max(session.start_limit, min(request.begun, most))
+        if keeps_draining:
+            session.draining = True
+        else:
+            self.end_drain(request.producer)
+        beat = state.workers.last(request.producer)
+        if beat is not None and beat.pid == request.pid:
+            session.produced_before = beat.produced - session.window.accepted
+        state.events.add(_opened(session, request))
+        self._claim(session, request.arena)
+        state.credits.revive(session, now)
+        state.ack_schedule.schedule(session, now)
+        state.permits.pace(lane, now)
+        state.permits_due = True
+        return Registered(ack=state.ack_schedule.of(session), info=state.run.info)
+
+    def _claim(self, session: ProducerSession, ref: ArenaRef | None) -> None:
+        """Open the arena a producer offers, if it is readable. Groups in a previous arena stay held."""
+        if session.arena is not None and session.arena_ref == ref and session.arena.goes_on():
+            return
+        session.arena, session.arena_ref, session.without_arena = None, None, "not_offered"
+        if ref is not None:
+            found = self._state.arenas.claim(ref, session.window, session.touch)
+            if isinstance(found, ProducerArena):
+                session.arena, session.arena_ref, session.without_arena = found, ref, ""
+            else:
+                session.without_arena = found
+                self._state.rejected[found] += 1
+
+    def end_drain(self, worker: str) -> None:
+        """End a drain: the process it was for is over."""
+        if self._state.workers.end_drain(worker):
+            self._state.events.add(Told(worker, "", told=False))
+
+    def _unacceptable(self, request: RegisterProducer) -> ErrorReply | None:
+        state = self._state
+        if not math.isfinite(request.weight):
+            return refuse(ErrorCode.INVALID, f"weight: must be a finite number (got {request.weight})")
+        if not state.run.serves(request.run):
+            return refuse(ErrorCode.INVALID, f"this broker serves run {state.run.name}")
+        if state.sessions.full(request.producer):
+            return refuse(ErrorCode.LIMIT, "producer: the broker can register no further producer")
+        lanes = state.lanes
+        if lanes.find(request.env, request.split) is None and len(lanes) >= LANES_LIMIT:
+            return refuse(
+                ErrorCode.LIMIT,
+                f"env: the broker has {LANES_LIMIT} environments, the limit (got {request.env})",
+            )
+        return None
+
+    def lane(self, request: RegisterProducer, now: float) -> Lane:
+        """Return the lane of a producer that registers, updated with its settings."""
+        state = self._state
+        lane = state.lanes.open(request.env, request.split, now)
+        lane.connected = True
+        if not state.credits.producers(lane):
+            lane.arrived_at = now
+        state.lanes.apply_producer_settings(lane, request.weight, request.min_share, request.group_size)
+        return lane
+
+    def declare(self, request: DeclareTables, now: float) -> Ok | ErrorReply:
+        """Remember column tables of a session."""
+        session = self.heard(request.producer, request.session, now)
+        if isinstance(session, ErrorReply):
+            return session
+        if not session.declare(request.tables):
+            return refuse(
+                ErrorCode.LIMIT, f"tables: one session declares at most {TABLES_LIMIT} column tables"
+            )
+        self._state.events.add(Declared(session.number, request.tables))
+        return Ok()
+
+    def sync(self, request: Sync, now: float) -> Ack | ErrorReply:
+        """Return the present ack."""
+        session = self.heard(request.producer, request.session, now)
+        if isinstance(session, ErrorReply):
+            return session
+        if request.abandoned > session.abandoned:
+            self._state.credits.abandoned(session, request.abandoned)
+            self._state.permits.pace(session.lane, now)
+        return self._state.ack_schedule.of(session)
+
+    def goodbye(self, request: Goodbye, now: float) -> Ok | ErrorReply:
+        """Close a session; a repetition changes nothing."""
+        state = self._state
+        current = state.sessions.current(request.producer)
+        if current is not None and current.number == request.session and current.closed:
+            return Ok()
+        session = self.heard(request.producer, request.session, now)
+        if isinstance(session, ErrorReply):
+            return session
+        state.credits.abandoned(session, request.abandoned)
+        session.produced = request.produced
+        session.closed = True
+        state.events.add(Produced(session.number, session.produced, session.abandoned, closed=True))
+        state.credits.retire(session)
+        state.permits_due = True
+        self.on_left(session, "closed its session", now)
+        return Ok()
+
+    def heard(self, producer: str, number: int, now: float) -> ProducerSession | ErrorReply:
+        """Return the session with a fresh sign of life, or the refusal."""
+        session = self._state.sessions.find(producer, number)
+        if isinstance(session, ErrorCode):
+            known = "is fenced by a newer one" if session is ErrorCode.FENCED else "is not known"
+            return refuse(session, f"session {number} of producer {producer} {known}")
+        self.alive(session, now)
+        return session
+
+    def alive(self, session: ProducerSession, now: float) -> None:
+        """Note a sign of life; a session that was taken for dead is revived."""
+        session.heard_at = now
+        if not session.alive:
+            self._claim(session, session.arena_ref)
+            self._state.credits.revive(session, now)
+            self._state.ack_schedule.schedule(session, now)
+
+    def ingest(self, envelope: Envelope, frames: Sequence[Any], now: float, wall: float) -> bool:
+        """Accept the groups of one message; return whether any was accepted."""
+        session = self._sender(envelope, frames, now)
+        if isinstance(session, str):
+            self._state.rejected[session] += 1
+            return False
+        accepted = False
+        start = 0
+        for index, header in enumerate(envelope.groups):
+            offset = envelope.offsets[index] if envelope.offsets else None
+            end = start if envelope.offsets else start + header.frames
+            refusal = self._refusal(session, header, offset)
+            if not refusal:
+                self._accept(session, header, offset, tuple(frames[start:end]), now, wall)
+                accepted = True
+            else:
+                self._state.rejected[refusal] += 1
+            start = end
+        if self._state.credits.waits(session):
+            session.touch_later(now)
+        else:
+            session.touch()
+        return accepted
+
+    def _sender(self, envelope: Envelope, frames: Sequence[Any], now: float) -> ProducerSession | str:
+        session = self._state.sessions.find(envelope.producer, envelope.session)
+        if isinstance(session, ErrorCode):
+            return "fenced" if session is ErrorCode.FENCED else "unknown_session"
+        if not self._state.run.serves(envelope.run):
+            return "wrong_run"
+        if (envelope.env, envelope.split) != (session.lane.env, session.lane.split):
+            return "wrong_environment"
+        if not _fits(envelope, len(frames)):
+            return "frames"
+        self.alive(session, now)
+        arena = session.arena
+        if envelope.offsets and (arena is None or arena.closed or arena.ref.ino != envelope.arena):
+            return "no_arena"
+        return session
+
+    def _refusal(self, session: ProducerSession, header: GroupHeader, offset: int | None) -> str:
+        if header.table not in session.tables:
+            return "duplicate" if session.window.seen(header.seq) else "unknown_table"
+        if refusal := session.window.refusal(header):
+            return refusal
+        if offset is not None and session.arena is not None and not session.arena.has(offset, header.nbytes):
+            return "arena_range"
+        return self._state.credits.refusal(session, header)
+
+    def _accept(
+        self,
+        session: ProducerSession,
+        header: GroupHeader,
+        offset: int | None,
+        frames: tuple[Any, ...],
+        now: float,
+        wall: float,
+    ) -> None:
+        state, lane = self._state, session.lane
+        session.window.accept(header.seq, header.position, header.nbytes)
+        if self._held_already(session, header):
+            state.events.add(
+                Skipped(session.number, header.seq, header.position, header.nbytes, header.group_id)
+            )
+            state.rejected["duplicate"] += 1
+            state.credits.arrived(session, now)
+            state.permits_due |= state.permits.arrived(session)
+            return
+        slot: ArenaSlot | None = None
+        if offset is not None and session.arena is not None:
+            slot, frames = session.arena.take(header.seq, offset, header.nbytes, lane.env)
+        else:
+            state.as_frames[session.without_arena or "arena_full"] += 1
+        group = StoredGroup(
+            header=header,
+            env=lane.env,
+            split=lane.split,
+            run=state.run.name,
+            producer=session.producer,
+            session=session.number,
+            table=session.tables[header.table],
+            body=GroupBody(frames, header.nbytes, state.ram, slot),
+            accepted_at=now,
+            accepted_wall=wall,
+        )
+        state.admit(group, lane, now)
+        state.events.add(group)
+        if lane.split is Split.TRAIN:
+            state.produced.add(header.sequences, now)
+        state.newest[lane.env] = group, frames
+        state.credits.arrived(session, now)
+        state.permits_due |= state.permits.arrived(session) or header.sequences != lane.group_size
+
+    def _held_already(self, session: ProducerSession, header: GroupHeader) -> bool:
+        """Return whether the same group came under another session of the producer and still exists."""
+        held = self._state.known.get(header.group_id)
+        return (
+            held is not None
+            and self._state.groups.find(held.order) is held
+            and held.producer == session.producer
+            and held.session != session.number
+            and (held.header.crc, held.header.nbytes) == (header.crc, header.nbytes)
+        )
+
+    def sweep(self, now: float) -> None:
+        """Reclaim the grants of silent producers and close their arenas; a producer that returns gets both again."""
+        moment = now - self._state.config.broker.silence_s
+        for session in list(self._state.sessions):
+            if session.alive and session.heard_at <= moment:
+                self._state.credits.retire(session)
+                self._state.permits_due = True
+        arenas = self._state.arenas
+        if len(arenas):
+            arenas.sweep(
+                {session.arena for session in self._state.sessions if session.alive and session.arena}
+            )
+
+
+def _fits(envelope: Envelope, frames: int) -> bool:
+    """Return whether the frames after an envelope are the ones it announces."""
+    if envelope.offsets:
+        return not frames and len(envelope.offsets) == len(envelope.groups)
+    return sum(header.frames for header in envelope.groups) == frames
+
+
+def _opened(session: ProducerSession, request: RegisterProducer) -> Opened:
+    return Opened(
+        number=session.number,
+        producer=request.producer,
+        env=request.env,
+        split=request.split,
+        slots=request.slots,
+        group_size=request.group_size,
+        weight=request.weight,
+        min_share=request.min_share,
+        pid=request.pid,
+        host=request.host,
+        draining=session.draining,
+        produced_before=session.produced_before,
+    )

@@ -1,0 +1,1 @@
+"""Snapshots: the broker's whole state, written and restored."""

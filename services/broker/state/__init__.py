@@ -1,0 +1,1 @@
+"""State of the broker: groups, queues, ledger, tasks, workers."""

@@ -1,0 +1,394 @@
+"""Lanes: the queue of one environment and split, indexed by the size of its groups.
+
+The cost of a pull does not grow with the length of a queue: groups of one size lie in one deque, oldest first, and a
+batch is composed from counts of sizes.
+
+Where stale groups are dropped, the order is by the oldest policy version, then by acceptance: the first group has the
+least time left. Where stale groups pass, the order is by acceptance alone. A returned group takes its old place. A
+suspect, a group with one delivery left, lies apart because it is delivered alone.
+
+A lane counts its queued and leased groups. Rewound groups are counted apart, because their bytes belong to
+`retain_bytes`.
+"""
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from heapq import merge
+from operator import attrgetter
+from typing import Any, Final
+
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.groups import Groups
+from rolloutmq.services.broker.state.rates import Rate
+
+UNCONFIGURED: Final = EnvironmentConfig(entry="unknown:Unknown")
+"""Rule of an environment without a configuration section."""
+NO_MARK: Final = 1 << 62
+"""Room of a lane without a mark of its own."""
+LONGEST_S: Final = 86_400.0
+"""Longest plausible rollout; a longer one has a wrong clock."""
+NEW_PART: Final = 0.1
+"""Weight of a new group in the mean rollout time."""
+_order: Final = attrgetter("order")
+
+
+def _deadline(group: StoredGroup) -> tuple[PolicyVersion, int]:
+    return group.header.oldest, group.order
+
+
+class Load:
+    """Groups, sequences, tokens and bytes together."""
+
+    __slots__ = ("groups", "nbytes", "sequences", "tokens")
+
+    def __init__(self) -> None:
+        self.groups = 0
+        self.sequences = 0
+        self.tokens = 0
+        self.nbytes = 0
+
+    def add(self, group: StoredGroup, sign: int = 1) -> None:
+        """Count one group in, or out with `sign` -1."""
+        self.groups += sign
+        self.sequences += sign * group.header.sequences
+        self.tokens += sign * group.header.tokens
+        self.nbytes += sign * group.header.nbytes
+
+    def as_tuple(self) -> tuple[int, int, int, int]:
+        return self.groups, self.sequences, self.tokens, self.nbytes
+
+
+class Lane:
+    """One environment's queue and its share of batches."""
+
+    def __init__(
+        self, env: str, split: Split, rule: EnvironmentConfig, now: float, last_chance: int = 1 << 30
+    ) -> None:
+        self.env = env
+        self._last_chance = last_chance
+        self.split = split
+        self.rule = rule
+        self._key: Callable[[StoredGroup], Any] = _deadline if rule.stale == "drop" else _order
+        self.weight = rule.weight
+        self.min_share = rule.min_share
+        self.group_size = rule.group_size
+        self.connected = True
+        self.queued = Load()
+        self.leased = Load()
+        self.rewinding = Load()
+        """Groups of rewound batches, waiting or leased again."""
+        self.granted_bytes = 0
+        """Bytes live producers may send, not yet arrived."""
+        self.granted = 0
+        """Rollouts live producers may start or have started, not yet arrived."""
+        self.carry = 0.0
+        """Sequences that batches still owe the lane; negative if it had more than its share."""
+        self.accepted_groups = 0
+        self.trained_groups = 0
+        self.accepted_sequences = 0
+        self.settled_sequences = 0
+        """Both in this life of the broker."""
+        self.rollout_s = 0.0
+        """Mean rollout time of a group; 0 until a group reports one."""
+        self.largest_bytes = 0
+        self.arrived_at = now
+        """When it last got a group, or its first producer."""
+        self.arrivals = Rate()
+        self.sizes: dict[int, deque[StoredGroup]] = {}
+        self.suspects: list[StoredGroup] = []
+        """Queued groups with one delivery left, oldest first; not in `sizes`."""
+
+    def adopt(self, rule: EnvironmentConfig, fixed: Container[str]) -> None:
+        """Apply another rule; a weight or minimum share that is not `fixed` stays as its producer set it."""
+        reordered, self.rule = rule.stale != self.rule.stale, rule
+        if "weight" in fixed:
+            self.weight = rule.weight
+        if "min_share" in fixed and self.connected:
+            self.min_share = rule.min_share
+        if reordered:
+            self._key = _deadline if rule.stale == "drop" else _order
+            self.sizes = {size: deque(sorted(queue, key=self._key)) for size, queue in self.sizes.items()}
+            self.suspects.sort(key=self._key)
+
+    def accept(self, group: StoredGroup, now: float) -> None:
+        header = group.header
+        self.accepted_groups += 1
+        self.accepted_sequences += header.sequences
+        took_s = header.finished_at - header.started_at
+        if header.started_at and 0.0 <= took_s <= LONGEST_S:
+            self.rollout_s += (took_s - self.rollout_s) * (NEW_PART if self.rollout_s else 1.0)
+        self.arrived_at = now
+        self.arrivals.add(1, now)
+        self.largest_bytes = max(self.largest_bytes, header.nbytes)
+        self.append(group)
+
+    def append(self, group: StoredGroup) -> None:
+        """Queue a group in its order among groups of its size; quick near both ends."""
+        if self.suspected(group):
+            self.put_back([group])
+            return
+        queue = self.sizes.setdefault(group.header.sequences, deque())
+        if queue and self._key(queue[-1]) > self._key(group):
+            queue.insert(bisect_right(queue, self._key(group), key=self._key), group)
+        else:
+            queue.append(group)
+        self.queued.add(group)
+
+    def suspected(self, group: StoredGroup) -> bool:
+        """Return whether one more failure ends the group: then the failure must be its own."""
+        return 0 < group.failures >= self._last_chance
+
+    def would_be_suspected(self, group: StoredGroup, failed: bool) -> bool:
+        """Return whether a group is a suspect after its lease is lost."""
+        return 0 < group.failures + failed >= self._last_chance
+
+    def holds(self, group: StoredGroup) -> bool:
+        """Return whether a group is queued here; quick near the head."""
+        if self.suspected(group):
+            return group in self.suspects
+        return group in self.sizes.get(group.header.sequences, ())
+
+    def remove(self, group: StoredGroup) -> None:
+        """Remove one queued group; quick near the head."""
+        if self.suspected(group):
+            self.suspects.remove(group)
+        else:
+            size = group.header.sequences
+            queue = self.sizes[size]
+            queue.remove(group)
+            if not queue:
+                del self.sizes[size]
+        self.queued.add(group, -1)
+
+    def take(self, size: int, count: int) -> list[StoredGroup]:
+        """Remove the oldest `count` groups of a size from the queue; there must be enough."""
+        queue = self.sizes[size]
+        taken = [queue.popleft() for _ in range(count)]
+        if not queue:
+            del self.sizes[size]
+        for group in taken:
+            self.queued.add(group, -1)
+        return taken
+
+    def put_back(self, groups: Iterable[StoredGroup]) -> None:
+        """Return groups to their old places in the queue."""
+        back: dict[int, list[StoredGroup]] = {}
+        for group in groups:
+            self.queued.add(group)
+            if self.suspected(group):
+                self.suspects.append(group)
+                self.suspects.sort(key=self._key)
+            else:
+                back.setdefault(group.header.sequences, []).append(group)
+        for size, returned in back.items():
+            returned.sort(key=self._key)
+            queue = self.sizes.setdefault(size, deque())
+            if queue and self._key(queue[0]) < self._key(returned[-1]):
+                self.sizes[size] = deque(merge(returned, queue, key=self._key))
+            else:
+                queue.extendleft(reversed(returned))
+
+    def in_order(self) -> Iterator[StoredGroup]:
+        """Yield the queued groups, oldest first."""
+        if len(self.sizes) == 1 and not self.suspects:
+            return iter(next(iter(self.sizes.values())))
+        return merge(self.suspects, *self.sizes.values(), key=self._key)
+
+    def counts(self, largest: int) -> dict[int, int]:
+        """Return the number of groups of each size up to `largest`, the oldest size first; suspects aside."""
+        usable = [size for size in self.sizes if size <= largest]
+        if len(usable) > 1:
+            usable.sort(key=lambda size: self._key(self.sizes[size][0]))
+        return {size: len(self.sizes[size]) for size in usable}
+
+    def heads(self, sizes: Iterable[int]) -> Iterator[StoredGroup]:
+        """Yield the groups of some sizes, oldest first; suspects aside."""
+        queues = [self.sizes[size] for size in sizes]
+        return iter(queues[0]) if len(queues) == 1 else merge(*queues, key=self._key)
+
+    def oldest_above(self, sequences: int) -> StoredGroup | None:
+        """Return the oldest group with more than so many sequences, suspects aside."""
+        heads = (queue[0] for size, queue in self.sizes.items() if size > sequences)
+        return min(heads, key=self._key, default=None)
+
+    def oldest(self) -> StoredGroup | None:
+        """Return the head of the queue."""
+        heads = [queue[0] for queue in self.sizes.values()] + self.suspects[:1]
+        return min(heads, key=self._key, default=None)
+
+    @property
+    def pending_sequences(self) -> int:
+        """Sequences between permit and settlement; rollouts under way count at their usual size."""
+        waiting = self.queued.sequences + self.leased.sequences + self.rewinding.sequences
+        return waiting + self.granted * self.group_size
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes queued or leased."""
+        return self.queued.nbytes + self.leased.nbytes
+
+    @property
+    def room(self) -> int:
+        """Bytes the lane's mark leaves to grant; below 0 if the mark was lowered."""
+        mark = self.rule.high_bytes
+        return mark - self.held_bytes - self.granted_bytes if mark else NO_MARK
+
+    @property
+    def room_groups(self) -> int:
+        """Groups of usual size the lane's mark leaves to start; an empty lane may always start one."""
+        mark, usual = self.rule.high_bytes, self.usual_bytes
+        if not mark or not usual:
+            return NO_MARK
+        return max((mark - self.held_bytes) // usual, not self.held_bytes) - self.granted
+
+    @property
+    def usual_bytes(self) -> int:
+        """Present bytes of one group; 0 before the first."""
+        groups = self.queued.groups + self.leased.groups
+        return self.held_bytes // groups if groups else self.largest_bytes
+
+    @property
+    def full(self) -> bool:
+        """Whether the lane's mark may leave no room for another group."""
+        return bool(self.rule.high_bytes) and self.held_bytes + self.largest_bytes > self.rule.high_bytes
+
+    def silent(self, now: float, limit_s: float) -> bool:
+        """Return whether no group arrived for so long that other lanes need not wait for this one."""
+        return now - self.arrived_at > limit_s
+
+    def validate(self) -> None:
+        """Assert that the counts are those of the containers."""
+        load = Load()
+        for group in self.suspects:
+            assert self.suspected(group)
+            load.add(group)
+        for size, queue in self.sizes.items():
+            assert queue, f"empty deque for size {size}"
+            keys = [self._key(group) for group in queue]
+            assert keys == sorted(keys), f"{self.env}: size {size} out of order"
+            for group in queue:
+                assert group.header.sequences == size
+                assert not self.suspected(group)
+                load.add(group)
+        assert load.as_tuple() == self.queued.as_tuple(), self.env
+        assert min(self.leased.as_tuple() + self.rewinding.as_tuple()) >= 0, self.env
+        assert min(self.granted, self.granted_bytes) >= 0, self.env
+
+
+class Lanes:
+    """All lanes, and their sums."""
+
+    def __init__(
+        self,
+        environments: dict[str, EnvironmentConfig],
+        groups: Groups,
+        last_chance: int = 1 << 30,
+        other: EnvironmentConfig = UNCONFIGURED,
+    ) -> None:
+        self._rules = environments
+        self._other = other
+        self._fixed: dict[str, Container[str]] = dict.fromkeys(environments, ("weight", "min_share"))
+        self._configured = frozenset(environments)
+        self._groups = groups
+        self._last_chance = last_chance
+        self._lanes: dict[tuple[str, Split], Lane] = {}
+        self.held_groups = 0
+        """Groups queued or leased, without rewound batches."""
+        self.held_bytes = 0
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes.values())
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def find(self, env: str, split: Split) -> Lane | None:
+        return self._lanes.get((env, split))
+
+    def open(self, env: str, split: Split, now: float) -> Lane:
+        """Return the lane, made on first use by the configuration's rule."""
+        lane = self._lanes.get((env, split))
+        if lane is None:
+            rule = self._rules.get(env, self._other)
+            lane = self._lanes[env, split] = Lane(env, split, rule, now, self._last_chance)
+        return lane
+
+    def configured(self, env: str) -> bool:
+        """Return whether the configuration has a section for the environment; it then wins over a producer."""
+        return env in self._configured
+
+    def adopt(self, environments: dict[str, EnvironmentConfig], fixed: Mapping[str, Container[str]]) -> None:
+        """Apply other rules.
+
+        Args:
+            environments: The rules, including those of environments without a configuration section.
+            fixed: Fields of those that win over a producer's values.
+        """
+        self._rules = environments
+        self._fixed |= {env: fields for env, fields in fixed.items() if env not in self._configured}
+        for lane in self:
+            if lane.env in environments:
+                lane.adopt(environments[lane.env], self._fixed.get(lane.env, ()))
+
+    def apply_producer_settings(self, lane: Lane, weight: float, min_share: float, group_size: int) -> None:
+        """Adopt a producer's values for its environment, where the configuration and live settings have none."""
+        fixed = self._fixed.get(lane.env, ())
+        lane.weight = lane.rule.weight if "weight" in fixed else weight
+        lane.min_share = lane.rule.min_share if "min_share" in fixed else min_share
+        if not self.configured(lane.env):
+            lane.group_size = group_size
+
+    def of(self, group: StoredGroup) -> Lane:
+        """Return the lane a stored group belongs to."""
+        return self._lanes[group.env, group.split]
+
+    def of_split(self, split: Split) -> list[Lane]:
+        return [lane for lane in self._lanes.values() if lane.split is split]
+
+    def accept(self, lane: Lane, group: StoredGroup, now: float) -> None:
+        """Queue a new group and give it its order."""
+        self._groups.add(group)
+        self.held_groups += 1
+        self.held_bytes += group.header.nbytes
+        lane.accept(group, now)
+
+    def lease(self, lane: Lane, groups: Iterable[StoredGroup]) -> None:
+        """Count groups taken from a queue as leased."""
+        for group in groups:
+            lane.leased.add(group)
+
+    def suspect(self, split: Split) -> StoredGroup | None:
+        """Return the oldest suspect."""
+        found = (group for lane in self.of_split(split) for group in lane.suspects)
+        return min(found, key=_order, default=None)
+
+    def put_back(self, groups: Iterable[StoredGroup]) -> None:
+        """Return groups to their old places in their queues."""
+        back: dict[Lane, list[StoredGroup]] = {}
+        for group in groups:
+            back.setdefault(self.of(group), []).append(group)
+        for lane, returned in back.items():
+            lane.put_back(returned)
+
+    def let_go(self, group: StoredGroup) -> None:
+        """Count out the bytes of a group that is neither queued nor leased any more."""
+        self.held_groups -= 1
+        self.held_bytes -= group.header.nbytes
+
+    def queued_sequences(self, split: Split) -> int:
+        return sum(lane.queued.sequences for lane in self._lanes.values() if lane.split is split)
+
+    def clear(self) -> None:
+        """Remove every lane and its groups."""
+        self._lanes.clear()
+        self.held_groups = self.held_bytes = 0
+
+    def validate(self) -> None:
+        for lane in self:
+            lane.validate()
+        loads = [(lane.queued, lane.leased) for lane in self]
+        assert self.held_groups == sum(q.groups + leased.groups for q, leased in loads)
+        assert self.held_bytes == sum(q.nbytes + leased.nbytes for q, leased in loads)

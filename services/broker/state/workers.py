@@ -1,0 +1,147 @@
+"""Workers: their heartbeats, and the drains ordered for them.
+
+A drain is state: it is repeated on `control.<worker>/` until the worker confirms it, and it ends with its process.
+"""
+
+from collections import Counter, defaultdict
+from typing import Final
+
+import msgspec
+
+from rolloutmq.schemas.wire.control import Drain, WorkerBeat, WorkerState, WorkerStatus
+
+GONE_S: Final = 30.0
+"""How long a worker that left stays in the table, for people to see."""
+SILENT_S: Final = 120.0
+"""How long a silent worker stays in the table; a failed one stays for good."""
+WORKERS_LIMIT: Final = 10_000
+"""Workers in the table: a status with so many is 3 MB."""
+
+_CONFIRMED: Final = frozenset({WorkerState.DRAINING, WorkerState.GONE, WorkerState.FAILED})
+
+
+class _DrainOrder(msgspec.Struct):
+    drain: Drain
+    pid: int = 0
+    """Process of the drain; 0 for the next one that sends a heartbeat."""
+    confirmed: bool = False
+    due: float = 0.0
+
+
+class Workers:
+    """The table of workers, and the drains."""
+
+    def __init__(self) -> None:
+        self._beats: dict[str, tuple[WorkerBeat, float]] = {}
+        self._drains: dict[str, _DrainOrder] = {}
+        self.late_members: Counter[str] = Counter()
+        """Sequences that arrived too late for their groups, by environment, in this life of the broker."""
+        self.blocked_s: defaultdict[str, float] = defaultdict(float)
+        """Seconds that rollout slots waited for credit, by environment, in this life of the broker."""
+
+    def beat(self, beat: WorkerBeat, now: float) -> bool:
+        """Note a heartbeat; False if the table is full."""
+        before = self._beats.get(beat.worker)
+        if before is None and len(self._beats) >= WORKERS_LIMIT:
+            return False
+        order = self._drains.get(beat.worker)
+        other = before is not None and (before[0].pid, before[0].host) != (beat.pid, beat.host)
+        if order is not None and (other or order.pid not in {0, beat.pid}):
+            del self._drains[beat.worker]
+            order = None
+        if order is not None:
+            order.pid = order.pid or beat.pid
+        so_far = before[0].late_members if before is not None and not other else 0
+        counted = beat.env in self.late_members or len(self.late_members) < WORKERS_LIMIT
+        if beat.late_members > so_far and counted:
+            self.late_members[beat.env] += beat.late_members - so_far
+        if before is not None and not other:
+            self._count_blocked(beat.env, beat.blocked_s - before[0].blocked_s)
+        self._beats[beat.worker] = beat, now
+        if order is not None and beat.state in _CONFIRMED:
+            order.confirmed = True
+        return True
+
+    def _count_blocked(self, env: str, seconds: float) -> None:
+        if seconds > 0.0 and (env in self.blocked_s or len(self.blocked_s) < WORKERS_LIMIT):
+            self.blocked_s[env] += seconds
+
+    def last(self, worker: str) -> WorkerBeat | None:
+        """Return the last heartbeat of a worker."""
+        known = self._beats.get(worker)
+        return known[0] if known else None
+
+    def order_drain(self, drain: Drain, pid: int = 0) -> bool:
+        """Order a worker to drain; False if it was ordered before."""
+        if drain.worker in self._drains:
+            return False
+        beat = self.last(drain.worker)
+        pid = beat.pid if beat is not None else pid
+        self._drains[drain.worker] = _DrainOrder(drain, pid, beat is not None and beat.state in _CONFIRMED)
+        return True
+
+    def pid(self, worker: str) -> int:
+        """Return the process of a drain, or 0."""
+        order = self._drains.get(worker)
+        return order.pid if order is not None else 0
+
+    def end_drain(self, worker: str) -> bool:
+        """Forget a drain; False if there is none."""
+        return self._drains.pop(worker, None) is not None
+
+    def draining(self, worker: str) -> bool:
+        return worker in self._drains
+
+    def due(self, now: float, interval_s: float) -> list[Drain]:
+        """Return the drains to repeat now."""
+        due = [order for order in self._drains.values() if not order.confirmed and order.due <= now]
+        for order in due:
+            order.due = now + interval_s
+        return [order.drain for order in due]
+
+    def next_due(self) -> float:
+        """Return when the next repetition is due."""
+        return min((t.due for t in self._drains.values() if not t.confirmed), default=float("inf"))
+
+    def drains(self) -> list[Drain]:
+        """Return every drain in force."""
+        return [order.drain for order in self._drains.values()]
+
+    def sweep(self, now: float) -> list[str]:
+        """Remove workers that left or fell silent long ago; return those whose drains ended with that."""
+        ended = []
+        for worker, (beat, at) in list(self._beats.items()):
+            limit = GONE_S if beat.state is WorkerState.GONE else SILENT_S
+            if beat.state is not WorkerState.FAILED and now - at > limit:
+                del self._beats[worker]
+                if self.end_drain(worker):
+                    ended.append(worker)
+        return ended
+
+    def statuses(self, now: float) -> tuple[WorkerStatus, ...]:
+        """Return the table, by name."""
+        return tuple(
+            WorkerStatus(
+                worker=worker,
+                env=beat.env,
+                state=beat.state,
+                pid=beat.pid,
+                host=beat.host,
+                in_hand=beat.in_hand,
+                produced=beat.produced,
+                abandoned=beat.abandoned,
+                blocked_s=beat.blocked_s,
+                silent_s=max(0.0, now - at),
+                draining=worker in self._drains or beat.state is WorkerState.DRAINING,
+                error=beat.error,
+                late_members=beat.late_members,
+                untaught=beat.untaught,
+                waits_for=beat.waits_for,
+            )
+            for worker, (beat, at) in sorted(self._beats.items())
+        )
+
+    def clear(self) -> None:
+        """Forget the table and the drains; workers report again."""
+        self._beats.clear()
+        self._drains.clear()

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface as vLLM speaks it: requests and responses."""

@@ -1,0 +1,1 @@
+"""The teacher of a distillation run: a server of token log-probabilities."""

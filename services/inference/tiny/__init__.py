@@ -1,0 +1,1 @@
+"""The tiny inference server: one engine on one CPU core."""

@@ -1,0 +1,89 @@
+"""Tokenizer of a served model: text to token ids and back, from the files that the trainer left in `model/`."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from rolloutmq.schemas.errors import MissingError
+from rolloutmq.services.inference.openai.requests import ApiError
+
+
+class TextTokenizer:
+    """One tokenizer. Loading reads files; every other method is fast enough for an event loop.
+
+    Raises:
+        MissingError: The directory has no `tokenizer.json`.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise MissingError(
+                str(path),
+                "the trainer writes it for a built-in model; put one into the directory of your own",
+            )
+        self._tokenizer: Any = Tokenizer.from_file(str(path))
+        self._directory = directory
+        self._tokens: dict[int, str] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a prompt, including the special tokens in front. Raises `ApiError`."""
+        return self._encode(text, special=True)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
+            why = "a built-in model knows the characters of model.alphabet only"
+            raise ApiError(400, f"prompt: not in the vocabulary ({error}); {why}") from None
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation, by the chat template or joined if there is none. Raises
+        `ApiError`.
+        """
+        flat = [{**message, "content": _content(message)} for message in messages]
+        if not self._chat.chat_template:
+            return self.encode("".join(message["content"] for message in flat))
+        try:
+            text = self._chat.apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
+            raise ApiError(400, f"messages: the chat template failed: {error}") from None
+        return self._encode(text, special=False)
+
+    @cached_property
+    def _chat(self) -> Any:
+        return PreTrainedTokenizerFast.from_pretrained(self._directory, local_files_only=True)
+
+    def warm_up(self) -> None:
+        """Load the chat template before the first conversation."""
+        self._chat.chat_template  # noqa: B018
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of sampled tokens, without special tokens."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def token(self, token: int) -> str:
+        """Return the text of one token in the vocabulary; empty for an embedding row without a token."""
+        found = self._tokens.get(token)
+        if found is None:
+            found = self._tokens[token] = self._tokenizer.id_to_token(token) or ""
+        return found
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        return "".join(part["text"] for part in content)
+    raise ApiError(400, "messages: content must be a string, or a list of parts of type text")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)

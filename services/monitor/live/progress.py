@@ -1,0 +1,80 @@
+"""Progress lines, for output that is not a terminal. Pure.
+
+A line is due after 25 steps, after 2 seconds with a change, and after 30 seconds in any case. A fast run does not
+flood a log, and a stuck run still prints.
+"""
+
+from typing import Final
+
+from rolloutmq.schemas.wire.control import WorkerState
+from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.monitor.status import waits
+from rolloutmq.services.monitor.status import waits as sending
+from rolloutmq.services.monitor.text import format
+
+EVERY_STEPS: Final = 25
+EVERY_S: Final = 2.0
+AT_LEAST_S: Final = 0.5
+"""Minimum time between two lines."""
+AT_MOST_S: Final = 30.0
+
+
+class Progress:
+    """Decides when a line is due, and renders it."""
+
+    def __init__(self, board: RunState) -> None:
+        self._board = board
+        self._said_at: float | None = None
+        self._said_step = 0
+        self._said = ""
+
+    def line(self, now: float) -> str | None:
+        """Return the line to print now, or None if none is due."""
+        step = self._board.steps_done
+        body = describe(self._board, now)
+        if self._said_at is not None:
+            silence = now - self._said_at
+            many = step - self._said_step >= EVERY_STEPS and silence >= AT_LEAST_S
+            news = body != self._said and silence >= EVERY_S
+            if not (many or news or silence >= AT_MOST_S):
+                return None
+        self._said_at, self._said_step, self._said = now, step, body
+        return f"[{format.clock(self._board.elapsed_s(now)):>5}] {body}"
+
+
+def describe(board: RunState, now: float) -> str:
+    """Return the state of a run as one line."""
+    pressure = board.pressure
+    if pressure is None:
+        return "waiting for the broker"
+    total = f"/{board.total_steps}" if board.total_steps else ""
+    reward = board.reward()
+    parts = [
+        f"step {board.steps_done:>{len(total) - 1 if total else 1}}{total}",
+        f"reward {reward:.3f}" if reward is not None else "reward -----",
+        f"{board.steps_per_s(now):4.1f} steps/s",
+        f"pressure {pressure.rollout_pressure:4.2f}",
+        f"staleness {board.step.staleness_max if board.step else 0}/{board.staleness_bound}",
+        f"workers {_workers(board)}",
+    ]
+    if silent := board.silent_s(now):
+        return "  ".join([*parts, f"the broker is silent for {silent:.0f} s"])
+    return "  ".join([*parts, *_waits(board)])
+
+
+def _workers(board: RunState) -> str:
+    counts: dict[WorkerState, int] = {}
+    for worker in board.workers():
+        counts[worker.state] = counts.get(worker.state, 0) + 1
+    others = [f"+{count} {state}" for state, count in counts.items() if state is not WorkerState.READY]
+    return " ".join([str(counts.get(WorkerState.READY, 0)), *others])
+
+
+def _waits(board: RunState) -> list[str]:
+    pressure = board.pressure
+    if pressure is None:
+        return []
+    reasons = dict.fromkeys(lane.wait for lane in pressure.lanes if waits.is_waiting(lane.wait))
+    waiting = sending.REASON if board.unsent else pressure.trainer_wait if waits.trainer(pressure) else ""
+    trainer = [f"trainer waits: {waiting}"] if waiting else []
+    return trainer + [f"workers wait: {reason}" for reason in reasons]

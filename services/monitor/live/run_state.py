@@ -1,0 +1,188 @@
+"""The state of a run for its live view: events in, state out. Pure; the caller passes times of one steady clock."""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+from rolloutmq.bus.engine_registry import SILENT_S, engine_number
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import Supervision, Target
+from rolloutmq.schemas.wire.control import Pressure, ScaleDecision, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.hardware import GpuStanding
+from rolloutmq.schemas.wire.telemetry import (
+    EngineDecision,
+    EngineSample,
+    Event,
+    GpuAbsence,
+    GpuSample,
+    HostSample,
+    ProcessSample,
+)
+from rolloutmq.services.monitor.report.metrics import configured_bounds
+from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined
+
+RATE_WINDOW_S: Final = 10.0
+"""Window of the step rate: short enough to show a stall, long enough not to jitter."""
+REWARDS_KEPT: Final = 4096
+STALE_S: Final = 3.0
+"""Age from which the state is stale; the broker publishes pressure four times a second."""
+
+
+class RunState:
+    """State collected from the events of one run.
+
+    Args:
+        name: Name of the run.
+        total_steps: Steps of the run; 0 if unknown.
+        low, high: Target band of the rollout pressure: half to twice the setpoint.
+        bounds: `max_staleness` of each training environment, until the broker publishes the bound in force.
+    """
+
+    def __init__(
+        self, name: str, total_steps: int, low: float, high: float, bounds: Mapping[str, int]
+    ) -> None:
+        self.name = name
+        self.total_steps = total_steps
+        self.low = low
+        self.high = high
+        self._bounds = dict(bounds)
+        self.pressure: Pressure | None = None
+        self.step: StepDone | None = None
+        self.host: HostSample | None = None
+        self.gpu_absence: GpuAbsence | None = None
+        self.gpus: dict[str, GpuSample] = {}
+        self.standings: dict[str, GpuStanding] = {}
+        self.processes: dict[str, ProcessSample] = {}
+        self.decisions: dict[str, ScaleDecision] = {}
+        self.engine_decision: EngineDecision | None = None
+        self._engines: dict[str, tuple[EngineSample, float]] = {}
+        self.supervision: Supervision | None = None
+        """Worker states from the orchestrator's file; the owner of this object reads it."""
+        self.unsent = ""
+        """Reason why the trainer waits before it asks the broker, see `waits.unsent`; read from a file, too."""
+        self.notice = ""
+        """Most important message for a person; empty if there is none."""
+        self.started_at: float | None = None
+        self._pressure_at = 0.0
+        self._rewards: deque[tuple[int, float]] = deque(maxlen=REWARDS_KEPT)
+        self._steps: deque[tuple[float, int]] = deque()
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "RunState":
+        """Return the initial state of a configured run."""
+        return cls(
+            config.run.name,
+            config.trainer.steps if config.trainer.enabled else 0,
+            config.orchestrator.scaling.setpoint_batches / 2.0,
+            config.orchestrator.scaling.setpoint_batches * 2.0,
+            configured_bounds(config),
+        )
+
+    def feed(self, event: Event, now: float) -> None:
+        """Apply one event received at `now`."""
+        if self.started_at is None:
+            self.started_at = now
+        match event:
+            case Pressure():
+                self.pressure = event
+                self._pressure_at = now
+                self._bounds |= {x.env: x.max_staleness for x in event.lanes if x.split is Split.TRAIN}
+            case StepDone():
+                self._take_step(event, now)
+            case HostSample():
+                self.host = event
+            case ProcessSample():
+                self.processes[event.name] = event
+            case GpuSample():
+                self.gpus[event.uuid] = event
+                self.gpu_absence = None
+            case GpuStanding():
+                self.standings[event.uuid] = event
+            case GpuAbsence():
+                self.gpu_absence = event
+                self.gpus.clear()
+            case ScaleDecision():
+                self.decisions[event.env] = event
+            case EngineSample():
+                self._engines[event.name] = event, now
+            case EngineDecision():
+                self.engine_decision = event
+
+    def _take_step(self, step: StepDone, now: float) -> None:
+        while self._rewards and self._rewards[-1][0] >= step.step:
+            self._rewards.pop()  # A resumed trainer takes these steps again.
+        if self._steps and self._steps[-1][1] >= step.step:
+            self._steps.clear()
+        self.step = step
+        self._rewards.append((step.step, step.reward))
+        self._steps.append((now, step.step))
+
+    @property
+    def staleness_bound(self) -> int:
+        """Return the largest staleness bound in force."""
+        return max(self._bounds.values(), default=0)
+
+    @property
+    def steps_done(self) -> int:
+        """Return the highest reported step; pressure repeats it, in case an event was lost."""
+        return max(
+            self.step.step if self.step else 0,
+            self.pressure.step if self.pressure and not self.step else 0,
+        )
+
+    def rewards(self) -> list[float]:
+        """Return the rewards of the received steps, oldest first."""
+        return [reward for _, reward in self._rewards]
+
+    def reward(self, steps: int = 10) -> float | None:
+        """Return the mean reward of the last steps; None before the first."""
+        last = self.rewards()[-steps:]
+        return sum(last) / len(last) if last else None
+
+    def steps_per_s(self, now: float) -> float:
+        """Return the rate over the last ten seconds, waits included."""
+        while len(self._steps) > 1 and now - self._steps[0][0] > RATE_WINDOW_S:
+            self._steps.popleft()
+        if len(self._steps) < 2:
+            return 0.0
+        (since, first), (_, last) = self._steps[0], self._steps[-1]
+        return (last - first) / max(now - since, 1e-9)
+
+    def elapsed_s(self, now: float) -> float:
+        """Return the seconds since the first event."""
+        return 0.0 if self.started_at is None else now - self.started_at
+
+    def left_s(self, now: float) -> float | None:
+        """Return the seconds the remaining steps take at the present rate; None if unknown."""
+        rate = self.steps_per_s(now)
+        if not self.total_steps or rate <= 0.0:
+            return None
+        return max(0, self.total_steps - self.steps_done) / rate
+
+    def workers(self) -> tuple[WorkerStatus, ...]:
+        """Return the workers except those in state `gone`."""
+        if self.pressure is None:
+            return ()
+        return tuple(one for one in self.pressure.workers if one.state is not WorkerState.GONE)
+
+    def engines(self, now: float) -> list[EngineSample]:
+        """Return the engines with a recent sample, by number."""
+        heard = [one for one, at in self._engines.values() if now - at <= SILENT_S]
+        return sorted(heard, key=lambda one: engine_number(one.name))
+
+    def crew(self, now: float) -> list[WorkerRow]:
+        """Return the workers, orchestrator and broker views joined; `now` is CLOCK_MONOTONIC."""
+        return joined(self.supervision, self.workers(), now)
+
+    def targets(self) -> list[Target]:
+        """Return the target worker count of each environment: as last published, else as last written to file."""
+        known = {one.env: one for one in self.supervision.targets} if self.supervision is not None else {}
+        for one in self.decisions.values():
+            known[one.env] = Target(env=one.env, target=one.target, current=one.current, reason=one.reason)
+        return [known[env] for env in sorted(known)]
+
+    def silent_s(self, now: float) -> float:
+        """Return how long the broker has been silent if the state is stale; else 0."""
+        silence = now - self._pressure_at
+        return silence if self.pressure is not None and silence > STALE_S else 0.0

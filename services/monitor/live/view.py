@@ -1,0 +1,322 @@
+"""The run state rendered as terminal lines. Pure: nothing here draws or reads a clock.
+
+Each line is independent, is cut rather than wrapped, and starts with its most important part, so that a narrow
+terminal shows less and nothing jumps. The worker table takes the remaining height, workers in trouble first.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rolloutmq.schemas.wire.control import LedgerCounts, Pressure, WorkerState
+from rolloutmq.schemas.wire.telemetry import EngineSample, GpuSample
+from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.monitor.status import gpus, waits
+from rolloutmq.services.monitor.status.worker_view import SILENT_S, WorkerRow, target_text, trouble_text
+from rolloutmq.services.monitor.text import format
+
+LABEL_WIDTH: Final = 9
+GAUGE_WIDTH: Final = 16
+STYLE_OF: Final[dict[str, str]] = {
+    "waiting": "bold red",
+    WorkerState.STARTING: "cyan",
+    WorkerState.READY: "green",
+    WorkerState.DRAINING: "yellow",
+    WorkerState.GONE: "dim",
+    WorkerState.FAILED: "bold red",
+    "stopping": "yellow",
+    "fatal": "bold red",
+}
+INTEREST: Final = ("trainer", "inference", "broker", "orchestrator", "telemetry")
+ACCENT: Final = "bold cyan"
+QUIET: Final = "dim"
+GPUS_APART: Final = 4
+GPUS_SHOWN: Final = 6
+"""Maximum number of GPU lines, so that the workers keep their place."""
+ENGINES_APART: Final = 4
+TARGETS_SHOWN: Final = 3
+UNWELL_SHOWN: Final = 3
+
+
+def frame(board: RunState, now: float, width: int, height: int) -> Group:
+    """Return the whole frame, at most `height` lines of `width` cells."""
+    above = [header(board, now, width), *notice_lines(board), reward_line(board, width)]
+    below: list[Text] = []
+    pressure = board.pressure
+    if pressure is None:
+        above.append(_row("broker", Text("not connected yet", style=QUIET)))
+    else:
+        above += [
+            queue_line(board, pressure),
+            flow_line(pressure),
+            *wait_lines(board, pressure, now),
+        ]
+        below += ledger_lines(pressure.ledger)
+    below += engine_lines(board, now)
+    above += target_lines(board)
+    crew = board.crew(now)
+    below[:0] = trouble_lines(crew)
+    below += machine_lines(board)
+    room = height - len(above) - len(below) - 2
+    table = worker_table(board, crew, room - 1, width)
+    lines: list[RenderableType] = [*above, Text(), *below]
+    if table is not None:
+        lines[len(above) + 1 : len(above) + 1] = [table, Text()]
+    return Group(*lines[: max(1, height)])
+
+
+def _row(label: str, *parts: Text | str) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f" {label:<{LABEL_WIDTH - 1}}", style=QUIET)
+    for part in parts:
+        line.append_text(part if isinstance(part, Text) else Text(part))
+    return line
+
+
+def header(board: RunState, now: float, width: int) -> Text:
+    """Return the title line: name, step, progress, rate and times."""
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(" RolloutMQ ", style="bold reverse cyan").append(f" {board.name} ", style="bold")
+    rate, left = board.steps_per_s(now), board.left_s(now)
+    tail = f"  {rate:.1f} steps/s  {format.clock(board.elapsed_s(now))}"
+    if left is not None:
+        tail += f"  ({format.clock(left)} left)"
+    done, total = board.steps_done, board.total_steps
+    count = f" step {done}/{total} " if total else f" step {done} "
+    line.append(count, style=ACCENT)
+    cells = min(24, width - line.cell_len - len(tail) - 1)
+    if total and cells >= 6:
+        line.append(format.bar(done / total, cells), style="cyan on grey23")
+    return line.append(tail)
+
+
+def reward_line(board: RunState, width: int) -> Text:
+    """Return the reward and its course since the start."""
+    reward = board.reward()
+    if reward is None:
+        return _row("reward", Text("no step yet", style=QUIET))
+    rewards = board.rewards()
+    low, high = min(0.0, *rewards), max(1.0, *rewards)
+    tail = f"  staleness {board.step.staleness_max if board.step else 0} of {board.staleness_bound}"
+    cells = max(0, min(48, width - LABEL_WIDTH - 9 - len(tail) - 1))
+    course = format.sparkline(rewards, cells, low, high)
+    return _row("reward", Text(f"{reward:6.3f}  ", style=ACCENT), Text(course, style="green"), tail)
+
+
+def queue_line(board: RunState, pressure: Pressure) -> Text:
+    """Return pressure with its target band, groups, and bytes of the high-water mark."""
+    value = pressure.rollout_pressure
+    held = pressure.queued_bytes + pressure.leased_bytes
+    style = _band_style(board, value)
+    return _row(
+        "queue",
+        gauge(board, value, style),
+        Text(f" {value:.2f} ", style=f"bold {style}"),
+        f"batches ({board.low:g} to {board.high:g})",
+        Text(
+            f" · {pressure.queued_groups} groups · {format.portion(held, pressure.high_bytes)}",
+            style=QUIET,
+        ),
+    )
+
+
+def _band_style(board: RunState, value: float) -> str:
+    if value < board.low:
+        return "yellow"
+    return "green" if value <= board.high else "magenta"
+
+
+def gauge(board: RunState, value: float, style: str) -> Text:
+    """Return the pressure as a bar over a scale with the target band shaded."""
+    scale = board.high * 4 / 3
+    filled = format.bar(value / scale if scale > 0 else 0.0, GAUGE_WIDTH)
+    line = Text("▕")
+    for cell, char in enumerate(filled):
+        middle = (cell + 0.5) / GAUGE_WIDTH * scale
+        shade = "grey35" if board.low <= middle <= board.high else "grey15"
+        line.append(char, style=f"{style} on {shade}")
+    return line.append("▏")
+
+
+def flow_line(pressure: Pressure) -> Text:
+    """Return sequences per second in and out, and the time spent waiting so far."""
+    rates = f"in {pressure.produced_per_s:,.0f} · out {pressure.consumed_per_s:,.0f} sequences/s"
+    waited = sorted(pressure.waits_s.items(), key=lambda item: -item[1])
+    costs = " · ".join(f"{reason} {seconds:.0f} s" for reason, seconds in waited if seconds >= 1)
+    return _row("flow", rates, Text(f" · waited: {costs}" if costs else "", style=QUIET))
+
+
+def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
+    """Return why the trainer and the workers wait."""
+    if silent := board.silent_s(now):
+        return [
+            _row("broker", Text(f"silent for {silent:.0f} s: the values shown are stale", style="bold red"))
+        ]
+    rows = [_trainer_line(board, pressure)]
+    if reason := waits.workers(pressure):
+        rows.append(_row("workers", "wait: ", Text(reason, style="yellow")))
+    else:
+        rows.append(_row("workers", _activity(board)))
+    return rows
+
+
+def _activity(board: RunState) -> Text:
+    counts = Counter(worker.state for worker in board.workers())
+    if counts[WorkerState.READY]:
+        return Text("rolling out", style="green")
+    return Text(", ".join(f"{count} {state}" for state, count in counts.items()) or "none", style=QUIET)
+
+
+def _trainer_line(board: RunState, pressure: Pressure) -> Text:
+    if reason := board.unsent or waits.trainer(pressure):
+        return _row("trainer", "waits: ", Text(reason, style="yellow"))
+    if not board.steps_done and not pressure.ledger.leased:
+        return _row("trainer", Text("no batch pulled yet", style=QUIET))
+    return _row("trainer", Text("training", style="green"))
+
+
+def notice_lines(board: RunState) -> list[Text]:
+    """Return the notice, if there is one."""
+    return [_row("run", Text(board.notice, style="bold red"))] if board.notice else []
+
+
+def target_lines(board: RunState) -> list[Text]:
+    """Return target count and reason of each environment, cut after the first few."""
+    targets = board.targets()
+    rows = [_row("scale" if one is targets[0] else "", f"{one.env}: ", target_text(one)) for one in targets]
+    more = len(rows) - TARGETS_SHOWN
+    return rows if more <= 0 else [*rows[:TARGETS_SHOWN], _row("", Text(f"… {more} more", style=QUIET))]
+
+
+def trouble_lines(crew: Sequence[WorkerRow]) -> list[Text]:
+    """Return the problems of unwell workers, cut after the first few."""
+    unwell = [row for row in crew if row.is_unwell]
+    rows = [
+        _row("unwell" if row is unwell[0] else "", f"{row.worker}: ", Text(trouble_text(row), style="red"))
+        for row in unwell[:UNWELL_SHOWN]
+    ]
+    more = len(unwell) - UNWELL_SHOWN
+    return rows if more <= 0 else [*rows, _row("", Text(f"… {more} more", style=QUIET))]
+
+
+def worker_table(board: RunState, crew: Sequence[WorkerRow], rows: int, width: int) -> Table | None:
+    """Return a row for each worker that fits; None without room or workers."""
+    if not crew or rows < 1:
+        return None
+    shown = crew if len(crew) <= rows else _most_relevant(crew, rows - 1)
+    table = Table(box=None, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET)
+    table.add_column(" worker", no_wrap=True, min_width=LABEL_WIDTH)
+    table.add_column("state", no_wrap=True)
+    for title in ("pid", "age", "in hand", "produced", "abandoned", "silent", "cpu"):
+        table.add_column(title, justify="right", no_wrap=True)
+    if width >= 110:
+        table.add_column("last error", no_wrap=True, overflow="ellipsis", max_width=width - 90)
+    for row in shown:
+        cells = _worker_cells(board, row)
+        table.add_row(*cells[: len(table.columns)])
+    if len(shown) < len(crew):
+        table.add_row(f" … {len(crew) - len(shown)} more")
+    return table
+
+
+def _worker_cells(board: RunState, row: WorkerRow) -> list[Text]:
+    process = board.processes.get(row.worker) if row.pid else None
+    troubled = "bold red" if (row.silent_s or 0.0) > SILENT_S else ""
+    return [
+        Text(f" {row.worker}"),
+        Text(row.state, style=STYLE_OF[row.state]),
+        Text(str(row.pid or "-")),
+        Text("-" if row.age_s is None else format.clock(row.age_s)),
+        *(Text("-" if count is None else str(count)) for count in (row.in_hand, row.produced)),
+        Text("-" if row.abandoned is None else str(row.abandoned), style="yellow" if row.abandoned else ""),
+        Text("-" if row.silent_s is None else f"{row.silent_s:.1f} s", style=troubled),
+        Text(f"{process.cpu_percent:.0f} %" if process else "?"),
+        Text(row.reason, style="red"),
+    ]
+
+
+def _most_relevant(crew: Sequence[WorkerRow], count: int) -> list[WorkerRow]:
+    def is_fine(row: WorkerRow) -> bool:
+        return row.state == WorkerState.READY and not row.is_unwell
+
+    chosen = {row.worker for row in sorted(crew, key=is_fine)[: max(0, count)]}
+    return [row for row in crew if row.worker in chosen]
+
+
+def ledger_lines(ledger: LedgerCounts) -> list[Text]:
+    """Return the ledger, and the counts beside it that need attention."""
+    rows = [_row("groups", format.accounts(ledger, short=True))]
+    extra = {"rewound": ledger.rewound, "lost before accept": ledger.lost_before_accept}
+    if any(extra.values()):
+        counts = (f"{what} {count}" for what, count in extra.items() if count)
+        rows.append(_row("", Text(" · ".join(counts), style="yellow")))
+    return rows
+
+
+def engine_lines(board: RunState, now: float) -> list[Text]:
+    """Return a line for each engine, or one for many, and the last scaling decision if their number may change."""
+    engines = board.engines(now)
+    if len(engines) > ENGINES_APART:
+        in_hand, busy = sum(one.in_hand for one in engines), sum(one.busy for one in engines) / len(engines)
+        rows = [_row("engines", f"{len(engines)} · {in_hand} in hand · {busy:.0%} busy")]
+    else:
+        rows = [_engine_line(one) for one in engines]
+    if (decision := board.engine_decision) is not None:
+        count = f"{decision.current} of {decision.target} · "
+        rows.append(_row("engines", count, Text(decision.reason, style=QUIET)))
+    return rows
+
+
+def _engine_line(one: EngineSample) -> Text:
+    draining = Text(" · draining", style=STYLE_OF[WorkerState.DRAINING]) if one.draining else ""
+    load = f"{one.in_hand} in hand · {one.busy:.0%} busy"
+    return _row("engine", f"{one.name} · {load}", draining, f" · pid {one.pid} · {one.url}")
+
+
+def machine_lines(board: RunState) -> list[Text]:
+    """Return the host, its GPUs, and the processes except workers."""
+    rows = []
+    if (host := board.host) is not None:
+        used = format.portion(host.memory_used_bytes, host.memory_total_bytes)
+        parts = [f"cpu {host.cpu_percent:.0f} % of {host.cpus} cores", f"memory {used}"]
+        if board.gpu_absence is not None:
+            parts.append("no GPU")
+        rows.append(_row("host", " · ".join(parts)))
+    rows += gpu_lines(board)
+    names = {worker.worker for worker in board.workers()}
+    others = sorted(board.processes.keys() - names, key=_interest)
+    if others:
+        loads = (f"{name} {board.processes[name].cpu_percent:.0f} %" for name in others)
+        rows.append(_row("cpu", " · ".join(loads)))
+    return rows
+
+
+def gpu_lines(board: RunState) -> list[Text]:
+    """Return a line for each GPU; on a host with many, only those with a problem, and one line for the rest."""
+    known = sorted(board.gpus.values(), key=lambda gpu: (gpu.host, gpu.index))
+    if len(known) <= GPUS_APART:
+        return [_gpu_line(board, gpu) for gpu in known]
+    troubled = [gpu for gpu in known if not gpus.is_fine(gpu, board.standings.get(gpu.uuid))]
+    shown = troubled if len(troubled) <= GPUS_SHOWN else troubled[: GPUS_SHOWN - 1]
+    rest = [gpu for gpu in known if gpu not in shown]
+    rows = [_gpu_line(board, gpu) for gpu in shown]
+    if rest:
+        wrong = len(troubled) - len(shown)
+        tail = f" · {wrong} more with problems" if wrong else ""
+        rows.append(_row("gpu", f"{len(rest)} x {rest[0].name} · {gpus.figures_of(rest)}{tail}"))
+    return rows
+
+
+def _gpu_line(board: RunState, gpu: GpuSample) -> Text:
+    standing = board.standings.get(gpu.uuid)
+    fine = gpus.is_fine(gpu, standing)
+    return _row("gpu", Text(gpus.line(gpu, standing), style="" if fine else "bold red"))
+
+
+def _interest(name: str) -> tuple[int, str]:
+    """Return the sort key of a process: likely bottlenecks first, in a fixed order."""
+    return (INTEREST.index(name) if name in INTEREST else len(INTEREST), name)

@@ -1,0 +1,1 @@
+"""Reports of an ended run: `summary.json`, `report.png`, the bias report."""

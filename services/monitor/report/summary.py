@@ -1,0 +1,270 @@
+"""`summary.json`: the fate of every group, from a join of the logs that each side wrote.
+
+The producers' ack logs name the accepted groups. The trainer's log names the trained groups. The broker's two lists
+(`dropped.jsonl`, `saved.rmq`) name the groups it gave up or still held at the end. The join uses only ids, never a
+counter: an accepted group that no list names is lost. Join after the processes have ended; in a running run, queued
+groups look lost.
+
+The states add up by construction: an accepted group belongs to the first of trained, filtered, dead, expired,
+discarded and in flight that names it, else it is lost.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.services.monitor.report.metrics import Metrics, bounds_in_force, read_metrics
+from rolloutmq.services.monitor.text.jsonl import read_lines
+
+WINDOW_STEPS: Final = 50
+"""Steps at either end over which `reward_first` and `reward_last` are averaged."""
+
+TOLD_BY_TRAINER: Final = (
+    *("groups_trained", "groups_filtered", "groups_lost"),
+    *("groups_trained_twice", "groups_rewound"),
+)
+"""Figures that only the trainer's log can supply."""
+
+ReadIds = Callable[[RunLayout], Iterable[str]]
+"""Reads the ids of the groups in a `saved.rmq`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLog:
+    """Valid lines of `trained.jsonl`: those no later `resumed` line voided.
+
+    Attributes:
+        batches: Valid batches, in order.
+        voided: Void batches: the weights they led to are gone.
+        resumed_at: Times at which a trainer resumed.
+    """
+
+    batches: tuple[SettledBatch, ...]
+    voided: tuple[SettledBatch, ...]
+    resumed_at: tuple[float, ...]
+
+    def trained(self) -> Counter[str]:
+        """Return how often each group was trained."""
+        return Counter(name for batch in self.batches for name in batch.trained)
+
+    def filtered(self) -> set[str]:
+        return {name for batch in self.batches for name in batch.filtered}
+
+    def rejected(self) -> set[str]:
+        return {name for batch in self.batches for name in batch.rejected}
+
+    def voided_ids(self) -> set[str]:
+        """Return every group of a voided batch."""
+        return {name for batch in self.voided for name in (*batch.trained, *batch.filtered, *batch.rejected)}
+
+    def step_points(self) -> list[tuple[float, float]]:
+        """Return time and mean raw score of each step, over all groups pulled for it.
+
+        A batch without a step (all its groups filtered) belongs to the next step.
+        """
+        points: list[tuple[float, float]] = []
+        pulled: list[float] = []
+        taken = 0
+        for batch in self.batches:
+            pulled.extend(batch.rewards)
+            if batch.version.step <= taken:
+                continue
+            taken = batch.version.step
+            points.append((batch.at, _mean(pulled)))
+            pulled = []
+        return points
+
+
+def read_trainer_log(lines: Iterable[SettledBatch]) -> TrainerLog:
+    """Void the earlier lines with a higher step at each resume."""
+    counted: list[SettledBatch] = []
+    voided: list[SettledBatch] = []
+    resumed_at: list[float] = []
+    for line in lines:
+        if line.resumed:
+            resumed_at.append(line.at)
+            voided += [batch for batch in counted if batch.version.step > line.version.step]
+            counted = [batch for batch in counted if batch.version.step <= line.version.step]
+            if not (line.trained or line.filtered or line.rejected):
+                continue
+        counted.append(line)
+    return TrainerLog(tuple(counted), tuple(voided), tuple(resumed_at))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """Every accepted group, by id, in exactly one state.
+
+    A killed worker may have missed logging some acks, so a group named downstream counts as accepted.
+    """
+
+    accepted: frozenset[str]
+    trained: frozenset[str]
+    filtered: frozenset[str]
+    dead: frozenset[str]
+    expired: frozenset[str]
+    discarded: frozenset[str]
+    in_flight: frozenset[str]
+    lost: frozenset[str]
+
+
+def settle_accounts(
+    acked: Iterable[str],
+    log: TrainerLog,
+    dropped: Sequence[DroppedGroup],
+    saved: Iterable[str],
+) -> GroupCounts:
+    """Assign every group to one state; a requeued dead group to its later one. Pure."""
+    last = {group.group_id: group.state for group in dropped}
+    given_up = {
+        state: {name for name, found in last.items() if found == state}
+        for state in ("dead", "expired", "discarded")
+    }
+    places = {
+        "trained": set(log.trained()),
+        "filtered": log.filtered(),
+        "in_flight": set(saved),
+        "expired": given_up["expired"],
+        "discarded": given_up["discarded"],
+        "dead": given_up["dead"] | log.rejected(),
+    }
+    accepted = set(acked).union(log.voided_ids(), *places.values())
+    rest = set(accepted)
+    found: dict[str, frozenset[str]] = {}
+    for place, names in places.items():
+        found[place] = frozenset(rest & names)
+        rest -= names
+    return GroupCounts(accepted=frozenset(accepted), lost=frozenset(rest), **found)
+
+
+@dataclass(slots=True)
+class AckLog:
+    """Ids of the groups that were acked to producers."""
+
+    ids: set[str] = field(default_factory=set)
+    repeated: int = 0
+    """Ids acked under two numbers: two groups of one name, or one group accepted twice."""
+
+
+def read_acks(layout: RunLayout) -> AckLog:
+    """Read the ack logs of all producers."""
+    numbers: dict[str, tuple[str, int, int]] = {}
+    log = AckLog()
+    for path in sorted(layout.acks.glob("*.jsonl")):
+        for line in read_lines(path, AckedGroup):
+            number = (path.stem, line.session, line.seq)
+            if numbers.setdefault(line.group_id, number) != number:
+                log.repeated += 1
+    log.ids = set(numbers)
+    return log
+
+
+def summarise(
+    layout: RunLayout, config: RunConfig, *, saved_ids: ReadIds, wall_s: float | None = None
+) -> dict[str, Any]:
+    """Join the logs of an ended run.
+
+    Args:
+        layout: Location of the logs; a missing one counts as empty.
+        config: Configuration of the run; gives the staleness bounds that nobody changed.
+        saved_ids: Reads the ids of the groups the broker still has.
+        wall_s: Duration of the run in seconds. Default: the span of the recorded events.
+
+    Returns:
+        These figures; a mean over nothing is None.
+
+        - reward_first, reward_last: mean raw score of the first and the last 50 steps, each step the mean over
+          all groups pulled for it, filtered ones included.
+        - steps: optimizer steps of the final policy.
+        - wall_s: as given.
+        - groups_accepted: groups named by an ack log or by any list downstream of one.
+        - groups_trained: groups the final policy was trained on.
+        - groups_filtered: groups pulled but not trained: equal rewards, or too stale for the loss.
+        - groups_expired, groups_dead, groups_discarded: groups that left the queue untrained: too stale; undeliverable
+          or rejected by the trainer; discarded on request.
+        - groups_in_flight: groups the broker still has; `up --resume` trains them.
+        - groups_lost: accepted groups without any record. Must be 0.
+        - groups_settled: only with a trainer outside the run, which writes no log here: groups delivered to it. Then
+          trained, filtered, lost, trained_twice and rewound are None; use `rolloutmq ledger verify`.
+        - groups_trained_twice: groups the final policy was trained on more than once. Must be 0.
+        - groups_rewound: groups delivered again because the weights trained on them were lost.
+        - groups_acked_twice: ids acked under two numbers. Must be 0.
+        - batches, batches_without_signal: valid settled batches, and those of them without a step.
+        - trainer_resumes: number of resumes from a checkpoint.
+        - staleness_max: largest staleness of a trained group, over the valid batches.
+        - staleness_bound: largest `max_staleness` of the environments in force at the end.
+        - staleness_bound_max: largest bound ever in force: at least `staleness_max`, unless stale groups are
+          delivered.
+        - workers_min, workers_max: fewest and most workers ready at once, from the first time that `min_workers`
+          were to the last step.
+        - steps_per_s: steps over the time from the first to the last of them.
+        - tokens: tokens of the published steps; too few if an event was dropped.
+        - late_members: sequences missing from groups closed at their deadline.
+    """
+    log = read_trainer_log(read_lines(layout.trained, SettledBatch))
+    acks = read_acks(layout)
+    dropped = list(read_lines(layout.dropped, DroppedGroup))
+    accounts = settle_accounts(acks.ids, log, dropped, saved_ids(layout))
+    seen = read_metrics(layout.metrics)
+    fewest = sum(env.min_workers for env in config.environment.values())
+    ready = seen.ready_counts(fewest, until=log.batches[-1].at if log.batches else None)
+    return {
+        **_progress(log, seen, wall_s),
+        **_groups(accounts, log, has_log=config.trainer.enabled or bool(log.batches)),
+        "groups_acked_twice": acks.repeated,
+        **_staleness(log, bounds_in_force(config, seen.bounds)),
+        "workers_min": min(ready, default=0),
+        "workers_max": max(ready, default=0),
+        "tokens": sum(step.tokens for step in seen.steps),
+        "late_members": seen.late_members,
+    }
+
+
+def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None) -> dict[str, Any]:
+    rewards = [reward for _, reward in log.step_points()]
+    span_s = log.batches[-1].at - log.batches[0].at if log.batches else 0.0
+    steps = max((batch.version.step for batch in log.batches), default=0)
+    return {
+        "reward_first": _mean(rewards[:WINDOW_STEPS]) if rewards else None,
+        "reward_last": _mean(rewards[-WINDOW_STEPS:]) if rewards else None,
+        "steps": steps,
+        "wall_s": round(seen.span_s if wall_s is None else wall_s, 3),
+        "steps_per_s": round((len(rewards) - 1) / span_s, 3) if span_s > 0 and rewards else None,
+        "trainer_resumes": len(log.resumed_at),
+        "batches": len(log.batches),
+        "batches_without_signal": sum(1 for batch in log.batches if not batch.trained),
+    }
+
+
+def _groups(accounts: GroupCounts, log: TrainerLog, *, has_log: bool) -> dict[str, int | None]:
+    figures: dict[str, int | None] = {
+        "groups_accepted": len(accounts.accepted),
+        "groups_trained": len(accounts.trained),
+        "groups_filtered": len(accounts.filtered),
+        "groups_expired": len(accounts.expired),
+        "groups_dead": len(accounts.dead),
+        "groups_discarded": len(accounts.discarded),
+        "groups_in_flight": len(accounts.in_flight),
+        "groups_lost": len(accounts.lost),
+        "groups_trained_twice": sum(1 for times in log.trained().values() if times > 1),
+        "groups_rewound": len(log.voided_ids() & (accounts.trained | accounts.filtered)),
+    }
+    if not has_log:
+        figures |= dict.fromkeys(TOLD_BY_TRAINER)
+        figures["groups_settled"] = len(accounts.lost)
+    return figures
+
+
+def _staleness(log: TrainerLog, bounds: Sequence[tuple[float, int]]) -> dict[str, int | None]:
+    return {
+        "staleness_max": max((most for batch in log.batches for most in batch.staleness), default=0),
+        "staleness_bound": bounds[-1][1] if bounds else None,
+        "staleness_bound_max": max((bound for _, bound in bounds), default=None),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

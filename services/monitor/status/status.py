@@ -1,0 +1,199 @@
+"""`rolloutmq status`: the broker's state, as text or JSON."""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.bus.engine_registry import SILENT_S, engines_of
+from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.schemas.errors import RolloutMQError
+from rolloutmq.schemas.files import GpuBook, GpuRecord, InferenceAddress, RunLayout
+from rolloutmq.schemas.wire.control import GetStatus, JournalStatus, LaneStatus, StatusReply, WorkerState
+from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
+from rolloutmq.services.monitor.status import gpus, waits
+from rolloutmq.services.monitor.status.gpus import read_gpus
+from rolloutmq.services.monitor.status.waits import unsent
+from rolloutmq.services.monitor.status.worker_view import (
+    WorkerRow,
+    fields,
+    joined,
+    supervision_of,
+    trouble_text,
+)
+from rolloutmq.services.monitor.text import format
+from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
+
+PATIENCE_S: Final = 3.0
+"""Longest wait for the broker, which normally replies in milliseconds."""
+_LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
+
+
+@dataclass(frozen=True)
+class RunDetails:
+    """State beside the broker's reply: workers, engines, GPUs, and the trainer's wait for vLLM."""
+
+    crew: Sequence[WorkerRow] = ()
+    engines: Sequence[InferenceAddress] = ()
+    book: GpuBook = field(default_factory=GpuBook)
+    unsent: str = ""
+
+
+def status(where: Path, as_json: bool) -> int:
+    """Print the status of a run directory's broker; return the exit code. Blocks for at most three seconds."""
+    if not where.is_dir():
+        return complain(f"{where}: no run directory; start a run with `rolloutmq up CONFIG`", USAGE)
+    layout = RunLayout(where)
+    endpoints = endpoints_of(layout)
+    fate = fate_of(layout)
+    if endpoints is None or (fate.life is RunLiveness.DEAD and not fate.broker):
+        return complain(fate.say(layout), FAILED)
+    try:
+        with BlockingClient(endpoints.serve) as client:
+            reply = client.request(GetStatus(), timeout_s=PATIENCE_S)
+    except RolloutMQError as error:
+        return complain(fate.say(layout) if fate.life is RunLiveness.DEAD else str(error), FAILED)
+    if not isinstance(reply, StatusReply):
+        return complain("unexpected reply from the broker to a status request", FAILED)
+    known, book = supervision_of(layout), read_gpus(layout)
+    crew = joined(known, reply.pressure.workers, time.monotonic())
+    also = RunDetails(crew, engines_of(layout), book, unsent(layout))
+    if as_json:
+        plain = status_json(reply, also, supervision=fields(known, also.crew), life=fate.life)
+        text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
+    else:
+        text = "\n".join([status_text(reply, also, time.time()), *_dead(fate, layout)])
+    with reader_may_leave():
+        sys.stdout.write(text + "\n")
+    return 0
+
+
+def _dead(fate: Fate, layout: RunLayout) -> list[str]:
+    return [f"{'DEAD':<9}{fate.say(layout)}"] if fate.life is RunLiveness.DEAD and not fate.elsewhere else []
+
+
+def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any) -> dict[str, Any]:
+    """Return the reply as JSON objects, with `why`, one line on the reasons of waits, and with the other details.
+
+    `gpus` carry their standings; `limits` says why an environment has fewer workers than its target.
+    """
+    plain: dict[str, Any] = msgspec.to_builtins(reply)
+    del plain["kind"], plain["pressure"]["kind"]
+    return {
+        "why": waits.explain(reply.pressure, also.unsent),
+        "engines": msgspec.to_builtins(also.engines),
+        "gpus": [_gpu(record) for record in also.book.gpus],
+        "limits": also.book.limits,
+        **plain,
+        **more,
+    }
+
+
+def _gpu(record: GpuRecord) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(record.standing)
+    sample = None if record.sample is None else msgspec.to_builtins(record.sample)
+    for one in (plain, sample or {}):
+        one.pop("kind", None)
+    return {**plain, "cordoned": record.standing.cordoned, "sample": sample}
+
+
+def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float = 0.0) -> str:
+    """Return the reply as text: a few lines, among them the reasons of waits and the unwell workers."""
+    pressure = reply.pressure
+    total = f" of {reply.total_steps}" if reply.total_steps else ""
+    held = pressure.queued_bytes + pressure.leased_bytes
+    rows = [
+        ("run", f"{reply.run}, up {format.clock(reply.uptime_s)}, durability {reply.durability}"),
+        ("step", f"{pressure.step}{total}"),
+        (
+            "queue",
+            f"{pressure.queued_sequences} sequences in {pressure.queued_groups} groups,"
+            f" {pressure.rollout_pressure:.2f} batches of {pressure.batch_sequences};"
+            f" {format.amount(held)} of {format.amount(pressure.high_bytes)}",
+        ),
+        (
+            "flow",
+            f"in {pressure.produced_per_s:.0f}, out {pressure.consumed_per_s:.0f} sequences a second",
+        ),
+        ("why", waits.explain(pressure, also.unsent)),
+        ("groups", format.accounts(pressure.ledger)),
+        *(("lane", _lane(lane)) for lane in pressure.lanes),
+        *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
+        ("workers", _workers(reply, also.crew)),
+        *(line for row in also.crew if row.is_unwell for line in _unwell(row)),
+        *(("engine", _engine(one, wall)) for one in also.engines),
+        *(("gpu", gpus.line(record.sample, record.standing)) for record in also.book.gpus),
+        *(("limit", f"{env}: {reason}") for env, reason in also.book.limits.items()),
+    ]
+    tasks = msgspec.structs.asdict(pressure.tasks)
+    if any(tasks.values()):
+        rows.append(("tasks", ", ".join(f"{count} {state}" for state, count in tasks.items() if count)))
+    if pressure.late_members:
+        rows.append(
+            ("late", ", ".join(f"{count} members of {env}" for env, count in pressure.late_members.items()))
+        )
+    if untaught := sum(worker.untaught for worker in pressure.workers):
+        rows.append(("untaught", f"{untaught} groups given up at the teacher; see the workers' logs"))
+    if reply.journal.health != "none":
+        rows.insert(1, ("journal", _journal(reply.journal)))
+    if reply.as_frames:
+        reasons = ", ".join(f"{why} {count:,}" for why, count in reply.as_frames.items())
+        rows.append(
+            ("frames", f"{sum(reply.as_frames.values()):,} groups not through shared memory ({reasons})")
+        )
+    if reply.rejected_messages:
+        reasons = ", ".join(f"{why} {count}" for why, count in reply.rejected_by_reason.items())
+        rows.append(("refused", f"{reply.rejected_messages} messages ({reasons})"))
+    return "\n".join(f"{label:<9}{text}" for label, text in rows)
+
+
+def _lane(lane: LaneStatus) -> str:
+    return (
+        f"{lane.env}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} under way"
+        f" at {lane.producers} producers, {lane.accepted_per_s:.1f} groups a second"
+        + (
+            f", {format.portion(lane.held_bytes, lane.high_bytes)} of its high-water mark"
+            if lane.high_bytes
+            else ""
+        )
+    )
+
+
+def _engine(engine: InferenceAddress, wall: float) -> str:
+    text = f"{engine.name}: pid {engine.pid}, {engine.url}"
+    if not engine.number:
+        return text
+    if (silent_s := wall - engine.at) > SILENT_S:
+        return f"{text}, silent for {format.clock(silent_s)}"
+    text += f", {engine.in_hand} requests in hand, {engine.busy:.0%} busy"
+    text += f", {engine.trouble}" if engine.trouble else ""
+    return f"{text}, draining" if engine.draining else text
+
+
+def _journal(journal: JournalStatus) -> str:
+    parts = [f"{journal.health}, {format.amount(journal.nbytes)} in {journal.segments} segments"]
+    parts.append(f"{format.amount(journal.behind_bytes)} behind")
+    if journal.commits:
+        parts.append(f"{1e3 * journal.commit_s / journal.commits:.1f} ms a commit")
+    if journal.quarantined:
+        parts.append(f"{journal.quarantined} damaged records quarantined")
+    return ", ".join(parts)
+
+
+def _workers(reply: StatusReply, crew: Sequence[WorkerRow]) -> str:
+    states = Counter(row.state for row in crew) or Counter(str(one.state) for one in reply.pressure.workers)
+    return ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=_by_life)) or "none"
+
+
+def _by_life(counted: tuple[str, int]) -> int:
+    return _LIFE.index(counted[0])
+
+
+def _unwell(row: WorkerRow) -> list[tuple[str, str]]:
+    return [("", f"{row.worker}: {trouble_text(row)}"), *(("", f"  | {line}") for line in row.last_lines)]

@@ -1,0 +1,208 @@
+"""Reasons why trainer and workers wait, in one line with the relevant numbers. Pure, except `unsent`.
+
+A trainer that waits for vLLM to receive its weights asks for no batch meanwhile, so the broker cannot report this wait.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+
+from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.shm.segment_file import SegmentOwner
+from rolloutmq.schemas.files import RunLayout, SentAddress
+from rolloutmq.schemas.wire.control import LaneStatus, Pressure, WorkerState
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.services.monitor.text import format
+
+
+def is_waiting(reason: str) -> bool:
+    """Return whether a wire reason means a wait."""
+    return reason not in {"", Wait.NONE.value}
+
+
+def trainer(pressure: Pressure) -> str:
+    """Return why the trainer waits: the counted reason and its explanation; empty if it does not wait."""
+    reason = pressure.trainer_wait
+    if not is_waiting(reason):
+        return ""
+    tell = TRAINER_WAITS.get(reason)
+    return f"{reason}, {tell(pressure)}" if tell else reason
+
+
+def workers(pressure: Pressure) -> str:
+    """Return the most frequent wait of workers, and the other waiting environments; empty if none waits.
+
+    Waits outside the broker come first: the groups of those workers have not arrived yet.
+    """
+    return "; ".join(filter(None, (_outside(pressure), _lanes(pressure))))
+
+
+def _outside(pressure: Pressure) -> str:
+    """Return the first wait of a worker outside the broker."""
+    waiting = [worker for worker in pressure.workers if worker.waits_for]
+    if not waiting:
+        return ""
+    first, others = waiting[0], len(waiting) - 1
+    text = f"{TEACHER_AWAY}, worker {first.worker}: {first.waits_for}"
+    return f"{text}; {others} other worker{'s wait' if others > 1 else ' waits'} too" if others else text
+
+
+def _lanes(pressure: Pressure) -> str:
+    lanes = [lane for lane in pressure.lanes if is_waiting(lane.wait)]
+    if not lanes:
+        return ""
+    lanes.sort(key=lambda lane: -lane.waiting)
+    first, others = lanes[0], Counter(lane.wait for lane in lanes[1:])
+    tell = WORKER_WAITS.get(first.wait)
+    text = f"{first.wait}, {tell(pressure, first)}" if tell else f"{first.wait}, environment {first.env}"
+    if not others:
+        return text
+    more = ", ".join(f"{count} for {reason}" for reason, count in others.items())
+    return f"{text}; other environments wait: {more}"
+
+
+def explain(pressure: Pressure, unsent: str = "") -> str:
+    """Return one line on all waits, or state that nobody waits.
+
+    Args:
+        unsent: Why the trainer does not ask the broker yet, see the function `unsent`.
+    """
+    reasons = {"trainer waits": unsent or trainer(pressure), "workers wait": workers(pressure)}
+    parts = [f"{who}: {why}" for who, why in reasons.items() if why]
+    if parts:
+        return "; ".join(parts)
+    if not any(worker.state is WorkerState.READY for worker in pressure.workers):
+        return "no worker is ready"
+    return "nobody waits"
+
+
+def _no_batch(pressure: Pressure) -> str:
+    text = f"{pressure.queued_sequences:,} of {pressure.batch_sequences:,} sequences queued"
+    missing = pressure.batch_sequences - pressure.queued_sequences
+    if pressure.produced_per_s > 0 and missing > 0:
+        text += f", the rest takes {missing / pressure.produced_per_s:.0f} s"
+    counts = Counter(worker.state for worker in pressure.workers)
+    ready = counts[WorkerState.READY]
+    others = [f", {counts[state]} {state}" for state in WorkerState if counts[state] and state is not _READY]
+    return f"{text}; {ready} worker{'s' * (ready != 1)} ready{''.join(others)}"
+
+
+def _no_exact_fit(pressure: Pressure) -> str:
+    queued, batch = pressure.queued_sequences, pressure.batch_sequences
+    return f"{queued:,} sequences queued, but no whole groups make exactly {batch:,}"
+
+
+def _min_share(pressure: Pressure) -> str:
+    """Name the environment furthest below its minimum share."""
+
+    def missing(lane: LaneStatus) -> int:
+        return int(lane.min_share * pressure.batch_sequences) - lane.queued_sequences
+
+    lane = max((lane for lane in pressure.lanes if lane.split is Split.TRAIN), key=missing, default=None)
+    if lane is None:
+        return "an environment has not filled its minimum share"
+    least = int(lane.min_share * pressure.batch_sequences)
+    return (
+        f"environment {lane.env}: {lane.queued_sequences:,} of at least {least:,} sequences queued; "
+        f"its share is waived after {pressure.silent_env_s:g} s without a group"
+    )
+
+
+def _batch_exceeds_cap(pressure: Pressure) -> str:
+    full = [lane for lane in pressure.lanes if lane.high_bytes and lane.wait == Wait.LANE_FULL]
+    if full:
+        what, key = _lane_bytes(full[0]), f"env.{full[0].env}.high_bytes"
+    else:
+        what, key = _bytes(pressure), "broker.high_bytes or broker.high_groups"
+    return (
+        f"a batch of {pressure.batch_sequences:,} sequences does not fit: {what} hold "
+        f"{pressure.queued_sequences:,}; raise {key}"
+    )
+
+
+def _leased_elsewhere(pressure: Pressure) -> str:
+    return f"{pressure.ledger.leased:,} groups of another step are still leased"
+
+
+def _journal_slow(_pressure: Pressure) -> str:
+    return "the broker's disk is full or too slow"
+
+
+def _too_few_groups(pressure: Pressure) -> str:
+    return f"{pressure.queued_groups:,} groups queued, fewer than the trainer has ranks"
+
+
+def _end_of_replay(_pressure: Pressure) -> str:
+    return "every recorded batch was served"
+
+
+def _stale_guard(_pressure: Pressure, lane: LaneStatus) -> str:
+    ahead = lane.queued_groups + lane.leased_groups + lane.granted
+    bound = f"{lane.max_staleness} version{'s' * (lane.max_staleness != 1)}"
+    return f"environment {lane.env}: {ahead:,} groups ahead of the trainer, bound {bound}"
+
+
+def _lane_full(_pressure: Pressure, lane: LaneStatus) -> str:
+    return f"environment {lane.env}: {_lane_bytes(lane)} held, its own high-water mark"
+
+
+def _global_full(pressure: Pressure, lane: LaneStatus) -> str:
+    held = pressure.ledger.queued + pressure.ledger.leased
+    return f"environment {lane.env}: {_bytes(pressure)} held, {held:,} of {pressure.high_groups:,} groups"
+
+
+def _no_credit(pressure: Pressure, lane: LaneStatus) -> str:
+    granted = format.amount(pressure.granted_bytes)
+    return f"environment {lane.env}: {_bytes(pressure)} held, and {granted} granted to other workers"
+
+
+def _lane_bytes(lane: LaneStatus) -> str:
+    return format.portion(lane.held_bytes, lane.high_bytes)
+
+
+def _bytes(pressure: Pressure) -> str:
+    return format.portion(pressure.queued_bytes + pressure.leased_bytes, pressure.high_bytes)
+
+
+_READY: Final = WorkerState.READY
+
+TEACHER_AWAY: Final = "teacher_away"
+"""Finished rollouts wait for the teacher's log-probabilities."""
+
+TRAINER_WAITS: Final[Mapping[str, Callable[[Pressure], str]]] = {
+    Wait.NO_BATCH: _no_batch,
+    Wait.NO_EXACT_FIT: _no_exact_fit,
+    Wait.MIN_SHARE: _min_share,
+    Wait.BATCH_EXCEEDS_CAP: _batch_exceeds_cap,
+    Wait.LEASED_ELSEWHERE: _leased_elsewhere,
+    Wait.JOURNAL_SLOW: _journal_slow,
+    Wait.TOO_FEW_GROUPS: _too_few_groups,
+    Wait.END_OF_REPLAY: _end_of_replay,
+}
+"""Explanation of each reason why a trainer waits."""
+
+WORKER_WAITS: Final[Mapping[str, Callable[[Pressure, LaneStatus], str]]] = {
+    Wait.STALE_GUARD: _stale_guard,
+    Wait.LANE_FULL: _lane_full,
+    Wait.GLOBAL_FULL: _global_full,
+    Wait.NO_CREDIT: _no_credit,
+    Wait.JOURNAL_SLOW: lambda pressure, _: _journal_slow(pressure),
+}
+"""Explanation of each reason why the producers of a lane wait."""
+
+
+REASON: Final = "weights_unsent"
+
+
+def unsent(layout: RunLayout) -> str:
+    """Return why a running trainer waits for vLLM to receive its weights; empty if it does not."""
+    try:
+        found = read_json(layout.weights, SentAddress)
+    except (msgspec.DecodeError, OSError):
+        return ""
+    if found is None or not found.waits or not SegmentOwner(*found.sender).alive():
+        return ""
+    return f"{REASON}, {found.waits}"

@@ -1,0 +1,174 @@
+"""The workers of a run: a join of the orchestrator's and the broker's view. Pure, except for reading one file.
+
+The orchestrator knows the process: phase, reason of a failure, next start, last log lines. The broker knows the work:
+running rollouts, produced groups, silence. Only the orchestrator knows a worker it has given up. Only the broker knows
+a worker that it did not start.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.bus.rundir import read_json
+from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
+from rolloutmq.services.orchestrator.supervision.core import Phase
+from rolloutmq.services.process.identity import alive, boot_id
+
+SILENT_S: Final = 3.0
+"""Silence shown as trouble; workers send a heartbeat every second."""
+REASON_CHARS: Final = 300
+_UNWELL: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value})
+
+
+class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker. None means unknown.
+
+    Attributes:
+        state: State reported by the worker, else `waiting` for its next start, `stopping` or `fatal`; `running` if no
+            broker replies.
+        age_s: Seconds since the start of its process.
+        phase_s: Seconds in its phase of supervision.
+        next_start_s: Seconds until its next start.
+        reason: Why it is not up, or its last error.
+    """
+
+    worker: str
+    env: str
+    state: str
+    pid: int = 0
+    age_s: float | None = None
+    phase_s: float | None = None
+    in_hand: int | None = None
+    produced: int | None = None
+    abandoned: int | None = None
+    blocked_s: float | None = None
+    silent_s: float | None = None
+    crashes: int = 0
+    restarts: int = 0
+    next_start_s: float | None = None
+    reason: str = ""
+    last_lines: tuple[str, ...] = ()
+
+    @property
+    def is_unwell(self) -> bool:
+        """Return whether the worker needs attention."""
+        return self.state in _UNWELL or (self.silent_s or 0.0) > SILENT_S
+
+
+def supervision_of(layout: RunLayout) -> Supervision | None:
+    """Return the orchestrator's last report; None if there was none since boot."""
+    try:
+        found = read_json(layout.supervision, Supervision)
+    except (msgspec.DecodeError, NotADirectoryError):
+        return None
+    return found if found is not None and found.orchestrator.boot_id == boot_id() else None
+
+
+def joined(known: Supervision | None, heard: Iterable[WorkerStatus] | None, now: float) -> list[WorkerRow]:
+    """Return a row for each worker that has not gone, by environment and number.
+
+    Args:
+        known: The orchestrator's view.
+        heard: The broker's view; None if it does not reply, which leaves the state of running workers unknown.
+        now: CLOCK_MONOTONIC.
+    """
+    statuses = {status.worker: status for status in heard or ()}
+    rows = []
+    for record in known.workers if known is not None else ():
+        status = statuses.get(record.worker)
+        if status is not None and record.pid in {0, status.pid}:
+            rows.append(_row(record, status, now))
+        elif heard is None and record.phase == Phase.RUNNING:
+            rows.append(msgspec.structs.replace(_row(record, None, now), state=Phase.RUNNING.value))
+        else:
+            rows.append(_row(record, None, now))
+        statuses.pop(record.worker, None)
+    rows += [_unsupervised(status) for status in statuses.values() if status.state is not WorkerState.GONE]
+    return sorted(rows, key=lambda row: by_number(row.worker))
+
+
+def fields(known: Supervision | None, rows: Sequence[WorkerRow]) -> dict[str, Any]:
+    """Return workers, targets and their orchestrator as JSON objects."""
+    return {
+        "orchestrator": None
+        if known is None
+        else {"pid": known.orchestrator.pid, "alive": alive(known.orchestrator)},
+        "targets": msgspec.to_builtins(known.targets if known is not None else ()),
+        "workers": msgspec.to_builtins(rows),
+    }
+
+
+def target_text(target: Target) -> str:
+    """Return target and current count of an environment, and the reason."""
+    return f"target {target.target}, current {target.current}; {target.reason}"
+
+
+def trouble_text(row: WorkerRow) -> str:
+    """Return the trouble of a worker as one line."""
+    if row.state not in _UNWELL and row.silent_s is not None and row.silent_s > SILENT_S:
+        return f"silent for {row.silent_s:.0f} s"
+    parts = [row.state]
+    if row.next_start_s is not None:
+        parts.append(f"restart in {row.next_start_s:.0f} s")
+    if row.reason:
+        parts.append(row.reason[:REASON_CHARS])
+    return "; ".join(parts)
+
+
+def _row(record: WorkerRecord, status: WorkerStatus | None, now: float) -> WorkerRow:
+    row = WorkerRow(
+        worker=record.worker,
+        env=record.env,
+        state=_state(record, status),
+        pid=record.pid,
+        age_s=None if record.started is None else max(0.0, now - record.started),
+        phase_s=max(0.0, now - record.since),
+        crashes=record.crashes,
+        restarts=record.restarts,
+        next_start_s=None if record.due is None else max(0.0, record.due - now),
+        reason=record.reason,
+        last_lines=record.last_lines,
+    )
+    return row if status is None else _with_work(row, status, is_living=record.pid > 0)
+
+
+def _state(record: WorkerRecord, status: WorkerStatus | None) -> str:
+    if record.phase not in {Phase.RUNNING, Phase.STOPPING}:
+        return record.phase
+    if status is None:
+        return WorkerState.STARTING if record.phase == Phase.RUNNING else Phase.STOPPING
+    if record.phase == Phase.STOPPING and status.state is not WorkerState.DRAINING:
+        return Phase.STOPPING
+    return _said(status)
+
+
+def _said(status: WorkerStatus) -> str:
+    draining = status.draining and status.state is WorkerState.READY
+    return WorkerState.DRAINING if draining else status.state.value
+
+
+def _with_work(row: WorkerRow, status: WorkerStatus, *, is_living: bool) -> WorkerRow:
+    return msgspec.structs.replace(
+        row,
+        in_hand=status.in_hand if is_living else 0,
+        produced=status.produced,
+        abandoned=status.abandoned,
+        blocked_s=status.blocked_s,
+        silent_s=status.silent_s if is_living else None,
+        reason=(status.error or row.reason) if is_living else (row.reason or status.error),
+    )
+
+
+def _unsupervised(status: WorkerStatus) -> WorkerRow:
+    row = WorkerRow(
+        worker=status.worker, env=status.env, state=_said(status), pid=status.pid, reason=status.error
+    )
+    return _with_work(row, status, is_living=True)
+
+
+def by_number(worker: str) -> list[tuple[int, str]]:
+    """Return the sort key of a name, with numbers by value: `w-2` before `w-10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", worker)]

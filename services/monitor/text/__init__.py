@@ -1,0 +1,1 @@
+"""Text output: logs, events, number formats, exit codes."""

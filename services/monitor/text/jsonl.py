@@ -1,0 +1,60 @@
+"""Readers of a run's JSON Lines logs.
+
+A killed writer leaves a last line without newline that does not decode: it was never finished and is skipped. Anywhere
+else such a line is damage and an error, since a join over the rest would be silently wrong. `read_whole_lines` counts
+the damaged lines instead, for callers that report the count.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from rolloutmq.schemas.errors import DamagedFileError
+
+T = TypeVar("T")
+
+
+def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
+    """Yield the records of a file in order; nothing if there is no such file.
+
+    Args:
+        path: The log.
+        kind: Type of a line; other fields are ignored.
+
+    Raises:
+        DamagedFileError: A complete line does not decode.
+    """
+    for number, record in _lines(path, kind):
+        if isinstance(record, _Damage):
+            raise DamagedFileError(str(path), number, record.why)
+        yield record
+
+
+def read_whole_lines(path: Path, kind: type[T], damaged: Counter[str]) -> Iterator[T]:
+    """Yield the records that decode, and count the others under the file's name."""
+    for _, record in _lines(path, kind):
+        if isinstance(record, _Damage):
+            damaged[path.name] += 1
+        else:
+            yield record
+
+
+class _Damage(NamedTuple):
+    why: str
+
+
+def _lines(path: Path, kind: type[T]) -> Iterator[tuple[int, T | _Damage]]:
+    if not path.exists():
+        return
+    decoder = msgspec.json.Decoder(kind)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield number, decoder.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                if not line.endswith(b"\n"):
+                    return
+                yield number, _Damage(str(error))

@@ -1,0 +1,202 @@
+"""The autoscaler: one controller for each environment, and one process budget for all.
+
+It turns observations into target counts, and starts or stops no process. Budget limits are those of the last tick: a
+controller sees the claims of the others one tick late, and together they never exceed the budget.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
+from rolloutmq.schemas.wire.control import Pressure, ScaleDecision
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.services.orchestrator.autoscaling.budget import WorkerClaim, allot
+from rolloutmq.services.orchestrator.autoscaling.control_law import ROUND, PressureController
+from rolloutmq.services.orchestrator.autoscaling.decision_log import (
+    DecisionLog,
+    DecisionLogHeader,
+    LoggedDecision,
+)
+from rolloutmq.services.orchestrator.autoscaling.pressure import (
+    Decision,
+    PressureSample,
+    WorkerCounts,
+    WorkerRoom,
+    sample_of,
+)
+
+logger = logging.getLogger(__name__)
+
+BUDGET: Final = "budget"
+"""Bound reported when the budget limits workers."""
+REPEAT_S: Final = 1.0
+"""Interval at which an unchanged decision is published again: events may be lost."""
+
+
+class ScaleTarget:
+    """Controller of one environment, its state, and its last published decision."""
+
+    def __init__(self, name: str, env: EnvironmentConfig, limits: OrchestratorConfig, alive_now: int) -> None:
+        self.env = name
+        self.split = Split[env.split.upper()]
+        self.weight = env.weight
+        self.slots = env.concurrency
+        self.group_size = env.group_size
+        self.law = PressureController(env.min_workers, env.max_workers, limits.scaling)
+        self.state = self.law.initial(alive_now)
+        self.decision = Decision(self.state.target, "nothing decided yet")
+        self.room: WorkerRoom | None = None
+        """Limit from the budget."""
+        self.outer: WorkerRoom | None = None
+        """Limit from outside in the last tick, such as GPUs."""
+        self.bound: WorkerRoom | None = None
+        """Narrowest limit of the last tick."""
+        self.said = self._say(PressureSample())
+        """The decision with its inputs, as published."""
+        self._told: int | None = None
+        self._told_at = -math.inf
+
+    def decide(self, sample: PressureSample, now: float) -> Decision:
+        """Ask the controller for a decision."""
+        before = self.decision
+        self.state, self.decision = self.law.decide(self.state, sample, now)
+        if self.decision.target != before.target or self.decision.bound != before.bound:
+            logger.info(
+                "scale env=%s target=%d reason=%s", self.env, self.decision.target, self.decision.reason
+            )
+        self.said = self._say(sample)
+        return self.decision
+
+    def missing(self, crew: WorkerCounts) -> int:
+        """Return how many workers are missing and may be started."""
+        places = self.law.max_workers - crew.current - crew.draining
+        if self.bound is not None:
+            places = min(places, self.bound.workers - crew.current)
+        return min(self.decision.target - crew.current, places)
+
+    def claim(self) -> WorkerClaim:
+        """Return its claim on the budget: more than its current share only if nothing else limits it."""
+        decision, law = self.decision, self.law
+        want = decision.target
+        if decision.bound == BUDGET and decision.want is not None:
+            want = max(want, math.ceil(decision.want - ROUND))
+        usable = law.max_workers
+        if self.state.knee.most:
+            usable = min(usable, self.state.knee.most)
+        if self.outer is not None:
+            usable = min(usable, self.outer.workers)
+        return WorkerClaim(law.min_workers, max(law.min_workers, usable, decision.target), self.weight, want)
+
+    def beginning(self) -> DecisionLogHeader:
+        """Return the log header that later decisions follow from."""
+        scaling = self.law.scaling.model_dump()
+        return DecisionLogHeader(self.env, self.law.min_workers, self.law.max_workers, scaling, self.state)
+
+    def is_news(self, now: float) -> bool:
+        """Return whether to publish the decision: a change at once, anything else periodically."""
+        if self.said.target == self._told and now - self._told_at < REPEAT_S:
+            return False
+        self._told, self._told_at = self.said.target, now
+        return True
+
+    def _say(self, sample: PressureSample) -> ScaleDecision:
+        rates, crew = self.state.rates, sample.crew
+        return ScaleDecision(
+            env=self.env,
+            at=time.time(),
+            rollout_pressure=sample.pressure,
+            current=crew.current,
+            target=self.decision.target,
+            reason=self.decision.reason,
+            want=self.decision.want,
+            bound=self.decision.bound,
+            eats_per_s=rates.demand,
+            makes_per_s=rates.per_worker,
+            starved=rates.starved,
+            idle=rates.idle,
+            ready=crew.ready,
+            starting=crew.starting,
+            draining=crew.draining,
+            failed=crew.failed,
+        )
+
+
+class Autoscaler:
+    """The autoscaler of all environments of a run."""
+
+    def __init__(
+        self,
+        environments: Mapping[str, EnvironmentConfig],
+        limits: OrchestratorConfig,
+        alive_now: Mapping[str, int],
+        log: DecisionLog,
+    ) -> None:
+        self.scales = [
+            ScaleTarget(name, env, limits, alive_now.get(name, 0)) for name, env in environments.items()
+        ]
+        self._budget = limits.max_processes
+        self._log = log
+        self._share()
+
+    def decide(
+        self,
+        crews: Mapping[str, WorkerCounts],
+        pressure: Pressure | None,
+        heard_at: float,
+        now: float,
+        rooms: Mapping[str, WorkerRoom] | None = None,
+        engines: int = 0,
+    ) -> None:
+        """Decide for all environments; the decisions are in `scales`.
+
+        Args:
+            crews: Worker counts, by environment.
+            pressure: The newest message, or None if there was none.
+            heard_at: Time of its arrival.
+            now: Seconds, monotonic.
+            rooms: Other limits on the workers of an environment.
+            engines: Inference servers that serve; 0 if unknown.
+        """
+        if self._log.begins:
+            self._log.begin([scale.beginning() for scale in self.scales])
+        weights = {lane.env: lane.weight for lane in pressure.lanes} if pressure is not None else {}
+        for scale in self.scales:
+            scale.weight = weights.get(scale.env, scale.weight)
+            sample = sample_of(scale.env, scale.split, scale.slots, scale.group_size, pressure, heard_at)
+            scale.outer = (rooms or {}).get(scale.env)
+            scale.bound = _narrowest(scale.room, scale.outer)
+            sample = replace(sample, crew=crews[scale.env], room=scale.bound, engines=engines)
+            decision = scale.decide(sample, now)
+            self._log.add(LoggedDecision(scale.env, time.time(), now, sample, decision))
+        self._share()
+
+    def starts(self, crews: Mapping[str, WorkerCounts]) -> dict[str, int]:
+        """Return how many workers of each environment may be started now.
+
+        A draining worker keeps its place, memory and GPU until its process has ended.
+        """
+        missing = {one.env: max(0, one.missing(crews[one.env])) for one in self.scales}
+        if not self._budget:
+            return missing
+        free = self._budget - sum(crew.current + crew.draining for crew in crews.values())
+        for env, number in missing.items():
+            missing[env] = min(number, max(0, free))
+            free -= missing[env]
+        return missing
+
+    def _share(self) -> None:
+        if not self._budget:
+            return
+        rooms = allot([scale.claim() for scale in self.scales], self._budget)
+        for scale, room in zip(self.scales, rooms, strict=True):
+            scale.room = WorkerRoom(room, BUDGET)
+
+
+def _narrowest(*rooms: WorkerRoom | None) -> WorkerRoom | None:
+    given = (room for room in rooms if room is not None)
+    return min(given, key=lambda room: room.workers, default=None)

@@ -1,0 +1,41 @@
+"""The process budget, shared by the environments of a run. Pure.
+
+Each environment gets its minimum. The rest goes to the environments that want more, in proportion to their weights,
+and none gets more than it wants while another wants more. What is left is room to grow, shared likewise. So all limits
+together never exceed the budget, however each environment uses its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerClaim:
+    """Bounds, demand and weight of one environment."""
+
+    least: int
+    most: int
+    weight: float
+    want: int
+
+
+def allot(claims: Sequence[WorkerClaim], budget: int) -> list[int]:
+    """Return the limit of each environment; the sum is at most `budget`, unless the minimums exceed it."""
+    rooms = [claim.least for claim in claims]
+    _pour(rooms, claims, [min(max(claim.want, claim.least), claim.most) for claim in claims], budget)
+    _pour(rooms, claims, [claim.most for claim in claims], budget)
+    return rooms
+
+
+def _pour(rooms: list[int], claims: Sequence[WorkerClaim], caps: Sequence[int], budget: int) -> None:
+    """Hand out the rest of the budget, one worker at a time, to the environment with the lowest count per weight."""
+    order = [index for index in range(len(claims)) if rooms[index] < caps[index]]
+    for _ in range(budget - sum(rooms)):
+        order = [index for index in order if rooms[index] < caps[index]]
+        if not order:
+            return
+        rooms[min(order, key=lambda index: _fill(rooms[index], claims[index].weight))] += 1
+
+
+def _fill(room: int, weight: float) -> float:
+    return (room + 1) / weight if weight > 0.0 else float("inf")

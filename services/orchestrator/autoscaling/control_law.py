@@ -1,0 +1,382 @@
+"""The control law: the target number of workers of one environment. Pure; the caller passes the clock.
+
+Pressure is the queue in batches of the trainer: a long queue means that *fewer* workers suffice. The queue integrates
+production minus consumption, and a worker takes seconds to minutes to start. A controller on the queue alone is
+therefore either slow or unstable. This one divides two measured rates, and the queue only corrects the quotient:
+
+    want = demand / throughput per worker + correction
+    correction = missing sequences, refilled within `refill_s`, / throughput per worker + a slow integral;
+                 limited to about the dead band
+
+    an operator's number          hold it, within the bounds
+    no pressure for `stale_s`     hold: silence is not zero pressure
+    no trainer                    hold: a returning trainer has full demand at once
+    workers wait for the teacher,
+      and nothing arrives         hold, and no scale-down for `down_window_s`
+    no measurement yet            hold, or scale up while the trainer starves and all workers are ready
+    the trainer starves           scale up at once, and no scale-down for `down_window_s`
+    want above target + band,
+      or the trainer waits        scale up, once all updates of `confirm_up_s` agree, by a bounded step
+    peak want of `down_window_s`
+      below target - band         scale down, once all updates of `confirm_down_s` agree, by a bounded step
+    otherwise                     hold
+
+A full queue alone does not scale down. High-water marks and pacing bound it, and a waiting worker costs less than a
+restart. If workers wait, the queue is at one of its limits (bytes, groups or policy versions), so nothing is missing.
+If they wait most of the time, more workers would only wait too. A starting worker counts as present, a draining one as
+gone. The integral freezes while a worker starts or drains and while the target cannot follow (anti-windup). If more
+workers add no throughput, they share a saturated inference server: see `saturation`. Always min <= target <= max, and
+at most the available room.
+
+Sources: tolerance, stabilization window and step limits follow the Kubernetes horizontal pod autoscaler (algorithm
+page of its documentation), immediate scale-up follows Knative's panic mode, anti-windup follows Astrom and Hagglund,
+Advanced PID Control, 3.5 (conditional integration).
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from rolloutmq.schemas.config.orchestrator import ScalingConfig
+from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
+from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample, WorkerCounts
+from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector
+
+INFERENCE_BOUND: Final = "inference_bound"
+"""Bound reported when the workers share a saturated server."""
+TEACHER_AWAY: Final = "teacher_away"
+"""Reason reported while workers wait for the teacher: more workers would wait too, and fewer would not help."""
+YOUNG_S: Final = 30.0
+UNSURE: Final = 2.0
+"""Factor on the upper dead band while the controller is young: the first rates come from a few batches."""
+FIRST_BATCH_S: Final = 15.0
+"""Time in which the present workers should complete the first batch; more workers would add nothing before that. A
+longer start or rollout replaces it."""
+LONGEST_START_S: Final = 300.0
+"""A start longer than this waits for something else: a GPU, or its next attempt."""
+EMPTY: Final = 1.0
+"""Batches in the queue below which a waiting trainer waits for workers."""
+STARVED_PART: Final = 0.5
+"""Part of the last seconds that a starving trainer waits."""
+WAITING_PART: Final = 0.1
+"""Part of its time beyond which a waiting trainer could use another worker."""
+FULL_PART: Final = 0.2
+"""Part of their time that workers wait when the queue is at a limit."""
+IDLE_PART: Final = 0.5
+"""Part of their waiting time from which more workers would only wait too."""
+ROUND: Final = 0.25
+"""Tolerated shortfall in workers: the quotient of two rates is no more precise."""
+MORE: Final = 0.9
+LESS: Final = 0.9
+"""Limits of the correction: `MORE` bands up; this part of the band beyond one worker down."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerState:
+    """Memory of the controller between ticks."""
+
+    target: int
+    rates: DemandEstimator = field(default_factory=DemandEstimator)
+    knee: SaturationDetector = field(default_factory=SaturationDetector)
+    news: tuple[int, int] = (-1, -1)
+    """Epoch and number of the last pressure message."""
+    at: float = -math.inf
+    trim: float = 0.0
+    """Integral term, in workers."""
+    up_since: float = math.inf
+    down_since: float = math.inf
+    """Times since when all updates agree on scale-up, or on scale-down."""
+    wants: tuple[tuple[float, float], ...] = ()
+    """Times and wants within the window; descending, so that the first is the peak."""
+    up_from: tuple[float, int] = (-math.inf, 0)
+    """Start time of the present step up, and the target then."""
+    calm_from: float = math.inf
+    """Earliest time of a scale-down, after starvation or a start. Infinite before the first tick."""
+    starting_since: float = math.inf
+    start_s: float = 10.0
+    """Time a worker takes to become ready, weighted towards the longest recent one."""
+    level: float = 0.0
+    """Last pressure, and its filtered derivative per second."""
+    slope: float = 0.0
+
+
+class PressureController:
+    """Controller of one environment."""
+
+    def __init__(self, min_workers: int, max_workers: int, scaling: ScalingConfig) -> None:
+        self.min_workers = min_workers
+        self.max_workers = max_workers
+        self.scaling = scaling
+
+    def initial(self, workers: int = 0) -> ControllerState:
+        """Start with the running workers, or with the minimum; no scale-down within the first window."""
+        return ControllerState(self._within(workers))
+
+    def decide(
+        self, state: ControllerState, sample: PressureSample, now: float
+    ) -> tuple[ControllerState, Decision]:
+        """Decide once a tick; `now` in monotonic seconds."""
+        state, decision = self._decide(state, sample, now)
+        room = sample.room
+        if room is not None and room.workers < decision.target and not decision.bound:
+            reason = f"{decision.reason}; {_bounded(sample, room.workers, room.why)}"
+            decision = replace(decision, reason=reason, bound=room.why)
+        return state, decision
+
+    def _decide(
+        self, state: ControllerState, sample: PressureSample, now: float
+    ) -> tuple[ControllerState, Decision]:
+        if math.isinf(state.calm_from):
+            state = replace(state, calm_from=now + self.scaling.down_window_s)
+        state = self._watch_starts(state, sample.crew, now)
+        is_news = (
+            now - sample.heard_at <= self.scaling.stale_s and (sample.epoch, sample.number) != state.news
+        )
+        if is_news and math.isinf(state.rates.last_at):
+            # Some of the workers alive at the start were already draining.
+            state = replace(state, target=self._within(state.target - sample.crew.draining))
+        if sample.wanted is not None:
+            return self._asked(self._look(state, sample, now) if is_news else state, sample)
+        if now - sample.heard_at > self.scaling.stale_s:
+            return state, Decision(state.target, f"hold: {_silence(now - sample.heard_at)}")
+        if not is_news:
+            return state, Decision(state.target, "hold: no news")
+        state = self._look(state, sample, now)
+        if not sample.trainers:
+            return self._hold(state, "no trainer")
+        if state.rates.away:
+            # Rates measured meanwhile mean nothing: measure anew once the teacher replies.
+            state = replace(state, calm_from=max(state.calm_from, now + self.scaling.down_window_s))
+            return self._hold(state, f"{TEACHER_AWAY}: {sample.untaught} workers wait for the teacher")
+        want = self._want(state, sample)
+        if want is None:
+            return self._without_rates(state, sample, now)
+        state, decision = self._move(self._trimmed(state, sample, want, now), sample, want, now)
+        return state, replace(decision, want=want)
+
+    def _look(self, state: ControllerState, sample: PressureSample, now: float) -> ControllerState:
+        rates = state.rates.looked(sample, now)
+        knee = state.knee.looked(rates, sample, now)
+        slope, elapsed = 0.0, now - state.rates.last_at
+        if 0.0 < elapsed < self.scaling.stale_s:
+            change = (sample.pressure - state.level) / elapsed
+            new = 1.0 - math.exp(-elapsed / self.scaling.derivative_filter_s)
+            slope = state.slope + (change - state.slope) * new
+        news = sample.epoch, sample.number
+        return replace(state, news=news, rates=rates, knee=knee, level=sample.pressure, slope=slope)
+
+    def _want(self, state: ControllerState, sample: PressureSample) -> float | None:
+        """Return the number of workers needed, as a real number; None while the rates are unknown."""
+        demand, per_worker = state.rates.demand, state.rates.per_worker
+        if demand is None or per_worker is None:
+            return None
+        need = demand / per_worker
+        lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
+        band = self._band(need)
+        return need + min(max(lack + state.trim, -LESS * (band - 1.0)), MORE * band)
+
+    def _band(self, workers: float) -> float:
+        return max(1.0, self.scaling.band_part * workers)
+
+    def _error(self, state: ControllerState, sample: PressureSample) -> float:
+        """Return the sequences missing from the queue; negative if it exceeds twice its setpoint."""
+        setpoint = self.scaling.setpoint_batches
+        pressure = max(0.0, sample.pressure + self.scaling.derivative_s * state.slope)
+        if pressure > setpoint:
+            return min(0.0, 2.0 * setpoint - pressure) * sample.batch_sequences
+        if state.rates.idle > FULL_PART:
+            return 0.0
+        return (setpoint - pressure) * sample.batch_sequences
+
+    def _refill_s(self, state: ControllerState) -> float:
+        rates = state.rates
+        return max(self.scaling.refill_s, 2.0 * (state.start_s + rates.rollout_s), rates.memory_s)
+
+    def _trimmed(
+        self, state: ControllerState, sample: PressureSample, want: float, now: float
+    ) -> ControllerState:
+        """Integrate the queue error, unless the target cannot follow (anti-windup)."""
+        elapsed = min(max(0.0, now - state.at), self.scaling.stale_s)
+        state = replace(state, at=now)
+        per_worker = state.rates.per_worker
+        if per_worker is None or sample.crew.starting or sample.crew.draining:
+            return state
+        lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
+        if (lack > 0.0 and want >= self._limit(state, sample)[0]) or (
+            lack < 0.0 and want <= self.min_workers
+        ):
+            return state
+        bound = max(1.0, self.scaling.trim_part * want)
+        trim = min(max(state.trim + lack * elapsed / self.scaling.integral_s, -bound), bound)
+        return replace(state, trim=trim)
+
+    def _limit(self, state: ControllerState, sample: PressureSample) -> tuple[int, str]:
+        """Return the maximum that is allowed and useful, and its bound."""
+        most, why = self.max_workers, "max_workers"
+        if state.knee.most and state.knee.most < most:
+            most, why = state.knee.most, INFERENCE_BOUND
+        if sample.room is not None and sample.room.workers < most:
+            most, why = sample.room.workers, sample.room.why
+        return max(self.min_workers, most), why
+
+    def _move(
+        self, state: ControllerState, sample: PressureSample, want: float, now: float
+    ) -> tuple[ControllerState, Decision]:
+        state = self._remember(state, want, now)
+        target, (limit, bound), why = state.target, self._limit(state, sample), _why(state, sample, want)
+        starving = self._starving(state, sample)
+        if starving:
+            state = replace(state, calm_from=max(state.calm_from, now + self.scaling.down_window_s))
+        if target > limit:
+            return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
+        waits = state.rates.waits > WAITING_PART and sample.pressure < self.scaling.setpoint_batches
+        wanted, band = math.ceil(want - ROUND), self._band(target)
+        is_young = now - state.rates.first_at < YOUNG_S
+        up_band = UNSURE * band if is_young else band
+        if starving and not target:
+            wanted = max(wanted, 1)  # without a worker nothing can be measured
+        if wanted > target and (want - target >= up_band or waits or starving):
+            why = f"{why}; starving" if starving else why
+            return self._up(state, sample, wanted, why, now, at_once=starving)
+        most = state.wants[0][1]
+        last = target == 1 and most <= ROUND and sample.pressure >= self.scaling.setpoint_batches
+        if (target - most >= band or last) and now >= state.calm_from:
+            return self._down(state, math.ceil(most - ROUND), why, now)
+        return self._hold(state, why)
+
+    def _up(
+        self,
+        state: ControllerState,
+        sample: PressureSample,
+        wanted: int,
+        why: str,
+        now: float,
+        *,
+        at_once: bool,
+    ) -> tuple[ControllerState, Decision]:
+        scaling, target, (limit, bound) = self.scaling, state.target, self._limit(state, sample)
+        if state.knee.slow:
+            return self._hold(
+                state, f"{why}; throughput per worker fell: no scale-up until saturation is ruled out"
+            )
+        if state.rates.silent:
+            return self._hold(state, f"{why}; no group arrives from the workers: more would not help")
+        if state.rates.idle > IDLE_PART and target:
+            return self._hold(state, f"{why}; the workers wait themselves ({sample.wait or 'no_credit'})")
+        if target >= limit:
+            return self._hold(state, f"{why}; {_bounded(sample, limit, bound)}", bound)
+        reach = state.knee.reach or wanted
+        if target >= reach:
+            return self._hold(state, f"{why}; at most {reach} until their throughput is measured")
+        state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
+        if now - state.up_since < scaling.confirm_up_s and not at_once:
+            return state, Decision(target, f"{why}; not confirmed yet")
+        since, base = state.up_from
+        if now - since >= scaling.up_every_s:
+            since, base = now, target
+        most = max(math.floor(base * scaling.up_factor), base + scaling.up_least)
+        if most <= target:
+            return state, Decision(target, f"{why}; at most {most} within {scaling.up_every_s:g} s")
+        state = replace(state, up_from=(since, base))
+        return self._to(state, min(wanted, most, limit, reach), why, bound if wanted > limit else "")
+
+    def _down(
+        self, state: ControllerState, wanted: int, why: str, now: float
+    ) -> tuple[ControllerState, Decision]:
+        scaling, target = self.scaling, state.target
+        if target <= self.min_workers:
+            return self._hold(state, f"{why}; {target} is min_workers")
+        state = replace(state, down_since=min(state.down_since, now), up_since=math.inf)
+        if now - state.down_since < scaling.confirm_down_s:
+            return state, Decision(target, f"{why}; not confirmed yet")
+        left = math.ceil(target * scaling.down_part) if target > 1 else 0
+        return self._to(state, max(wanted, left), why)
+
+    def _remember(self, state: ControllerState, want: float, now: float) -> ControllerState:
+        """Keep the wants of the window, except those below a later one."""
+        oldest = now - self.scaling.down_window_s
+        kept = [entry for entry in state.wants if entry[0] >= oldest and entry[1] > want]
+        return replace(state, wants=(*kept, (now, want)))
+
+    def _without_rates(
+        self, state: ControllerState, sample: PressureSample, now: float
+    ) -> tuple[ControllerState, Decision]:
+        """Decide while the rates are unknown."""
+        per_worker = state.rates.per_worker
+        if not self._starving(state, sample) or sample.crew.ready < state.target:
+            return self._hold(state, "no measurement yet")
+        if not state.target:
+            return self._up(state, sample, 1, "starving, no batch consumed yet", now, at_once=False)
+        if per_worker is None:
+            return self._hold(state, "no measurement yet")
+        lack = max(0.0, 1.0 - sample.pressure) * sample.batch_sequences
+        soon_s = max(FIRST_BATCH_S, state.start_s, state.rates.rollout_s)
+        more = min(2 * state.target, math.ceil(lack / (soon_s * per_worker)))
+        if more <= state.target:
+            return self._hold(state, f"no batch consumed yet; one is complete within {soon_s:.0f} s")
+        return self._up(state, sample, more, "starving, no batch consumed yet", now, at_once=False)
+
+    @staticmethod
+    def _starving(state: ControllerState, sample: PressureSample) -> bool:
+        return sample.pressure < EMPTY and state.rates.starved > STARVED_PART
+
+    def _watch_starts(self, state: ControllerState, crew: WorkerCounts, now: float) -> ControllerState:
+        if not crew.starting:
+            if state.starting_since < now:
+                took = min(now - state.starting_since, LONGEST_START_S)
+                state = replace(state, start_s=max(took, 0.7 * state.start_s + 0.3 * took))
+            return replace(state, starting_since=math.inf)
+        return replace(state, starting_since=min(state.starting_since, now))
+
+    def _asked(self, state: ControllerState, sample: PressureSample) -> tuple[ControllerState, Decision]:
+        wanted = sample.wanted or 0
+        within, why = self._within(wanted), f"pinned to {wanted}"
+        if within != wanted:
+            why = f"{why}; {self.min_workers} to {self.max_workers} allowed"
+        target, bound = within, ""
+        if sample.room is not None and max(sample.room.workers, self.min_workers) < within:
+            target, bound = max(sample.room.workers, self.min_workers), sample.room.why
+            why = f"{why}; {_bounded(sample, target, bound)}"
+        state, decision = self._to(state, target, why, bound)
+        return state, replace(decision, want=float(within))
+
+    def _to(
+        self, state: ControllerState, target: int, why: str, bound: str = ""
+    ) -> tuple[ControllerState, Decision]:
+        target = self._within(target)
+        return replace(_unsure(state), target=target), Decision(target, why, bound=bound)
+
+    @staticmethod
+    def _hold(state: ControllerState, why: str, bound: str = "") -> tuple[ControllerState, Decision]:
+        return _unsure(state), Decision(state.target, f"hold: {why}", bound=bound)
+
+    def _within(self, workers: int) -> int:
+        return min(max(workers, self.min_workers), self.max_workers)
+
+
+def _unsure(state: ControllerState) -> ControllerState:
+    return replace(state, up_since=math.inf, down_since=math.inf)
+
+
+def _why(state: ControllerState, sample: PressureSample, want: float) -> str:
+    rates = state.rates
+    return (
+        f"want {want:.1f}: demand {rates.demand or 0.0:.1f}/s, per worker {rates.per_worker or 0.0:.2f}/s, "
+        f"pressure {sample.pressure:.2f}"
+    )
+
+
+def _bounded(sample: PressureSample, limit: int, bound: str) -> str:
+    if sample.room is not None and sample.room.why == bound and sample.room.details:
+        return sample.room.details
+    match bound:
+        case "inference_bound":
+            return f"{bound}: more than {limit} add no throughput"
+        case "max_workers":
+            return f"max_workers: at most {limit}"
+        case _:
+            return f"{bound}: room for {limit}"
+
+
+def _silence(age_s: float) -> str:
+    return "no pressure received yet" if math.isinf(age_s) else f"no pressure for {age_s:.1f} s"

@@ -1,0 +1,171 @@
+"""Inputs and outputs of a controller. Pure.
+
+Pressure is the queue in batches of the trainer: a long queue means that *fewer* workers suffice. A controller is
+`decide(state, sample, now)`: its state and the sample are all of its input, the decision with its reason is all of its
+output, and the caller passes the clock. `control_law` has the controller in use.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from rolloutmq.schemas.wire.control import LaneStatus, Pressure, WorkerState
+from rolloutmq.schemas.wire.envelope import Split
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """Worker counts of one environment, as the supervisor sees them."""
+
+    ready: int = 0
+    starting: int = 0
+    """Started and not ready yet, or waiting for a restart."""
+    draining: int = 0
+    failed: int = 0
+    """Given up for good; they keep their place, so that no worker starts into the same failure."""
+
+    @property
+    def current(self) -> int:
+        """Return the workers that count towards the target."""
+        return self.ready + self.starting + self.failed
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRoom:
+    """Limit on the number of workers, its bound as a keyword such as `budget`, and details."""
+
+    workers: int
+    why: str
+    details: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PressureSample:
+    """Input of a controller at one tick, for one environment. Counters grow within one `epoch`.
+
+    Attributes:
+        crew: Worker counts.
+        heard_at: Arrival time of everything but `crew`, on the clock of `now`; -inf if never.
+        epoch: Life of the broker.
+        number: Number of its `Pressure` message; the same number twice is no update.
+        pressure: Queued sequences over the share of a batch from this environment.
+        batch_sequences: The share of a batch from this environment, in sequences.
+        trainers: Connected trainers.
+        eaten, made: Sequences of this environment settled by trainers, and accepted from its workers.
+        starved_s: Time in which trainers waited without a batch.
+        blocked_s: Time waited for credit, summed over the slots of all workers.
+        wait: Wait reason of its producers, or empty.
+        untaught: Ready workers with finished rollouts that wait unusually long for the teacher.
+        slots: Concurrent rollouts of one worker.
+        group_sequences: Sequences of one group.
+        rollout_s: Mean rollout time of a group; 0 while unknown.
+        engines: Inference servers that serve; 0 if unknown.
+        room: Other limit on the workers, if any.
+        wanted: Number of workers set by an operator.
+    """
+
+    crew: WorkerCounts = WorkerCounts()
+    heard_at: float = -math.inf
+    epoch: int = 0
+    number: int = 0
+    pressure: float = 0.0
+    batch_sequences: float = 1.0
+    trainers: int = 1
+    eaten: int = 0
+    made: int = 0
+    starved_s: float = 0.0
+    blocked_s: float = 0.0
+    wait: str = ""
+    untaught: int = 0
+    slots: int = 1
+    group_sequences: int = 1
+    rollout_s: float = 0.0
+    engines: int = 0
+    room: WorkerRoom | None = None
+    wanted: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Target number of workers, and the reason.
+
+    Attributes:
+        target: Workers.
+        reason: Explanation with the numbers.
+        want: Unbounded number of workers needed, as a real number; None while unknown.
+        bound: Keyword of the limit that keeps the target lower: `inference_bound`, `max_workers`, or that of the room.
+    """
+
+    target: int
+    reason: str
+    want: float | None = None
+    bound: str = ""
+
+    @property
+    def short(self) -> float:
+        """Return the workers wanted beyond the bound."""
+        return max(0.0, self.want - self.target) if self.bound and self.want is not None else 0.0
+
+
+_S = TypeVar("_S")
+
+
+class ScalingRule(Protocol[_S]):
+    """A controller."""
+
+    def initial(self, workers: int) -> _S:
+        """Return the initial state, with this many workers running."""
+        ...
+
+    def decide(self, state: _S, sample: PressureSample, now: float) -> tuple[_S, Decision]:
+        """Decide once a tick; `now` in monotonic seconds."""
+        ...
+
+
+def sample_of(
+    env: str, split: Split, slots: int, group_sequences: int, pressure: Pressure | None, heard_at: float
+) -> PressureSample:
+    """Return the part of a `Pressure` about one environment, without its crew; empty if there was none.
+
+    Only training environments count as starving. Demand for evaluation equals its consumption.
+    """
+    if pressure is None:
+        return PressureSample(slots=slots, group_sequences=group_sequences)
+    sample = PressureSample(
+        heard_at=heard_at,
+        epoch=pressure.epoch,
+        number=pressure.number,
+        pressure=pressure.rollout_pressure,
+        batch_sequences=max(1.0, pressure.batch_sequences),
+        trainers=pressure.trainers,
+        starved_s=pressure.starved_s if split is Split.TRAIN else 0.0,
+        blocked_s=pressure.blocked_s.get(env, 0.0),
+        slots=slots,
+        group_sequences=group_sequences,
+        wanted=pressure.wanted.get(env),
+        untaught=sum(
+            bool(worker.waits_for)
+            for worker in pressure.workers
+            if worker.env == env and worker.state is WorkerState.READY
+        ),
+    )
+    lane = next((lane for lane in pressure.lanes if lane.env == env and lane.split is split), None)
+    if lane is None:
+        return sample
+    batch = max(1.0, pressure.batch_sequences * _share(lane, pressure))
+    return replace(
+        sample,
+        pressure=lane.queued_sequences / batch,
+        batch_sequences=batch,
+        eaten=lane.settled_sequences,
+        made=lane.accepted_sequences,
+        wait=lane.wait,
+        rollout_s=lane.rollout_s,
+    )
+
+
+def _share(lane: LaneStatus, pressure: Pressure) -> float:
+    """Return the expected share of a batch from one environment; the whole batch if no share is expected."""
+    weights = sum(other.weight for other in pressure.lanes if other.split is lane.split)
+    share = lane.weight / weights if weights > 0.0 else 0.0
+    return max(share, lane.min_share) or 1.0

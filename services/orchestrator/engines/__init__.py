@@ -1,0 +1,1 @@
+"""Inference engines beyond the first: their number, and their processes."""

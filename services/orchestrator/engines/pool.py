@@ -1,0 +1,258 @@
+"""The engine pool: starts, adopts, drains and cleans up the engines beyond the first, as `scaling` decides.
+
+The launcher runs the first engine; the pool only counts it. A supervisor of its own runs the others like workers: it
+adopts them after a restart of the orchestrator, and ends them after the workers. SIGUSR1 drains an engine: it finishes
+its running requests, and clients send new ones to another engine. An engine that crashes repeatedly is given up. It
+keeps its place and the reason, until an operator scales down.
+
+An engine is ready while its address file has its own pid and keeps changing.
+"""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from rolloutmq.bus.engine_registry import (
+    FIRST,
+    EngineSighting,
+    EngineWatch,
+    engine_name,
+    engine_number,
+    engines_of,
+)
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.wire.telemetry import EngineDecision
+from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
+from rolloutmq.services.orchestrator.engines.scaling import EngineBound, EngineScalingRule, PoolSample
+from rolloutmq.services.orchestrator.supervision.core import (
+    OVER,
+    Backoff,
+    Ladder,
+    Phase,
+    ProcessView,
+    Rung,
+    Step,
+    term_ladder,
+)
+from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
+from rolloutmq.services.process.child import end_strays
+
+logger = logging.getLogger(__name__)
+
+REPEAT_S: Final = 1.0
+"""Interval at which an unchanged decision is published again: events may be lost."""
+
+Command = Callable[[str], tuple[str, ...]]
+"""Returns program and arguments of an engine, by name."""
+
+
+def engine_command(run_dir: Path) -> Command:
+    """Return the command that starts an engine of a run."""
+    start = (sys.executable, "-m", "rolloutmq.launch.cli", "inference", "--run-dir", str(run_dir))
+    return lambda name: (*start, "--engine", name)
+
+
+class EnginePool:
+    """The engines of one run. An async context manager; call `look` once a tick.
+
+    Args:
+        config: Configuration. With at most one engine, or an external server, the pool does nothing.
+        layout: Run directory.
+        token: Run token.
+        publish: Publishes decisions.
+        command: Start command of an engine.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        token: str,
+        publish: Callable[[EngineDecision], None],
+        command: Command | None = None,
+    ) -> None:
+        limits = config.orchestrator
+        self._layout = layout
+        self._token = token
+        self._publish = publish
+        self._command = command or engine_command(layout.root)
+        self._grace_s = limits.term_grace_s
+        self._supervisor = Supervisor(
+            token,
+            Backoff(limits.backoff_s, limits.backoff_max_s, limits.crash_limit, limits.stable_s),
+            identities=layout.engines,
+            seed=config.run.seed,
+        )
+        self._ladder = engine_ladder(limits.drain_deadline_s, limits.term_grace_s)
+        self._watch = EngineWatch()
+        self._may_grow = config.inference.max_engines > 1
+        self._rule = EngineScalingRule.of(config.inference)
+        self._state = self._rule.initial()
+        self._ready = self._serving = 1
+        self._said: int | None = None
+        self._said_at = float("-inf")
+
+    @property
+    def ready(self) -> int:
+        """Return the number of ready engines."""
+        return self._ready
+
+    @property
+    def serving(self) -> int:
+        """Return the number of engines for the saturation detector, which discards its knee when it changes.
+
+        An engine that is briefly silent or restarts changes nothing. The number grows when a new engine is ready, and
+        falls when the target does.
+        """
+        return self._serving
+
+    async def __aenter__(self) -> Self:
+        previous = identities_of(self._layout.engines)
+        addresses = engines_of(self._layout)
+        await self._supervisor.__aenter__()
+        mine = f"{self._token}/"
+        ours = [
+            (one, self._spec(one.name)) for one in previous if one.marker.startswith(mine) and self._may_grow
+        ]
+        adopted = self._supervisor.adopt(ours)
+        if others := [one for one in previous if one.name not in adopted]:
+            await asyncio.to_thread(end_strays, others, self._grace_s)
+        for address in addresses:
+            if address.name not in adopted:
+                self._put_away(address.name)
+        self._state = self._rule.initial(1 + len(adopted))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """End the engines, which have no clients left. Takes no longer than the ladder."""
+        try:
+            names = list(self._supervisor.views())
+            await self._supervisor.stop(names, term_ladder(self._grace_s), "the orchestrator ends")
+            for name in names:
+                self._put_away(name)
+        finally:
+            await self._supervisor.__aexit__(kind, error, at)
+
+    def kill(self) -> None:
+        """Kill all engines now, after a second signal."""
+        self._supervisor.kill()
+
+    def look(self, bounds: Mapping[str, EngineBound], now: float, wanted: int | None = None) -> None:
+        """Decide, and apply the decision.
+
+        Args:
+            bounds: Saturation of the workers, by environment; empty if unknown.
+            now: Monotonic seconds.
+            wanted: Number of engines set by an operator.
+        """
+        if not self._may_grow:
+            return
+        self._forget_ended()
+        seen = {one.address.name: one for one in self._watch.look(engines_of(self._layout), now)}
+        views = self._supervisor.views()
+        crew = self._crew(views, seen)
+        self._ready = crew.ready
+        busy = sum(one.address.busy for name, one in seen.items() if self._is_ready(name, views, seen))
+        failure = next((view.reason for view in views.values() if view.failing), "")
+        before = self._state.target
+        sample = PoolSample(crew, bounds, busy, wanted, failure)
+        self._state, decision = self._rule.decide(self._state, sample, now)
+        self._serving = min(max(self._serving, crew.ready), decision.target)
+        if decision.target != before or self._said is None:
+            logger.info("scale engines target=%d reason=%s", decision.target, decision.reason)
+            logger.info("scale engines sample=%s", sample)
+        for _ in range(decision.target - crew.current):
+            self._supervisor.start(self._spec(self._free_name()))
+        self._let_go(crew.current - decision.target, seen, decision.reason)
+        if decision.target != self._said or now - self._said_at >= REPEAT_S:
+            self._said, self._said_at = decision.target, now
+            self._publish(
+                EngineDecision(
+                    at=time.time(),
+                    busy=busy,
+                    current=crew.current,
+                    target=decision.target,
+                    reason=decision.reason,
+                )
+            )
+
+    def _crew(self, views: Mapping[str, ProcessView], seen: Mapping[str, EngineSighting]) -> WorkerCounts:
+        """Count the engines; the launcher runs or restarts the first."""
+        first = self._is_ready(FIRST, views, seen)
+        crew = WorkerCounts(ready=int(first), starting=int(not first))
+        for name, view in views.items():
+            if view.failing:
+                crew = replace(crew, failed=crew.failed + 1)
+            elif view.phase is Phase.STOPPING:
+                crew = replace(crew, draining=crew.draining + 1)
+            elif self._is_ready(name, views, seen):
+                crew = replace(crew, ready=crew.ready + 1)
+            elif view.phase is not Phase.ENDED:
+                crew = replace(crew, starting=crew.starting + 1)
+        return crew
+
+    def _is_ready(
+        self, name: str, views: Mapping[str, ProcessView], seen: Mapping[str, EngineSighting]
+    ) -> bool:
+        found = seen.get(name)
+        if found is None or found.is_silent or found.address.draining:
+            return False
+        if name == FIRST:
+            return True
+        identity = self._supervisor.identity(name)
+        view = views.get(name)
+        is_running = view is not None and view.phase is Phase.RUNNING
+        return is_running and identity is not None and identity.pid == found.address.pid
+
+    def _let_go(self, number: int, seen: Mapping[str, EngineSighting], reason: str) -> None:
+        """End this many engines: given-up ones first, then those not ready, then the youngest."""
+        views = dict(self._supervisor.views())
+        number -= sum(view.failing and view.phase is Phase.STOPPING for view in views.values())
+        candidates = [view for view in views.values() if view.phase not in {Phase.STOPPING, Phase.ENDED}]
+        candidates.sort(
+            key=lambda view: (
+                view.phase is not Phase.FATAL,
+                self._is_ready(view.name, views, seen),
+                -engine_number(view.name),
+            )
+        )
+        for view in candidates[: max(0, number)]:
+            if view.phase is Phase.FATAL:
+                self._supervisor.forget(view.name)
+            else:
+                self._supervisor.retire(view.name, self._ladder, reason)
+
+    def _forget_ended(self) -> None:
+        for name, view in list(self._supervisor.views().items()):
+            if view.phase in OVER:
+                self._put_away(name)
+            if view.phase is Phase.ENDED:
+                self._supervisor.forget(name)
+
+    def _put_away(self, name: str) -> None:
+        """Remove the address of an ended engine; the first keeps its port through its address."""
+        if name != FIRST:
+            self._layout.engine(name).unlink(missing_ok=True)
+
+    def _free_name(self) -> str:
+        views = self._supervisor.views()
+        return next(name for name in map(engine_name, range(1, len(views) + 2)) if name not in views)
+
+    def _spec(self, name: str) -> ProcessSpec:
+        log = str(self._layout.log(name))
+        return ProcessSpec(name=name, role=Role.INFERENCE, argv=self._command(name), log=log)
+
+
+def engine_ladder(deadline_s: float, grace_s: float) -> Ladder:
+    """Return the drain ladder of an engine: SIGUSR1 at once; requests beyond the deadline go to another engine."""
+    return Rung(0.0, Step.USR1), Rung(deadline_s, Step.TERM), Rung(deadline_s + grace_s, Step.KILL)

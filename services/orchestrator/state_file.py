@@ -1,0 +1,126 @@
+"""`supervision.json`: the orchestrator's view of its workers, for all readers.
+
+The broker forgets a silent worker and never hears from one that cannot start; the orchestrator knows both. The file is
+replaced at each change, so that a killed orchestrator leaves its last state. The reason for an unchanged target may
+change with every tick, and is written less often.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.process import ProcessIdentity, Role
+from rolloutmq.schemas.wire.control import ScaleDecision
+from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
+from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor
+from rolloutmq.services.orchestrator.supervision.worker_table import env_of, number_of
+from rolloutmq.services.process.identity import identify
+from rolloutmq.services.process.logbook import last_lines
+
+logger = logging.getLogger(__name__)
+
+LINES: Final = 8
+"""Last log lines shown: the end of a traceback and the reason."""
+LINES_BYTES: Final = 2000
+REASON_S: Final = 1.0
+"""Interval at which the reason for an unchanged target is written."""
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
+
+
+class StateFile:
+    """Writer of the file. Belongs to one event loop."""
+
+    def __init__(self, layout: RunLayout, token: str) -> None:
+        self._layout = layout
+        self._me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), f"{token}/orchestrator")
+        self._targets: dict[str, Target] = {}
+        self._ends: dict[str, tuple[float, tuple[str, ...]]] = {}
+        self._written: Supervision | None = None
+        self._due: asyncio.Handle | None = None
+        self._reason_at = float("-inf")
+
+    def soon(self, workers: Supervisor) -> None:
+        """Write after all events of this moment."""
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_soon(self.write, workers)
+
+    def decided(self, decision: ScaleDecision, now: float) -> None:
+        """Record a decision; the next `write` includes it if the target changed or the last reason is old."""
+        known = self._targets.get(decision.env)
+        new = Target(
+            env=decision.env, target=decision.target, current=decision.current, reason=decision.reason
+        )
+        moved = known is None or (known.target, known.current) != (new.target, new.current)
+        if moved or now - self._reason_at >= REASON_S:
+            self._targets[decision.env] = new
+
+    def write(self, workers: Supervisor) -> None:
+        """Replace the file if anything changed."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        found = Supervision(
+            orchestrator=self._me,
+            targets=tuple(self._targets.values()),
+            workers=self._workers(workers),
+        )
+        if found == self._written:
+            return
+        self._reason_at = time.monotonic()
+        try:
+            write_json(self._layout.supervision, found)
+        except OSError as error:
+            logger.error("supervision not written path=%s error=%s", self._layout.supervision, error)
+            return
+        self._written = found
+
+    def _workers(self, workers: Supervisor) -> tuple[WorkerRecord, ...]:
+        views: Mapping[str, ProcessView] = {
+            name: view for name, view in workers.views().items() if view.phase is not Phase.ENDED
+        }
+        self._ends = {name: ends for name, ends in self._ends.items() if name in views}
+        ordered = sorted(views, key=lambda name: (env_of(name), number_of(name)))
+        return tuple(self._worker(views[name], workers.identity(name)) for name in ordered)
+
+    def _worker(self, view: ProcessView, identity: ProcessIdentity | None) -> WorkerRecord:
+        waits = view.phase is Phase.WAITING
+        return WorkerRecord(
+            worker=view.name,
+            env=env_of(view.name),
+            phase=view.phase.value,
+            since=view.since,
+            pid=identity.pid if identity is not None else 0,
+            started=_started(identity) if identity is not None else None,
+            due=view.due if waits and view.crashes else None,
+            crashes=view.crashes,
+            restarts=view.restarts,
+            reason=view.reason,
+            last_lines=self._last_lines(view),
+        )
+
+    def _last_lines(self, view: ProcessView) -> tuple[str, ...]:
+        """Return the last log lines of a failed worker; read once for each end."""
+        if not (view.phase is Phase.FATAL or (view.phase is Phase.WAITING and view.reason)):
+            return ()
+        known = self._ends.get(view.name)
+        if known is None or known[0] != view.since:
+            known = self._ends[view.name] = view.since, _shown(self._layout.log(view.name))
+        return known[1]
+
+
+def _shown(log: Path) -> tuple[str, ...]:
+    """Return the last lines without terminal control characters."""
+    lines = last_lines(log, LINES, LINES_BYTES)
+    return tuple("".join(char if char.isprintable() else " " for char in line) for line in lines)
+
+
+def _started(identity: ProcessIdentity) -> float:
+    """Return the start time of a process on CLOCK_MONOTONIC; the kernel's start ticks include sleep."""
+    slept = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return round(identity.start_ticks / _TICKS - slept, 2)

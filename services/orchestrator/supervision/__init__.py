@@ -1,0 +1,1 @@
+"""Supervision of processes: state machine, supervisor, worker table."""

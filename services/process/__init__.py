@@ -1,0 +1,1 @@
+"""Process plumbing of all services: event loop, signals, log, lock, identity, child processes."""

@@ -1,0 +1,105 @@
+"""Heartbeats of a worker, and the drain order from the broker.
+
+The worker sends its state once a second and at each change. The reply carries the drain flag; the topic
+`control.<worker>/` carries it too, with less delay. Both are repeated state, so a lost message loses nothing. While the
+broker is away the worker waits, and it reads the broker's address again because a restart may change it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.rundir import read_json, wait_json
+from rolloutmq.bus.transport.pubsub import Subscriber
+from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.schemas.errors import RolloutMQError, WireError
+from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.schemas.wire.control import WorkerBeat, WorkerBeatReply
+
+logger = logging.getLogger(__name__)
+
+BEAT_S: Final = 1.0
+"""Seconds between two heartbeats; the broker declares a worker dead after `silence_s`, ten times as long."""
+ANSWER_S: Final = 3.0
+"""Timeout of one heartbeat, in seconds; the next one carries newer state anyway."""
+LAST_S: Final = 1.0
+"""Timeout of the final heartbeat, in seconds, so that a dead broker does not keep the worker alive."""
+
+
+class Heartbeat:
+    """Reports the state of a worker while `run` runs."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        worker: str,
+        beat: Callable[[], WorkerBeat],
+        on_drain: Callable[[str], None],
+    ) -> None:
+        self._layout = layout
+        self._worker = worker
+        self._beat = beat
+        self._on_drain = on_drain
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        """Send the next heartbeat at once."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Send heartbeats and listen for orders until cancelled."""
+        while True:
+            endpoints = await wait_json(self._layout.endpoints, Endpoints)
+            topic = topics.control(self._worker)
+            async with (
+                BrokerClient(endpoints.serve) as client,
+                Subscriber(endpoints.events, [topic]) as subscriber,
+                asyncio.TaskGroup() as tasks,
+            ):
+                listener = tasks.create_task(self._listen(subscriber), name=f"{self._worker} control")
+                await self._beat_until_moved(client, endpoints)
+                listener.cancel()
+
+    async def last(self) -> None:
+        """Send a final heartbeat, once, after `run` has ended."""
+        endpoints = read_json(self._layout.endpoints, Endpoints)
+        if endpoints is None:
+            return
+        async with BrokerClient(endpoints.serve) as client:
+            try:
+                await client.request(self._beat(), timeout_s=LAST_S)
+            except RolloutMQError as error:
+                logger.info("final heartbeat unanswered error=%s", error)
+
+    async def _beat_until_moved(self, client: BrokerClient, endpoints: Endpoints) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                reply = await client.request(self._beat(), timeout_s=ANSWER_S)
+            except RolloutMQError as error:
+                logger.warning("heartbeat unanswered error=%s", error)
+                if read_json(self._layout.endpoints, Endpoints) != endpoints:
+                    return
+            else:
+                if isinstance(reply, WorkerBeatReply) and reply.draining:
+                    self._on_drain("heartbeat")
+            await self._pause()
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(BEAT_S):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def _listen(self, subscriber: Subscriber) -> None:
+        async for _, payload in subscriber:
+            try:
+                drain = codec.decode_drain(payload)
+            except WireError as error:
+                logger.warning("control message invalid error=%s", error)
+                continue
+            if drain.worker == self._worker:
+                self._on_drain(drain.reason)

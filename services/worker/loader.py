@@ -1,0 +1,141 @@
+"""Loader of an environment: from `environment.NAME.entry` to an instance. Every failure is a `ConfigError`.
+
+`file.py:Class` is a file next to the configuration; `package.module:Class` is any importable module. The
+configuration's directory is last on the import path, so a file may import its neighbours. Importing the module and
+calling the class run user code; its exceptions are logged with a traceback, and the `ConfigError` names them in one
+line.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.services.worker.environment import Environment
+
+logger = logging.getLogger(__name__)
+
+
+def load_environment(name: str, config: EnvironmentConfig, base_dir: Path) -> Environment:
+    """Import the class of `[environment.NAME]` and call it with its options.
+
+    Args:
+        name: Name of the section.
+        config: The section.
+        base_dir: Directory of the configuration file.
+
+    Raises:
+        ConfigError: The class cannot be found, imported or called, or is not an environment; the cause is
+            chained.
+    """
+    key = f"environment.{name}.entry"
+    check_entry(name, config, base_dir)
+    source, _, attribute = config.entry.partition(":")
+    kind = _class(key, _module(key, source, base_dir), source, attribute)
+    _check_options(f"environment.{name}.options", kind, config.options)
+    try:
+        return cast(Environment, kind(**config.options))
+    except (Exception, SystemExit) as error:
+        logger.exception("environment constructor failed entry=%s", config.entry)
+        raise ConfigError(key, f"{attribute}() raised {_described(error)}") from error
+
+
+def check_abilities(name: str, config: EnvironmentConfig, environment: Environment) -> None:
+    """Check that the environment has the methods its section needs. Raises ConfigError."""
+    kind = type(environment).__name__
+    if config.tasks != "own" and not callable(getattr(environment, "rollout_task", None)):
+        raise ConfigError(
+            f"environment.{name}.tasks", f"{kind} has no method `rollout_task`; submitted tasks need it"
+        )
+    lacks = [method for method in ("task", "member") if not callable(getattr(environment, method, None))]
+    if config.group_deadline_s and lacks:
+        raise ConfigError(
+            f"environment.{name}.group_deadline_s", f"{kind} has no method `{lacks[0]}`; a deadline needs it"
+        )
+
+
+def check_entry(name: str, config: EnvironmentConfig, base_dir: Path) -> None:
+    """Check the entry without running the user's code. Raises ConfigError."""
+    key = f"environment.{name}.entry"
+    source, _, attribute = config.entry.partition(":")
+    if not attribute.isidentifier():
+        raise ConfigError(key, f"`{attribute}` is not a class name; write FILE.py:Class or MODULE:Class")
+    if source.endswith(".py"):
+        if not (base_dir / source).is_file():
+            raise ConfigError(key, f"there is no file {base_dir / source}")
+        return
+    if not all(part.isidentifier() for part in source.split(".")):
+        raise ConfigError(key, f"`{source}` is neither a .py file nor a module")
+    package = source.partition(".")[0]
+    if importlib.util.find_spec(package) is None and PathFinder.find_spec(package, [str(base_dir)]) is None:
+        raise ConfigError(key, f"there is no module {package}")
+
+
+def _module(key: str, source: str, base_dir: Path) -> ModuleType:
+    if str(base_dir) not in sys.path:
+        sys.path.append(str(base_dir))
+    try:
+        if not source.endswith(".py"):
+            return importlib.import_module(source)
+        return _file_module((base_dir / source).resolve())
+    except (Exception, SystemExit) as error:
+        logger.exception("environment import failed source=%s", source)
+        raise ConfigError(key, f"importing {source} raised {_described(error)}") from error
+
+
+def _file_module(path: Path) -> ModuleType:
+    """Import a file under a name that no installed module can have."""
+    name = f"rolloutmq_entry_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look classes up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _class(key: str, module: ModuleType, source: str, attribute: str) -> type[Any]:
+    kind = getattr(module, attribute, None)
+    if kind is None:
+        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+        close = difflib.get_close_matches(attribute, classes, n=1)
+        hint = f"; did you mean `{close[0]}`?" if close else ""
+        raise ConfigError(key, f"{source} has no class `{attribute}`{hint}")
+    if not inspect.isclass(kind):
+        raise ConfigError(key, f"`{attribute}` of {source} is not a class")
+    if not callable(getattr(kind, "rollout", None)):
+        raise ConfigError(key, f"{attribute} has no method `rollout`: derive it from rolloutmq.SingleTurn")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise ConfigError(key, f"{attribute} does not implement {', '.join(f'`{name}`' for name in missing)}")
+    return kind
+
+
+def _check_options(key: str, kind: type[Any], options: Mapping[str, Any]) -> None:
+    """Check the options against the signature, so that a TypeError of user code is not mistaken for one."""
+    try:
+        signature = inspect.signature(kind)
+    except ValueError:  # a class of an extension module may have none
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ConfigError(key, f"{error}; the signature is {kind.__name__}{signature}") from None
+
+
+def _described(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

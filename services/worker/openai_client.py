@@ -1,0 +1,238 @@
+"""HTTP client of the policy, for one or several OpenAI-compatible servers of the same model.
+
+A server that is away costs a pause, not a rollout. Connection errors and the statuses of an overloaded or restarting
+server are retried: at once if another server is available, otherwise with growing, jittered pauses, until the patience
+of the call is over. Each attempt chooses among the servers registered at that moment (`engine_choice`). Any other
+status is the request's fault and final. Attempts have no timeout of their own: nobody knows how long a valid answer may
+take, and asking twice would double the load of a slow server.
+
+A client keeps its connections alive, so a call costs one round trip.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+import aiohttp
+
+from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.worker import openai_wire
+from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.engine_choice import Engine, Engines
+from rolloutmq.services.worker.openai_wire import Endpoint
+from rolloutmq.services.worker.policy import MAX_TOKENS
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_S: Final = 0.05
+"""First pause between attempts, in seconds; doubles."""
+BACKOFF_MAX_S: Final = 1.0
+"""Longest pause, in seconds: the most a run loses after the server is back."""
+CONNECT_S: Final = 5.0
+"""Timeout of a connection attempt, in seconds."""
+KEEPALIVE_S: Final = 60.0
+"""Seconds to keep an idle connection; the server may close it earlier."""
+LOG_EVERY_S: Final = 5.0
+"""Seconds between two warnings about unavailable servers."""
+RETRIED: Final = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses that are retried."""
+
+_HEADERS: Final = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+_T = TypeVar("_T", bytes, Engine)
+
+
+class OpenAIPolicy:
+    """A `Policy` over HTTP; `engines` chooses the server of each attempt.
+
+    Made by `opened`. Any number of calls may run concurrently in one event loop.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        engines: Engines,
+        known: Callable[[], PolicyVersion],
+        patience_s: float,
+    ) -> None:
+        self._session = session
+        self._engines = engines
+        self._known = known
+        self._patience_s = patience_s
+        self._address = ""
+        self._logged_at = -LOG_EVERY_S
+        self.retries = 0
+        """Failed attempts that were repeated."""
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(
+        cls,
+        engines: Engines,
+        *,
+        known: Callable[[], PolicyVersion] = PolicyVersion,
+        patience_s: float = 300.0,
+    ) -> AsyncIterator["OpenAIPolicy"]:
+        """Open a client for the duration of the block.
+
+        Args:
+            engines: Chooses the server.
+            known: Returns the newest known policy version, for servers that report none.
+            patience_s: Seconds of retries before a call gives up.
+        """
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        async with aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=_HEADERS, cookie_jar=aiohttp.DummyCookieJar()
+        ) as session:
+            yield cls(session, engines, known, patience_s)
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `Policy.complete`."""
+        sampling = _sampling(n, max_tokens, temperature, stop)
+        before = self._known()
+        body = await self._ask(
+            openai_wire.COMPLETIONS, lambda model: openai_wire.text_request(model, prompt, **sampling)
+        )
+        return _counted(
+            n, openai_wire.text_completions(body, (before, max(before, self._known())), temperature)
+        )
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `Policy.chat`."""
+        sampling = _sampling(n, max_tokens, temperature, stop)
+        before = self._known()
+        body = await self._ask(
+            openai_wire.CHAT, lambda model: openai_wire.chat_request(model, messages, **sampling)
+        )
+        return _counted(
+            n, openai_wire.chat_completions(body, (before, max(before, self._known())), temperature)
+        )
+
+    @asynccontextmanager
+    async def endpoint(self) -> AsyncIterator[Endpoint]:
+        """See `Policy.endpoint`."""
+        engine = await self._until(self._found)
+        engine.in_hand += 1
+        try:
+            yield Endpoint(engine.url + openai_wire.BASE, engine.model, self._known(), self._known)
+        finally:
+            engine.in_hand -= 1
+
+    async def _ask(self, path: str, request: Callable[[str], bytes]) -> bytes:
+        return await self._until(lambda engine: self._answered(engine, path, request))
+
+    async def _until(self, attempt: Callable[[Engine], Awaitable[_T | str]]) -> _T:
+        """Repeat the attempt, each time with a chosen engine, until it returns something other than an error
+        text.
+        """
+        until = time.monotonic() + self._patience_s
+        longest_s = BACKOFF_S
+        while True:
+            engine = self._engines.take(time.monotonic())
+            last = await self._attempt(engine, attempt, until - time.monotonic())
+            if not isinstance(last, str):
+                return last
+            now = time.monotonic()
+            another = engine is not None and self._engines.pass_over(engine, now)
+            pause_s = 0.0 if another else longest_s * random.uniform(0.5, 1.0)
+            if now + pause_s >= until:
+                raise PolicyUnavailableError(self._address, self._patience_s, last)
+            self._complain(last)
+            await asyncio.sleep(pause_s)
+            longest_s = longest_s if another else min(2 * longest_s, BACKOFF_MAX_S)
+
+    async def _attempt(
+        self, engine: Engine | None, attempt: Callable[[Engine], Awaitable[_T | str]], limit_s: float
+    ) -> _T | str:
+        """Attempt it once; return the result, or the reason to retry."""
+        if engine is None:
+            return "no inference server has published its address yet"
+        self._address = engine.url
+        engine.in_hand += 1
+        try:
+            async with asyncio.timeout(limit_s):
+                return await attempt(engine)
+        except TimeoutError:
+            return "the request timed out"
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            engine.model = ""  # a restarted server may serve another model
+            return f"{type(error).__name__} {error}"
+        finally:
+            engine.in_hand -= 1
+
+    async def _answered(self, engine: Engine, path: str, request: Callable[[str], bytes]) -> bytes | str:
+        """Post a request to an engine; return the body, or the reason to retry."""
+        if not engine.model and (why := await self._find(engine)):
+            return why
+        status, body = await self._post(engine.url + path, request(engine.model))
+        if status == 200:
+            return body
+        if status not in RETRIED:
+            raise PolicyRefusedError(status, openai_wire.error_text(body))
+        return f"status {status}, {openai_wire.error_text(body)}"
+
+    async def _found(self, engine: Engine) -> Engine | str:
+        return await self._find(engine) or engine
+
+    async def _find(self, engine: Engine) -> str:
+        """Look up the model of an engine; return the reason to retry, or an empty string."""
+        async with self._session.get(engine.url + openai_wire.MODELS) as response:
+            body = await response.read()
+        if response.status == 200:
+            engine.model = openai_wire.first_model(body)
+            return ""
+        text = openai_wire.error_text(body)
+        if response.status not in RETRIED:
+            raise PolicyRefusedError(response.status, f"{openai_wire.MODELS}: {text}")
+        return f"status {response.status}, {text}"
+
+    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+        async with self._session.post(url, data=body) as response:
+            return response.status, await response.read()
+
+    def _complain(self, why: str) -> None:
+        """Count a retry, and log it once in a while."""
+        self.retries += 1
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = now
+            logger.warning(
+                "policy unavailable address=%s retries=%d error=%s", self._address, self.retries, why
+            )
+
+
+def _sampling(
+    n: int, max_tokens: int, temperature: float, stop: str | Sequence[str] | None
+) -> dict[str, Any]:
+    # Always explicit: the defaults of a server may come from the model's directory.
+    sampling: dict[str, Any] = {"n": n, "max_tokens": max_tokens, "temperature": temperature, "top_p": 1.0}
+    if stop is not None:
+        sampling["stop"] = stop if isinstance(stop, str) else list(stop)
+    return sampling
+
+
+def _counted(n: int, completions: list[Completion]) -> list[Completion]:
+    if len(completions) != n:
+        raise PolicyRefusedError(200, f"{len(completions)} choices in the response, {n} were requested")
+    return completions

@@ -1,0 +1,307 @@
+"""OpenAI's HTTP interface with vLLM's extensions: request bodies, responses as `Completion`s, and `Endpoint`.
+Pure.
+
+Requests ask for `return_token_ids`: training needs the sampled tokens, never text that was tokenized again. Servers of
+a run also return `weight_versions`: spans of the sampled tokens, each with its policy version. If a response has no
+versions, or no `temperature`, the values known to the client apply. Responses with `top_p` below 1 are refused: the
+trainer cannot know which tokens were in the nucleus.
+
+`Endpoint` is for environments with a client of their own, such as OpenAI's. The client handles tools, streams and
+retries; pass `Endpoint.request` to each call and read the response with `Endpoint.completions`. Open one endpoint for
+each conversation: if the server reports no policy version, the completion may be from any version since the endpoint
+was opened.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.schemas.errors import PolicyRefusedError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.worker import openai_wire
+from rolloutmq.services.worker.completion import ChatMessage, Completion
+
+BASE: Final = "/v1"
+
+COMPLETIONS: Final = f"{BASE}/completions"
+
+CHAT: Final = f"{BASE}/chat/completions"
+
+MODELS: Final = f"{BASE}/models"
+
+
+BEYOND: Final = {"return_token_ids": True}
+"""Request fields that are not OpenAI's own."""
+
+
+class _Version(msgspec.Struct, gc=False):
+    incarnation: int = 0
+    step: int = 0
+
+
+class _Span(msgspec.Struct, gc=False):
+    start: int
+    end: int
+    version: _Version | int | str
+
+
+class _Listed(msgspec.Struct):
+    """Log-probabilities of `/v1/completions`."""
+
+    token_logprobs: list[float]
+    tokens: list[str] | None = None
+
+
+class _Token(msgspec.Struct, gc=False):
+    logprob: float
+    token: str = ""
+
+
+class _ByToken(msgspec.Struct):
+    """Log-probabilities of `/v1/chat/completions`."""
+
+    content: list[_Token]
+
+
+class _Message(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    weight_versions: list[_Span] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+
+class _TextChoice(_Choice):
+    text: str = ""
+    logprobs: _Listed | None = None
+
+
+class _ChatChoice(_Choice):
+    message: _Message = _Message()
+    logprobs: _ByToken | None = None
+
+
+class _TextAnswer(msgspec.Struct):
+    choices: list[_TextChoice]
+
+
+class _ChatAnswer(msgspec.Struct):
+    choices: list[_ChatChoice]
+    prompt_token_ids: list[int] | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_text: Final = msgspec.json.Decoder(_TextAnswer)
+
+_chat: Final = msgspec.json.Decoder(_ChatAnswer)
+
+_error: Final = msgspec.json.Decoder(_ErrorAnswer)
+
+_models: Final = msgspec.json.Decoder(_Models)
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+def text_request(model: str, prompt: str | Sequence[int], **sampling: Any) -> bytes:
+    """Encode the body of `/v1/completions`."""
+    given = prompt if isinstance(prompt, str) else list(prompt)
+    return _encode({"model": model, "prompt": given, "logprobs": 0, **BEYOND, **sampling})
+
+
+def chat_request(model: str, messages: Sequence[ChatMessage], **sampling: Any) -> bytes:
+    """Encode the body of `/v1/chat/completions`."""
+    return _encode({"model": model, "messages": list(messages), "logprobs": True, **BEYOND, **sampling})
+
+
+def text_completions(
+    body: bytes, known: tuple[PolicyVersion, PolicyVersion], temperature: float = 1.0
+) -> list[Completion]:
+    """Decode a response of `/v1/completions`.
+
+    Args:
+        body: JSON.
+        known: Policy versions before and after the call, for servers that report none.
+        temperature: Requested temperature, for servers that report none.
+
+    Raises:
+        PolicyRefusedError: The response lacks what training needs.
+    """
+    try:
+        answer = _text.decode(body)
+    except msgspec.MsgspecError as error:
+        raise PolicyRefusedError(200, f"malformed response from the inference server: {error}") from None
+    return [
+        _completion(
+            choice,
+            choice.text,
+            choice.prompt_token_ids,
+            choice.logprobs.token_logprobs if choice.logprobs else None,
+            (choice.logprobs.tokens if choice.logprobs else None) or [],
+            known,
+            temperature,
+        )
+        for choice in answer.choices
+    ]
+
+
+def chat_completions(
+    answered: Any, known: tuple[PolicyVersion, PolicyVersion], temperature: float = 1.0
+) -> list[Completion]:
+    """Decode a response of `/v1/chat/completions`: JSON, or the object of a client. See `text_completions`."""
+    try:
+        if isinstance(answered, bytes):
+            answer = _chat.decode(answered)
+        else:
+            answer = msgspec.convert(answered, _ChatAnswer, from_attributes=True)
+    except msgspec.MsgspecError as error:
+        raise PolicyRefusedError(200, f"malformed response from the inference server: {error}") from None
+    return [
+        _completion(
+            choice,
+            choice.message.content or "",
+            choice.prompt_token_ids or answer.prompt_token_ids,
+            [token.logprob for token in choice.logprobs.content] if choice.logprobs else None,
+            [token.token for token in choice.logprobs.content] if choice.logprobs else [],
+            known,
+            temperature,
+        )
+        for choice in answer.choices
+    ]
+
+
+def error_text(body: bytes) -> str:
+    """Return the message of an error response in one line; of a body in another format its first 200 bytes."""
+    try:
+        return " ".join(_error.decode(body).error.message.split())
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return " ".join(body[:200].decode(errors="replace").split())
+
+
+def error_code(body: bytes) -> str:
+    """Return the code of an error response, or an empty string."""
+    try:
+        return str(_error.decode(body).error.code or "")
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+
+
+def first_model(body: bytes) -> str:
+    """Return the first model that a server lists."""
+    try:
+        return _models.decode(body).data[0].id
+    except (msgspec.MsgspecError, IndexError):
+        raise PolicyRefusedError(
+            200, f"{MODELS} lists no model; check that the server has loaded one"
+        ) from None
+
+
+def _completion(
+    choice: _Choice,
+    text: str,
+    prompt_token_ids: list[int] | None,
+    logprobs: list[float] | None,
+    tokens: list[str],
+    known: tuple[PolicyVersion, PolicyVersion],
+    temperature: float,
+) -> Completion:
+    if choice.token_ids is None or prompt_token_ids is None:
+        raise PolicyRefusedError(
+            200, "no token ids in the response; use a server that supports `return_token_ids`"
+        )
+    if logprobs is None or len(logprobs) != len(choice.token_ids):
+        found = len(logprobs or ())
+        why = f"{found} log-probabilities for {len(choice.token_ids)} tokens in the response; each token needs one"
+        raise PolicyRefusedError(200, why)
+    if choice.top_p is not None and choice.top_p < 1:
+        why = "its log-probabilities cover the nucleus alone, which no trainer can compute; leave top_p at 1"
+        raise PolicyRefusedError(200, f"the server sampled with top_p {choice.top_p:g}: {why}")
+    oldest, newest = _versions(choice.weight_versions, known)
+    return Completion(
+        text,
+        prompt_token_ids,
+        choice.token_ids,
+        logprobs,
+        oldest,
+        newest,
+        choice.finish_reason or "",
+        tokens,
+        (temperature if choice.temperature is None else choice.temperature) or 1.0,
+    )
+
+
+def _versions(
+    spans: list[_Span] | None, known: tuple[PolicyVersion, PolicyVersion]
+) -> tuple[PolicyVersion, PolicyVersion]:
+    if not spans:
+        return known
+    found = [version for span in spans if (version := _version(span.version)) is not None]
+    return (min(found), max(found)) if found else known
+
+
+def _version(label: _Version | int | str) -> PolicyVersion | None:
+    """Parse a version. Labels that are not numbers, as other trainers may set, yield None."""
+    if isinstance(label, _Version):
+        return PolicyVersion(label.incarnation, label.step)
+    if isinstance(label, int):
+        return PolicyVersion(0, label)
+    return PolicyVersion(0, int(label)) if label.isdecimal() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One server, for one conversation. Made by `Policy.endpoint`.
+
+    Attributes:
+        base_url: Address for OpenAI's client, ends in `/v1`.
+        model: Model name to request.
+        oldest: Policy version known when the endpoint was opened.
+        newest: Returns the newest policy version known now.
+    """
+
+    base_url: str
+    model: str
+    oldest: PolicyVersion = PolicyVersion()
+    newest: Callable[[], PolicyVersion] = PolicyVersion
+
+    @property
+    def request(self) -> Mapping[str, Any]:
+        """Keyword arguments for every `chat.completions.create` of OpenAI's client."""
+        return {"model": self.model, "logprobs": True, "extra_body": openai_wire.BEYOND}
+
+    def completions(self, answer: Any, temperature: float = 1.0) -> list[Completion]:
+        """Return a `Completion` for each choice of a response.
+
+        Args:
+            answer: A `ChatCompletion` of the client, its dictionary, or its JSON in bytes.
+            temperature: Requested temperature. Servers of a run report it themselves, and their value wins.
+
+        Raises:
+            PolicyRefusedError: The response lacks what training needs.
+        """
+        return openai_wire.chat_completions(
+            answer, (self.oldest, max(self.oldest, self.newest())), temperature
+        )

@@ -1,0 +1,391 @@
+"""The consumer against a scripted broker: leases, undecodable groups, restarts, iteration."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from tests.bus.transport.fake_broker import V0, V1, answers, leased
+
+from rolloutmq.bus.consumer import connection
+from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.transport import discovery
+from rolloutmq.schemas.errors import EndOfReplayError, LeaseLostError, RefusedError, UsageError
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
+from rolloutmq.schemas.wire.replies import Batch, ErrorReply, NoBatch, Rejected, RunInfo, Settled, Wait
+from rolloutmq.schemas.wire.requests import (
+    Commit,
+    ConsumerBeat,
+    GetInfo,
+    Pull,
+    RegisterConsumer,
+    Release,
+    Settle,
+)
+
+if TYPE_CHECKING:
+    from tests.bus.transport.fake_broker import FakeBroker
+
+MakeGroup = Callable[..., Group]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats come often, and a broker that is gone is missed soon."""
+    monkeypatch.setattr(connection, "BEAT_S", 0.1)
+    monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(connection, "REPEAT_S", 0.1)
+    monkeypatch.setattr(discovery, "PROBE_S", 0.3)
+    monkeypatch.setattr(discovery, "ATTEMPT_S", 0.3)
+
+
+async def test_a_batch_is_pulled_decoded_and_settled(fake: "FakeBroker", group: MakeGroup) -> None:
+    old = msgspec.structs.replace(V0, step=7)
+    groups = [
+        Group.build("a", tokens=[[1, 2], []], mask=[[0, 1], []], scores=[0.0, 1.0], oldest=old, newest=V0),
+        group("b", n=3),
+    ]
+    fake.answers[Pull] = answers(leased(groups, short=True, over=True, rewound=True))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=5, info=RunInfo(run="r")) as c:
+        batch = await c.pull(11, V0)
+        assert [g.group_id for g in batch.groups] == ["a", "b"]
+        assert [row.tolist() for row in batch.groups[0]["tokens"]] == [[1, 2], []]
+        assert batch.groups[0].env == "e"
+        assert (batch.step, batch.lease) == (11, 1)
+        assert (batch.short, batch.over, batch.rewound) == (True, True, True)
+        assert (batch.sequences, batch.tokens) == (5, 14)
+        assert batch.staleness() == (3, 10)
+        assert batch.staleness(V1) == (4, 11)
+        await batch.ack()
+        await c.commit(V1)
+    pull = fake.asked_for(Pull)[0]
+    assert (pull.sequences, pull.run, pull.version, pull.step) == (5, "r", V0, 11)
+    settle = fake.asked_for(Settle)[0]
+    assert (settle.lease, settle.generation, settle.version) == (1, 4, V1)
+    assert (settle.trained, settle.filtered, settle.rejected) == (("a", "b"), (), ())
+    assert fake.asked_for(Commit)[0].version == V1
+    assert fake.asked_for(RegisterConsumer)[0].info.batch_sequences == 5
+    assert fake.asked_for(Release)
+
+
+async def test_the_lists_of_a_settlement_complement_each_other(fake: "FakeBroker", group: MakeGroup) -> None:
+    groups = [group(name) for name in "abcd"]
+    fake.answers[Pull] = answers(leased(groups, spoil=("c",)), leased(groups[:1]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        assert [g.group_id for g in batch.groups] == ["a", "b", "d"]
+        assert [d.header.group_id for d in batch.deliveries] == ["a", "b", "d"]
+        await c.settle(batch, filtered=["a"], rejected=[Rejected(group_id="d", reason="empty")])
+        assert c.version == V1
+        batch = await c.pull(12, V1)
+        await c.settle(batch, filtered=["a"])
+        assert c.version == V1
+    first, second = fake.asked_for(Settle)
+    assert first.trained == ("b",)
+    assert [r.group_id for r in first.rejected] == ["c", "d"]
+    assert "checksum" in first.rejected[0].reason
+    assert second.trained == ()
+    assert second.version == V1
+
+
+async def test_a_batch_without_a_whole_group_is_settled_and_pulled_again(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(
+        leased([group("a"), group("b")], spoil=("a", "b")), leased([group("c")], lease=2)
+    )
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        assert [g.group_id for g in batch.groups] == ["c"]
+    settle = fake.asked_for(Settle)[0]
+    assert (settle.version, settle.trained) == (V0, ())
+    assert [r.group_id for r in settle.rejected] == ["a", "b"]
+    ids = [pull.request_id for pull in fake.asked_for(Pull)]
+    assert len(set(ids)) == 2
+
+
+async def test_a_reply_that_lies_about_its_frames_gives_rejections(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    full = leased([group("a"), group("b")])
+    assert isinstance(full, tuple)
+    reply, frames = full
+    assert isinstance(reply, Batch)
+    fake.answers[Pull] = answers((reply, frames[:1]), (msgspec.structs.replace(reply, tables=()), frames))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8, world_size=2) as c:
+        batch = await c.pull(11, V0)
+        assert [g.group_id for g in batch.groups] == ["a"]
+        assert [r.group_id for r in batch.rejected] == ["b"]
+        batch = await c.pull(11, V0)
+        assert not batch.groups
+        assert len(batch.rejected) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "filtered", "after"),
+    [(2, [], V1), (2, ["a"], V0), (1, ["a"], V0)],
+    ids=["empty", "some", "one"],
+)
+async def test_a_rank_that_has_nothing_to_learn_from_steps_on_if_the_others_may_have(
+    fake: "FakeBroker", group: MakeGroup, ranks: int, filtered: list[str], after: PolicyVersion
+) -> None:
+    fake.answers[Pull] = answers(leased([group(name) for name in filtered]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8, world_size=ranks) as c:
+        await c.settle(await c.pull(11, V0), filtered=filtered)
+        assert c.version == after
+    assert fake.asked_for(Settle)[0].version == after
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(0, 0), (8, 8), (0, -1), (8, -8)])
+async def test_a_step_is_named_in_sequences_or_in_tokens_and_not_both(
+    fake: "FakeBroker", sequences: int, tokens: int
+) -> None:
+    async with fake.running():
+        with pytest.raises(UsageError, match="give exactly one of them"):
+            async with Consumer.open(fake.layout.root, sequences=sequences, tokens=tokens):
+                pass
+    assert not any(isinstance(asked, RegisterConsumer) for asked in fake.asked)
+
+
+async def test_a_step_may_be_a_budget_of_tokens(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    async with fake.running(), Consumer.open(fake.layout.root, tokens=1 << 20) as c:
+        assert (await c.pull(11, V0)).groups
+    (pull,) = [asked for asked in fake.asked if isinstance(asked, Pull)]
+    assert (pull.sequences, pull.tokens) == (0, 1 << 20)
+
+
+async def test_the_end_of_a_replay_ends_the_iteration_and_is_raised_by_a_pull(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    end = NoBatch(wait=Wait.END_OF_REPLAY, queued_sequences=0)
+    fake.answers[Pull] = answers(leased([group("a")]), end, end)
+    fake.answers[Settle] = lambda asked: Settled(step=asked.version.step)
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        async for batch in c:
+            await batch.ack()
+        assert c.version.step == 1
+        with pytest.raises(EndOfReplayError):
+            await c.pull(2, c.version)
+
+
+async def test_a_pull_is_repeated_with_the_same_id_until_there_is_a_batch(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    nothing = NoBatch(wait=Wait.NO_EXACT_FIT, queued_sequences=3)
+    fake.answers[Pull] = answers(nothing, nothing, leased([group("a")]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        assert (await c.pull(11, V0)).groups
+        waits = [c.wait]
+        assert await c.pull(12, V0, wait_s=0.06) is None
+        assert [*waits, c.wait] == [Wait.NO_EXACT_FIT, Wait.MIN_SHARE]
+    ids = [pull.request_id for pull in fake.asked_for(Pull)]
+    assert len(set(ids[:3])) == 1
+    assert ids[3] != ids[2]
+
+
+async def test_a_lost_lease_is_said(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    fake.answers[Settle] = lambda _: ErrorReply(code=ErrorCode.LEASE_LOST, detail="silence")
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        with pytest.raises(LeaseLostError, match="silence"):
+            await batch.ack()
+        assert c.version.step == 0
+
+
+async def test_a_broker_in_another_life_voids_the_lease_and_gives_the_next_batch(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]), leased([group("b")], lease=1))
+    async with fake.running("a"):
+        opened = Consumer.open(fake.layout.root, sequences=8, resume=V0)
+        c = await opened.__aenter__()
+        batch = await c.pull(11, V0)
+    fake.new_life()
+    async with fake.running("b"):
+        with pytest.raises(LeaseLostError):
+            await batch.ack()
+        assert not fake.asked_for(Settle)
+        batch = await c.pull(11, V0)
+        await batch.ack()
+        await opened.__aexit__(None, None, None)
+    assert [r.resume for r in fake.asked_for(RegisterConsumer)] == [V0, None]
+    assert fake.asked_for(Settle)[0].trained == ("b",)
+
+
+async def test_a_broker_that_remembers_keeps_the_lease(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    async with fake.running("a"):
+        opened = Consumer.open(fake.layout.root, sequences=8, resume=V0)
+        c = await opened.__aenter__()
+        batch = await c.pull(11, V0)
+    fake.restart()
+    async with fake.running("b"):
+        await batch.ack()
+        assert (c.epoch, c._link.life) == (2, 1)
+        await opened.__aexit__(None, None, None)
+    first, again = fake.asked_for(RegisterConsumer)
+    assert (first.generation, first.resume, again.generation, again.resume) == (0, V0, 1, None)
+    assert fake.asked_for(Settle)[0].trained == ("a",)
+
+
+async def test_a_restart_in_place_is_noticed_by_the_heartbeat(fake: "FakeBroker") -> None:
+    """It is back before anybody misses it: what it was asked is asked again, not waited for."""
+    fake.answers[Pull] = lambda _: None
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        pulling = asyncio.create_task(c.pull(11, V0, wait_s=0.0))
+        await fake.until(lambda: bool(fake.asked_for(Pull)))
+        del fake.answers[Pull]
+        fake.restart()
+        assert await pulling is None
+        assert c.epoch == 2
+    assert len({pull.request_id for pull in fake.asked_for(Pull)}) == 1
+
+
+async def test_a_settlement_whose_reply_died_with_the_broker_is_repeated(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    fake.answers[Settle] = lambda _: None
+    async with fake.running("a"):
+        opened = Consumer.open(fake.layout.root, sequences=8)
+        c = await opened.__aenter__()
+        batch = await c.pull(11, V0)
+        settling = asyncio.create_task(c.settle(batch, filtered=["a"]))
+        await fake.until(lambda: bool(fake.asked_for(Settle)))
+    fake.restart()
+    fake.answers[Settle] = lambda _: Settled(step=11)
+    async with fake.running("b"):
+        assert (await settling).step == 11
+        await opened.__aexit__(None, None, None)
+    assert len(set(map(msgspec.msgpack.encode, fake.asked_for(Settle)))) == 1
+
+
+async def test_resume_is_said_until_a_broker_has_answered(fake: "FakeBroker") -> None:
+    fake.answers[RegisterConsumer] = lambda _: None
+    async with fake.running("a"):
+        opened = Consumer.open(fake.layout.root, sequences=8, resume=V0)
+        opening = asyncio.create_task(opened.__aenter__())
+        await fake.until(lambda: bool(fake.asked_for(RegisterConsumer)))
+    fake.restart()
+    del fake.answers[RegisterConsumer]
+    async with fake.running("b"):
+        c = await opening
+        fake.restart()
+        await fake.until(lambda: c.epoch == 3)
+        await opened.__aexit__(None, None, None)
+    resumes = [r.resume for r in fake.asked_for(RegisterConsumer)]
+    assert set(resumes[:-1]) == {V0}
+    assert resumes[-1] is None
+
+
+async def test_a_slow_settlement_ends_well_and_heartbeats_go_on(
+    fake: "FakeBroker", group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk is full: what tells of a change is answered late, and the broker lives."""
+    fake.answers[Pull] = answers(leased([group("a")]))
+    fake.answers[Settle] = lambda _: None
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        settling = asyncio.create_task(batch.ack())
+        await fake.until(lambda: caplog.text.count("broker slow request=Settle") == 2)
+        beats = len(fake.asked_for(ConsumerBeat))
+        await fake.until(lambda: len(fake.asked_for(ConsumerBeat)) >= beats + 2)
+        # Waiting for a slow broker counts as progress, or the lease would be lost by it.
+        assert fake.asked_for(ConsumerBeat)[-1].progress > fake.asked_for(ConsumerBeat)[0].progress
+        fake.answers[Settle] = lambda _: Settled(step=11)
+        assert (await settling).step == 11
+    assert len(fake.asked_for(RegisterConsumer)) == 1
+    assert "broker lost" not in caplog.text
+
+
+async def test_heartbeats_go_on_while_the_broker_answers_nothing_at_all(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        for kind in (Settle, ConsumerBeat, GetInfo):
+            fake.answers[kind] = lambda _: None
+        settling = asyncio.create_task(batch.ack())
+        await fake.until(lambda: len(fake.asked_for(GetInfo)) > 5)
+        beats = len(fake.asked_for(ConsumerBeat))
+        await fake.until(lambda: len(fake.asked_for(ConsumerBeat)) >= beats + 5)
+        assert not settling.done()
+        fake.answers.clear()
+        await settling
+    assert len(fake.asked_for(RegisterConsumer)) == 1
+
+
+async def test_a_heartbeat_that_finds_itself_unknown_registers_again(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]), leased([group("b")], lease=2))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(11, V0)
+        fake.generations.clear()
+        await fake.until(lambda: len(fake.asked_for(RegisterConsumer)) == 2)
+        with pytest.raises(LeaseLostError):
+            await batch.ack()
+        assert (await c.pull(11, V0)).groups[0].group_id == "b"
+
+
+async def test_heartbeats_go_on_while_a_pull_waits_and_carry_progress(fake: "FakeBroker") -> None:
+    fake.answers[Pull] = lambda _: None
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        pulling = asyncio.create_task(c.pull(11, V0))
+        await fake.until(lambda: bool(fake.asked_for(ConsumerBeat)))
+        c.progress()
+        await fake.until(lambda: len(fake.asked_for(ConsumerBeat)) == 2)
+        pulling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+    first, second = fake.asked_for(ConsumerBeat)[:2]
+    assert second.progress > first.progress > 0
+
+
+async def test_iteration_goes_step_by_step_and_wants_each_settled(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(
+        leased([group("a")], lease=1, step=11),
+        leased([group("b")], lease=2, step=12),
+        leased([group("c")], lease=3, step=12),
+    )
+    seen = []
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8, resume=V0) as c:
+        async for batch in c:
+            seen.append(batch.groups[0].group_id)
+            if seen[-1] == "c":
+                break
+            if seen[-1] == "b":
+                await c.settle(batch, filtered=["b"])
+            else:
+                await batch.ack()
+        with pytest.raises(UsageError, match="not settled"):
+            await anext(c)
+    assert seen == ["a", "b", "c"]
+    assert [(p.step, p.version.step) for p in fake.asked_for(Pull)] == [(11, 10), (12, 11), (12, 11)]
+
+
+async def test_a_refused_consumer_raises_at_open_and_a_refused_pull_at_once(fake: "FakeBroker") -> None:
+    refused = ErrorReply(code=ErrorCode.CONFLICT, detail="world size")
+    async with fake.running():
+        fake.answers[Pull] = lambda _: refused
+        async with Consumer.open(fake.layout.root, sequences=8) as c:
+            with pytest.raises(RefusedError, match="world size"):
+                await c.pull(1, V0)
+        fake.answers[RegisterConsumer] = lambda _: refused
+        with pytest.raises(RefusedError):
+            async with Consumer.open(fake.layout.root, sequences=8):
+                pass
+
+
+async def test_open_can_be_cancelled_while_there_is_no_broker(run_dir: Path) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), Consumer.open(run_dir, sequences=8):
+            raise AssertionError

@@ -1,0 +1,370 @@
+"""The session of a producer: syncs, accepted acks, and sequence numbers after a restart."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.encoding.codec import encode_group
+from rolloutmq.bus.producer.session import (
+    ALIVE_S,
+    PACK_BYTES,
+    PACK_GROUPS,
+    REPORT_S,
+    SILENCE_S,
+    SLACK_MAX_S,
+    SessionState,
+)
+from rolloutmq.bus.producer.spool import RESEND_S, Spool, SpoolEntry
+from rolloutmq.bus.shm.arena import Arena, MappedArena
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import Envelope, Split
+from rolloutmq.schemas.wire.replies import Ack
+from rolloutmq.schemas.wire.requests import RegisterProducer
+
+
+def ack(session: int = 5, epoch: int = 1, cumulative: int = 0, **more: int | bytes) -> Ack:
+    values = {"byte_limit": 1 << 30, "start_limit": 4, **more}
+    return Ack(epoch=epoch, session=session, cumulative=cumulative, **values)  # type: ignore[arg-type]
+
+
+def opened(groups: int = 0, now: float = 0.0) -> SessionState:
+    session = SessionState(RegisterProducer(producer="p", env="e", split=Split.EVAL), Spool(1 << 20))
+    session.registered(ack(), now)
+    for index in range(groups):
+        add(session, f"g-{index}")
+    return session
+
+
+def add(session: SessionState, name: str) -> None:
+    group = Group.build(name, tokens=[[1]], mask=[[1]], scores=[0.0])
+    session.spool.add(group, encode_group(group, 1 << 20))
+
+
+def send(session: SessionState, now: float) -> list[int]:
+    sent = []
+    while entries := session.unsent():
+        for entry in entries:
+            session.spool.sent(entry, now)
+            sent.append(entry.header.seq)
+    return sent
+
+
+def test_it_asks_after_silence_only_while_it_waits_for_something() -> None:
+    idle, unacked = opened(), opened(1)
+    assert not idle.must_ask(SILENCE_S, waiting=False)
+    assert idle.must_ask(SILENCE_S, waiting=True)
+    assert unacked.must_ask(SILENCE_S, waiting=False)
+    assert not unacked.must_ask(SILENCE_S * 0.9, waiting=True)
+    assert idle.must_ask(ALIVE_S, waiting=False)
+
+
+def test_an_ack_and_a_question_end_the_silence() -> None:
+    session = opened(1)
+    session.acked(ack(), 0.5)
+    assert not session.must_ask(SILENCE_S, waiting=True)
+    assert session.must_ask(0.5 + SILENCE_S, waiting=True)
+    session.ask(2.0)
+    assert not session.must_ask(2.0, waiting=True)
+
+
+def test_it_asks_when_a_group_is_overdue_although_acks_come() -> None:
+    session = opened(2)
+    send(session, 0.0)
+    session.acked(ack(), RESEND_S)
+    assert session.must_ask(RESEND_S, waiting=False)
+    asked = session.ask(RESEND_S)
+    accepted, again = session.synced(ack(cumulative=1), asked, RESEND_S)
+    assert [entry.header.seq for entry in accepted] == [1]
+    assert [entry.header.seq for entry in again] == [2]
+    assert send(session, RESEND_S) == [2]
+
+
+def test_who_is_heard_by_its_groups_need_not_say_that_it_lives() -> None:
+    session = opened(2)
+    send(session, 2.0)
+    session.acked(ack(cumulative=2), 2.1)
+    assert not session.must_ask(2.0 + ALIVE_S * 0.9, waiting=False)
+    assert session.must_ask(2.0 + ALIVE_S, waiting=False)
+    session.ask(2.0 + ALIVE_S)
+    assert not session.must_ask(2.0 + ALIVE_S, waiting=False)
+
+
+def test_what_was_given_up_is_reported_although_groups_come() -> None:
+    session = opened(1)
+    send(session, 2.0)
+    permit = session.credit.begin()
+    assert permit is not None
+    session.credit.abandon(permit)
+    session.acked(ack(cumulative=1), 2.1)
+    assert session.must_ask(ALIVE_S, waiting=False)
+
+
+def test_where_acks_take_long_groups_are_not_sent_again_soon() -> None:
+    session = opened(2)
+    send(session, 0.0)
+    late_s = 2 * RESEND_S
+    session.acked(ack(cumulative=1), late_s)
+    assert not session.must_ask(late_s, waiting=False)
+    assert session.synced(ack(cumulative=1), session.ask(late_s), late_s) == ([], [])
+    moment = RESEND_S + late_s * 2 - RESEND_S
+    assert session.must_ask(moment, waiting=False)
+    again = session.synced(ack(cumulative=1), session.ask(moment), moment)[1]
+    assert [entry.header.seq for entry in again] == [2]
+
+
+def test_patience_with_slow_acks_has_an_end() -> None:
+    session = opened(2)
+    send(session, 0.0)
+    session.acked(ack(cumulative=1), 60.0)
+    moment = 60.0
+    session.ask(moment)
+    assert session.must_ask(moment + RESEND_S + SLACK_MAX_S, waiting=False)
+    again = session.synced(ack(cumulative=1), session.ask(moment), moment)[1]
+    assert [entry.header.seq for entry in again] == [2]
+
+
+def test_abandoned_rollouts_are_reported_soon_to_those_who_wait() -> None:
+    session = opened()
+    permit = session.credit.begin()
+    assert permit is not None
+    session.credit.abandon(permit)
+    assert session.must_ask(REPORT_S, waiting=True)
+    assert not session.must_ask(REPORT_S, waiting=False)
+    assert not session.must_ask(REPORT_S / 2, waiting=True)
+    asked = session.ask(REPORT_S)
+    assert asked.abandoned == 1
+    session.synced(ack(), asked, REPORT_S)
+    assert not session.must_ask(2 * REPORT_S, waiting=True)
+
+
+def test_acks_of_others_change_nothing() -> None:
+    session = opened(1)
+    for other in (ack(session=4, cumulative=1), ack(session=6, cumulative=1), ack(epoch=2, cumulative=1)):
+        assert session.acked(other, 0.0) == []
+    assert session.strange(ack(session=6))
+    assert session.strange(ack(epoch=2))
+    assert not session.strange(ack(session=4))
+    assert not session.strange(ack())
+
+
+def test_the_same_session_keeps_its_numbers_and_sends_what_is_missing() -> None:
+    session = opened(3)
+    send(session, 0.0)
+    session.declared.add("table")
+    again = ack(epoch=2, cumulative=1)
+    assert session.goes_on(again)
+    assert [entry.header.seq for entry in session.registered(again, 1.0)] == [1]
+    assert send(session, 1.0) == [2, 3]
+    assert not session.declared
+    assert session.epoch == 2
+
+
+def test_another_session_starts_from_one() -> None:
+    session = opened(3)
+    permit = session.credit.begin()
+    session.acked(ack(cumulative=2), 0.0)
+    session.registered(ack(session=9, epoch=2), 1.0)
+    assert session.number == 9
+    assert send(session, 1.0) == [1]
+    assert session.credit.begun == 2
+    assert permit is not None
+    assert permit.is_open
+    assert session.goodbye().produced == 1
+
+
+def test_a_broker_that_forgot_what_it_acked_must_give_another_number() -> None:
+    session = opened(2)
+    session.acked(ack(cumulative=1), 0.0)
+    assert not session.goes_on(ack(epoch=2, cumulative=0))
+    assert session.goes_on(ack(epoch=2, cumulative=1))
+    assert session.goes_on(ack(session=6, epoch=2, cumulative=0))
+
+
+def test_a_group_needs_room_and_credit_unless_it_drains() -> None:
+    session = opened()
+    session.acked(ack(byte_limit=10), 0.0)
+    assert session.may_spool(10)
+    assert not session.may_spool(11)
+    session.acked(ack(byte_limit=10, draining=True), 0.0)
+    session.acked(ack(byte_limit=10), 0.0)
+    assert session.draining
+    assert session.may_spool(11)
+    assert not session.may_spool((1 << 20) + 1)
+
+
+def test_the_envelope_names_session_and_group() -> None:
+    session = opened(1)
+    (entry,) = session.unsent()
+    (data, *frames), sent = session.message([entry])
+    assert sent == [entry]
+    assert frames == list(entry.frames)
+    envelope = codec.decode_envelope(data, 1, entry.header.nbytes)
+    assert (envelope.producer, envelope.session, envelope.env, envelope.split) == ("p", 5, "e", Split.EVAL)
+    assert envelope.groups == (entry.header,)
+
+
+def test_a_registration_goes_on_with_what_was_begun_or_asks_for_a_new_session() -> None:
+    session = SessionState(RegisterProducer(producer="p", env="e"), Spool(1 << 20))
+    assert replace(session.registration(), key="") == session.register
+    session.registered(ack(start_limit=9), 0.0)
+    permits = [session.credit.begin() for _ in range(3)]
+    assert permits[0] is not None
+    session.credit.abandon(permits[0])
+    again = session.registration()
+    assert (again.producer, again.resume_session, again.begun, again.abandoned) == ("p", 5, 3, 1)
+    assert replace(session.registration(new=True), key="") == session.register
+    session.forget()
+    first, second = session.registration(), session.registration()
+    assert replace(first, key="") == session.register
+    assert "" != first.key != second.key  # each attempt has a key of its own
+
+
+def test_a_broker_that_forgot_an_acked_group_above_a_gap_must_give_another_number() -> None:
+    session = opened(4)
+    session.acked(ack(gaps=b"\x01"), 0.0)  # 2 is acked, 1 is not
+    assert session.goes_on(ack(epoch=2, gaps=b"\x01"))
+    assert session.goes_on(ack(epoch=2, cumulative=3))
+    assert not session.goes_on(ack(epoch=2))
+
+
+def test_a_broker_that_has_numbers_which_were_never_given_must_give_another() -> None:
+    session = opened(2)
+    assert session.goes_on(ack(epoch=2, cumulative=2))
+    assert not session.goes_on(ack(epoch=2, cumulative=3))
+    assert not session.goes_on(ack(epoch=2, gaps=b"\x02"))
+
+
+def test_after_new_sockets_it_asks_and_sends_only_what_the_broker_lacks() -> None:
+    session = opened(4)
+    send(session, 0.0)
+    session.acked(ack(cumulative=1), 0.0)
+    session.reconnected()
+    assert not session.unsent()
+    assert session.spool.overdue(0.0)
+    asked = session.ask(0.0)
+    _, again = session.synced(ack(cumulative=2), asked, 0.0)
+    assert [entry.header.seq for entry in again] == [3, 4] == send(session, 0.0)
+
+
+def lay(session: SessionState, name: str, values: int = 1) -> None:
+    row = [[1] * values]
+    group = Group.build(name, tokens=row, mask=row, scores=[0.0])
+    session.take_in(group, session.lay(group, 1 << 30))
+
+
+def with_arena(groups: int = 0, **options: int) -> SessionState:
+    session = opened()
+    session.offer(Arena(64 << 20))
+    session.acked(ack(arena=True), 0.0)
+    for index in range(groups):
+        lay(session, f"g-{index}", **options)
+    if groups:
+        session.declared.add(next(iter(session.spool)).table.id)
+    return session
+
+
+def message(session: SessionState) -> tuple[Envelope, list[Any], list[SpoolEntry]]:
+    (data, *frames), sent = session.message(session.unsent())
+    nbytes = sum(len(frame) for frame in frames)
+    for entry in sent:
+        session.spool.sent(entry, 0.0)
+    return codec.decode_envelope(data, len(frames), nbytes), frames, sent
+
+
+def test_groups_in_the_arena_leave_together_and_without_frames() -> None:
+    session = with_arena(PACK_GROUPS + 1)
+    envelope, frames, sent = message(session)
+    assert frames == []
+    assert [header.seq for header in envelope.groups] == list(range(1, PACK_GROUPS + 1))
+    assert session.arena is not None
+    assert envelope.arena == session.arena.ref.ino
+    mapped = MappedArena(session.arena.ref)
+    for header, offset, entry in zip(envelope.groups, envelope.offsets, sent, strict=True):
+        assert mapped.view[offset : offset + header.nbytes] == entry.frames[0]
+        assert codec.checksum([mapped.view[offset : offset + header.nbytes]]) == header.crc
+    mapped.close()
+    assert [header.seq for header in message(session)[0].groups] == [PACK_GROUPS + 1]
+
+
+def test_a_message_has_few_bytes_and_groups_with_frames_go_alone() -> None:
+    session = with_arena(3, values=PACK_BYTES // 24)
+    assert [len(message(session)[2]) for _ in range(2)] == [2, 1]
+    lay(session, "laid")
+    add(session, "framed")
+    lay(session, "laid too")
+    assert [len(message(session)[1]) for _ in range(3)] == [0, 1, 0]
+
+
+def test_names_that_are_long_leave_in_smaller_messages() -> None:
+    session = with_arena()
+    for index in range(PACK_GROUPS):
+        lay(session, f"{index:\u00e9>128}")
+    session.declared.add(next(iter(session.spool)).table.id)
+    sizes = []
+    while session.unsent():
+        sizes.append(len(message(session)[2]))
+    assert sum(sizes) == PACK_GROUPS
+    assert 1 < max(sizes) < PACK_GROUPS
+
+
+def test_a_slot_is_used_again_when_it_is_released_and_not_when_it_is_acked() -> None:
+    session = with_arena(2)
+    assert session.arena is not None
+    used = session.arena.slots.used_bytes
+    session.acked(ack(cumulative=2, arena=True), 0.0)
+    assert session.arena.slots.used_bytes == used
+    session.acked(ack(cumulative=2, released=1, arena=True), 0.0)
+    assert session.arena.slots.used_bytes == used // 2
+    session.acked(ack(cumulative=2, released=2, arena=True), 0.0)
+    assert session.arena.slots.used_bytes == 0
+
+
+def test_after_a_registration_nothing_lies_in_the_arena_of_before() -> None:
+    session = with_arena(2)
+    before = [bytes(entry.frames[0]) for entry in session.spool]
+    group = Group.build("waits", tokens=[[1]], mask=[[1]], scores=[0.0])
+    waiting = session.lay(group, 1 << 20)
+    session.offer(Arena(1 << 20))
+    lay(session, "new")
+    session.take_in(group, waiting)
+    assert [entry.slot is not None for entry in session.spool] == [False, False, True, False]
+    assert [bytes(entry.frames[0]) for entry in session.spool][:2] == before
+    assert [len(message(session)[1]) for _ in range(4)] == [1, 1, 0, 1]
+
+
+def test_a_broker_that_does_not_read_the_arena_gets_frames_and_says_why() -> None:
+    session = with_arena(1)
+    assert session.registration().arena is not None
+    session.acked(ack(), 0.0)  # published before the registration, it may have come late
+    session.synced(ack(epoch=2), session.ask(0.0), 0.0)
+    assert session.registration().arena is not None
+    session.synced(ack(), session.ask(0.0), 0.0)
+    assert session.registration().arena is None
+    lay(session, "g-1")
+    assert [len(message(session)[1]) for _ in range(2)] == [1, 1]
+    assert session.as_frames == {"arena_unreachable": 1}
+
+
+def test_a_group_that_never_comes_into_the_spool_gives_its_slot_back() -> None:
+    session = with_arena()
+    assert session.arena is not None
+    group = Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0])
+    laid = session.lay(group, 1 << 20)
+    assert session.arena.slots.used_bytes > 0
+    laid.cancel()
+    assert session.arena.slots.used_bytes == 0
+    laid = session.lay(group, 1 << 20)
+    session.take_in(group, laid)
+    laid.cancel()
+    assert session.arena.slots.used_bytes > 0
+
+
+def test_what_has_no_room_in_the_arena_is_a_frame() -> None:
+    session = opened()
+    session.offer(Arena(4096))
+    session.acked(ack(arena=True), 0.0)
+    for name in ("small", "large", "small too"):
+        lay(session, name, values=2000 if name == "large" else 1)
+    assert [entry.slot is None for entry in session.spool] == [False, True, False]
+    assert session.as_frames == {"arena_full": 1}

@@ -1,7 +1,0 @@
-from rolloutmq.bus.refrain import Refrain
-
-
-def test_it_is_said_when_it_changes_and_again_after_a_while() -> None:
-    refrain = Refrain(every_s=30.0)
-    said = [(0, "a"), (1, "a"), (2, "b"), (3, "b"), (31, "b"), (32, "b"), (62, "b"), (63, ""), (64, "b")]
-    assert [now for now, what in said if refrain.is_due(what, now)] == [0, 2, 32, 62, 64]

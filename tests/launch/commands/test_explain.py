@@ -1,0 +1,89 @@
+"""`rolloutmq explain` tells a group's story, and what is left of it where nothing is recorded."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.services.broker.journal.handmade import Handmade, batch, began, ledger, settles
+from tests.services.broker.journal.other_versions import as_version, listing
+
+from rolloutmq.launch.commands.explain import explain
+from rolloutmq.schemas.errors import RecordVersionError
+from rolloutmq.schemas.files import DroppedGroup
+from rolloutmq.services.broker.journal.format.events import Numbers, Pulled
+
+
+@pytest.fixture
+def made(run_dir: Path) -> Handmade:
+    made = Handmade(run_dir)
+    lease = made.lease([1])
+    events = [lease, Pulled(1, 0, "trainer-0", "r 1"), settles(lease, "g1")]
+    made.log(began(), [made.accept(1)], events)
+    made.acked("g1")
+    made.trained(batch(1, "g1"))
+    return made
+
+
+def test_a_person_reads_a_timeline(made: Handmade, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(made.layout.root, "g1", as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "group g1, order 1: trained"
+    assert "  from          sort3-0, environment sort3 (train), task t-1" in lines
+    assert "  number        1 of session 7" in lines
+    assert "  policy        0.1 to 0.2" in lines
+    assert "  rewards       mean 0.625, 0.25 to 1" in lines
+    assert "  stored in     groups-00000001.rmq at 24" in lines
+    told = [line.split()[2:] for line in lines if line.startswith("  19") or line.startswith("  20")]
+    assert [words[0] for words in told] == ["accepted", "leased", "handed", "settled", "acked", "trained"]
+    assert told[1] == ["leased", "lease=1", "step=1", "policy=0.0", "by=trainer", "rank=0", "sequences=2"]
+    assert told[2] == ["handed", "out", "lease=1", "consumer=trainer-0", 'request="r', '1"']
+    assert told[4] == ["acked", "producer=sort3-0", "session=7", "seq=1"]
+
+
+def test_a_program_reads_json(made: Handmade, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(made.layout.root, "g1", as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["group_id"], found["recorded"]) == ("g1", True)
+    (group,) = found["groups"]
+    assert (group["order"], group["state"], group["place"]) == (1, "trained", {"segment": 1, "offset": 24})
+    assert group["origin"]["producer"] == "sort3-0"
+    assert [moment["event"] for moment in group["moments"]] == ["accepted", "leased", "handed out", "settled"]
+    assert [moment["event"] for moment in found["logs"]] == ["acked", "trained"]
+
+
+def test_an_id_that_nobody_knows(made: Handmade, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain(made.layout.root, "g9", as_json=False) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "g9: no such group in" in captured.err
+
+
+@pytest.mark.parametrize("durability", ["memory", "disk"])
+def test_what_the_logs_say_is_told_where_the_journal_knows_nothing(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], durability: str
+) -> None:
+    made = Handmade(run_dir, durability)
+    if durability == "disk":
+        made.log([Numbers(5, 0, 0), ledger(4, committed=4)])
+    made.acked("g1")
+    made.trained(batch(1, "g0", filtered=("g1",), rewound=True))
+    made.dropped(DroppedGroup(at=5.0, group_id="g1", state="dead", reason="odd"))
+    assert explain(run_dir, "g1", as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = "not recorded at durability `memory`" if durability == "memory" else "not in the journal"
+    assert told in lines[0]
+    assert [line.split(maxsplit=2)[2].split()[0] for line in lines[2:]] == ["acked", "filtered", "dead"]
+    assert explain(run_dir, "g1", as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["recorded"], found["groups"]) == (durability == "disk", [])
+    assert found["logs"][1]["details"] == {"policy": "0.1", "rewound": True}
+    assert explain(run_dir, "g2", as_json=False) == 1
+
+
+def test_records_of_another_version_are_an_error(made: Handmade) -> None:
+    for path in made.journal.iterdir():
+        as_version(path, 2)
+    before = listing(made.layout.root)
+    with pytest.raises(RecordVersionError, match="got version 2"):
+        explain(made.layout.root, "g1", as_json=False)
+    assert listing(made.layout.root) == before

@@ -1,0 +1,53 @@
+"""The page of exit codes has every code."""
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rolloutmq.bus import lifecycle
+from rolloutmq.launch import cli, local
+from rolloutmq.schemas import process
+from rolloutmq.services.monitor.text import exit_codes
+from rolloutmq.trainer import process as trainer_process
+
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "exit-codes.md").read_text()
+
+
+def codes_of(module: ModuleType) -> dict[str, int]:
+    """Return the constants of a module that are exit codes."""
+    prefix = "EXIT_" if module in {cli, local} else ""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int) and name.isupper() and not name.startswith("_") and name.startswith(prefix)
+    }
+
+
+@pytest.mark.parametrize(
+    "module",
+    [lifecycle, cli, local, process, exit_codes, trainer_process],
+    ids=lambda module: str(module.__name__),
+)
+def test_every_code_has_a_row(module: ModuleType) -> None:
+    codes = codes_of(module)
+    rows = set(map(int, re.findall(r"^\| `(\d+)` \|", PAGE, re.MULTILINE)))
+    assert codes
+    assert set(codes.values()) <= rows
+    assert rows == {0, 1, 2, 3, 4, 5, 130}
+
+
+def test_every_permanent_error_has_a_row() -> None:
+    tuples = [value for value in vars(lifecycle).values() if isinstance(value, tuple)]
+    (permanent,) = [value for value in tuples if all(isinstance(one, type) for one in value)]
+    named = set(re.findall(r"^\| `(\w+)` \|", PAGE.partition("\n## Code 3")[2], re.MULTILINE))
+    assert {error.__name__ for error in permanent} == named
+
+
+def test_every_visible_command_with_a_code_of_its_own_exists() -> None:
+    section = PAGE.partition("\n## Commands")[2].partition("\n## ")[0]
+    named = {word.split()[0] for word in re.findall(r"`([a-z]+(?: --?[a-z]+| [a-z]+)?)`", section)}
+    known = {(command.name or command.callback.__name__) for command in cli.app.registered_commands}  # type: ignore[union-attr]
+    known |= {str(group.name) for group in cli.app.registered_groups}
+    assert named - {"python"} <= {name.replace("_", "-") for name in known if name}

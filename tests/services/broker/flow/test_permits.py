@@ -1,0 +1,176 @@
+import pytest
+from tests.services.broker.bench import Bench, Peer, config
+
+from rolloutmq.schemas.wire.control import Disconnect, WorkerBeat, WorkerState
+from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.replies import Ack, Ok, Wait
+from rolloutmq.schemas.wire.requests import Goodbye, RegisterProducer
+from rolloutmq.services.broker.flow.credit_windows import OPEN_WINDOW
+
+
+def paced(*, batch: int = 16, broker: dict[str, float] | None = None, **envs: int) -> Bench:
+    """Configure environments with pacing and groups of 4; the value is `max_staleness`."""
+    given = {name: {"pacing": True, "max_staleness": s} for name, s in (envs or {"e": 1}).items()}
+    return Bench(config(broker=broker, batch=batch, **given))
+
+
+def starts(bench: Bench) -> list[int]:
+    return [lane.granted for lane in bench.pressure().lanes]
+
+
+@pytest.mark.parametrize(("staleness", "expected"), [(0, 4), (1, 8), (4, 20)])
+def test_pacing_bounds_what_lies_between_grant_and_settlement(staleness: int, expected: int) -> None:
+    bench = paced(e=staleness)
+    peer = bench.producer(slots=99)
+    assert peer.sync().start_limit == expected
+    peer.send(4)
+    assert peer.sync().start_limit == expected
+    bench.consumer()
+    batch = bench.batch(0, 16)
+    bench.tick()
+    assert peer.sync().start_limit == expected
+    bench.settle(batch)
+    bench.tick()
+    assert peer.sync().start_limit == expected + 4
+    assert peer.sync().wait is Wait.STALE_GUARD
+
+
+def test_pacing_binds_staleness_exactly() -> None:
+    """Rollouts start as soon as they may and arrive in order: the bound is reached and not exceeded."""
+    for staleness in (0, 1, 3):
+        bench = paced(e=staleness)
+        peer = bench.producer(slots=99)
+        bench.consumer()
+        begun: list[int] = []
+        for step in range(12):
+            ack = peer.sync()
+            begun += [step] * (ack.start_limit - len(begun))
+            for _ in range(4):
+                peer.send(step=begun[peer.seq])
+            bench.train(step, 16)
+            bench.tick()
+        assert bench.pressure().staleness_max == staleness
+        assert bench.pressure().ledger.expired == 0
+
+
+def test_without_pacing_only_the_marks_bind() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    assert peer.sync().start_limit == OPEN_WINDOW
+    peer.send(200)
+    assert peer.sync().start_limit > OPEN_WINDOW
+
+
+def test_without_pacing_a_window_is_filled_when_half_of_it_is_used() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    assert starts(bench) == [OPEN_WINDOW]
+    peer.send(OPEN_WINDOW // 2 - 1)
+    assert starts(bench) == [OPEN_WINDOW // 2 + 1]
+    peer.send()
+    assert starts(bench) == [OPEN_WINDOW]
+
+
+def test_producers_share_a_lane_evenly_within_their_slots() -> None:
+    bench = paced(e=4)
+    peers = [bench.producer(name, slots=slots) for name, slots in (("a", 2), ("b", 99), ("c", 99))]
+    bench.tick(1.1)
+    assert [peer.sync().start_limit for peer in peers] == [2, 18, 0]
+    for _ in range(3):
+        peers[1].send(4)
+        bench.consumer()
+        bench.train(0, 16)
+        bench.tick()
+    limits = [peer.sync().start_limit for peer in peers]
+    assert limits == [2, 12 + 9, 9], "b delivered 12; what is outstanding is level"
+
+
+def test_a_rollout_that_was_given_up_is_granted_again() -> None:
+    bench = paced(e=0)
+    peer = bench.producer(slots=99)
+    assert peer.sync().start_limit == 4
+    assert peer.sync(abandoned=1).start_limit == 5
+    assert peer.sync(abandoned=1).start_limit == 5
+    assert peer.sync(abandoned=1 << 62).start_limit == 9
+
+
+def test_grants_of_the_gone_go_to_the_others() -> None:
+    bench = paced(e=0)
+    first = bench.producer("a", slots=99)
+    second = bench.producer("b", slots=99)
+    assert (first.sync().start_limit, second.sync().start_limit) == (4, 0)
+    bench.ask(Goodbye(producer="a", session=first.session), Ok)
+    bench.tick()
+    assert second.sync().start_limit == 4
+    third = bench.producer("c", slots=99)
+    for _ in range(12):
+        bench.tick(1.0)
+        third.sync()
+    assert third.sync().start_limit == 4
+
+
+def test_environments_share_by_weight_and_a_silent_one_gives_way() -> None:
+    bench = Bench(
+        config(
+            broker={"silent_env_s": 5.0, "silence_s": 60.0},
+            batch=16,
+            a={"pacing": True, "max_staleness": 0, "weight": 3.0},
+            b={"pacing": True, "max_staleness": 0, "weight": 1.0},
+        )
+    )
+    bench.producer("pa", "a", slots=99)
+    slow = bench.producer("pb", "b", slots=99)
+    assert starts(bench) == [4, 1]
+    bench.ask(Disconnect(env="a"), Ok)
+    bench.tick()
+    assert starts(bench) == [4, 4]
+    assert slow.sync().start_limit == 4
+
+
+def test_one_live_environment_can_always_fill_a_batch() -> None:
+    """The other one is silent: its share must not make the trainer wait for ever."""
+    bench = paced(broker={"silent_env_s": 5.0, "silence_s": 60.0}, a=0, b=0)
+    bench.producer("pb", "b", slots=99)
+    live = bench.producer("pa", "a", slots=99)
+    bench.consumer()
+    live.send(live.sync().start_limit)
+    assert bench.pressure().queued_sequences == 8
+    for _ in range(8):
+        bench.tick(1.0)
+        live.send(live.sync().start_limit - live.seq)
+    bench.batch(0, 16)
+
+
+def test_groups_smaller_than_announced_do_not_starve_the_trainer() -> None:
+    bench = paced(e=0)
+    peer = bench.producer(slots=99)
+    bench.consumer()
+    for _ in range(20):
+        peer.send(peer.sync().start_limit - peer.seq, sequences=1)
+        bench.tick()
+    bench.batch(0, 16)
+
+
+def test_draining_freezes_what_may_begin() -> None:
+    bench = paced(e=0)
+    peer = bench.producer(slots=99, pid=5)
+    other = bench.producer("q", slots=99)
+    before = peer.sync().start_limit
+    bench.ask(WorkerBeat(worker="p", env="e", state=WorkerState.DRAINING, pid=5), object)
+    peer.send(before)
+    bench.consumer()
+    bench.train(0, 16)
+    bench.tick()
+    ack = peer.sync()
+    assert (ack.draining, ack.start_limit) == (True, before)
+    assert other.sync().start_limit == 4
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    bench = Bench(config())
+    for weight in (float("nan"), float("inf")):
+        request = RegisterProducer(producer="p", env="new", weight=weight)
+        assert bench.refused(request) is ErrorCode.INVALID
+    peer = bench.producer("p", "new", weight=0.0, min_share=0.5, slots=1 << 20)
+    assert isinstance(peer, Peer)
+    assert isinstance(peer.sync(), Ack)

@@ -1,0 +1,91 @@
+"""Plain lines come neither too often nor too rarely."""
+
+from collections.abc import Callable
+
+import pytest
+
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.wire.control import LaneStatus, Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.services.monitor.live.progress import Progress, describe
+from rolloutmq.services.monitor.live.run_state import RunState
+
+MakePressure = Callable[..., Pressure]
+MakeStep = Callable[..., StepDone]
+
+
+@pytest.fixture
+def board() -> RunState:
+    return RunState.of(RunConfig(environment={"e": EnvironmentConfig(entry="a:B")}))
+
+
+def times(board: RunState, until_s: float, each: Callable[[float], None]) -> list[float]:
+    """Ask ten times a second and return when there was a line."""
+    progress = Progress(board)
+    said = []
+    for tick in range(int(until_s * 10)):
+        now = tick / 10
+        each(now)
+        if progress.line(now) is not None:
+            said.append(now)
+    return said
+
+
+def test_slow_steps_are_told_every_two_seconds(
+    board: RunState, make_pressure: MakePressure, make_step: MakeStep
+) -> None:
+    board.feed(make_pressure(), 0.0)
+
+    def each(now: float) -> None:
+        board.feed(make_pressure(), now)
+        board.feed(make_step(1 + int(now * 2), now / 100), now)
+
+    assert times(board, 10, each) == [0.0, 2.0, 4.0, 6.0, 8.0]
+
+
+def test_fast_steps_are_told_every_25(
+    board: RunState, make_pressure: MakePressure, make_step: MakeStep
+) -> None:
+    def each(now: float) -> None:
+        board.feed(make_pressure(), now)
+        for part in range(4):
+            board.feed(make_step(1 + round(now * 40) + part), now)
+
+    assert times(board, 3, each) == [0.0, 0.7, 1.4, 2.1, 2.8]
+
+
+def test_run_that_stands_still_is_told_every_half_minute(
+    board: RunState, make_pressure: MakePressure
+) -> None:
+    def each(now: float) -> None:
+        board.feed(make_pressure(), now)
+
+    assert times(board, 65, each) == [0.0, 30.0, 60.0]
+
+
+def test_line_has_what_a_person_asks_for(
+    board: RunState,
+    make_pressure: MakePressure,
+    make_step: MakeStep,
+    make_worker: Callable[..., WorkerStatus],
+    make_lane: Callable[..., LaneStatus],
+) -> None:
+    workers = (make_worker("a"), make_worker("b"), make_worker("c", state=WorkerState.DRAINING))
+    lanes = (make_lane(wait="stale_guard"),)
+    board.feed(make_pressure(workers=workers, trainer_wait="no_batch", lanes=lanes), 1.0)
+    board.feed(make_step(25, 0.312), 1.0)
+
+    assert describe(board, 1.0) == (
+        "step  25/400  reward 0.312   0.0 steps/s  pressure 1.50  staleness 2/4  workers 2 +1 draining"
+        "  trainer waits: no_batch  workers wait: stale_guard"
+    )
+
+
+def test_line_before_anything_happened(board: RunState) -> None:
+    assert Progress(board).line(0.0) == "[ 0:00] waiting for the broker"
+
+
+def test_silent_broker_is_told_instead_of_old_reasons(board: RunState, make_pressure: MakePressure) -> None:
+    board.feed(make_pressure(trainer_wait="no_batch"), 1.0)
+
+    assert describe(board, 9.0).endswith("the broker is silent for 8 s")

@@ -1,0 +1,113 @@
+"""The board keeps what is true now."""
+
+from collections.abc import Callable
+
+import pytest
+
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.wire.control import LaneStatus, Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.telemetry import GpuAbsence, GpuSample
+from rolloutmq.services.monitor.live.run_state import RunState
+
+MakeStep = Callable[..., StepDone]
+
+
+@pytest.fixture
+def board() -> RunState:
+    return RunState.of(RunConfig(environment={"e": EnvironmentConfig(entry="a:B", max_staleness=3)}))
+
+
+def test_board_takes_its_limits_from_the_configuration(board: RunState) -> None:
+    assert (board.name, board.total_steps, board.low, board.high) == ("run", 400, 0.75, 3.0)
+    assert board.staleness_bound == 3
+
+
+def test_the_bound_that_shows_is_the_one_in_force(
+    board: RunState, make_pressure: Callable[..., Pressure]
+) -> None:
+    """An environment for evaluation has no say; one that has no lane yet keeps the configured bound."""
+
+    def lane(env: str, bound: int, split: Split = Split.TRAIN) -> LaneStatus:
+        return LaneStatus(env=env, split=split, weight=1.0, min_share=0.0, max_staleness=bound)
+
+    board.feed(make_pressure(lanes=(lane("other", 1), lane("v", 9, Split.EVAL))), 1.0)
+    assert board.staleness_bound == 3
+    board.feed(make_pressure(lanes=(lane("other", 1), lane("e", 2))), 2.0)
+    assert board.staleness_bound == 2
+    board.feed(make_pressure(lanes=(lane("other", 7), lane("e", 2))), 3.0)
+    assert board.staleness_bound == 7
+
+
+def test_rate_and_time_left_follow_the_last_ten_seconds(board: RunState, make_step: MakeStep) -> None:
+    assert board.left_s(0.0) is None
+    for step in range(1, 201):
+        board.feed(make_step(step), step * 0.1)
+
+    assert board.steps_per_s(20.0) == pytest.approx(10.0, rel=0.02)
+    assert board.left_s(20.0) == pytest.approx(20.0, rel=0.02)
+
+
+def test_stalled_trainer_loses_its_rate(board: RunState, make_step: MakeStep) -> None:
+    for step in range(1, 11):
+        board.feed(make_step(step), step * 0.1)
+
+    assert board.steps_per_s(6.0) < 2.0
+    assert board.steps_per_s(60.0) == 0.0
+
+
+def test_resumed_trainer_takes_its_steps_again(board: RunState, make_step: MakeStep) -> None:
+    for step in range(1, 6):
+        board.feed(make_step(step, step / 10), float(step))
+    board.feed(make_step(3, 0.9), 10.0)
+
+    assert board.rewards() == [0.1, 0.2, 0.9]
+    assert board.steps_done == 3
+    assert board.steps_per_s(10.0) == 0.0
+
+
+def test_steps_are_known_from_pressure_before_the_first_event(
+    board: RunState, make_pressure: Callable[..., Pressure]
+) -> None:
+    board.feed(make_pressure(step=42), 1.0)
+
+    assert board.steps_done == 42
+
+
+def test_silence_of_the_broker_shows(board: RunState, make_pressure: Callable[..., Pressure]) -> None:
+    assert board.silent_s(100.0) == 0.0
+    board.feed(make_pressure(), 10.0)
+
+    assert board.silent_s(11.0) == 0.0
+    assert board.silent_s(18.0) == 8.0
+
+
+def test_workers_that_have_gone_are_not_shown(
+    board: RunState, make_pressure: Callable[..., Pressure], make_worker: Callable[..., WorkerStatus]
+) -> None:
+    board.feed(make_pressure(workers=(make_worker("a"), make_worker("b", state=WorkerState.GONE))), 1.0)
+
+    assert [worker.worker for worker in board.workers()] == ["a"]
+
+
+def test_gpu_that_is_found_or_lost_replaces_what_was_known(board: RunState) -> None:
+    gpu = GpuSample(
+        uuid="GPU-1",
+        number=1,
+        at=0.0,
+        name="n",
+        utilisation_percent=1.0,
+        memory_used_bytes=1,
+        memory_total_bytes=2,
+        temperature_c=30.0,
+        clock_event_reasons=0,
+    )
+    absence = GpuAbsence(host="h", number=1, at=0.0, why="no driver")
+    board.feed(absence, 1.0)
+    board.feed(gpu, 2.0)
+    assert (list(board.gpus), board.gpu_absence) == (["GPU-1"], None)
+
+    board.feed(absence, 3.0)
+
+    assert (list(board.gpus), board.gpu_absence) == ([], absence)

@@ -1,0 +1,107 @@
+"""Series and marks out of the record."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rolloutmq.schemas.wire.control import WorkerState
+from rolloutmq.services.monitor.report.metrics import (
+    MarkKind,
+    Metrics,
+    PressurePoint,
+    WorkerLine,
+    WorkerWatch,
+    read_metrics,
+)
+
+
+def line(name: str, state: WorkerState = WorkerState.READY, pid: int = 1, **fields: Any) -> WorkerLine:
+    return WorkerLine(name, state, pid, **fields)
+
+
+def marks(*reports: list[WorkerLine]) -> list[tuple[float, MarkKind]]:
+    watch = WorkerWatch()
+    return [(mark.t, mark.kind) for t, report in enumerate(reports, 100) for mark in watch.see(t, report)]
+
+
+def test_worker_that_drains_is_marked_once() -> None:
+    drained = [
+        [line("w", WorkerState.STARTING)],
+        [line("w")],
+        [line("w", draining=True)],
+        [line("w", WorkerState.DRAINING)],
+        [line("w", WorkerState.GONE)],
+    ]
+
+    assert marks(*drained) == [(102, MarkKind.DRAINED)]
+
+
+def test_worker_that_comes_back_after_a_drain_was_not_killed() -> None:
+    assert marks([line("w", WorkerState.GONE)], [line("w", pid=2)]) == [(100, MarkKind.DRAINED)]
+
+
+def test_worker_replaced_without_a_drain_was_killed() -> None:
+    assert marks([line("w")], [line("w", WorkerState.STARTING, pid=2)]) == [(101, MarkKind.KILLED)]
+
+
+def test_silent_worker_was_killed_when_it_fell_silent_and_only_once() -> None:
+    found = marks([line("w")], [line("w", silent_s=4.0)], [line("w", pid=2)], [line("w", pid=3)])
+
+    assert found == [(97.0, MarkKind.KILLED), (103, MarkKind.KILLED)]
+
+
+def test_worker_missing_from_a_report_is_not_gone() -> None:
+    assert marks([line("w")], [], [line("w")]) == []
+
+
+def test_failed_worker_is_marked() -> None:
+    assert marks([line("w", WorkerState.FAILED)]) == [(100, MarkKind.FAILED)]
+
+
+def test_record_is_read_into_series(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    step = {"t": 2.0, "topic": "step", "kind": "step_done", "incarnation": 0, "step": 1, "tokens": 5}
+    records = [
+        {
+            "t": 1.0,
+            "topic": "pressure",
+            "kind": "pressure",
+            "rollout_pressure": 0.5,
+            "worker_states": {"ready": 2, "draining": 1},
+            "workers": [{"worker": "w", "state": "draining", "pid": 3, "in_hand": 1}],
+        },
+        step | {"reward": 0.25, "staleness_max": 3},
+        step,
+        step | {"incarnation": 1},
+        {"t": 4.0, "topic": "telemetry.host.h", "kind": "host_sample", "load_1m": 2.0},
+        {"t": 5.0, "topic": "pressure", "kind": "pressure", "trimmed": ["workers"]},
+    ]
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records))
+
+    metrics = read_metrics(path)
+
+    assert [(one.pressure, one.ready, one.draining) for one in metrics.pressures] == [(0.5, 2, 1), (0, 0, 0)]
+    assert [one.tokens for one in metrics.steps] == [5, 5]
+    assert metrics.steps[0].reward == 0.25
+    assert [mark.kind for mark in metrics.marks] == [MarkKind.DRAINED]
+    assert metrics.span_s == 4.0
+
+
+def test_workers_count_from_when_as_many_were_ready_as_were_wanted() -> None:
+    def ready(t: float, count: int) -> PressurePoint:
+        return PressurePoint(t, 0.0, count, 0)
+
+    metrics = Metrics([ready(t, count) for t, count in enumerate((0, 1, 2, 1, 3))])
+    assert metrics.ready_counts(2) == [2, 1, 3]
+    assert metrics.ready_counts(2, until=3.0) == [2, 1]
+    assert metrics.ready_counts(9) == [1, 2, 1, 3]
+    assert Metrics().ready_counts(2) == []
+
+
+def test_late_members_are_those_that_the_broker_counted_last(tmp_path: Path) -> None:
+    record = tmp_path / "metrics.jsonl"
+    counts: list[dict[str, int]] = [{}, {"a": 2}, {"a": 2, "b": 5}, {"a": 1}]
+    lines = [{"t": 1.0, "kind": "pressure", "late_members": count} for count in counts]
+    record.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    assert read_metrics(record).late_members == 7

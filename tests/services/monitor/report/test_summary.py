@@ -1,0 +1,310 @@
+"""The join over hand-made logs: whatever happens to a group, exactly one figure shows it."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.config.trainer import TrainerConfig
+from rolloutmq.schemas.errors import DamagedFileError
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.monitor.report.metrics import bounds_in_force, read_metrics
+from rolloutmq.services.monitor.report.plot import bound_text, key_figures
+from rolloutmq.services.monitor.report.summary import read_trainer_log, settle_accounts, summarise
+
+CONFIG = RunConfig(
+    environment={
+        "sort3": EnvironmentConfig(entry="a:B", max_staleness=4),
+        "exam": EnvironmentConfig(entry="a:B", max_staleness=99, split="eval"),
+    }
+)
+
+
+def batch(step: int, *trained: str, incarnation: int = 0, **fields: Any) -> SettledBatch:
+    usual: dict[str, Any] = {"at": 100.0 + step, "staleness": (1,) * len(trained)}
+    version = PolicyVersion(incarnation, step)
+    return SettledBatch(version=version, trained=trained, **(usual | fields))
+
+
+def resumed(step: int, incarnation: int = 1) -> SettledBatch:
+    return SettledBatch(at=0.0, version=PolicyVersion(incarnation, step), resumed=True)
+
+
+def write(path: Path, records: Iterable[Any], torn: bytes = b"") -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records) + torn)
+
+
+def acks(layout: RunLayout, producer: str, *names: str, torn: bytes = b"") -> None:
+    numbered = enumerate(names, 1)
+    write(
+        layout.ack_log(producer),
+        [AckedGroup(group_id=name, session=1, seq=seq, at=1.0) for seq, name in numbered],
+        torn,
+    )
+
+
+def dropped(name: str, state: str) -> DroppedGroup:
+    return DroppedGroup(at=1.0, group_id=name, state=state, reason="because")
+
+
+def join(layout: RunLayout, *saved: str, wall_s: float | None = 10.0) -> dict[str, Any]:
+    return summarise(layout, CONFIG, saved_ids=lambda _: saved, wall_s=wall_s)
+
+
+def groups(summary: dict[str, Any]) -> dict[str, int]:
+    """Return the figures of groups that are not zero, without their prefix."""
+    return {
+        name.removeprefix("groups_"): value
+        for name, value in summary.items()
+        if name.startswith("groups_") and value
+    }
+
+
+def test_every_group_is_in_exactly_one_place(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "w-0", "a", "b", "c", "d")
+    acks(layout, "w-1", "e", "f", "g", "h", "i")
+    write(layout.trained, [batch(1, "a", "b", filtered=("c",), rejected=("d",))])
+    write(
+        layout.dropped,
+        [dropped("e", "expired"), dropped("f", "dead"), dropped("g", "discarded"), dropped("d", "dead")],
+    )
+
+    figures = groups(join(layout, "h", "i"))
+
+    assert figures == {
+        "accepted": 9,
+        "trained": 2,
+        "filtered": 1,
+        "dead": 2,
+        "expired": 1,
+        "discarded": 1,
+        "in_flight": 2,
+    }
+    assert figures.pop("accepted") == sum(figures.values())
+
+
+def test_acked_group_that_nobody_names_is_lost(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "w-0", "a", "b")
+    write(layout.trained, [batch(1, "a")])
+
+    assert groups(join(layout)) == {"accepted": 2, "trained": 1, "lost": 1}
+
+
+def test_group_learned_from_in_two_steps_is_trained_twice(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "w-0", "a", "b")
+    write(layout.trained, [batch(1, "a", "b"), batch(2, "a"), batch(3, "a")])
+
+    assert groups(join(layout)) == {"accepted": 2, "trained": 2, "trained_twice": 1}
+
+
+def test_group_twice_in_one_batch_is_trained_twice(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(1, "a", "a")])
+
+    assert groups(join(layout))["trained_twice"] == 1
+
+
+def test_resuming_voids_later_steps_and_their_groups_may_come_again(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "w-0", "a", "b", "c", "d")
+    write(
+        layout.trained,
+        [
+            batch(1, "a"),
+            batch(2, "b", filtered=("d",), staleness=(9,)),
+            resumed(1),
+            batch(2, "b", filtered=("d",), incarnation=1, rewound=True),
+            batch(3, "c", incarnation=1),
+        ],
+    )
+
+    summary = join(layout)
+
+    assert groups(summary) == {"accepted": 4, "trained": 3, "filtered": 1, "rewound": 2}
+    assert summary["steps"] == 3
+    assert summary["trainer_resumes"] == 1
+    assert summary["staleness_max"] == 1  # The 9 was of a step whose weights are gone.
+
+
+def test_voided_group_that_never_came_again_is_lost_even_without_an_ack(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(1, "a"), batch(2, "b"), resumed(1)])
+
+    assert groups(join(layout)) == {"accepted": 2, "trained": 1, "lost": 1}
+
+
+def test_group_before_the_checkpoint_that_comes_again_is_trained_twice(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(1, "a"), resumed(1), batch(2, "a", incarnation=1)])
+
+    assert groups(join(layout))["trained_twice"] == 1
+
+
+def test_second_resume_voids_what_the_first_had_left() -> None:
+    log = read_trainer_log(
+        [batch(1, "a"), batch(2, "b"), resumed(2), batch(3, "c", incarnation=1), resumed(1, 2)]
+    )
+
+    assert [one.trained for one in log.batches] == [("a",)]
+    assert {name for one in log.voided for name in one.trained} == {"b", "c"}
+    assert len(log.resumed_at) == 2
+
+
+def test_killed_worker_without_ack_lines_still_had_its_groups_accepted(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "w-0", "a", torn=b'{"group_id":"b","ses')
+    write(layout.trained, [batch(1, "a", "b", "c")])
+
+    assert groups(join(layout, "d")) == {"accepted": 4, "trained": 3, "in_flight": 1}
+
+
+def test_group_that_was_saved_though_trained_is_counted_once() -> None:
+    accounts = settle_accounts(["a"], read_trainer_log([batch(1, "a")]), [], ["a"])
+
+    assert accounts.trained == {"a"}
+    assert not accounts.in_flight
+    assert not accounts.lost
+
+
+def test_torn_last_line_is_left_out_and_a_torn_middle_is_an_error(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(1, "a")], torn=b'{"at":1.0,"vers')
+    assert join(layout)["groups_trained"] == 1
+
+    with layout.trained.open("ab") as file:
+        file.write(b"\n" + msgspec.json.encode(batch(2, "b")) + b"\n")
+
+    with pytest.raises(DamagedFileError, match=r"trained\.jsonl, line 2"):
+        join(layout)
+
+
+def test_id_under_two_numbers_is_reported(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "w-0", "a", "b")
+    acks(layout, "w-1", "a")
+
+    assert join(layout)["groups_acked_twice"] == 1
+
+
+def test_rewards_are_means_of_the_first_and_last_fifty_steps(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(step, f"g{step}", rewards=(float(step),)) for step in range(1, 121)])
+
+    summary = join(layout)
+
+    assert summary["reward_first"] == pytest.approx(25.5)
+    assert summary["reward_last"] == pytest.approx(95.5)
+    assert summary["steps"] == 120
+    assert summary["steps_per_s"] == pytest.approx(1.0)
+
+
+def test_batch_without_a_signal_is_no_step_but_its_scores_count(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(
+        layout.trained,
+        [
+            batch(0, filtered=("a", "b"), rewards=(1.0, 1.0)),
+            batch(1, "c", "d", rewards=(0.0, 0.0)),
+        ],
+    )
+
+    summary = join(layout)
+
+    assert (summary["steps"], summary["batches"], summary["batches_without_signal"]) == (1, 2, 1)
+    assert summary["reward_first"] == pytest.approx(0.5)
+
+
+def test_staleness_is_the_worst_of_any_group_against_the_training_bound(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(1, "a", "b", staleness=(0, 3)), batch(2, "c", staleness=(2,))])
+
+    summary = join(layout)
+
+    assert (summary["staleness_max"], summary["staleness_bound"]) == (3, 4)
+
+
+def test_the_bound_is_the_one_in_force_at_the_end_and_the_largest_before_is_told(run_dir: Path) -> None:
+    """Set from the configured 4 to 6 and then to 1; a line whose lanes were left out says nothing."""
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(1, "a", staleness=(5,))])
+    told = [
+        (101.0, {"sort3": 4, "v": 9}),
+        (102.0, {"sort3": 6, "v": 9}),
+        (103.0, {"sort3": 1, "v": 9}),
+        (104.0, {}),
+    ]
+    splits = {"sort3": 0, "v": 1}
+    write(
+        layout.metrics,
+        [
+            {
+                "t": t,
+                "kind": "pressure",
+                "lanes": [
+                    {"env": env, "split": splits[env], "max_staleness": most} for env, most in bounds.items()
+                ],
+            }
+            for t, bounds in told
+        ],
+    )
+
+    summary = join(layout)
+
+    assert (summary["staleness_bound"], summary["staleness_bound_max"]) == (1, 6)
+    assert bound_text(summary) == "1, 6 before"
+    seen = read_metrics(layout.metrics)
+    assert bounds_in_force(CONFIG, seen.bounds) == [(0.0, 4), (102.0, 6), (103.0, 1)]
+
+
+def test_workers_count_from_the_first_ready_to_the_last_step(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(1, "a"), batch(9, "b")])
+    ready = [(99.0, 0), (101.0, 2), (104.0, 1), (106.0, 4), (120.0, 0)]
+    write(
+        layout.metrics,
+        [
+            {"t": t, "topic": "pressure", "kind": "pressure", "worker_states": {"ready": count}}
+            for t, count in ready
+        ],
+    )
+
+    summary = join(layout)
+
+    assert (summary["workers_min"], summary["workers_max"]) == (1, 4)
+
+
+def test_empty_run_has_a_summary_without_rewards(run_dir: Path) -> None:
+    summary = join(RunLayout(run_dir), wall_s=None)
+
+    assert summary["reward_first"] is None
+    assert summary["steps"] == 0
+    assert groups(summary) == {}
+    assert msgspec.json.encode(summary)
+
+
+def test_a_dead_group_that_was_queued_again_counts_where_it_came_to(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.dropped, [dropped("a", "dead"), dropped("b", "dead"), dropped("a", "expired")])
+
+    assert groups(join(layout, "b")) == {"accepted": 2, "expired": 1, "in_flight": 1}
+
+
+def test_a_trainer_that_leaves_no_log_loses_nothing(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "sort3-0", "a", "b", "c", "d")
+    write(layout.dropped, [dropped("b", "expired")])
+    own = CONFIG.model_copy(update={"trainer": TrainerConfig(enabled=False)})
+    summary = summarise(layout, own, saved_ids=lambda _: ["c"], wall_s=1.0)
+    assert (summary["groups_settled"], summary["groups_in_flight"], summary["groups_expired"]) == (2, 1, 1)
+    assert summary["groups_lost"] is summary["groups_trained"] is summary["groups_trained_twice"] is None
+    assert "lost" not in key_figures(summary)
+    assert join(layout, "c")["groups_lost"] == 2, "a trainer of the run would have said what it did with them"

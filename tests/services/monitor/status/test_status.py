@@ -1,0 +1,324 @@
+"""Status answers a person and a program, and says what is wrong where there is no broker."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from msgspec.structs import replace
+
+from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.engine_registry import engine_name
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.shm.segment_file import SegmentOwner
+from rolloutmq.schemas.files import (
+    Endpoints,
+    GpuBook,
+    GpuRecord,
+    InferenceAddress,
+    RunLayout,
+    SentAddress,
+    Supervision,
+    WeightsAddress,
+    WorkerRecord,
+)
+from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.wire.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
+from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
+from rolloutmq.schemas.wire.tasks import TaskCounts
+from rolloutmq.schemas.wire.telemetry import GpuSample
+from rolloutmq.services.monitor.status import status as command
+from rolloutmq.services.monitor.status.status import RunDetails, status, status_json, status_text
+from rolloutmq.services.monitor.status.waits import unsent
+from rolloutmq.services.process.identity import identify
+
+
+@pytest.fixture
+def reply(
+    make_pressure: Callable[..., Pressure],
+    make_lane: Callable[..., LaneStatus],
+    make_worker: Callable[..., WorkerStatus],
+) -> StatusReply:
+    lanes = (make_lane(wait="stale_guard", queued_groups=24, producers=2),)
+    return StatusReply(
+        pressure=make_pressure(lanes=lanes, workers=(make_worker("a"), make_worker("b"))),
+        run="quickstart",
+        total_steps=400,
+        durability="memory",
+        uptime_s=75.0,
+        rejected_messages=2,
+        rejected_by_reason={"malformed": 2},
+        as_frames={"arena_full": 1200, "not_offered": 3},
+    )
+
+
+@pytest.fixture
+def answering(run_dir: Path, reply: StatusReply) -> Iterator[RunLayout]:
+    """A run directory whose broker answers one request with the status."""
+    layout = RunLayout(run_dir)
+    address = f"ipc://{run_dir}/serve"
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(address)
+
+    def answer() -> None:
+        if socket.poll(10_000):
+            *route, _ = socket.recv_multipart()
+            socket.send_multipart([*route, codec.encode(reply)])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    write_json(layout.endpoints, Endpoints(ingest="", serve=address, events="", publish="", pid=1, epoch=1))
+    yield layout
+    thread.join()
+    socket.close(linger=0)
+    context.term()
+
+
+def test_json_says_why_and_holds_everything(answering: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(answering.root, as_json=True) == 0
+
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["why"].startswith("workers wait: stale_guard, environment sort3: 24 groups ahead")
+    assert fields["pressure"]["ledger"]["accepted"] == 50
+    assert fields["pressure"]["workers"][1]["worker"] == "b"
+    assert fields["run"] == "quickstart"
+
+
+def test_a_trainer_that_cannot_send_its_weights_says_why(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_json(answering.weights, SentAddress(sender=SegmentOwner.current(), waits="no vLLM is there"))
+    assert status(answering.root, as_json=True) == 0
+    why = json.loads(capsys.readouterr().out)["why"]
+    assert why.startswith("trainer waits: weights_unsent, no vLLM is there; workers wait: ")
+
+
+def test_weights_that_are_not_waited_for_are_no_reason(run_dir: Path) -> None:
+    layout, me = RunLayout(run_dir), SegmentOwner.current()
+    assert unsent(layout) == ""
+    dead = SentAddress(sender=(me.pid, me.start_ticks - 1, me.namespace), waits="no vLLM is there")
+    for other in (SentAddress(sender=me), dead, WeightsAddress(path="/dev/shm/a", nonce="0")):
+        write_json(layout.weights, other)
+        assert unsent(layout) == ""
+
+
+def test_text_is_for_a_person(answering: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(answering.root, as_json=False) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "run      quickstart, up 1:15, durability memory"
+    assert "step     7 of 400" in lines
+    assert "workers  2 ready" in lines
+    assert "refused  2 messages (malformed 2)" in lines
+    assert "frames   1,203 groups not through shared memory (arena_full 1,200, not_offered 3)" in lines
+    assert any(line.startswith("why      workers wait: ") for line in lines)
+    assert not any(line.startswith("journal") for line in lines)
+
+
+def test_the_journal_says_how_it_does(reply: StatusReply) -> None:
+    journal = JournalStatus(
+        health="slow", segments=3, nbytes=640 << 20, behind_bytes=9 << 20, commits=200, commit_s=1.0
+    )
+    line = "journal  slow, 640 MiB in 3 segments, 9.0 MiB behind, 5.0 ms a commit"
+    assert line in status_text(replace(reply, journal=journal)).splitlines()
+    damaged = replace(journal, health="ok", commits=0, quarantined=2)
+    line = "journal  ok, 640 MiB in 3 segments, 9.0 MiB behind, 2 damaged records quarantined"
+    assert line in status_text(replace(reply, durability="disk", journal=damaged)).splitlines()
+
+
+def test_nothing_refused_is_not_told(reply: StatusReply) -> None:
+    quiet = msgspec.structs.replace(reply, rejected_messages=0)
+
+    assert "refused" not in status_text(quiet)
+    assert status_json(quiet)["rejected_messages"] == 0
+
+
+def test_missing_directory_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(tmp_path / "none", as_json=True) == 2
+    assert ": no run directory" in capsys.readouterr().err
+
+
+def test_run_that_has_ended_has_no_broker(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(run_dir, as_json=True) == 1
+    assert "no broker runs in" in capsys.readouterr().err
+
+
+def test_broker_that_does_not_answer_is_a_failure(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "PATIENCE_S", 0.1)
+    address = f"ipc://{run_dir}/serve"
+    endpoints = Endpoints(ingest="", serve=address, events="", publish="", pid=1, epoch=1)
+    write_json(RunLayout(run_dir).endpoints, endpoints)
+
+    assert status(run_dir, as_json=True) == 1
+    assert "broker: no answer from " in capsys.readouterr().err
+
+
+def test_tasks_and_late_members_are_said_where_there_are_any(reply: StatusReply) -> None:
+    assert not {"tasks", "late"} & {row.split()[0] for row in status_text(reply).splitlines()}
+    counted = replace(reply.pressure, tasks=TaskCounts(queued=3, done=12, late=1), late_members={"sort3": 4})
+    rows = status_text(replace(reply, pressure=counted)).splitlines()
+    assert "tasks    3 queued, 12 done, 1 late" in rows
+    assert "late     4 members of sort3" in rows
+
+
+def test_groups_that_no_teacher_spoke_of_are_said(
+    reply: StatusReply, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    workers = (make_worker("w-0", untaught=2), make_worker("w-1", untaught=1))
+    rows = status_text(replace(reply, pressure=replace(reply.pressure, workers=workers))).splitlines()
+    assert "untaught 3 groups given up at the teacher; see the workers' logs" in rows
+    assert "untaught" not in status_text(reply)
+
+
+def test_engines_say_where_they_are_and_how_busy(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    told: list[dict[str, Any]] = [
+        {"number": 7, "at": now, "in_hand": 12, "busy": 0.93, "trouble": "stalled"},
+        {"number": 9, "at": now, "draining": True},
+        {"number": 3, "at": now - 75.0},
+        {"number": 0},
+    ]
+    for number, fields in enumerate(told):
+        name = engine_name(number)
+        address = {"url": f"http://h:{number}", "pid": number, "name": name, **fields}
+        write_json(answering.engine(name), address)
+    assert status(answering.root, as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("engine ")] == [
+        "engine   inference: pid 0, http://h:0, 12 requests in hand, 93% busy, stalled",
+        "engine   inference-1: pid 1, http://h:1, 0 requests in hand, 0% busy, draining",
+        "engine   inference-2: pid 2, http://h:2, silent for 1:15",
+        "engine   inference-3: pid 3, http://h:3",
+    ]
+
+
+def test_json_has_the_engines(answering: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(answering.inference, InferenceAddress(url="http://h:1", pid=4, number=2, busy=0.5))
+    assert status(answering.root, as_json=True) == 0
+    (engine,) = json.loads(capsys.readouterr().out)["engines"]
+    assert (engine["name"], engine["pid"], engine["busy"]) == ("inference", 4, 0.5)
+
+
+def given_up() -> WorkerRecord:
+    return WorkerRecord(
+        worker="bad-0",
+        env="bad",
+        phase="fatal",
+        since=0.0,
+        crashes=5,
+        reason="crashed 5 times in a row; the last: exit code 1",
+        last_lines=("Traceback (most recent call last):", "error: no such dataset"),
+    )
+
+
+def supervised(layout: RunLayout, *workers: WorkerRecord) -> None:
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+    write_json(layout.supervision, Supervision(orchestrator=me, workers=workers))
+
+
+def test_workers_that_the_broker_does_not_know_are_told_with_their_reason(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervised(answering, given_up())
+    assert status(answering.root, as_json=False) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert "workers  2 ready, 1 fatal" in lines
+    assert "         bad-0: fatal; crashed 5 times in a row; the last: exit code 1" in lines
+    assert "           | error: no such dataset" in lines
+
+
+def test_json_has_what_the_orchestrator_knows(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    supervised(answering, given_up())
+    assert status(answering.root, as_json=True) == 0
+
+    told = json.loads(capsys.readouterr().out)["supervision"]
+    (row,) = [row for row in told["workers"] if row["worker"] == "bad-0"]
+    assert (row["state"], row["crashes"], row["last_lines"][-1]) == ("fatal", 5, "error: no such dataset")
+    assert told["orchestrator"] == {"pid": os.getpid(), "alive": True}
+
+
+def test_a_dead_run_is_said_to_be_dead(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = replace(identify("up", Role.LAUNCHER, os.getpid(), "t"), start_ticks=1)
+    write_json(layout.owner, killed)
+    assert status(layout.root, as_json=False) == 1
+    assert f"is dead: its launcher, process {os.getpid()}, was killed" in capsys.readouterr().err
+
+
+def test_what_still_runs_of_a_dead_run_says_so_too(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker = identify("broker", Role.BROKER, os.getpid(), "t")
+    write_json(answering.owner, replace(broker, name="up", role=Role.LAUNCHER, start_ticks=1))
+    write_json(answering.processes, [broker])
+    assert status(answering.root, as_json=False) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("DEAD     the run in ")
+    assert "1 of its processes still run" in last
+
+
+def test_a_run_that_has_ended_says_how(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    layout.summary.write_text('{"ended": "the trainer is done"}')
+    assert status(layout.root, as_json=False) == 1
+    assert "has ended: the trainer is done" in capsys.readouterr().err
+
+
+def test_gpus_are_told_with_why_they_are_not_used(
+    answering: RunLayout, reply: StatusReply, capsys: pytest.CaptureFixture[str]
+) -> None:
+    used = GpuStanding(uuid="GPU-1", host="h", name="H100", at=0.0, holders=("a", "b", "c"))
+    cordoned = GpuStanding(
+        uuid="GPU-2", host="h", name="H100", at=0.0, causes=(Cause.LOST,), reason="GPU is lost", draining=True
+    )
+    sample = GpuSample(
+        uuid="GPU-1",
+        number=1,
+        at=0.0,
+        name="H100",
+        utilisation_percent=37.0,
+        memory_used_bytes=20 << 30,
+        memory_total_bytes=80 << 30,
+        temperature_c=61.0,
+    )
+    records = (GpuRecord(standing=used, sample=sample), GpuRecord(standing=cordoned))
+    book = GpuBook(gpus=records, limits={"math": "1 can be placed: no_gpu: 0 of 1 wanted; 1 cordoned"})
+    write_json(answering.gpus, book)
+
+    assert status(answering.root, as_json=True) == 0
+
+    fields = json.loads(capsys.readouterr().out)
+    told = {gpu["uuid"]: gpu for gpu in fields["gpus"]}
+    assert fields["limits"] == book.limits
+    assert told["GPU-1"]["sample"]["utilisation_percent"] == 37.0
+    assert told["GPU-1"]["sample"]["margin_c"] is None
+    assert (told["GPU-1"]["cordoned"], told["GPU-1"]["holders"]) == (False, ["a", "b", "c"])
+    assert (told["GPU-2"]["cordoned"], told["GPU-2"]["causes"]) == (True, ["lost"])
+    assert told["GPU-2"]["reason"] == "GPU is lost"
+    lines = [
+        line
+        for line in status_text(reply, RunDetails(book=book)).splitlines()
+        if line.startswith(("gpu ", "limit "))
+    ]
+    assert lines == [
+        "gpu      GPU-1 H100 · 37 % · 20.0/80.0 GiB · 61 °C · a, b and 1 more",
+        "gpu      GPU-2 H100 · cordoned and drained (lost); GPU is lost",
+        "limit    math: 1 can be placed: no_gpu: 0 of 1 wanted; 1 cordoned",
+    ]
+
+
+def test_a_run_without_gpus_says_nothing_of_them(reply: StatusReply) -> None:
+    assert status_json(reply)["gpus"] == []
+    assert "gpu" not in status_text(reply)

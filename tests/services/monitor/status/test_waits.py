@@ -1,0 +1,143 @@
+"""Every reason has its sentence, in one line, with the numbers that matter."""
+
+from collections.abc import Callable
+
+import pytest
+
+from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.services.monitor.status import waits
+
+MIB = 1 << 20
+MakePressure = Callable[..., Pressure]
+MakeLane = Callable[..., LaneStatus]
+MakeWorker = Callable[..., WorkerStatus]
+
+
+def test_each_reason_of_the_protocol_is_explained() -> None:
+    assert waits.TRAINER_WAITS.keys() | waits.WORKER_WAITS.keys() == set(Wait) - {Wait.NONE}
+
+
+@pytest.mark.parametrize("reason", ["", "none"])
+def test_nobody_waits(reason: str, make_pressure: MakePressure, make_worker: MakeWorker) -> None:
+    assert waits.explain(make_pressure(trainer_wait=reason, workers=(make_worker("w"),))) == "nobody waits"
+
+
+def test_no_worker_is_said_where_nobody_waits(make_pressure: MakePressure) -> None:
+    assert waits.explain(make_pressure()) == "no worker is ready"
+
+
+def test_whoever_waits_for_a_teacher_comes_first(
+    make_pressure: MakePressure, make_worker: MakeWorker, make_lane: MakeLane
+) -> None:
+    told = "2 groups for the teacher, the longest for 9 s: http://x: status 503"
+    workers = (make_worker("w-0"), make_worker("w-1", waits_for=told))
+    lanes = (make_lane("a", wait="stale_guard", waiting=1),)
+    assert waits.workers(make_pressure(workers=workers)) == f"teacher_away, worker w-1: {told}"
+    both = waits.workers(make_pressure(workers=workers, lanes=lanes))
+    assert both.startswith(f"teacher_away, worker w-1: {told}; stale_guard, environment a: ")
+    more = tuple(make_worker(f"w-{number}", waits_for=told) for number in range(3))
+    assert waits.workers(make_pressure(workers=more)).endswith("; 2 other workers wait too")
+    assert waits.workers(make_pressure(workers=more[:2])).endswith("; 1 other worker waits too")
+
+
+def test_no_batch_tells_what_is_missing_and_who_works(
+    make_pressure: MakePressure, make_worker: MakeWorker
+) -> None:
+    states = (WorkerState.READY, WorkerState.READY, WorkerState.STARTING)
+    workers = tuple(make_worker(f"w-{i}", state=state) for i, state in enumerate(states))
+    pressure = make_pressure(
+        trainer_wait="no_batch", queued_sequences=96, produced_per_s=40.0, workers=workers
+    )
+    assert waits.explain(pressure) == (
+        "trainer waits: no_batch, 96 of 256 sequences queued, the rest takes 4 s; 2 workers ready, 1 starting"
+    )
+    stuck = make_pressure(trainer_wait="no_batch", queued_sequences=96, produced_per_s=0.0)
+    assert waits.trainer(stuck) == "no_batch, 96 of 256 sequences queued; 0 workers ready"
+
+
+def test_min_share_names_the_environment_that_is_missing(
+    make_pressure: MakePressure, make_lane: MakeLane
+) -> None:
+    lanes = (make_lane("a", queued_sequences=300), make_lane("b", min_share=0.25, queued_sequences=10))
+    pressure = make_pressure(trainer_wait="min_share", lanes=lanes, silent_env_s=30.0)
+    assert waits.trainer(pressure) == (
+        "min_share, environment b: 10 of at least 64 sequences queued; "
+        "its share is waived after 30 s without a group"
+    )
+    assert "has not filled" in waits.trainer(make_pressure(trainer_wait="min_share"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("no_exact_fit", "384 sequences queued, but no whole groups make exactly 256"),
+        ("leased_elsewhere", "16 groups of another step are still leased"),
+        ("journal_slow", "the broker's disk is full or too slow"),
+        (
+            "batch_exceeds_cap",
+            "a batch of 256 sequences does not fit: 4.0/256 MiB hold 384; "
+            "raise broker.high_bytes or broker.high_groups",
+        ),
+        ("too_few_groups", "24 groups queued, fewer than the trainer has ranks"),
+        ("end_of_replay", "every recorded batch was served"),
+    ],
+)
+def test_the_trainer_is_told_with_its_numbers(reason: str, text: str, make_pressure: MakePressure) -> None:
+    pressure = make_pressure(trainer_wait=reason)
+    assert waits.explain(pressure) == f"trainer waits: {reason}, {text}"
+
+
+def test_a_batch_that_exceeds_the_mark_of_a_lane_names_that_mark(
+    make_pressure: MakePressure, make_lane: MakeLane
+) -> None:
+    lane = make_lane("math", wait="lane_full", held_bytes=9 * MIB, high_bytes=10 * MIB)
+    text = waits.trainer(make_pressure(trainer_wait="batch_exceeds_cap", lanes=(lane,)))
+    assert text.endswith("does not fit: 9.0/10.0 MiB hold 384; raise env.math.high_bytes")
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        ("stale_guard", "environment math: 24 groups ahead of the trainer, bound 2 versions"),
+        ("lane_full", "environment math: 9.0/10.0 MiB held, its own high-water mark"),
+        ("global_full", "environment math: 4.0/256 MiB held, 40 of 1,000 groups"),
+        ("no_credit", "environment math: 4.0/256 MiB held, and 3.0 MiB granted to other workers"),
+        ("journal_slow", "the broker's disk is full or too slow"),
+    ],
+)
+def test_the_workers_are_told_with_their_numbers(
+    reason: str, text: str, make_pressure: MakePressure, make_lane: MakeLane
+) -> None:
+    lane = make_lane(
+        "math",
+        wait=reason,
+        queued_groups=10,
+        leased_groups=8,
+        granted=6,
+        max_staleness=2,
+        held_bytes=9 * MIB,
+        high_bytes=10 * MIB,
+    )
+    ledger = LedgerCounts(queued=30, leased=10)
+    pressure = make_pressure(lanes=(lane,), ledger=ledger, high_groups=1000, granted_bytes=3 * MIB)
+    assert waits.explain(pressure) == f"workers wait: {reason}, {text}"
+
+
+def test_of_several_environments_the_one_with_most_waiting_is_told(
+    make_pressure: MakePressure, make_lane: MakeLane
+) -> None:
+    lanes = (
+        make_lane("a", wait="stale_guard", waiting=1),
+        make_lane("b", wait="lane_full", waiting=5, held_bytes=1 * MIB, high_bytes=MIB),
+        make_lane("c"),
+    )
+    text = waits.explain(make_pressure(lanes=lanes))
+    assert text.startswith("workers wait: lane_full, environment b: ")
+    assert text.endswith("; other environments wait: 1 for stale_guard")
+    assert "\n" not in text
+
+
+def test_unknown_reason_is_shown_as_it_came(make_pressure: MakePressure, make_lane: MakeLane) -> None:
+    text = waits.explain(make_pressure(trainer_wait="mystery", lanes=(make_lane(wait="arena_full"),)))
+    assert text == "trainer waits: mystery; workers wait: arena_full, environment sort3"

@@ -1,0 +1,124 @@
+"""A worker is one row, whoever knows of it."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
+from rolloutmq.services.monitor.status.worker_view import (
+    WorkerRow,
+    fields,
+    joined,
+    supervision_of,
+    target_text,
+    trouble_text,
+)
+from rolloutmq.services.process.identity import identify
+
+MakeWorker = Callable[..., WorkerStatus]
+ME = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+NOW = 1000.0
+
+
+def known(*workers: WorkerRecord) -> Supervision:
+    return Supervision(orchestrator=ME, workers=workers)
+
+
+def worker(name: str = "e-0", phase: str = "running", **about: Any) -> WorkerRecord:
+    return WorkerRecord(worker=name, env="e", phase=phase, since=NOW - 5.0, **about)
+
+
+def test_both_sides_are_joined(make_worker: MakeWorker) -> None:
+    heard = make_worker("e-0", pid=7, in_hand=3, produced=9, silent_s=0.5)
+    (row,) = joined(known(worker(pid=7, started=NOW - 60.0)), [heard], NOW)
+    assert (row.state, row.pid, row.age_s, row.phase_s) == ("ready", 7, 60.0, 5.0)
+    assert (row.in_hand, row.produced, row.silent_s) == (3, 9, 0.5)
+    assert not row.is_unwell
+
+
+def test_without_a_broker_nobody_knows_what_a_worker_does() -> None:
+    rows = joined(known(worker("e-0", pid=7), worker("e-1", "fatal")), None, NOW)
+    assert [row.state for row in rows] == ["running", "fatal"]
+
+
+def test_what_was_heard_of_an_earlier_process_is_not_the_new_one(make_worker: MakeWorker) -> None:
+    (row,) = joined(known(worker(pid=8)), [make_worker("e-0", pid=7)], NOW)
+    assert (row.state, row.pid, row.produced) == ("starting", 8, None)
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "draining", "shown"),
+    [
+        ("running", WorkerState.READY, False, "ready"),
+        ("running", WorkerState.READY, True, "draining"),
+        ("running", WorkerState.FAILED, False, "failed"),
+        ("stopping", WorkerState.DRAINING, True, "draining"),
+        ("stopping", WorkerState.READY, False, "stopping"),
+    ],
+)
+def test_a_worker_that_lives_says_its_state(
+    make_worker: MakeWorker, phase: str, state: WorkerState, draining: bool, shown: str
+) -> None:
+    heard = make_worker("e-0", pid=7, state=state, draining=draining)
+    (row,) = joined(known(worker(phase=phase, pid=7)), [heard], NOW)
+    assert row.state == shown
+
+
+def test_one_that_was_given_up_is_there_though_the_broker_has_forgotten_it() -> None:
+    (row,) = joined(known(worker(phase="fatal", reason="crashed", last_lines=("a", "b"))), [], NOW)
+    assert row.is_unwell
+    assert (row.state, row.pid, row.silent_s, row.last_lines) == ("fatal", 0, None, ("a", "b"))
+    assert trouble_text(row) == "fatal; crashed"
+
+
+def test_one_that_waits_says_for_how_long() -> None:
+    (row,) = joined(known(worker(phase="waiting", due=NOW + 4.0, reason="exit code 1: no")), [], NOW)
+    assert trouble_text(row) == "waiting; restart in 4 s; exit code 1: no"
+
+
+def test_one_that_is_silent_is_not_well(make_worker: MakeWorker) -> None:
+    (row,) = joined(known(worker(pid=7)), [make_worker("e-0", pid=7, silent_s=12.0)], NOW)
+    assert row.is_unwell
+    assert trouble_text(row) == "silent for 12 s"
+
+
+def test_workers_of_others_are_there_too_and_those_that_went_are_not(make_worker: MakeWorker) -> None:
+    heard = [make_worker("far-0"), make_worker("e-1", state=WorkerState.GONE)]
+    assert [row.worker for row in joined(None, heard, NOW)] == ["far-0"]
+
+
+def test_numbers_in_names_sort_by_value(make_worker: MakeWorker) -> None:
+    heard = [make_worker(name) for name in ("w-10", "w-2", "a-3", "w", "7")]
+    assert [row.worker for row in joined(None, heard, NOW)] == ["7", "a-3", "w", "w-2", "w-10"]
+
+
+def test_what_another_boot_left_is_not_believed(layout: RunLayout) -> None:
+    assert supervision_of(layout) is None
+    write_json(layout.supervision, known())
+    assert supervision_of(layout) == known()
+    old = Supervision(orchestrator=type(ME)(**{**_plain(), "boot_id": "another"}))
+    write_json(layout.supervision, old)
+    assert supervision_of(layout) is None
+    layout.supervision.write_text("{}")
+    assert supervision_of(layout) is None
+
+
+def _plain() -> dict[str, Any]:
+    return {name: getattr(ME, name) for name in ME.__struct_fields__}
+
+
+def test_plain_data_has_everything() -> None:
+    target = Target(env="e", target=3, current=2, reason="pressure")
+    found = fields(
+        Supervision(orchestrator=ME, targets=(target,)), [WorkerRow(worker="e-0", env="e", state="ready")]
+    )
+    assert found["orchestrator"] == {"pid": os.getpid(), "alive": True}
+    assert list(found["targets"]) == [{"env": "e", "target": 3, "current": 2, "reason": "pressure"}]
+    assert found["workers"][0]["worker"] == "e-0"
+    assert target_text(target) == "target 3, current 2; pressure"
+    assert fields(None, [])["orchestrator"] is None

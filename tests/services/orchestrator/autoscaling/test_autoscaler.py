@@ -1,0 +1,135 @@
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.wire.control import LedgerCounts, Pressure
+from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler
+from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog
+from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
+
+
+class Site:
+    """Environments whose operators ask for numbers; what is started is ready at once, what goes drains for a while."""
+
+    def __init__(self, tmp_path: Path, budget: int, alive: Mapping[str, int] | None = None) -> None:
+        usual = {"entry": "a:B", "min_workers": 1, "max_workers": 20}
+        config = RunConfig.model_validate(
+            {
+                "environment": {"a": usual, "b": {**usual, "weight": 3.0}},
+                "orchestrator": {"max_processes": budget},
+            }
+        )
+        log = DecisionLog(tmp_path / "decisions.jsonl")
+        self.scaling = Autoscaler(config.environment, config.orchestrator, alive or {}, log)
+        self.crews = {env: WorkerCounts(ready=(alive or {}).get(env, 0)) for env in "ab"}
+        self.number = 0
+
+    def tick(self, rooms: Mapping[str, WorkerRoom] | None = None, **wanted: int) -> dict[str, int]:
+        """Decide once and do what is decided; returns the targets."""
+        self.number += 1
+        pressure = Pressure(
+            epoch=1,
+            number=self.number,
+            at=0.0,
+            rollout_pressure=1.0,
+            queued_sequences=0,
+            batch_sequences=8,
+            queued_groups=0,
+            queued_bytes=0,
+            leased_bytes=0,
+            high_bytes=0,
+            step=0,
+            consumed_per_s=0.0,
+            produced_per_s=0.0,
+            staleness_max=0,
+            trainer_wait="",
+            ledger=LedgerCounts(),
+            lanes=(),
+            workers=(),
+            wanted=dict(wanted),
+        )
+        now = float(self.number)
+        self.scaling.decide(self.crews, pressure, now, now, rooms)
+        targets = {scale.env: scale.decision.target for scale in self.scaling.scales}
+        for env, target in targets.items():
+            crew = self.crews[env]
+            gone = max(0, crew.ready - target)
+            self.crews[env] = replace(crew, ready=crew.ready - gone, draining=crew.draining + gone)
+        for env, number in self.scaling.starts(self.crews).items():
+            crew = self.crews[env]
+            self.crews[env] = replace(crew, ready=crew.ready + number)
+        return targets
+
+    @property
+    def processes(self) -> int:
+        return sum(crew.current + crew.draining for crew in self.crews.values())
+
+
+def test_without_a_budget_everybody_gets_what_it_wants(tmp_path: Path) -> None:
+    site = Site(tmp_path, 0)
+    assert site.tick(a=20, b=20) == {"a": 20, "b": 20}
+    assert site.processes == 40
+
+
+def test_a_budget_is_kept_at_every_moment_and_places_are_free_when_processes_are_gone(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path, 8)
+    for _ in range(5):
+        site.tick(a=20, b=1)
+        assert site.processes <= 8
+    assert site.crews["a"].ready == 7
+    for _ in range(5):
+        targets = site.tick(a=20, b=20)
+        assert site.processes <= 8
+    assert targets == {"a": 2, "b": 6}
+    assert (site.crews["a"], site.crews["b"].ready) == (WorkerCounts(ready=2, draining=5), 1)
+    site.crews["a"] = WorkerCounts(ready=2)
+    site.tick(a=20, b=20)
+    assert (site.crews["a"].ready, site.crews["b"].ready) == (2, 6)
+    assert site.scaling.scales[0].said.bound == "budget"
+
+
+def test_who_cannot_use_a_place_does_not_claim_it(tmp_path: Path) -> None:
+    site = Site(tmp_path, 8)
+    for _ in range(5):
+        site.tick({"b": WorkerRoom(2, "no_gpu")}, a=6, b=20)
+    assert {env: crew.ready for env, crew in site.crews.items()} == {"a": 6, "b": 2}
+
+
+def test_the_narrowest_room_counts(tmp_path: Path) -> None:
+    site = Site(tmp_path, 16)
+    for _ in range(3):
+        targets = site.tick({"a": WorkerRoom(2, "no_gpu")}, a=20, b=1)
+    assert targets == {"a": 2, "b": 1}
+
+
+def test_it_begins_with_those_that_live(tmp_path: Path) -> None:
+    site = Site(tmp_path, 0, {"a": 5})
+    assert site.tick() == {"a": 5, "b": 1}
+
+
+def test_what_is_said_is_told_again_once_a_second(tmp_path: Path) -> None:
+    site = Site(tmp_path, 0)
+    site.tick(a=2)
+    scale, other = site.scaling.scales
+    assert (scale.said.env, scale.said.target, scale.said.ready) == ("a", 2, 0)
+    assert [one.is_news(1.0) for one in (scale, other)] == [True, True]
+    assert not scale.is_news(1.5)
+    site.tick(a=3)
+    assert scale.is_news(1.5), "another target at once"
+    assert not other.is_news(1.5)
+    assert other.is_news(2.0)
+
+
+def test_a_budget_below_the_fewest_is_no_configuration() -> None:
+    with pytest.raises(ValueError, match=r"orchestrator\.max_processes: must be at least 2, .* \(got 1\)"):
+        RunConfig.model_validate(
+            {
+                "environment": {name: {"entry": "a:B"} for name in "ab"},
+                "orchestrator": {"max_processes": 1},
+            }
+        )

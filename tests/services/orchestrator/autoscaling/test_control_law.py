@@ -1,0 +1,405 @@
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolloutmq.schemas.config.orchestrator import ScalingConfig
+from rolloutmq.services.orchestrator.autoscaling.control_law import ControllerState, PressureController
+from rolloutmq.services.orchestrator.autoscaling.pressure import (
+    Decision,
+    PressureSample,
+    WorkerCounts,
+    WorkerRoom,
+)
+
+LAW = PressureController(1, 50, ScalingConfig())
+
+
+class Loop:
+    """A controller that is asked once a second, of a trainer and workers that keep a pace."""
+
+    def __init__(self, law: PressureController = LAW, workers: int = 10) -> None:
+        self.law = law
+        self.state: ControllerState = self.law.initial(workers)
+        self.now = 1000.0
+        self.sample = PressureSample(
+            crew=WorkerCounts(ready=workers), pressure=1.5, batch_sequences=60, slots=2
+        )
+        self.last = Decision(workers, "")
+
+    def tick(
+        self, seconds: int = 1, *, eats: float = 20.0, per_worker: float = 2.0, **changes: Any
+    ) -> Decision:
+        for _ in range(seconds):
+            self.now += 1.0
+            before = self.sample
+            self.sample = replace(
+                before,
+                heard_at=self.now,
+                number=before.number + 1,
+                eaten=before.eaten + round(eats),
+                made=before.made + round(per_worker * before.crew.ready),
+                **changes,
+            )
+            self.state, self.last = self.law.decide(self.state, self.sample, self.now)
+        return self.last
+
+    def follow(self) -> None:
+        """Have as many workers as it wants."""
+        self.sample = replace(self.sample, crew=WorkerCounts(ready=self.last.target))
+
+
+def test_as_many_as_are_needed_stay() -> None:
+    loop = Loop()
+    assert {loop.tick().target for _ in range(300)} == {10}
+
+
+def test_more_appetite_brings_more_workers_at_once_and_by_bounded_steps() -> None:
+    loop = Loop()
+    loop.tick(60)
+    targets = []
+    for _ in range(150):
+        targets.append(loop.tick(eats=80.0).target)
+        loop.follow()
+    assert targets[10] == 20, "twice as many as were seen to help, until those have shown what they bring"
+    assert 36 <= targets[-1] <= 42
+    assert targets == sorted(targets)
+    assert all(
+        after <= max(2 * before, before + 4) for before, after in zip(targets, targets[5:], strict=False)
+    )
+
+
+def test_workers_go_late_and_not_for_a_moment_of_less_appetite() -> None:
+    loop = Loop(workers=40)
+    loop.tick(60, eats=80.0)
+    assert loop.tick(20, eats=40.0).target == 40
+    assert loop.tick(60, eats=80.0).target == 40
+    targets = []
+    for _ in range(120):
+        targets.append(loop.tick(eats=20.0).target)
+        loop.follow()
+    assert targets[20] == 40
+    assert 10 <= targets[-1] <= 11
+    assert all(after >= math.ceil(before / 2) for before, after in pairwise(targets))
+
+
+def test_silence_holds_and_is_not_zero_pressure() -> None:
+    loop = Loop(workers=40)
+    loop.tick(60, eats=20.0)
+    target = loop.last.target
+    for _ in range(120):
+        loop.now += 1.0
+        loop.state, decision = loop.law.decide(loop.state, loop.sample, loop.now)
+        assert decision.target == target
+    assert "no pressure for" in decision.reason
+    assert "no pressure received" in loop.law.decide(loop.state, PressureSample(), loop.now)[1].reason
+
+
+def test_the_same_news_twice_confirm_nothing() -> None:
+    loop = Loop()
+    loop.tick(60)
+    loop.tick(eats=200.0)
+    state, decision = loop.law.decide(loop.state, loop.sample, loop.now + 0.5)
+    assert "no news" in decision.reason
+    assert state.up_since == loop.state.up_since
+
+
+def test_an_operator_is_obeyed_within_the_bounds() -> None:
+    loop = Loop()
+    assert loop.tick(wanted=30).target == 30
+    decision = loop.tick(wanted=99)
+    assert (decision.target, "1 to 50 allowed" in decision.reason) == (50, True)
+    assert loop.tick(wanted=0).target == 1
+
+
+def test_the_fewest_stay_and_that_is_the_reason() -> None:
+    loop = Loop(PressureController(5, 50, ScalingConfig()), workers=5)
+    decision = loop.tick(200, eats=2.0)
+    assert (decision.target, "5 is min_workers" in decision.reason) == (5, True)
+
+
+def test_what_workers_cannot_do_anything_about_is_not_added_up() -> None:
+    at_the_limit = Loop(PressureController(1, 10, ScalingConfig()))
+    at_the_limit.tick(120, eats=80.0, pressure=0.5)
+    assert at_the_limit.state.trim == 0.0
+    on_the_way = Loop()
+    on_the_way.tick(60, crew=WorkerCounts(ready=10, starting=1), pressure=0.5)
+    assert on_the_way.state.trim == 0.0
+    on_the_way.tick(60, crew=WorkerCounts(ready=10), pressure=0.5)
+    assert on_the_way.state.trim > 0.0
+
+
+def test_who_starves_gets_more_before_anything_is_known() -> None:
+    loop = Loop(workers=1)
+    waited = 0.0
+    for _ in range(30):
+        waited += 1.0
+        loop.tick(eats=0.0, pressure=0.0, starved_s=waited)
+    assert loop.last.target == 2, "one more, and it is waited for"
+    loop.sample = replace(loop.sample, crew=WorkerCounts(ready=1, starting=1))
+    for _ in range(30):
+        waited += 1.0
+        loop.tick(eats=0.0, pressure=0.0, starved_s=waited)
+    assert loop.last.target == 2
+
+
+def test_from_nobody_there_is_a_way_up() -> None:
+    nobody = PressureController(0, 50, ScalingConfig())
+    loop = Loop(nobody, workers=0)
+    assert loop.tick(30, eats=0.0, pressure=0.0).target == 0, "nobody asks"
+    assert starve(loop, 10, eats=0.0, per_worker=0.0).target == 1
+    went = Loop(nobody)
+    went.tick(60)
+    for _ in range(1000):
+        blocked_s = went.sample.blocked_s + 2.0 * went.sample.crew.ready
+        went.tick(eats=0.0, per_worker=0.0, pressure=3.0, blocked_s=blocked_s)
+        went.follow()
+    assert went.last.target == 0
+    assert starve(went, 10, eats=0.0).target == 1
+
+
+def test_what_is_away_for_all_of_them_brings_nobody_and_is_no_knee() -> None:
+    loop = Loop()
+    loop.tick(60, group_sequences=4, rollout_s=1.0)
+    for _ in range(60):
+        starved_s = loop.sample.starved_s + 1.0
+        decision = loop.tick(eats=0.0, per_worker=0.0, pressure=0.0, starved_s=starved_s)
+        loop.follow()
+        assert decision.target <= 13, "some may be started before it is clear"
+    assert loop.state.rates.silent
+    for _ in range(600):
+        decision = loop.tick()
+        loop.follow()
+        assert 10 <= decision.target <= 13
+        assert not decision.bound
+
+
+def test_workers_that_wait_for_the_teacher_are_neither_joined_nor_sent_away() -> None:
+    loop = Loop()
+    loop.tick(60, group_sequences=4, rollout_s=30.0)
+    rates = loop.state.rates.per_worker
+    for _ in range(300):  # the trainer starves, and every worker has groups that wait
+        starved_s = loop.sample.starved_s + 1.0
+        decision = loop.tick(eats=0.0, per_worker=0.0, pressure=0.0, starved_s=starved_s, untaught=10)
+        assert decision.target == 10
+    assert decision.reason == "hold: teacher_away: 10 workers wait for the teacher"
+    assert loop.state.rates.per_worker == pytest.approx(rates, rel=0.3), "they make what they made"
+    for _ in range(120):
+        assert loop.tick(untaught=0, pressure=1.5).target == 10
+        loop.follow()
+
+
+def test_who_waits_for_the_teacher_of_an_evaluation_is_not_too_many() -> None:
+    loop = Loop()
+    loop.tick(60)
+    for _ in range(300):  # nobody starves for it, and nothing of it is eaten
+        assert loop.tick(eats=0.0, per_worker=0.0, pressure=0.0, untaught=8).target == 10
+    for _ in range(300):
+        assert loop.tick(untaught=0, pressure=1.5).target == 10
+
+
+def test_a_slow_teacher_keeps_nobody_from_coming() -> None:
+    loop = Loop()
+    loop.tick(60)
+    for _ in range(60):
+        starve(loop, 1, eats=80.0, untaught=10)
+        loop.follow()
+    assert loop.last.target > 10, "its answers come"
+
+
+def test_an_operator_is_obeyed_while_the_teacher_is_away() -> None:
+    loop = Loop()
+    loop.tick(60)
+    assert loop.tick(10, per_worker=0.0, untaught=10, wanted=3).target == 3
+
+
+def test_workers_that_all_become_slower_are_more() -> None:
+    loop = Loop()
+    loop.tick(120)
+    for _ in range(300):
+        starve(loop, 1, eats=10.0, per_worker=1.0)
+        loop.follow()
+    assert not loop.state.knee.most
+    assert loop.last.target >= 20
+
+
+def test_of_those_that_lived_at_the_beginning_some_may_be_on_their_way_out() -> None:
+    law = PressureController(1, 50, ScalingConfig())
+    state = law.initial(8)
+    silent = PressureSample(crew=WorkerCounts(starting=8))
+    state, decision = law.decide(state, silent, 0.0)
+    assert decision.target == 8
+    sample = PressureSample(crew=WorkerCounts(ready=4, draining=4), heard_at=1.0, number=1)
+    state, decision = law.decide(state, sample, 1.0)
+    assert decision.target == 4
+    sample = replace(sample, heard_at=2.0, number=2)
+    assert law.decide(state, sample, 2.0)[1].target == 4
+
+
+def test_what_is_measured_goes_on_under_an_operators_number() -> None:
+    loop = Loop()
+    loop.tick(60, wanted=10)
+    assert loop.state.rates.demand == pytest.approx(20.0, rel=0.1)
+
+
+def test_workers_that_start_count_as_started() -> None:
+    loop = Loop()
+    loop.tick(60)
+    loop.tick(90, eats=40.0)
+    wanted = loop.last.target
+    loop.sample = replace(loop.sample, crew=WorkerCounts(ready=10, starting=wanted - 10))
+    assert loop.tick(60, eats=40.0).target == wanted
+
+
+def test_a_full_queue_takes_nobody_away_by_itself() -> None:
+    loop = Loop(workers=20)
+    loop.tick(60, eats=40.0)
+    assert loop.tick(600, eats=40.0, pressure=50.0).target == 20
+
+
+def test_what_is_shared_and_full_is_said_and_gone_back_from() -> None:
+    loop = Loop()
+    loop.tick(60)
+    waited, reasons = 0.0, []
+    for _ in range(400):
+        waited += 0.5
+        ready = loop.last.target
+        loop.follow()
+        shared = min(2.0, 40.0 / ready)
+        loop.tick(eats=40.0, per_worker=shared, pressure=0.0, starved_s=waited)
+        reasons.append(loop.last.reason)
+    assert 18 <= loop.last.target <= 28
+    assert any("inference_bound" in reason for reason in reasons)
+
+
+def starve(loop: Loop, seconds: int, **changes: Any) -> Decision:
+    """Let the trainer wait for most of the time."""
+    for _ in range(seconds):
+        loop.tick(pressure=0.0, starved_s=loop.sample.starved_s + 0.6, **changes)
+    return loop.last
+
+
+def test_without_a_trainer_everybody_stays() -> None:
+    loop = Loop(workers=40)
+    loop.tick(60, eats=80.0)
+    decision = loop.tick(300, eats=0.0, trainers=0)
+    assert (decision.target, decision.reason) == (40, "hold: no trainer")
+    assert loop.tick(20, eats=80.0, trainers=1).target == 40
+
+
+def test_workers_that_wait_are_not_joined_by_more() -> None:
+    loop = Loop()
+    loop.tick(60)
+    four_fifths = 0.8 * 10 * 2  # of a second of ten workers with two slots
+    for second in range(60):
+        blocked_s = loop.sample.blocked_s + four_fifths
+        waiting: dict[str, Any] = {"blocked_s": blocked_s, "wait": "stale_guard", "per_worker": 0.4}
+        decision = loop.tick(**waiting) if second < 20 else starve(loop, 1, eats=80.0, **waiting)
+    assert decision.target == 10
+    assert "the workers wait themselves (stale_guard)" in decision.reason
+
+
+def test_it_goes_no_further_than_there_is_room() -> None:
+    loop = Loop()
+    loop.tick(60)
+    decision = loop.tick(60, eats=80.0, room=WorkerRoom(14, "no_gpu"))
+    assert (decision.target, decision.bound) == (14, "no_gpu")
+    assert "no_gpu: room for 14" in decision.reason
+    assert decision.want is not None
+    assert decision.short == pytest.approx(decision.want - 14)
+    assert loop.tick(eats=80.0, room=WorkerRoom(12, "budget")).target == 12, "a room that shrinks is left"
+    assert loop.tick(wanted=50, room=WorkerRoom(13, "budget")).target == 13
+    assert loop.tick(60, eats=80.0, wanted=None, room=None).target > 14
+
+
+def test_another_engine_is_another_knee() -> None:
+    loop = Loop()
+    loop.tick(60, engines=1)
+    for _ in range(300):
+        ready = loop.last.target
+        loop.follow()
+        starve(loop, 1, eats=20.0, per_worker=min(2.0, 30.0 / ready), engines=1)
+    assert loop.last.bound == "inference_bound"
+    assert loop.last.short > 0.0
+    for _ in range(120):
+        ready = loop.last.target
+        loop.follow()
+        starve(loop, 1, eats=20.0, per_worker=min(2.0, 120.0 / ready), engines=2)
+    assert not loop.last.bound
+    assert loop.last.target >= 20
+
+
+def test_a_queue_that_falls_is_taken_for_emptier_if_that_is_asked_for() -> None:
+    def want(derivative_s: float) -> float:
+        loop = Loop(PressureController(1, 50, ScalingConfig(derivative_s=derivative_s)))
+        loop.tick(60, pressure=6.0)
+        for step in range(50):
+            decision = loop.tick(pressure=6.0 - 0.1 * step)
+        assert decision.want is not None
+        return decision.want
+
+    assert want(30.0) > want(0.0) + 0.3
+
+
+counts = st.integers(0, 60)
+seconds = st.floats(0.0, 1e5)
+samples = st.builds(
+    PressureSample,
+    crew=st.builds(WorkerCounts, counts, counts, counts, counts),
+    heard_at=st.floats(0.0, 1e6),
+    number=st.integers(0, 100),
+    pressure=st.floats(0.0, 1e6),
+    wanted=st.none() | st.integers(-5, 1000),
+    batch_sequences=st.floats(1.0, 1e6),
+    eaten=st.integers(0, 10**12),
+    made=st.integers(0, 10**12),
+    epoch=st.integers(0, 2),
+    trainers=st.integers(0, 2),
+    starved_s=seconds,
+    blocked_s=seconds,
+    slots=st.integers(1, 64),
+    rollout_s=st.floats(0.0, 1e4),
+    untaught=st.integers(0, 60),
+    engines=st.integers(0, 3),
+    room=st.none() | st.builds(WorkerRoom, st.integers(0, 100), st.just("budget")),
+)
+
+
+@given(
+    st.integers(0, 5), st.integers(0, 60), st.lists(st.tuples(st.floats(-10.0, 100.0), samples), max_size=40)
+)
+def test_whatever_is_seen_the_target_stays_within_its_bounds(
+    least: int, more: int, ticks: list[tuple[float, PressureSample]]
+) -> None:
+    law = PressureController(least, least + more, ScalingConfig())
+    state, now = law.initial(1000), 1000.0
+    for elapsed, sample in ticks:
+        now += elapsed
+        again = law.decide(state, sample, now)
+        state, decision = law.decide(state, sample, now)
+        assert (state, decision) == again, "the same again gives the same"
+        assert least <= decision.target <= least + more
+        assert state.target == decision.target
+        assert math.isfinite(state.trim)
+
+
+@pytest.mark.parametrize("workers", [0, 7, 1000])
+def test_it_begins_with_those_that_live(workers: int) -> None:
+    assert LAW.initial(workers).target == min(max(workers, 1), 50)
+
+
+@pytest.mark.parametrize(("batch", "most"), [(60, 2), (1200, 40)])
+def test_for_the_first_batch_no_more_are_started_than_it_takes(batch: int, most: int) -> None:
+    """Forty make 1,200 within a quarter of a minute; more would be there when it is complete anyhow."""
+    loop = Loop(workers=1)
+    targets = []
+    for _ in range(90):
+        decision = loop.tick(eats=0.0, pressure=0.0, batch_sequences=batch, starved_s=loop.now)
+        targets.append(decision.target)
+        loop.follow()
+    assert max(targets) == most
+    assert "one is complete within" in loop.last.reason

@@ -1,0 +1,166 @@
+import math
+
+import pytest
+
+from rolloutmq.services.orchestrator.autoscaling.demand import GAP_S, LATE, DemandEstimator
+from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample, WorkerCounts
+
+
+class Watch:
+    """Looks once a second at a plant that does what it is told."""
+
+    def __init__(self) -> None:
+        self.rates = DemandEstimator()
+        self.at = 100.0
+        self.eaten = self.made = 0
+        self.trainer_s = self.workers_s = 0.0
+
+    def second(
+        self,
+        *,
+        eats: int = 0,
+        makes: int = 0,
+        trainer_waits: float = 0.0,
+        workers_wait: float = 0.0,
+        ready: int = 4,
+        after: float = 1.0,
+        rollout_s: float = 0.0,
+        epoch: int = 0,
+    ) -> None:
+        self.at += after
+        self.eaten += eats
+        self.made += makes
+        self.trainer_s += trainer_waits
+        self.workers_s += workers_wait
+        seen = PressureSample(
+            crew=WorkerCounts(ready=ready),
+            eaten=self.eaten,
+            made=self.made,
+            starved_s=self.trainer_s,
+            blocked_s=self.workers_s,
+            slots=2,
+            rollout_s=rollout_s,
+            epoch=epoch,
+        )
+        self.rates = self.rates.looked(seen, self.at)
+
+
+def fed(watch: Watch, seconds: int, *, busy: int, batch: int = 60, waits: int = 0) -> None:
+    """Let a trainer take `busy` seconds for a batch, and wait for each so many."""
+    for second in range(seconds):
+        turn = second % (busy + waits)
+        asleep = turn < waits
+        watch.second(eats=batch * (turn == busy + waits - 1), trainer_waits=float(asleep))
+
+
+@pytest.mark.parametrize("waits", [0, 4, 36])
+def test_what_a_trainer_would_eat_does_not_depend_on_what_it_gets(waits: int) -> None:
+    watch = Watch()
+    fed(watch, 400, busy=4, waits=waits)
+    assert watch.rates.demand == pytest.approx(15.0, rel=0.01)
+    assert watch.rates.waits == pytest.approx(waits / (waits + 4), abs=0.12)
+
+
+def test_nothing_is_said_before_something_was_seen() -> None:
+    watch = Watch()
+    assert watch.rates.demand is None
+    assert watch.rates.per_worker is None
+    fed(watch, 9, busy=2)
+    assert watch.rates.demand is None
+    fed(watch, 10, busy=2)
+    assert watch.rates.demand is not None
+
+
+def test_a_change_of_appetite_is_followed_within_a_few_batches() -> None:
+    watch = Watch()
+    fed(watch, 120, busy=4)
+    fed(watch, 24, busy=2)
+    assert watch.rates.demand == pytest.approx(30.0, rel=0.15)
+
+
+def test_a_batch_that_takes_long_says_that_less_is_eaten() -> None:
+    watch = Watch()
+    fed(watch, 120, busy=4)
+    fed(watch, 41, busy=100)
+    assert watch.rates.demand is not None
+    assert watch.rates.demand < 15.0 / LATE
+
+
+def test_a_worker_is_not_blamed_for_waiting() -> None:
+    watch = Watch()
+    for _ in range(60):
+        watch.second(makes=4, workers_wait=4.0)  # half of the time of four workers with two slots
+    assert watch.rates.per_worker == pytest.approx(2.0)
+    for _ in range(60):
+        watch.second(makes=0, workers_wait=8.0)
+    assert watch.rates.per_worker == pytest.approx(2.0), "who waits all the time says nothing"
+
+
+def test_more_workers_change_nothing_of_what_one_makes() -> None:
+    watch = Watch()
+    before = 1
+    for ready in (1,) * 10 + (20,) * 3:
+        watch.second(makes=3 * before, ready=ready)
+        before = ready
+    assert watch.rates.per_worker == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_worker_counts_from_its_first_rollout_on() -> None:
+    watch = Watch()
+    for second in range(900):
+        ready = 4 if second < 400 else 16
+        came = 4 if second < 461 else 16  # what the new ones began comes a minute later
+        watch.second(makes=3 * came, ready=ready, rollout_s=60.0)
+        if second > 200:
+            assert watch.rates.per_worker == pytest.approx(3.0, rel=0.05)
+    assert len(watch.rates.readies) == 1
+
+
+def test_a_broker_that_comes_back_counts_from_nothing() -> None:
+    watch = Watch()
+    fed(watch, 200, busy=4)
+    before = watch.rates.demand
+    watch.eaten = 1_000_000
+    watch.second(epoch=1)
+    assert watch.rates.demand == before
+
+
+def test_a_gap_a_restart_and_a_clock_that_goes_back_are_no_rates() -> None:
+    watch = Watch()
+    for second in range(60):
+        watch.second(eats=60 * (second % 4 == 3), makes=8)
+    before = watch.rates
+    watch.second(eats=1_000_000, makes=1_000_000, after=2 * GAP_S)
+    assert (watch.rates.demand, watch.rates.per_worker) == (before.demand, before.per_worker)
+    watch.eaten = watch.made = 0
+    watch.trainer_s = watch.workers_s = 0.0
+    watch.second()
+    watch.second(after=-5.0)
+    appetite, per_worker = watch.rates.demand, watch.rates.per_worker
+    assert appetite is not None
+    assert per_worker is not None
+    assert 0.0 <= appetite < 16.0
+    assert 0.0 < per_worker <= 2.0
+    assert math.isfinite(watch.rates.starved)
+
+
+@pytest.mark.parametrize("told_after", [0, 1])
+def test_workers_that_wait_all_at_once_are_not_silent(told_after: int) -> None:
+    """They stop from one second to the next where a queue is full, and tell of their waits up to a second later."""
+    watch = Watch()
+    for _ in range(60):
+        watch.second(makes=320, ready=40, rollout_s=0.5)
+    for second in range(30):
+        watch.second(workers_wait=80.0 * (second >= told_after), ready=40, rollout_s=0.5)
+        assert not watch.rates.silent
+    assert watch.rates.per_worker == pytest.approx(8.0, rel=0.08)
+
+
+def test_workers_from_which_nothing_comes_and_that_do_not_wait_are_silent() -> None:
+    watch = Watch()
+    for _ in range(60):
+        watch.second(makes=320, ready=40, rollout_s=0.5)
+    for _ in range(5):
+        watch.second(ready=40, rollout_s=0.5)
+    assert watch.rates.silent
+    assert watch.rates.per_worker == pytest.approx(8.0, rel=0.05)

@@ -1,0 +1,308 @@
+"""The law of supervision, with a clock of our own and no process."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolloutmq.schemas.process import MISSED_FELLOW, PERMANENT_FAILURE, ProcessSpec, Restart, Role
+from rolloutmq.services.orchestrator.supervision.core import (
+    FELLOW_S,
+    JITTER,
+    KILL_LADDER,
+    UNKILLABLE_S,
+    Backoff,
+    GiveUp,
+    Phase,
+    SignalProcess,
+    StartProcess,
+    Step,
+    SupervisorCore,
+    drain_ladder,
+    term_ladder,
+)
+
+BACKOFF = Backoff(first_s=1.0, max_s=8.0, crash_limit=4, stable_s=10.0)
+DRAIN = drain_ladder(confirm_s=1.0, deadline_s=30.0, grace_s=5.0)
+
+
+def spec(name: str = "w", **fields: Any) -> ProcessSpec:
+    return ProcessSpec(name=name, role=Role.WORKER, argv=("x",), log="w.log", **fields)
+
+
+@pytest.fixture
+def core() -> Iterator[SupervisorCore]:
+    core = SupervisorCore(BACKOFF)
+    yield core
+    core.validate()
+
+
+def running(core: SupervisorCore, now: float = 0.0, **fields: Any) -> None:
+    core.want(spec(**fields), now)
+    assert core.tick(now) == [StartProcess(spec(**fields))]
+    core.started("w", now)
+
+
+def restart(core: SupervisorCore) -> float:
+    """Wait for the pause to be over, start again, and return when."""
+    due = core.due()
+    assert due is not None
+    assert core.tick(due - 1e-6) == []
+    assert core.tick(due) == [StartProcess(spec())]
+    core.started("w", due)
+    return due
+
+
+def phase(core: SupervisorCore) -> Phase:
+    return core.views()["w"].phase
+
+
+def test_exit_0_is_the_end_of_the_work(core: SupervisorCore) -> None:
+    running(core)
+    core.exited("w", 0, "exit code 0", 1.0)
+    assert phase(core) is Phase.ENDED
+    assert core.due() is None
+
+
+def test_the_pause_doubles_up_to_its_bound_with_some_chance(core: SupervisorCore) -> None:
+    core = SupervisorCore(Backoff(first_s=1.0, max_s=4.0, crash_limit=9, stable_s=10.0))
+    running(core)
+    now = 0.0
+    for longest in (1.0, 2.0, 4.0, 4.0):
+        core.exited("w", 1, "exit code 1", now)
+        pause = restart(core) - now
+        assert longest * (1 - JITTER) <= pause <= longest
+        now += pause
+    assert core.views()["w"].restarts == 4
+
+
+def test_the_pauses_are_those_of_the_seed() -> None:
+    def pauses(seed: int) -> list[float]:
+        core = SupervisorCore(BACKOFF, seed)
+        running(core)
+        found = []
+        for _ in range(3):
+            core.exited("w", 1, "exit code 1", 0.0)
+            found.append(core.views()["w"].due)
+            core.tick(found[-1])
+            core.started("w", 0.0)
+        return found
+
+    assert pauses(1) == pauses(1)
+    assert pauses(1) != pauses(2)
+
+
+def test_a_crash_loop_is_fatal_with_the_reason(core: SupervisorCore) -> None:
+    running(core)
+    for _ in range(3):
+        now = core.views()["w"].since
+        core.exited("w", 1, "exit code 1: ImportError: no x", now + 9.0)
+        assert phase(core) is Phase.WAITING
+        restart(core)
+    core.exited("w", -11, "killed by SIGSEGV", core.views()["w"].since)
+    assert phase(core) is Phase.FATAL
+    reason = core.views()["w"].reason
+    assert reason == "crashed 4 times in a row, each within 10 s of its start; the last: killed by SIGSEGV"
+    assert core.due() is None
+
+
+def test_a_process_that_lived_long_enough_starts_its_count_again(core: SupervisorCore) -> None:
+    running(core)
+    for _ in range(12):
+        core.exited("w", -9, "killed by SIGKILL", core.views()["w"].since + 10.0)
+        restart(core)
+    assert core.views()["w"].crashes == 0
+
+
+def test_an_end_that_nobody_can_explain_is_a_crash(core: SupervisorCore) -> None:
+    core.adopt(spec(), 0.0)
+    core.exited("w", None, "ended", 1.0)
+    assert phase(core) is Phase.WAITING
+
+
+def test_what_cannot_be_started_backs_off_and_is_given_up(core: SupervisorCore) -> None:
+    core.want(spec(), 0.0)
+    for _ in range(4):
+        due = core.due()
+        assert due is not None
+        assert core.tick(due) == [StartProcess(spec())]
+        core.start_failed("w", "cannot be started: no such file", due)
+    assert phase(core) is Phase.FATAL
+    assert "no such file" in core.views()["w"].reason
+
+
+def test_never_means_never(core: SupervisorCore) -> None:
+    running(core, restart=Restart.NEVER)
+    core.exited("w", 1, "exit code 1", 1.0)
+    assert phase(core) is Phase.FATAL
+    assert core.views()["w"].reason == "exit code 1"
+
+
+def test_a_hopeless_exit_code_is_believed_at_once(core: SupervisorCore) -> None:
+    running(core)
+    core.exited("w", PERMANENT_FAILURE, "exit code 3: error: it always raises", 100.0)
+    assert phase(core) is Phase.FATAL
+    assert core.views()["w"].reason == "exit code 3: error: it always raises"
+
+
+CREW = {"crew": "c", "crew_patience_s": 60.0}
+
+
+def test_whom_a_fellow_has_missed_hangs_and_is_started_again(core: SupervisorCore) -> None:
+    for name in ("told", "hung", "ended", "young"):
+        core.want(spec(name, **CREW), 0.0)
+    core.want(spec("stranger"), 0.0)
+    core.tick(0.0)
+    for name in ("told", "hung", "ended", "stranger"):
+        core.started(name, 0.0)
+    core.started("young", 50.0)
+
+    core.exited("told", MISSED_FELLOW, "exit code 5", 100.0)
+    core.exited("ended", MISSED_FELLOW, "exit code 5", 101.0)
+    at = 100.0 + FELLOW_S
+    assert core.tick(at - 1e-6) == [StartProcess(spec("told", **CREW)), StartProcess(spec("ended", **CREW))]
+    core.started("told", at - 1e-6)
+    core.started("ended", at - 1e-6)
+    assert core.due() == at
+    assert core.tick(at) == [SignalProcess("hung", Step.KILL)]
+    core.exited("hung", -9, "killed by SIGKILL", at + 1.0)
+    hung = core.views()["hung"]
+    assert (hung.phase, hung.crashes) == (Phase.WAITING, 0)
+    assert hung.reason == "hangs: told gave up after waiting 60 s for it"
+    assert core.tick(at + 3.0) == [StartProcess(spec("hung", **CREW))]
+    core.started("hung", at + 3.0)
+    assert core.due() is None
+
+
+def test_another_end_of_a_fellow_makes_nobody_suspect(core: SupervisorCore) -> None:
+    for name in ("crashed", "w"):
+        core.want(spec(name, **CREW), 0.0)
+        core.tick(0.0)
+        core.started(name, 0.0)
+    core.exited("crashed", 1, "exit code 1", 100.0)
+    assert core.tick(1000.0) == [StartProcess(spec("crashed", **CREW))]
+
+
+def test_the_ladder_goes_down_on_time(core: SupervisorCore) -> None:
+    running(core)
+    core.retire("w", DRAIN, "fewer are needed", 100.0)
+    seen = []
+    while (due := core.due()) is not None:
+        seen += [(due, action) for action in core.tick(due)]
+    assert seen == [
+        (100.0, SignalProcess("w", Step.DRAIN)),
+        (101.0, SignalProcess("w", Step.USR1)),
+        (130.0, SignalProcess("w", Step.TERM)),
+        (135.0, SignalProcess("w", Step.KILL)),
+        (135.0 + UNKILLABLE_S, GiveUp("w", "survived SIGKILL")),
+    ]
+    assert phase(core) is Phase.FATAL
+
+
+@pytest.mark.parametrize("code", [0, 1, -15, None])
+def test_however_a_retired_process_ends_it_stays_away(core: SupervisorCore, code: int | None) -> None:
+    running(core)
+    core.retire("w", DRAIN, "fewer are needed", 1.0)
+    core.tick(1.0)
+    core.exited("w", code, "ended", 2.0)
+    assert phase(core) is Phase.ENDED
+    assert core.tick(1000.0) == []
+
+
+def test_a_process_that_waits_for_its_restart_is_retired_at_once(core: SupervisorCore) -> None:
+    running(core)
+    core.exited("w", 1, "exit code 1", 1.0)
+    core.retire("w", DRAIN, "the run ends", 1.1)
+    assert phase(core) is Phase.ENDED
+    assert core.tick(1000.0) == []
+
+
+def test_a_second_ladder_brings_rungs_forward_and_never_back(core: SupervisorCore) -> None:
+    running(core)
+    core.retire("w", DRAIN, "fewer are needed", 0.0)
+    assert core.tick(0.0) == [SignalProcess("w", Step.DRAIN)]
+    core.retire("w", term_ladder(5.0), "the run ends", 0.5)
+    assert core.tick(0.5) == [SignalProcess("w", Step.TERM)]
+    core.retire("w", DRAIN, "again", 1.0)
+    assert core.due() == 5.5
+    core.retire("w", KILL_LADDER, "now", 2.0)
+    assert core.tick(2.0) == [SignalProcess("w", Step.KILL)]
+
+
+def test_a_failed_process_ends_and_is_not_started_again(core: SupervisorCore) -> None:
+    running(core)
+    core.fail("w", term_ladder(5.0), "the environment always raises", 1.0)
+    assert core.tick(1.0) == [SignalProcess("w", Step.TERM)]
+    core.exited("w", 0, "exit code 0", 1.5)
+    assert phase(core) is Phase.FATAL
+    assert core.views()["w"].reason == "the environment always raises"
+
+
+def test_a_failure_that_is_heard_during_the_pause_ends_it(core: SupervisorCore) -> None:
+    running(core)
+    core.exited("w", 1, "exit code 1", 1.0)
+    core.fail("w", term_ladder(5.0), "the environment always raises", 1.1)
+    assert phase(core) is Phase.FATAL
+    assert core.tick(1000.0) == []
+
+
+def test_a_process_that_is_held_back_is_started_when_it_is_let_and_not_before_it_is_due(
+    core: SupervisorCore,
+) -> None:
+    running(core)
+    core.exited("w", 1, "exit code 1", 0.0)
+    due = core.views()["w"].due
+    core.hold("w", True)
+    assert core.due() is None
+    assert core.tick(due + 100.0) == []
+    core.hold("w", False)
+    assert core.tick(due - 1e-6) == []
+    assert core.tick(due + 100.0) == [StartProcess(spec())]
+    core.started("w", due + 100.0)
+    core.hold("w", True)
+    core.exited("w", 1, "exit code 1", due + 200.0)
+    assert core.due() is not None
+
+
+def test_a_name_is_free_again_when_its_process_is_over(core: SupervisorCore) -> None:
+    running(core)
+    with pytest.raises(ValueError, match="process w is running"):
+        core.want(spec(), 1.0)
+    core.exited("w", 0, "exit code 0", 1.0)
+    core.want(spec(), 2.0)
+    assert core.tick(2.0) == [StartProcess(spec())]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["tick", "exit0", "exit1", "retire", "kill", "fail"]), st.floats(0, 20))
+    )
+)
+def test_whatever_happens_no_process_is_started_twice(events: list[tuple[str, float]]) -> None:
+    core = SupervisorCore(BACKOFF)
+    core.want(spec(), 0.0)
+    now, lives = 0.0, False
+    for event, pause in events:
+        now += pause
+        if event.startswith("exit") and lives:
+            core.exited("w", int(event[4:]), "ended", now)
+            lives = False
+        elif event == "retire":
+            core.retire("w", DRAIN, "asked", now)
+        elif event == "kill":
+            core.retire("w", KILL_LADDER, "asked", now)
+        elif event == "fail":
+            core.fail("w", DRAIN, "asked", now)
+        for action in core.tick(now):
+            if isinstance(action, StartProcess):
+                assert not lives
+                lives = True
+                core.started("w", now)
+            elif isinstance(action, GiveUp):
+                lives = False
+            else:
+                assert lives
+        core.validate()
+        assert core.tick(now) == []

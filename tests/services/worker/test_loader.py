@@ -1,0 +1,141 @@
+"""Loading an environment from its `entry`, and the errors."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.services.worker.loader import check_entry, load_environment
+from rolloutmq.services.worker.scripted import ScriptedPolicy, play
+
+GOOD = """
+from dataclasses import dataclass
+from rolloutmq import SingleTurn
+from neighbour_of_the_entry import WORD
+
+@dataclass
+class Echo(SingleTurn):
+    word: str = WORD
+    times: int = 1
+
+    def task(self, rng):
+        return self.word * self.times
+
+    def prompt(self, task):
+        return task
+
+    def score(self, task, completion):
+        return 1.0
+
+class Half(SingleTurn):
+    def task(self, rng):
+        return 0
+
+class Stranger:
+    pass
+
+class Fussy(Echo):
+    def __init__(self):
+        raise ValueError("no   such\\nword")
+
+class Leaver(Echo):
+    def __init__(self):
+        raise SystemExit(0)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def base_dir(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / "package_of_the_entry").mkdir()
+    (tmp_path / "package_of_the_entry" / "inner.py").write_text(GOOD)
+    (tmp_path / "neighbour_of_the_entry.py").write_text("WORD = 'hi'")
+    (tmp_path / "broken.py").write_text("import no_such_module_at_all")
+    (tmp_path / "garbled.py").write_text("class :")
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit(3)")
+    path, modules = list(sys.path), set(sys.modules)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if "entry" in name:
+            del sys.modules[name]
+
+
+def section(entry: str, **options: object) -> EnvironmentConfig:
+    return EnvironmentConfig(entry=entry, options=options)
+
+
+@pytest.mark.parametrize("entry", ["good.py:Echo", "package_of_the_entry.inner:Echo", "./good.py:Echo"])
+def test_an_entry_is_loaded_with_its_options(base_dir: Path, entry: str) -> None:
+    environment = load_environment("echo", section(entry, times=2), base_dir)
+    policy = ScriptedPolicy("x")
+    play(environment, policy)
+    assert policy.prompts == ["hihi"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ("none.py:Echo", "there is no file"),
+        ("good.py:Ecko", "good.py has no class `Ecko`; did you mean `Echo`?"),
+        ("good.py:Zzz", "good.py has no class `Zzz`"),
+        ("good.py:number", "`number` of good.py is not a class"),
+        ("good.py:Stranger", "Stranger has no method `rollout`"),
+        ("good.py:Half", "Half does not implement `prompt`, `score`"),
+        ("good.py:Fussy", "Fussy() raised ValueError: no such word"),
+        ("good.py:Leaver", "Leaver() raised SystemExit: 0"),
+        ("good.py:two words", "`two words` is not a class name"),
+        ("good.py:", "`` is not a class name"),
+        ("broken.py:Echo", "importing broken.py raised ModuleNotFoundError: No module named 'no_such_module"),
+        ("garbled.py:Echo", "importing garbled.py raised SyntaxError"),
+        ("leaving.py:Echo", "importing leaving.py raised SystemExit: 3"),
+        ("no_such_package.module:Echo", "there is no module no_such_package"),
+        ("a/b:Echo", "`a/b` is neither a .py file nor a module"),
+        (".good:Echo", "`.good` is neither a .py file nor a module"),
+    ],
+)
+def test_what_is_wrong_is_said(base_dir: Path, entry: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_environment("mine", section(entry), base_dir)
+    assert caught.value.path == "environment.mine.entry"
+    assert problem in caught.value.problem
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [("good.py:Fussy", 'raise ValueError("no   such'), ("broken.py:Echo", "import no_such")],
+)
+def test_the_line_that_raised_is_in_the_log(
+    base_dir: Path, caplog: pytest.LogCaptureFixture, entry: str, line: str
+) -> None:
+    with pytest.raises(ConfigError):
+        load_environment("mine", section(entry), base_dir)
+    assert line in caplog.text
+
+
+def test_unknown_options_are_named_with_what_is_allowed(base_dir: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_environment("mine", section("good.py:Echo", speed=1), base_dir)
+    assert caught.value.path == "environment.mine.options"
+    assert "speed" in caught.value.problem
+    assert "times" in caught.value.problem
+
+
+def test_an_entry_is_checked_without_running_it(base_dir: Path) -> None:
+    check_entry("mine", section("leaving.py:Echo"), base_dir)
+    with pytest.raises(ConfigError, match=r"environment\.mine\.entry: there is no file"):
+        check_entry("mine", section("none.py:Echo"), base_dir)
+    assert not [name for name in sys.modules if name.startswith("rolloutmq_entry_leaving")]
+
+
+def test_a_module_that_fails_is_not_left_half_made(base_dir: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="ModuleNotFoundError"):
+            load_environment("mine", section("broken.py:Echo"), base_dir)
+    assert "rolloutmq_entry_broken" not in sys.modules

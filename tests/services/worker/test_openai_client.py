@@ -1,0 +1,223 @@
+"""The policy client against a server with every failure."""
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
+from rolloutmq.schemas.files import InferenceAddress
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.worker import openai_client
+from rolloutmq.services.worker.engine_choice import Engines
+from rolloutmq.services.worker.openai_client import OpenAIPolicy
+from rolloutmq.services.worker.policy import Policy
+
+if TYPE_CHECKING:
+    from tests.services.worker.conftest import FakeServer
+
+
+def at(place: Callable[[], str | None]) -> Engines:
+    """The one engine that is at this place, once it is known."""
+    return Engines(lambda: [InferenceAddress(url=url, pid=0)] if (url := place()) else [], random.Random(0))
+
+
+async def test_an_answer_has_everything(server: "FakeServer") -> None:
+    server.step = 17
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        typed: Policy = policy
+        completions = await typed.complete("473=", n=3, max_tokens=4, stop=("a", "b"))
+    assert len(completions) == 3
+    first = completions[0]
+    assert (first.text, first.prompt_token_ids, first.token_ids) == ("answer", [1, 2, 3], [4, 5])
+    assert first.oldest == first.newest == PolicyVersion(0, 17)
+    (asked,) = server.asked
+    assert (asked["model"], asked["prompt"], asked["n"], asked["stop"]) == ("tiny", "473=", 3, ["a", "b"])
+
+
+async def test_a_conversation_is_asked_the_same_way(server: "FakeServer") -> None:
+    async with OpenAIPolicy.opened(at(lambda: server.url + "/v1/")) as policy:
+        (answer,) = await policy.chat([{"role": "user", "content": "hi"}])
+    assert answer.text == "answer"
+    assert answer.logprobs == [-0.25, -0.25]
+    assert "stop" not in server.asked[0]
+    assert (server.asked[0]["temperature"], server.asked[0]["top_p"]) == (1.0, 1.0), (
+        "whatever its defaults are"
+    )
+
+
+async def test_a_server_without_stamps_gets_the_known_versions(server: "FakeServer") -> None:
+    server.step = None
+    known = [PolicyVersion(0, 3)]
+    async with OpenAIPolicy.opened(at(lambda: server.url), known=lambda: known[0]) as policy:
+        server.gate.clear()
+        asking = asyncio.create_task(policy.complete("q"))
+        await until(lambda: server.waiting == 1)
+        known[0] = PolicyVersion(0, 5)
+        server.gate.set()
+        (answer,) = await asking
+    assert (answer.oldest, answer.newest) == (PolicyVersion(0, 3), PolicyVersion(0, 5))
+
+
+@pytest.mark.parametrize("failure", [503, 502, 429, None])
+async def test_a_failure_that_passes_is_tried_again(server: "FakeServer", failure: int | None) -> None:
+    server.failures = [failure, failure]
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        (answer,) = await policy.complete("q")
+        assert policy.retries >= 2 if failure else policy.retries >= 1
+    assert answer.text == "answer"
+    assert server.failures == []
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 500])
+async def test_a_refusal_is_final(server: "FakeServer", status: int) -> None:
+    server.failures = [status]
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        with pytest.raises(PolicyRefusedError, match=f"says {status}") as caught:
+            await policy.complete("q")
+    assert caught.value.status == status
+    assert len(server.asked) == 1
+
+
+async def test_a_wrong_number_of_choices_is_refused(server: "FakeServer") -> None:
+    server.missing = 1
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        with pytest.raises(PolicyRefusedError, match="1 choices in the response, 2 were requested"):
+            await policy.complete("q", n=2)
+
+
+async def test_a_restart_on_another_port_is_only_a_pause(
+    server: "FakeServer", other_server: "FakeServer", caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    place = [server.url]
+    async with OpenAIPolicy.opened(at(lambda: place[0])) as policy:
+        await policy.complete("q")
+        server.gate.clear()
+        asking = [asyncio.create_task(policy.complete("q")) for _ in range(8)]
+        await until(lambda: server.waiting == 8)
+        await server.stop()
+        await until(lambda: policy.retries >= 8)
+        assert not any(task.done() for task in asking)
+        place[0] = other_server.url
+        for answers in await asyncio.gather(*asking):
+            assert answers[0].text == "answer"
+    assert len(other_server.asked) == 8
+    assert "policy unavailable" in caplog.text
+    assert len(caplog.records) < 4
+
+
+async def test_the_address_is_waited_for(server: "FakeServer") -> None:
+    place: list[str | None] = [None]
+    async with OpenAIPolicy.opened(at(lambda: place[0])) as policy:
+        asking = asyncio.create_task(policy.complete("q"))
+        await until(lambda: policy.retries >= 2)
+        place[0] = server.url
+        assert len(await asking) == 1
+
+
+async def test_patience_ends(server: "FakeServer") -> None:
+    await server.stop()
+    async with OpenAIPolicy.opened(at(lambda: server.url), patience_s=0.2) as policy:
+        with pytest.raises(PolicyUnavailableError) as caught:
+            await policy.complete("q")
+    assert caught.value.address == server.url
+    assert "ClientConnectorError" in caught.value.last
+
+
+async def test_a_server_that_accepts_and_never_answers_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        async with OpenAIPolicy.opened(at(lambda: url), patience_s=0.2) as policy:
+            with pytest.raises(PolicyUnavailableError, match="the request timed out"):
+                await policy.complete("q")
+
+
+async def test_one_connection_serves_call_after_call(server: "FakeServer") -> None:
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        for _ in range(5):
+            await policy.complete("q")
+    assert server.models_asked == 1
+    assert server.connections == 1
+
+
+async def test_a_cancelled_call_leaves_the_client_usable(server: "FakeServer") -> None:
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        server.gate.clear()
+        asking = asyncio.create_task(policy.complete("q"))
+        await until(lambda: server.waiting == 1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        server.gate.set()
+        assert len(await policy.complete("q")) == 1
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what is waited for lies in other objects
+            await asyncio.sleep(0.005)
+
+
+def among(*servers: "FakeServer") -> Engines:
+    """Several engines, which count no beats."""
+    addresses = [InferenceAddress(url=server.url, pid=1, name=server.url) for server in servers]
+    return Engines(lambda: addresses, random.Random(0))
+
+
+async def test_calls_are_spread_over_the_engines(server: "FakeServer", other_server: "FakeServer") -> None:
+    async with OpenAIPolicy.opened(among(server, other_server)) as policy:
+        for one in (server, other_server):
+            one.gate.clear()
+        asking = [asyncio.create_task(policy.complete("q")) for _ in range(10)]
+        await until(lambda: server.waiting == other_server.waiting == 5)
+        other_server.gate.set()
+        await until(lambda: other_server.waiting == 0)
+        asking += [asyncio.create_task(policy.complete("q")) for _ in range(3)]
+        await until(lambda: len(other_server.asked) == 8)
+        server.gate.set()
+        assert len(await asyncio.gather(*asking)) == 13
+    assert (len(server.asked), len(other_server.asked), policy.retries) == (5, 8, 0)
+
+
+async def test_an_engine_that_dies_costs_its_calls_no_pause(
+    server: "FakeServer", other_server: "FakeServer", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_client, "BACKOFF_S", 60.0)
+    async with OpenAIPolicy.opened(among(server, other_server)) as policy:
+        for one in (server, other_server):
+            one.gate.clear()
+        asking = [asyncio.create_task(policy.complete("q")) for _ in range(10)]
+        await until(lambda: server.waiting == other_server.waiting == 5)
+        await server.stop()
+        await until(lambda: other_server.waiting == 10)
+        other_server.gate.set()
+        answers = await asyncio.gather(*asking)
+    assert all(answer.text == "answer" for (answer,) in answers)
+
+
+async def test_an_engine_that_drains_hands_its_calls_to_the_others(
+    server: "FakeServer", other_server: "FakeServer", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_client, "BACKOFF_S", 60.0)
+    server.failures = [503] * 50
+    async with OpenAIPolicy.opened(among(server, other_server)) as policy:
+        for _ in range(20):
+            assert len(await policy.complete("q")) == 1
+    assert len(other_server.asked) == 20
+    assert len(server.asked) < 5  # it is passed over, not asked each time
+
+
+async def test_where_all_engines_fail_it_is_waited_and_not_hurried(
+    server: "FakeServer", other_server: "FakeServer"
+) -> None:
+    await server.stop()
+    await other_server.stop()
+    async with OpenAIPolicy.opened(among(server, other_server), patience_s=0.5) as policy:
+        with pytest.raises(PolicyUnavailableError):
+            await policy.complete("q")
+        assert 2 <= policy.retries < 12

@@ -1,0 +1,167 @@
+"""Broker client of the trainer: a consumer whose heartbeats run in a thread, and a publisher of step events.
+
+Waits are interruptible: a signal handler that raises KeyboardInterrupt or a subclass ends a pull or a settlement in an
+orderly way. Calls during shutdown have a time limit, because the broker may be gone.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
+from rolloutmq.bus.transport.endpoint import resolve_blocking
+from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.schemas.config.trainer import TrainerConfig
+from rolloutmq.schemas.errors import BrokerUnavailableError
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
+from rolloutmq.schemas.wire.replies import Rejected, RunInfo, Settled
+
+T = TypeVar("T")
+
+CONSUMER: Final = "trainer-{rank}"
+LAST_WORD_S: Final = 2.0
+"""Time limit of the last commit and settlement, in seconds. A lost commit is covered by the next; unsettled groups are
+redelivered and recognized.
+"""
+
+
+class StepBatch(Protocol):
+    """The part of a batch that the loop uses; see `bus.consumer.client.Batch`."""
+
+    @property
+    def groups(self) -> Sequence[Group]: ...
+    @property
+    def rejected(self) -> Sequence[Rejected]: ...
+    @property
+    def short(self) -> bool: ...
+    @property
+    def rewound(self) -> bool: ...
+    @property
+    def lease(self) -> int: ...
+    @property
+    def generation(self) -> int: ...
+
+
+class BrokerClient(Protocol):
+    """The calls of the loop to the broker. They block until there is an answer.
+
+    BrokerUnavailableError means that there was no answer in time and that the call may be repeated.
+    """
+
+    def pull(self, step: int, version: PolicyVersion) -> StepBatch | None:
+        """Pull the batch of a step; None if there was none within one pull."""
+
+    def settle(
+        self,
+        batch: Any,
+        *,
+        version: PolicyVersion,
+        trained: Sequence[str],
+        filtered: Sequence[str],
+        rejected: Sequence[Rejected],
+        patience_s: float | None = None,
+    ) -> bool:
+        """End the lease; return True if the broker wants a checkpoint soon. LeaseLostError if the lease is gone.
+
+        `patience_s` bounds the wait for an answer. Repeating the call with the same outcome is harmless.
+        """
+        ...
+
+    def commit(self, version: PolicyVersion) -> None:
+        """Report that a checkpoint covers the version."""
+
+    def progress(self) -> None:
+        """Report progress, so that a long step keeps its lease. Does not block."""
+
+    def publish(self, topic: bytes, message: Message) -> None:
+        """Publish an event, which may be lost. Does not block."""
+
+
+class BusBrokerClient:
+    """The client of a real broker. For the main thread."""
+
+    def __init__(self, consumer: "_TimedConsumer", events: Publisher, pull_wait_s: float) -> None:
+        self._consumer = consumer
+        self._events = events
+        self._pull_wait_s = pull_wait_s
+
+    def pull(self, step: int, version: PolicyVersion) -> BlockingBatch | None:
+        """See `BrokerClient.pull`."""
+        return self._consumer.pull(step, version, self._pull_wait_s)
+
+    def settle(
+        self,
+        batch: BlockingBatch,
+        *,
+        version: PolicyVersion,
+        trained: Sequence[str],
+        filtered: Sequence[str],
+        rejected: Sequence[Rejected],
+        patience_s: float | None = None,
+    ) -> bool:
+        """See `BrokerClient.settle`."""
+        outcome = {"version": version, "trained": trained, "filtered": filtered, "rejected": rejected}
+        return self._consumer.settle_within(patience_s, batch, **outcome).commit_wanted
+
+    def commit(self, version: PolicyVersion) -> None:
+        """Report that a checkpoint covers the version; BrokerUnavailableError after `LAST_WORD_S`."""
+        self._consumer.commit_within(LAST_WORD_S, version)
+
+    def progress(self) -> None:
+        """See `BrokerClient.progress`."""
+        self._consumer.progress()
+
+    def publish(self, topic: bytes, message: Message) -> None:
+        """See `BrokerClient.publish`."""
+        self._events.publish(topic, message)
+
+
+class _TimedConsumer(BlockingConsumer):
+    """A blocking consumer with time limits."""
+
+    def settle_within(self, patience_s: float | None, batch: BlockingBatch, **outcome: Any) -> Settled:
+        return self._within(patience_s, self._object.settle(batch, **outcome))
+
+    def commit_within(self, patience_s: float, version: PolicyVersion) -> None:
+        self._within(patience_s, self._object.commit(version))
+
+    def _within(self, patience_s: float | None, call: Coroutine[Any, Any, T]) -> T:
+        try:
+            return self._run(asyncio.wait_for(call, patience_s))
+        except TimeoutError:
+            raise BrokerUnavailableError("serve", patience_s or 0.0) from None
+
+
+@contextmanager
+def connect(
+    run_dir: Path, info: RunInfo, resume: PolicyVersion, config: TrainerConfig, rank: int = 0
+) -> Iterator[BusBrokerClient]:
+    """Join the broker of a run as one rank of its trainer; waits for a broker without limit.
+
+    Args:
+        run_dir: Run directory.
+        info: Description of the run.
+        resume: Version of the trainer's policy; batches of later steps are delivered again.
+        config: Batch size in sequences or tokens, time limit of a pull, number of ranks.
+        rank: This rank.
+    """
+    opening = partial(
+        Consumer.open,
+        run_dir,
+        sequences=config.batch_sequences,
+        tokens=config.batch_tokens,
+        consumer=CONSUMER.format(rank=rank),
+        rank=rank,
+        world_size=config.ranks,
+        info=info,
+        resume=resume,
+    )
+    with (
+        _TimedConsumer(opening, "rolloutmq consumer") as consumer,
+        Publisher(resolve_blocking(run_dir).publish) as events,
+    ):
+        yield BusBrokerClient(consumer, events, config.pull_wait_s)

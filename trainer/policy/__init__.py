@@ -1,0 +1,1 @@
+"""The policy under training: weights, tokenizer, adapters, device."""

@@ -1,0 +1,1 @@
+"""One training step: advantages, tensors, log-probabilities, gradient, optimizer."""
