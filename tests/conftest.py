@@ -24,11 +24,14 @@ LEAK_DEADLINE_S = 5.0
 
 
 def _processes() -> set[int]:
-    return {
-        child.pid
-        for child in psutil.Process().children(recursive=True)
-        if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
-    }
+    return {child.pid for child in psutil.Process().children(recursive=True) if _lives(child)}
+
+
+def _lives(child: psutil.Process) -> bool:
+    try:
+        return bool(child.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it ended between the two looks
+        return False
 
 
 def _descriptors() -> set[str]:

@@ -55,9 +55,12 @@ def bare_close(address: str) -> int:
             assert child.stdout is not None
             assert child.stdout.readline() == b"closing\n"
             came = []
-            while pull.poll(500):
-                came.append(int.from_bytes(pull.recv()[:4], "big"))
-            assert child.wait(LIMIT_S) == 0
+            try:
+                while pull.poll(500):
+                    came.append(int.from_bytes(pull.recv()[:4], "big"))
+                assert child.wait(LIMIT_S) == 0
+            finally:
+                child.kill()  # it would linger for ever, and the block waits for it
     context.term()
     assert came == list(range(len(came)))
     return len(came)

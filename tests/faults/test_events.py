@@ -174,6 +174,7 @@ def test_forged_events_fool_nobody(layout: RunLayout) -> None:
     ):
         pressure = status_of(broker.endpoints).pressure
         lies = _lies(broker.endpoints, producer.session, pressure)
+        assert everything.poll(LIMIT_S) is not None  # its subscription has arrived
         for _ in range(10):
             for topic, message in lies.items():
                 liar.publish(topic, message)
@@ -206,8 +207,9 @@ def test_forged_events_are_counted(layout: RunLayout) -> None:
 
 
 def _until(subscriber: BlockingSubscriber, last: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield events up to the one of that topic."""
-    while (event := subscriber.poll(LIMIT_S)) is not None:
+    """Yield events up to the one of that topic; others never cease to arrive."""
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until and (event := subscriber.poll(LIMIT_S)) is not None:
         yield event
         if event[0] == last:
             return

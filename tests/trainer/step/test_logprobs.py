@@ -254,8 +254,10 @@ def test_sequences_that_share_a_row_do_not_see_each_other(kind: type[PretrainedC
         alone = one.tokens[row : row + 1, first : first + int(mine.sum()) + 1]
         places = torch.arange(1, alone.shape[1])
         expected = scorer(alone, torch.zeros_like(places), places)
-        torch.testing.assert_close(logprobs[mine], expected[0], rtol=0, atol=1e-9)
-        torch.testing.assert_close(entropy[mine], expected[1], rtol=0, atol=1e-9)
+        # Gemma2 computes its softmax in float32, whatever the model's type; how it is rounded depends on the CPU.
+        bound = 2e-6 if kind is Gemma2Config else 1e-9
+        torch.testing.assert_close(logprobs[mine], expected[0], rtol=0, atol=bound)
+        torch.testing.assert_close(entropy[mine], expected[1], rtol=0, atol=bound)
 
 
 def test_a_policy_that_mixes_what_shares_a_row_is_found_out() -> None:

@@ -99,7 +99,6 @@ async def test_the_ladder_is_gone_down_until_the_process_ends(
 ) -> None:
     caplog.set_level("INFO")
     drained: list[tuple[str, str]] = []
-    ladder = drain_ladder(0.05, 0.1, 0.05)
 
     async with Supervisor(TOKEN, QUICK, drain=lambda *what: drained.append(what)) as supervisor:
         supervisor.start(spec("s", STUBBORN, tmp_path))
@@ -107,7 +106,8 @@ async def test_the_ladder_is_gone_down_until_the_process_ends(
         await up(tmp_path / "s.log")
         await up(tmp_path / "d.log")
         async with asyncio.timeout(10):
-            await supervisor.stop(["s", "d"], ladder, "enough")
+            await supervisor.stop(["s"], drain_ladder(0.05, 0.1, 0.05), "enough")
+            await supervisor.stop(["d"], drain_ladder(0.05, 60.0, 0.05), "enough")
         views = supervisor.views()
     assert drained == [("s", "enough"), ("d", "enough")]
     assert {view.phase for view in views.values()} == {Phase.ENDED}
