@@ -37,7 +37,17 @@ from rolloutmq.schemas.wire.replies import Ack, Batch, Delivery, ErrorReply, Reg
 from rolloutmq.schemas.wire.requests import DeclareTables, Pull, RegisterConsumer, RegisterProducer, Settle
 from rolloutmq.schemas.wire.telemetry import HostSample
 from rolloutmq.services.broker.journal.format import events, events_codec
-from rolloutmq.services.broker.journal.format.records import Damage, Record, encode_record, file_header, scan
+from rolloutmq.services.broker.journal.format.records import (
+    FILE_HEADER_BYTES,
+    HEADER_BYTES,
+    RECORD_MAGIC,
+    VERSION,
+    Damage,
+    Record,
+    encode_record,
+    file_header,
+    scan,
+)
 
 GROUP_MAGIC: Final = b"RMQGROUP"
 """Begins a group as one run of bytes: header and table, each after its length, then the frames likewise."""
@@ -47,9 +57,7 @@ NONCE: Final = b"\x01\x02\x03\x04\x05\x06\x07\x08"
 OWNER: Final = RegisterProducer(producer="p", env="sort3")
 _LENGTH: Final = struct.Struct("<I")
 _HEAD: Final = struct.Struct("<8sIQI")
-_RECORD: Final = struct.Struct("<4sHHIIQI")
-_FIRST_RECORD: Final = 24
-"""Where the first record of a segment begins."""
+_RECORD: Final = struct.Struct("<4sHHIIQIII")
 
 MESSAGES: Final[dict[str, Callable[[Any], Any]]] = {
     "request": codec.decode_request,
@@ -178,7 +186,7 @@ class _quiet:  # noqa: N801 - a context manager
 
 
 def _segment(data: bytes) -> None:
-    for tried in (data, _with_checksums(data)):
+    for tried in (data, with_checksums(data)):
         for sealed in (True, False):
             _scan(tried, sealed)
 
@@ -192,7 +200,7 @@ def _scan(data: bytes, sealed: bool) -> None:
             assert not (sealed and item.torn)
             end = item.offset + item.nbytes
         else:
-            end = item.offset + _RECORD.size + 4 + _nbytes(item)
+            end = item.offset + HEADER_BYTES + _nbytes(item)
         assert end <= len(data)
 
 
@@ -200,22 +208,23 @@ def _nbytes(record: Record) -> int:
     return record.meta.nbytes + sum(8 + frame.nbytes for frame in record.frames)
 
 
-def _with_checksums(data: bytes) -> bytes:
+def with_checksums(data: bytes) -> bytes:
     """Return a segment with correct checksums in its header and first record."""
-    if len(data) < _FIRST_RECORD + _RECORD.size + 4:
+    start = FILE_HEADER_BYTES + HEADER_BYTES
+    if len(data) < start:
         return data
-    fields = list(_RECORD.unpack_from(data, _FIRST_RECORD))
-    start = _FIRST_RECORD + _RECORD.size + 4
-    fields[0], fields[1], fields[6] = b"\xa7RMQ", 1, codec.checksum([data[start : start + fields[5]]])
-    header = _RECORD.pack(*fields)
-    crc = codec.checksum([NONCE + _FIRST_RECORD.to_bytes(8, "little"), header])
+    _, _, kind, meta, frames, nbytes, gap, _, _ = _RECORD.unpack_from(data, FILE_HEADER_BYTES)
+    payload, end = data[start : start + nbytes], frames * 8 + meta
+    checksums = codec.checksum([payload[:end]]), codec.checksum([payload[end + gap :]])
+    header = _RECORD.pack(RECORD_MAGIC, VERSION, kind, meta, frames, nbytes, gap, *checksums)
+    crc = codec.checksum([NONCE + FILE_HEADER_BYTES.to_bytes(8, "little"), header])
     return file_header(NONCE) + header + _LENGTH.pack(crc) + data[start:]
 
 
 @cache
 def seeds() -> tuple[bytes, ...]:
     """Return valid bytes for each decoder."""
-    return (*_message_seeds(), _group_seed(), _segment_seed(), _spool_seed(), *_facts_seeds())
+    return (*_message_seeds(), _group_seed(), segment_seed(), _spool_seed(), *_facts_seeds())
 
 
 def _sample() -> tuple[Group, codec.EncodedGroup, GroupHeader]:
@@ -285,7 +294,7 @@ def _group_seed() -> bytes:
     return GROUP_MAGIC + _joined([codec.encode(header), codec.encode(encoded.table), *frames])
 
 
-def _segment_seed() -> bytes:
+def segment_seed() -> bytes:
     data = bytearray(file_header(NONCE))
     for kind, meta, frames in ((1, b"meta", [b"frame", b"f" * 100]), (2, b"", []), (3, b"m", [b""])):
         for part in encode_record(NONCE, len(data), kind, meta, frames):

@@ -19,7 +19,9 @@ from tests.fuzz.target import (
     SPOOL_MAGIC,
     fuzz_one,
     mutate,
+    segment_seed,
     seeds,
+    with_checksums,
     with_index_checksum,
 )
 
@@ -31,6 +33,7 @@ from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.wire.envelope import ENVELOPE_LIMIT_BYTES, PolicyVersion
 from rolloutmq.schemas.wire.requests import Settle
 from rolloutmq.services.broker.journal.format import events_codec
+from rolloutmq.services.broker.journal.format.records import FILE_HEADER_BYTES, HEADER_BYTES, Record, scan
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -61,6 +64,19 @@ REGRESSIONS: dict[str, bytes] = {
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_regressions(name: str) -> None:
     fuzz_one(REGRESSIONS[name])
+
+
+def test_a_mutated_segment_with_correct_checksums_is_read() -> None:
+    """Otherwise the fuzzer would never reach what lies behind the checksums."""
+    mutated = bytearray(segment_seed())
+    mutated[FILE_HEADER_BYTES + HEADER_BYTES + 2 * 8] ^= (
+        0xFF  # first byte of the meta, after the lengths of two frames
+    )
+    (first, *_) = scan(bytes(mutated), sealed=True)
+    assert not isinstance(first, Record)
+    (first, *_) = scan(with_checksums(bytes(mutated)), sealed=True)
+    assert isinstance(first, Record)
+    assert bytes(first.meta) == bytes([ord("m") ^ 0xFF]) + b"eta"
 
 
 def test_seeds_are_valid_for_some_decoder() -> None:
