@@ -22,6 +22,7 @@ from rolloutmq.schemas.errors import (
     MissingError,
     TokenizerMismatchError,
     VocabularyMismatchError,
+    install_remedy,
 )
 from rolloutmq.services.inference.vllm.installed import require_vllm
 from rolloutmq.services.worker.loader import check_entry
@@ -48,9 +49,9 @@ def check(config: RunConfig) -> None:
     if config.trainer.enabled or config.inference.kind in {"tiny", "vllm"}:
         for package in TRAINER_NEEDS:
             if importlib.util.find_spec(package) is None:
-                raise MissingError(f"the package {package}", "pip install 'rolloutmq[trainer]'")
+                raise MissingError(f"the package {package}", install_remedy("trainer"))
     if config.trainer.enabled and config.trainer.lora and importlib.util.find_spec("peft") is None:
-        raise MissingError("the package peft", "`[trainer.lora]` needs it: pip install 'rolloutmq[lora]'")
+        raise MissingError("the package peft", f"`[trainer.lora]` needs it; {install_remedy('lora')}")
     _check_device(config)
     _check_port(config.inference)
     _check_teacher(config)
@@ -85,7 +86,7 @@ def _check_teacher(config: RunConfig) -> None:
         return
     for package in TRAINER_NEEDS:
         if importlib.util.find_spec(package) is None:
-            raise MissingError(f"the package {package}", "pip install 'rolloutmq[trainer]'")
+            raise MissingError(f"the package {package}", install_remedy("trainer"))
     if not (Path(teacher.path) / MODEL_FILE).is_file():
         raise ConfigError("teacher.path", f"{teacher.path} is not a directory with a {MODEL_FILE}")
     theirs = fingerprint(Path(teacher.tokenizer or teacher.path))

@@ -136,13 +136,13 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     """
     if given is not None:
         if not RunLayout(given).config.exists():
-            raise MissingError(f"a run in {given}", "start one with `rolloutmq up CONFIG`")
+            raise MissingError(f"{given}", "start one with `rolloutmq up CONFIG`", "has no run")
         return given
     layouts = [RunLayout(path.parent) for path in RUNS.glob("*/config.json")]
     alive_ones = [layout for layout in layouts if owner(layout) is not None]
     if len(alive_ones) > 1:
         names = ", ".join(sorted(str(layout.root) for layout in alive_ones))
-        raise MissingError("the name of a run", f"several are active, name one: {names}")
+        raise MissingError(f"{RUNS}/", f"name one of {names}", "has several active runs")
     if alive_ones:
         return alive_ones[0].root
     if layouts and not living:
@@ -156,7 +156,7 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     elif layouts:
         latest = max(layouts, key=lambda layout: layout.config.stat().st_mtime).root
         hint += f", or name a run directory (latest: {latest})"
-    raise MissingError(f"an active run under {RUNS}/", hint)
+    raise MissingError(f"{RUNS}/", hint, "has no active run")
 
 
 def _lock(root: Path) -> int:

@@ -393,12 +393,18 @@ class JournalFailedError(ResourceError):
 class MissingError(ResourceError):
     """This machine lacks a file, a package or a device that the run needs."""
 
-    def __init__(self, what: str, remedy: str) -> None:
+    def __init__(self, what: str, remedy: str, problem: str = "is missing") -> None:
         self.what = what
         self.remedy = remedy
+        self.problem = problem
 
     def __str__(self) -> str:
-        return f"{self.what} is missing: {self.remedy}"
+        return f"{self.what} {self.problem}: {self.remedy}"
+
+
+def install_remedy(extra: str) -> str:
+    """Return how to install an optional part; no package index has this project."""
+    return f"in the checkout of RolloutMQ, run pip install '.[{extra}]'"
 
 
 class TasksFullError(RetryableError):

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from rolloutmq.schemas.errors import MissingError
+from rolloutmq.schemas.errors import MissingError, install_remedy
 
 INK: Final = "#1f2933"
 QUIET: Final = "#7b8794"
@@ -27,7 +27,7 @@ def blank(width_in: float, height_in: float, dpi: int) -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingError("matplotlib", "pip install 'rolloutmq[report]'") from None
+        raise MissingError("matplotlib", install_remedy("report")) from None
     figure = Figure(figsize=(width_in, height_in), dpi=dpi, facecolor="white")
     FigureCanvasAgg(figure)
     return figure

@@ -395,6 +395,11 @@ class BlockingConsumer(Facade[Consumer]):
         return self._object.info
 
     @property
+    def epoch(self) -> int:
+        """See `Consumer.epoch`."""
+        return self._object.epoch
+
+    @property
     def version(self) -> PolicyVersion:
         """See `Consumer.version`."""
         return self._object.version

@@ -391,9 +391,10 @@ class Producer:
 
 
 class BlockingProducer(Facade[Producer]):
-    """`Producer` for code without an event loop: the same names, and every call blocks until it is done.
+    """`Producer` for code without an event loop: every call blocks until it is done.
 
-    Several threads may call. A call interrupted by Ctrl-C has the effects of a cancelled one. Open it with
+    It has the names of `Producer` but for `send_acked` and `handed_over`, which return futures: call `send`, then
+    `flush`. Several threads may call. A call interrupted by Ctrl-C has the effects of a cancelled one. Open it with
     `with Producer.blocking(...) as producer`.
     """
 
@@ -404,6 +405,10 @@ class BlockingProducer(Facade[Producer]):
     def send(self, group: Group, permit: Permit | None = None) -> None:
         """See `Producer.send`."""
         self._run(self._object.send(group, permit))
+
+    def require_sendable(self, group: Group) -> None:
+        """See `Producer.require_sendable`."""
+        self._call(self._object.require_sendable, group)
 
     def abandon(self, permit: Permit) -> None:
         """See `Producer.abandon`."""
@@ -461,6 +466,16 @@ class BlockingProducer(Facade[Producer]):
     def as_frames(self) -> Mapping[str, int]:
         """See `Producer.as_frames`."""
         return self._object.as_frames
+
+    @property
+    def abandoned(self) -> int:
+        """See `Producer.abandoned`."""
+        return self._object.abandoned
+
+    @property
+    def wait(self) -> Wait:
+        """See `Producer.wait`."""
+        return self._object.wait
 
     @property
     def waits_s(self) -> float:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.schemas.errors import RolloutMQError
+from rolloutmq.schemas.errors import RolloutMQError, install_remedy
 
 MIN_PYTHON: Final = (3, 11)
 MIN_DESCRIPTORS: Final = 4096
@@ -56,7 +56,7 @@ def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 def module(name: str, extra: str, what: str, *, needed: bool = False) -> Finding:
     """Check that a package of one of our extras is installed, without importing it."""
     there = importlib.util.find_spec(name) is not None
-    remedy = f"pip install 'rolloutmq[{extra}]'" if extra else "pip install rolloutmq"
+    remedy = install_remedy(extra) if extra else "in the checkout of RolloutMQ, run pip install ."
     return Finding(what, there, "installed" if there else "not installed", remedy, needed)
 
 

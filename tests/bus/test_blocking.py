@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.bus.blocking import Facade, LoopThread, _Outcome
-from rolloutmq.bus.consumer.client import Consumer
-from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.consumer.client import BlockingConsumer, Consumer
+from rolloutmq.bus.producer.client import BlockingProducer, Producer
+from rolloutmq.bus.tasks.client import BlockingTaskClient, TaskClient
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ClosedError, DrainingError, LeaseLostError
@@ -32,6 +33,20 @@ def loop_thread() -> Iterator[LoopThread]:
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
+
+
+FUTURES = {"send_acked", "handed_over"}
+"""They return futures of a loop."""
+
+
+@pytest.mark.parametrize(
+    ("client", "facade"),
+    [(Producer, BlockingProducer), (Consumer, BlockingConsumer), (TaskClient, BlockingTaskClient)],
+)
+def test_a_facade_has_every_name_of_its_client(client: type, facade: type) -> None:
+    class_methods = {"open", "blocking"}
+    names = {name for name in vars(client) if not name.startswith("_")} - class_methods - FUTURES
+    assert names - set(dir(facade)) == set()
 
 
 def test_a_call_gives_its_result_or_its_error(loop_thread: LoopThread) -> None:

@@ -19,8 +19,8 @@ from tests.fuzz.target import (
     SPOOL_MAGIC,
     fuzz_one,
     mutate,
-    segment_seed,
     seeds,
+    segment_seed,
     with_checksums,
     with_index_checksum,
 )

@@ -83,9 +83,9 @@ def test_a_forged_identity_is_never_touched(run_dir: Path) -> None:
 
 def test_the_run_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MissingError, match="an active run under runs/"):
+    with pytest.raises(MissingError, match="runs/ has no active run"):
         rundir.find_run(None)
-    with pytest.raises(MissingError, match="a run in elsewhere"):
+    with pytest.raises(MissingError, match="elsewhere has no run"):
         rundir.find_run(Path("elsewhere"))
     configure(make(tmp_path / "runs" / "old"))
     assert rundir.find_run(None, living=False) == Path("runs/old")

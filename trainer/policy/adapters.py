@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rolloutmq.schemas.config.trainer import LoraConfig
-from rolloutmq.schemas.errors import ConfigError, MissingError
+from rolloutmq.schemas.errors import ConfigError, MissingError, install_remedy
 from rolloutmq.trainer.policy.device import device_of
 from rolloutmq.trainer.policy.model import twin
 from rolloutmq.trainer.weights.manifest import named_tensors
@@ -162,7 +162,7 @@ def _require_peft() -> None:
     try:
         import peft  # noqa: F401
     except ImportError:
-        raise MissingError("peft", "`[trainer.lora]` needs it: pip install 'rolloutmq[lora]'") from None
+        raise MissingError("peft", f"`[trainer.lora]` needs it; {install_remedy('lora')}") from None
 
 
 def _targets(policy: nn.Module, config: LoraConfig) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ def test_an_old_python_is_missing_something() -> None:
 def test_a_package_that_is_not_there_names_its_extra() -> None:
     finding = doctor.module("no_such_package_here", "trainer", "torch")
     assert not finding.fine
-    assert finding.remedy == "pip install 'rolloutmq[trainer]'"
+    assert finding.remedy == "in the checkout of RolloutMQ, run pip install '.[trainer]'"
 
 
 def test_no_shared_memory(tmp_path: Path) -> None:
