@@ -64,6 +64,7 @@ def accounted_for(summary: Summary) -> int:
     return sum(summary[f"groups_{state}"] for state in states)
 
 
+@pytest.mark.extended
 def test_it_learns_and_ends_by_itself(tmp_path: Path) -> None:
     code, summary = run(tmp_path / "run", "trainer.steps=250")
     assert code == 0

@@ -95,6 +95,7 @@ def test_a_file_that_is_wrong_is_said_with_the_line(problems: Path, text: str, w
     assert why in str(refused.value)
 
 
+@pytest.mark.extended
 def test_twenty_steps_without_a_teacher(problems: Path, tmp_path: Path) -> None:
     twenty_steps(problems, tmp_path)
 
@@ -129,11 +130,12 @@ def twenty_steps(problems: Path, tmp_path: Path, *assignments: str) -> None:
     assert {name for name in before if not torch.equal(before[name], after[name])} == set(before)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "alphabet", "kind", "apart"),
     [
         ("sage", LETTERS, "top_k", False),
-        pytest.param("oracle", LETTERS[::-1], "sampled", True, marks=pytest.mark.extended),
+        ("oracle", LETTERS[::-1], "sampled", True),
     ],
     ids=["sage", "oracle"],
 )

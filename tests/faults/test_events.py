@@ -82,6 +82,7 @@ class Stalled:
         self._thread.join(2 * LIMIT_S)
 
 
+@pytest.mark.extended
 def test_subscriber_that_stalls_for_60000_acks_costs_and_harms_nothing(layout: RunLayout) -> None:
     config = run_config(ack_interval_s=0.002, high_groups=1_000_000)
     with (

@@ -203,6 +203,7 @@ def test_ranks_that_fail_leave_no_thread_behind_either(tmp_path: Path) -> None:
     assert play(tmp_path, 2, "bfloat16") == [0, 0]
 
 
+@pytest.mark.extended
 def test_two_ranks_of_a_real_broker_learn_what_one_learns(tmp_path: Path) -> None:
     weights = []
     for ranks in (1, 2):
@@ -225,6 +226,7 @@ def test_two_ranks_of_a_real_broker_learn_what_one_learns(tmp_path: Path) -> Non
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.extended
 def test_a_rank_that_dies_takes_the_others_along_and_all_come_back(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path / "run")
     layout.root.mkdir(mode=0o700)
@@ -366,13 +368,8 @@ def test_whoever_comes_back_too_early_waits_for_the_next_meeting(
         assert looked_again
 
 
-@pytest.mark.parametrize(
-    "comes",
-    [
-        pytest.param(False, id="never comes", marks=pytest.mark.extended),
-        pytest.param(True, id="hangs once he has come"),
-    ],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("comes", [False, True], ids=["never comes", "hangs once he has come"])
 def test_nobody_waits_for_ever_for_a_rank_at_the_meeting(tmp_path: Path, comes: bool) -> None:
     layout = RunLayout(tmp_path / "run")
     layout.root.mkdir(mode=0o700)

@@ -36,6 +36,7 @@ def test_the_bare_disk_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert throughput.raw_rate(throughput.LARGE) > 0
 
 
+@pytest.mark.extended
 def test_many_producers_share_two_processes() -> None:
     assert producers.rate(20, 4 << 20, lasts_s=0.01) > 0
 
@@ -45,6 +46,7 @@ def test_samples_go_in_and_out(part: str) -> None:
     assert transferqueue.our_rate(part, lasts_s=0.01) > 0
 
 
+@pytest.mark.extended
 def test_a_pull_from_a_queue_has_a_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "FEW", 50)
     row = latency.row("memory", SHAPE, 100, None)

@@ -52,6 +52,7 @@ def test_ours_brings_every_group_over_the_disk() -> None:
     assert gateway.rate("our", SHAPE, "gzip", GROUPS, Durability.DISK) > 0
 
 
+@pytest.mark.extended
 def test_ours_answers_environments_meanwhile() -> None:
     assert gateway.status_ms("our", "gzip", SHAPE, GROUPS) > 0
 
@@ -61,6 +62,7 @@ def test_ours_serves_the_client_that_encodes() -> None:
     assert gateway.client_rate("our", atropos.BATCH_GROUPS) > 0
 
 
+@pytest.mark.extended
 def test_ours_serves_that_client_and_a_trainer_of_the_sdk() -> None:
     assert gateway.step_rate("our", atropos.BATCH_GROUPS) > 0
 

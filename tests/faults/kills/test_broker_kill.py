@@ -248,6 +248,7 @@ async def test_nothing_acked_is_lost_and_nothing_is_trained_twice(
     assert (verdict.recorded, verdict.accepted) == (True, counts.accepted)
 
 
+@pytest.mark.extended
 async def test_at_memory_what_is_lost_had_been_acked_before(run_dir: Path) -> None:
     oracle, counts, broker = await live_through(run_dir, "memory", -(-ROUNDS // 3))
     with broker:

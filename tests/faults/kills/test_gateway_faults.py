@@ -146,7 +146,8 @@ def kill(layout: RunLayout, victim: str, load: Load) -> None:
     until(lambda: pid_of(layout, victim) not in (0, before), "another life", 60.0)
 
 
-@pytest.mark.parametrize("victim", ["gateway", pytest.param("broker", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("victim", ["gateway", "broker"])
 def test_nothing_that_was_answered_is_lost_when_it_is_killed(run_dir: Path, victim: str) -> None:
     layout = RunLayout(run_dir)
     with gateway(run_dir):

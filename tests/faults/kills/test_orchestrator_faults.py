@@ -77,6 +77,7 @@ def grandchild(run_dir: Path, worker: ProcessIdentity) -> int:
 # The orchestrator dies.
 
 
+@pytest.mark.extended
 def test_an_orchestrator_that_is_killed_in_a_run_adopts_every_worker(tmp_path: Path) -> None:
     """A whole run under load: the same workers before and after each kill, none twice, no group lost, nobody left."""
     workers: list[dict[str, ProcessIdentity]] = []
@@ -147,6 +148,7 @@ def _processes(token: str) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.extended
 def test_what_an_operator_asked_for_survives_the_orchestrator(staffed: Staffed) -> None:
     """A life that has heard nothing yet ends nobody, though the configuration would do with one worker."""
     light = {"entry": "envs.py:Light", "min_workers": 1, "max_workers": 4}
@@ -222,6 +224,7 @@ def test_a_worker_that_was_not_written_down_yet_is_not_doubled(staffed: Staffed)
 # A worker ends.
 
 
+@pytest.mark.extended
 def test_a_deaf_worker_goes_down_the_whole_ladder_and_takes_its_child_along(
     staffed: Staffed, run_dir: Path
 ) -> None:
@@ -355,6 +358,7 @@ def _state(staff: Staff, worker: str) -> str:
     return "" if row is None else row.state
 
 
+@pytest.mark.extended
 def test_an_environment_without_a_living_worker_ends_the_run_and_says_why_afterwards(
     staffed: Staffed, run_dir: Path
 ) -> None:
@@ -399,6 +403,7 @@ def test_a_silent_broker_moves_nobody(staffed: Staffed) -> None:
         staff.until_ready(3)
 
 
+@pytest.mark.extended
 def test_a_wall_clock_that_is_moved_restarts_nobody_and_costs_no_lease(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, staffed: Staffed
 ) -> None:

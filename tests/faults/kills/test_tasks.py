@@ -100,6 +100,7 @@ def test_what_a_killed_worker_had_is_answered_by_another(run_dir: Path) -> None:
         sound(run_dir, 3)
 
 
+@pytest.mark.extended
 def test_a_task_that_kills_every_worker_is_failed(run_dir: Path) -> None:
     with (
         BrokerProcess(run_dir, config(max_deliveries=2)),

@@ -186,6 +186,7 @@ class Crowd:
         return any(one.name == name and one.in_hand > 0 for one in engines_of(self.layout))
 
 
+@pytest.mark.extended
 async def test_engines_are_killed_and_drained_under_load_and_no_rollout_is_lost(trainer: Trainer) -> None:
     """Real processes: while a worker rolls out, the second engine is killed, comes back, and is drained."""
     layout = trainer.layout

@@ -109,6 +109,7 @@ def expected(count: int) -> bytes:
     return b"".join(lines) + b"done\n"
 
 
+@pytest.mark.extended
 def test_no_line_is_lost_or_torn_while_the_process_writes(
     log: Path, writer: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:

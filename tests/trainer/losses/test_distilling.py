@@ -109,14 +109,8 @@ def left(root: Path, teacher: Path, **distillation: Any) -> float:
     return gap(loaded(after), after, teacher) / before
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "top_k",
-        pytest.param("full", marks=pytest.mark.extended),
-        pytest.param("sampled", marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["top_k", "full", "sampled"])
 def test_a_student_comes_more_than_half_of_the_way(kind: str, student: Path, teacher: Path) -> None:
     assert left(student, teacher, kind=kind) < 0.5
 

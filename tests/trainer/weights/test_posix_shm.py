@@ -180,6 +180,7 @@ def test_a_living_owner_keeps_its_segment(shares: Shares) -> None:
     assert owner.path.exists()
 
 
+@pytest.mark.extended
 def test_segments_are_private_and_readers_cannot_write(shares: Shares) -> None:
     model = policy()
     owner = shares.create(model)

@@ -233,6 +233,7 @@ async def test_one_that_waits_for_the_students_tokenizer_ends_when_it_is_asked(
     assert not layout.teacher.exists()
 
 
+@pytest.mark.extended
 async def test_killed_and_started_again_it_costs_a_pause_and_no_group(
     layout: RunLayout, model_dir: Path
 ) -> None:

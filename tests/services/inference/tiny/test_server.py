@@ -526,6 +526,7 @@ def address_of(layout: RunLayout, process: asyncio.subprocess.Process) -> str | 
     return address.url if address and address.pid == process.pid else None
 
 
+@pytest.mark.extended
 async def test_the_process_comes_back_where_it_was(trainer: Trainer) -> None:
     """Killed, it serves at the same address again; asked to end, it ends with 0."""
     trainer.start()

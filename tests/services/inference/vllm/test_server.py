@@ -159,6 +159,7 @@ async def test_half_written_weights_are_refused_until_they_are_restored(layout: 
         assert (status, answer["error"]["code"]) == (503, "unavailable")
 
 
+@pytest.mark.extended
 async def test_a_writer_that_stops_in_mid_write_is_not_waited_for(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +251,7 @@ async def test_another_segment_is_followed(layout: RunLayout) -> None:
         assert await client.health() == (200, "ok")
 
 
+@pytest.mark.extended
 async def test_another_segment_that_does_not_fit_ends_the_engine(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +263,7 @@ async def test_another_segment_that_does_not_fit_ends_the_engine(
                 await asyncio.shield(client.task)
 
 
+@pytest.mark.extended
 async def test_what_fails_while_it_watches_ends_the_engine(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +305,7 @@ async def test_a_vllm_that_hangs_does_not_keep_the_engine_from_going(
         await task
 
 
+@pytest.mark.extended
 async def test_a_request_that_is_lost_is_answered_and_costs_no_other(layout: RunLayout) -> None:
     configure(layout, stalled_s=0.3)
     async with serving(layout) as client, asyncio.timeout(DEADLINE_S):
@@ -313,6 +317,7 @@ async def test_a_request_that_is_lost_is_answered_and_costs_no_other(layout: Run
         assert (await client.ask([3]))[0] == 200
 
 
+@pytest.mark.extended
 async def test_one_that_takes_steps_is_waited_for(layout: RunLayout) -> None:
     configure(layout, stalled_s=0.3)
     async with serving(layout) as client:
@@ -324,6 +329,7 @@ async def test_one_that_takes_steps_is_waited_for(layout: RunLayout) -> None:
         await asyncio.wait([asking])
 
 
+@pytest.mark.extended
 async def test_a_vllm_that_is_stopped_is_told_and_asked_again_when_it_goes_on(layout: RunLayout) -> None:
     configure(layout, stalled_s=1.5)
     before = psutil.Process().children()
@@ -348,6 +354,7 @@ async def test_a_vllm_that_is_stopped_is_told_and_asked_again_when_it_goes_on(la
         assert (await client.ask([3]))[0] == 200
 
 
+@pytest.mark.extended
 async def test_its_directory_goes_with_it_and_belongs_to_one(layout: RunLayout) -> None:
     directory = layout.sockets / "inference-vllm"
     async with serving(layout) as client:
@@ -370,6 +377,7 @@ async def test_it_drains(layout: RunLayout) -> None:
         await client.task
 
 
+@pytest.mark.extended
 async def test_who_goes_away_is_not_waited_for(layout: RunLayout) -> None:
     async with serving(layout) as client:
         gone = asyncio.create_task(client.ask([6]))
@@ -387,6 +395,7 @@ async def test_a_vllm_that_dies_ends_the_engine_with_its_last_words(layout: RunL
         assert not isinstance(asking.exception(), AssertionError)
 
 
+@pytest.mark.extended
 async def test_weights_that_do_not_fit_are_said(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM_REFUSAL", "model.norm.weight: shape is (3,) in the segment")
     async with serving(layout) as client:
@@ -404,6 +413,7 @@ async def test_a_vllm_that_does_not_come_up_is_given_up(
             await client.task
 
 
+@pytest.mark.extended
 async def test_a_vllm_that_does_not_end_is_killed(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM_DEAF", "1")
     configure(layout, grace_s=0.2)

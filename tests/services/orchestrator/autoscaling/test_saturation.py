@@ -1,5 +1,7 @@
 from dataclasses import replace
 
+import pytest
+
 from rolloutmq.services.orchestrator.autoscaling.demand import MEMORY_S, DemandEstimator
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample, WorkerCounts
 from rolloutmq.services.orchestrator.autoscaling.saturation import FIRST_HOLD_S, MEMORIES, SaturationDetector
@@ -115,6 +117,7 @@ def test_when_all_have_become_slower_it_is_no_knee() -> None:
     assert knee.best < 1.0
 
 
+@pytest.mark.extended
 def test_the_knee_does_not_creep_up_by_one_after_another() -> None:
     site = Site(shared=40.0)
     site.run(20, SETTLED_S)
