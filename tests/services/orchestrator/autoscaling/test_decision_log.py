@@ -81,6 +81,17 @@ def test_another_life_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert (again.decisions, again.differences) == (60, 0)
 
 
+def test_another_wording_of_a_reason_is_no_difference(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    Life(path).live(30)
+    first, *lines = map(json.loads, path.read_text().splitlines())
+    for line in lines:
+        line["made"]["decision"]["reason"] = "as an older version said it"
+    path.write_text("".join(json.dumps(line) + "\n" for line in [first, *lines]))
+    again = replay(read(path))
+    assert (again.decisions, again.differences) == (30, 0)
+
+
 def test_a_law_that_is_another_shows(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
     Life(path).live(200)
