@@ -47,7 +47,7 @@ test-transformers4: $(VENV)/.installed .venv-transformers4/.installed ## tokeniz
 	$(BIN)/python -m pytest -m rival tests/trainer/policy/test_tokenizer.py
 
 soak: $(VENV)/.installed ## the faults again, with ten times the rounds
-	ROLLOUTMQ_SOAK_ROUNDS=100 $(BIN)/python -m pytest tests/faults
+	ROLLOUTMQ_SOAK_ROUNDS=100 $(BIN)/python -m pytest --timeout=0 --override-ini=faulthandler_timeout=0 tests/faults
 
 check: $(VENV)/.installed ## style, types, and who may import whom
 	$(BIN)/ruff format --check .
