@@ -72,7 +72,7 @@ def _check_batch(config: RunConfig) -> None:
         choices = " or ".join(map(str, sorted(sizes)))
         raise ConfigError(
             "trainer.batch_sequences",
-            f"{batch} sequences are no sum of whole groups of {choices}; use a multiple of a group size",
+            f"must be a sum of whole groups of {choices} sequences (got {batch}); use a multiple of a group size",
         )
 
 

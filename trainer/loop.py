@@ -97,10 +97,10 @@ def main(run_dir: Path, rank: int = 0) -> int:
     process.
     """
     set_up_logging()
-    return lived(partial(_run, run_dir, rank))
+    return run_to_exit_code(partial(_run, run_dir, rank))
 
 
-def lived(life: Callable[[], int]) -> int:
+def run_to_exit_code(life: Callable[[], int]) -> int:
     """Run the trainer, log its error if any, and return the exit code; leave none of its threads behind.
 
     A gloo thread frees the tensors of a collective some time after the collective is done, and takes the GIL for it. If

@@ -56,7 +56,7 @@ def _mesh(size: int) -> DeviceMesh:
     """Make a mesh of all ranks that does not keep their process group alive.
 
     DTensor caches meshes for as long as the process lives. Newer torch lets a mesh refer to its group, whose threads
-    would outlive the meeting (`loop.lived`). Without that reference the mesh finds its group by name.
+    would outlive the meeting (`loop.run_to_exit_code`). Without that reference the mesh finds its group by name.
     """
     mesh = init_device_mesh("cpu", (size,))
     getattr(mesh, "_pg_registry", {}).clear()

@@ -67,9 +67,11 @@ class Producer:
         self._session = SessionState(register, Spool(spool_bytes))
         self.as_frames: Mapping[str, int] = self._session.as_frames
         """Number of groups sent as frames instead of through shared memory, by reason."""
-        self._gate = CreditWaiters(self._session)
-        self._uplink = ProducerConnection(where, self._session, self._on_accepted, lambda: self._gate.waiting)
-        self._uplink.on_registered = self._on_registered
+        self._waiters = CreditWaiters(self._session)
+        self._connection = ProducerConnection(
+            where, self._session, self._on_accepted, lambda: self._waiters.waiting
+        )
+        self._connection.on_registered = self._on_registered
         self._drain_s = drain_s
         self._file = SpoolFile(save_to, self._session)
         self._log = AckLog(ack_log, register.env, register.split)
@@ -158,12 +160,12 @@ class Producer:
     @property
     def draining(self) -> asyncio.Event:
         """Set once no new rollout may start: the broker drains the worker, or `start_draining` was called."""
-        return self._gate.draining
+        return self._waiters.draining
 
     @property
     def info(self) -> RunInfo:
         """Description of the run at the time of registration."""
-        return self._uplink.info
+        return self._connection.info
 
     @property
     def session(self) -> int:
@@ -193,7 +195,7 @@ class Producer:
     @property
     def waits_s(self) -> float:
         """Total waiting time of all calls of `acquire` and `send`, in seconds."""
-        return self._gate.waits_s
+        return self._waiters.waits_s
 
     @property
     def unacked(self) -> int:
@@ -216,7 +218,7 @@ class Producer:
             SessionFencedError: A newer producer of the same name took over.
             ClosedError: The producer is closed.
         """
-        return await self._gate.acquire()
+        return await self._waiters.acquire()
 
     async def send(self, group: Group, permit: Permit | None = None) -> None:
         """Put a group into the spool; the producer delivers it in the background.
@@ -237,19 +239,19 @@ class Producer:
             SessionFencedError: A newer producer of the same name took over.
             ClosedError: The producer is closed.
         """
-        self._gate.require_open()
+        self._waiters.require_open()
         if not isinstance(group, Group):
             raise InvalidGroupError(
                 "*", f"must be a Group (got {type(group).__name__}); make one with Group.build"
             )
         laid = self._session.lay(group, self._limit_bytes)
         try:
-            if not self._gate.admit(group, laid, permit):
-                await self._gate.hand_over(group, laid, permit)
+            if not self._waiters.admit(group, laid, permit):
+                await self._waiters.hand_over(group, laid, permit)
         except BaseException:
             laid.cancel()
             raise
-        await self._uplink.forward(laid.encoded.nbytes)
+        await self._connection.forward(laid.encoded.nbytes)
 
     async def send_acked(self, group: Group, permit: Permit | None = None) -> "asyncio.Future[None]":
         """Send a group like `send`, and return a future that ends with its ack.
@@ -257,15 +259,15 @@ class Producer:
         The future fails if the producer closes or is fenced before the ack. Cancelled: call `handed_over`, which
         returns the future if the group reached the spool.
         """
-        ack = self._gate.expect(group.group_id)
+        ack = self._waiters.expect(group.group_id)
         try:
             await self.send(group, permit)
         except asyncio.CancelledError:
             raise
         except BaseException:
-            self._gate.handed_over(group.group_id)
+            self._waiters.handed_over(group.group_id)
             raise
-        self._gate.handed_over(group.group_id)
+        self._waiters.handed_over(group.group_id)
         return ack
 
     def require_sendable(self, group: Group) -> None:
@@ -276,11 +278,11 @@ class Producer:
 
     @property
     def _limit_bytes(self) -> int:
-        return min(self._uplink.max_group_bytes, self._session.spool.capacity_bytes)
+        return min(self._connection.max_group_bytes, self._session.spool.capacity_bytes)
 
     def handed_over(self, group_id: str) -> "asyncio.Future[None] | None":
         """Return the future of a cancelled `send_acked`, or None if the group did not reach the spool. Call it once."""
-        return self._gate.handed_over(group_id)
+        return self._waiters.handed_over(group_id)
 
     def abandon(self, permit: Permit) -> None:
         """End the permit of a failed rollout; the broker grants another one. Does nothing if the permit has ended."""
@@ -300,21 +302,21 @@ class Producer:
             RefusedError: The broker does not accept the producer any more.
             ClosedError: The producer is closed.
         """
-        self._gate.require_open()
-        done = await self._gate.emptied(timeout_s)
-        self._gate.require_open()
+        self._waiters.require_open()
+        done = await self._waiters.emptied(timeout_s)
+        self._waiters.require_open()
         return done
 
     def start_draining(self) -> None:
         """Start no new rollout: waiting calls of `acquire` raise DrainingError. Groups with a permit can still be
         sent."""
         self._session.draining = True
-        self._gate.serve()
+        self._waiters.serve()
 
     async def _start(self) -> None:
         restored = self._file.load()
         if restored:
-            self._gate.empty.clear()
+            self._waiters.empty.clear()
         self._task = asyncio.create_task(self._run(), name=f"producer {self._session.register.producer}")
         await self._registration()
         if restored:
@@ -323,23 +325,23 @@ class Producer:
             # New groups get a new session. Otherwise, after a kill, the next process would continue with the numbers
             # in the file and use some of them twice.
             self._registered.clear()
-            self._uplink.renew()
+            self._connection.renew()
             await self._registration()
 
     async def _registration(self) -> None:
         await self._registered.wait()
-        self._gate.require_open()
+        self._waiters.require_open()
 
     async def _run(self) -> None:
         try:
-            await self._uplink.run()
+            await self._connection.run()
         except Exception as error:
             # The boundary of the task: from now on every call raises this error.
             failure = cause(error)
             logger.error(
                 "producer failed error=%s", failure, exc_info=not isinstance(failure, RolloutMQError)
             )
-            self._gate.shut(failure)
+            self._waiters.shut(failure)
             self._registered.set()
 
     def _on_registered(self) -> None:
@@ -348,12 +350,12 @@ class Producer:
 
     def _on_accepted(self, entries: list[SpoolEntry]) -> None:
         self._log.write(entries, self._session.number)
-        self._gate.acked(entry.header.group_id for entry in entries)
+        self._waiters.acked(entry.header.group_id for entry in entries)
         self.accepted += len(entries)
         if self._session.draining and not self.draining.is_set():
             logger.info("draining producer=%s", self._session.register.producer)
-        self._gate.serve()
-        self._uplink.send_soon()  # together with the groups of the tasks that have just got room
+        self._waiters.serve()
+        self._connection.send_soon()  # together with the groups of the tasks that have just got room
 
     async def close(self) -> None:
         """Wait up to `drain_s` for acks, save unacked groups, end the session. May be called twice.
@@ -364,29 +366,29 @@ class Producer:
             OSError: Unacked groups could not be saved, and are lost.
         """
         task, self._task = self._task, None
-        alive = task is not None and self._gate.failure is None and self._registered.is_set()
+        alive = task is not None and self._waiters.failure is None and self._registered.is_set()
         try:
             if alive:
-                self._gate.shut(None)
-                await self._gate.emptied(self._drain_s)
+                self._waiters.shut(None)
+                await self._waiters.emptied(self._drain_s)
         finally:
             await self._end(task, alive)
-            self._gate.fail_acks(ClosedError())
+            self._waiters.fail_acks(ClosedError())
 
     async def _end(self, task: "asyncio.Task[None] | None", alive: bool) -> None:
         if task is not None:
             # From here on no ack is applied, so no group is both logged as acked and saved.
-            self._uplink.leaving = True
+            self._connection.leaving = True
             task.cancel()
             await asyncio.wait({task})
         try:
             if alive:
                 self._file.leave()
-                await self._uplink.goodbye(GOODBYE_S)
+                await self._connection.goodbye(GOODBYE_S)
             elif task is not None:
                 self._file.set_aside()
         finally:
-            await self._uplink.close()
+            await self._connection.close()
             self._log.close()
 
 

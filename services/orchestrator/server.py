@@ -97,24 +97,24 @@ class Orchestrator:
         self._command = command or worker_command(layout.root)
         self._limits = limits
         self._environments = config.environment
-        self._steward = GpuManager(config, layout)
-        self._ear = BusClient(layout, self._steward.hear)
-        self._record = StateFile(layout, token)
+        self._gpus = GpuManager(config, layout)
+        self._client = BusClient(layout, self._gpus.hear)
+        self._state = StateFile(layout, token)
         self._workers = Supervisor(
             token,
             _backoff(limits),
             identities=layout.workers,
-            drain=self._ear.drain,
+            drain=self._client.drain,
             on_change=self._changed,
             seed=config.run.seed,
         )
-        self._engines = EnginePool(config, layout, token, self._ear.publish, engine_command)
+        self._engines = EnginePool(config, layout, token, self._client.publish, engine_command)
         self._drain_ladder = drain_ladder(
             CONFIRM_S, limits.drain_deadline_s + OVERTIME_S, limits.term_grace_s
         )
-        self._shelf = WorkerLogs(layout, config.run, self._workers.views)
+        self._logs = WorkerLogs(layout, config.run, self._workers.views)
         self._pids: dict[str, int] = {}
-        self._rosters: dict[str, WorkerTable] = {}
+        self._tables: dict[str, WorkerTable] = {}
         self._scaling: Autoscaler
 
     def kill(self) -> None:
@@ -134,10 +134,10 @@ class Orchestrator:
             async with self._engines, self._workers:  # workers end first: they use the engines
                 await self._take_over(previous)
                 async with asyncio.TaskGroup() as tasks:
-                    ear = tasks.create_task(self._ear.listen(), name="ear")
+                    listening = tasks.create_task(self._client.listen(), name="bus client")
                     beside = [
                         tasks.create_task(self._bring_home(), name="left spools"),
-                        tasks.create_task(self._shelf.run(), name="logs"),
+                        tasks.create_task(self._logs.run(), name="logs"),
                     ]
                     try:
                         await self._govern(stop)
@@ -146,28 +146,28 @@ class Orchestrator:
                             task.cancel()
                         reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
                         await self._workers.stop(self._workers.views(), self._drain_ladder, reason)
-                        self._record.write(self._workers)
-                        ear.cancel()
+                        self._state.write(self._workers)
+                        listening.cancel()
 
     async def _take_over(self, previous: list[ProcessIdentity]) -> None:
         """Adopt the workers of an earlier life, end those of another run, reserve the used names."""
         mine = f"{self._token}/"
         ours = [
-            (identity, self._steward.adopted(identity, self._spec(identity.name)))
+            (identity, self._gpus.adopted(identity, self._spec(identity.name)))
             for identity in previous
             if identity.marker.startswith(mine) and env_of(identity.name) in self._environments
         ]
         adopted = self._workers.adopt(ours)
         for identity, spec in ours:
             if spec.name in adopted:
-                self._steward.keep(identity, spec)
+                self._gpus.keep(identity, spec)
         others = [identity for identity in previous if identity.name not in adopted]
         if others:
             await asyncio.to_thread(end_strays, others, self._limits.term_grace_s)
         await asyncio.to_thread(self._end_unknown, set(adopted))
         # Only if an earlier life left workers may the broker still send drains to old names.
         taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
-        self._rosters = {name: WorkerTable(name, taken) for name in self._environments}
+        self._tables = {name: WorkerTable(name, taken) for name in self._environments}
         alive_now = Counter(map(env_of, adopted))
         log = DecisionLog(self._layout.decisions)
         self._scaling = Autoscaler(self._environments, self._limits, alive_now, log)
@@ -180,6 +180,7 @@ class Orchestrator:
 
     async def _bring_home(self) -> None:
         """Send the spools of workers that will not restart under their names."""
+        told = ""
         while True:
             await asyncio.sleep(ORPHANS_S)
             try:
@@ -189,23 +190,26 @@ class Orchestrator:
                     ack_logs=self._layout.acks,
                     living={name for name, view in self._workers.views().items() if view.phase not in OVER},
                 )
+                told = ""
             except RolloutMQError as error:
-                logger.warning("spools not sent error=%s", error)
+                if str(error) != told:
+                    logger.warning("spools not sent error=%s", error)
+                told = str(error)
 
     async def _govern(self, stop: Stop) -> None:
         while stop.reason is None:
             heard = self._heard()
             self._believe(heard)
-            for standing in self._steward.attend(
-                self._workers, heard, self._ear.pressure, self._drain_ladder
+            for standing in self._gpus.attend(
+                self._workers, heard, self._client.pressure, self._drain_ladder
             ):
-                self._ear.publish(standing)
+                self._client.publish(standing)
             self._decide(heard)
-            for roster in self._rosters.values():
-                self._raise_if_failed(roster)
+            for table in self._tables.values():
+                self._raise_if_failed(table)
             self._look_at_engines(time.monotonic())
             self._forget_ended()
-            self._record.write(self._workers)
+            self._state.write(self._workers)
             try:
                 async with asyncio.timeout(self._limits.tick_s):
                     await stop.wait()
@@ -218,7 +222,7 @@ class Orchestrator:
         for name in views:
             if (identity := self._workers.identity(name)) is not None:
                 self._pids[name] = identity.pid
-        workers = () if self._ear.pressure is None else self._ear.pressure.workers
+        workers = () if self._client.pressure is None else self._client.pressure.workers
         return {
             status.worker: status
             for status in workers
@@ -244,43 +248,43 @@ class Orchestrator:
                 self._workers.forget(name)
         self._pids = {name: pid for name, pid in self._pids.items() if name in self._workers.views()}
 
-    def _raise_if_failed(self, roster: WorkerTable) -> None:
-        crew = roster.mine(self._workers.views())
+    def _raise_if_failed(self, table: WorkerTable) -> None:
+        crew = table.mine(self._workers.views())
         if crew and all(view.phase is Phase.FATAL for view in crew):
             last = max(crew, key=lambda view: view.since)
-            raise WorkersFailedError(roster.env, last.name, last.reason)
+            raise WorkersFailedError(table.env, last.name, last.reason)
 
     def _decide(self, heard: Heard) -> None:
         views = self._workers.views()
-        crews = {env: roster.crew(views, heard) for env, roster in self._rosters.items()}
-        now, engines, pressure = time.monotonic(), self._engines.serving, self._ear.pressure
+        crews = {env: table.crew(views, heard) for env, table in self._tables.items()}
+        now, engines, pressure = time.monotonic(), self._engines.serving, self._client.pressure
         rooms = self._rooms(crews)
-        self._scaling.decide(crews, pressure, self._ear.heard_at, now, rooms, engines)
+        self._scaling.decide(crews, pressure, self._client.heard_at, now, rooms, engines)
         for scale in self._scaling.scales:
             self._send_away(scale, crews[scale.env].current - scale.decision.target, heard)
         for env, number in self._scaling.starts(crews).items():
             for _ in range(number):
-                spec = self._steward.equipped(self._spec(self._rosters[env].take()))
+                spec = self._gpus.equipped(self._spec(self._tables[env].take()))
                 if spec is not None:
                     self._workers.start(spec)
         for scale in self._scaling.scales:
-            self._steward.limited(scale.env, scale.decision.bound == NO_GPU)
-            self._record.decided(scale.said, now)
+            self._gpus.limited(scale.env, scale.decision.bound == NO_GPU)
+            self._state.decided(scale.said, now)
             if scale.is_news(now):
-                self._ear.publish(scale.said)
+                self._client.publish(scale.said)
 
     def _rooms(self, crews: Mapping[str, WorkerCounts]) -> dict[str, WorkerRoom]:
         """Return the limits from the GPUs, for environments that have one."""
         rooms = {}
         for env, crew in crews.items():
-            limit = self._steward.limit(env, crew.current, self._environments[env].max_workers)
+            limit = self._gpus.limit(env, crew.current, self._environments[env].max_workers)
             if limit is not None:
                 rooms[env] = WorkerRoom(limit.count, NO_GPU, limit.reason)
         return rooms
 
     def _send_away(self, scale: ScaleTarget, number: int, heard: Heard) -> None:
         views = self._workers.views()
-        for name in self._rosters[scale.env].surplus(views, heard, number):
+        for name in self._tables[scale.env].surplus(views, heard, number):
             if views[name].phase is Phase.FATAL:
                 self._workers.forget(name)
             else:
@@ -288,18 +292,18 @@ class Orchestrator:
 
     def _look_at_engines(self, now: float) -> None:
         """Pass the saturation of the workers to the engine pool; nothing if the pressure is stale."""
-        is_news = now - self._ear.heard_at <= self._limits.scaling.stale_s
+        is_news = now - self._client.heard_at <= self._limits.scaling.stale_s
         said = {scale.env: scale.decision for scale in self._scaling.scales} if is_news else {}
         bounds = {env: EngineBound(one.bound == INFERENCE_BOUND, one.short) for env, one in said.items()}
-        wanted = None if self._ear.pressure is None else self._ear.pressure.wanted.get(FIRST)
+        wanted = None if self._client.pressure is None else self._client.pressure.wanted.get(FIRST)
         self._engines.look(bounds, now, wanted)
 
     def _changed(self, view: ProcessView) -> None:
         """Write the change to the file, and hold a GPU worker about to restart until its GPUs are free."""
-        self._record.soon(self._workers)
-        if view.phase is Phase.WAITING and self._steward.has(view.name):
+        self._state.soon(self._workers)
+        if view.phase is Phase.WAITING and self._gpus.has(view.name):
             self._workers.hold(view.name, True)
-            asyncio.get_running_loop().call_soon(self._steward.hold_back, self._workers)
+            asyncio.get_running_loop().call_soon(self._gpus.hold_back, self._workers)
 
     def _spec(self, name: str) -> ProcessSpec:
         log = str(self._layout.log(name))

@@ -2,13 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-
-if TYPE_CHECKING:
-    pass
-
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 """One message of a conversation: `{"role": "user", "content": "..."}`, and any other key the server accepts."""

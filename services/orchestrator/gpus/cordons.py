@@ -67,7 +67,7 @@ class Cordon:
             parts.append("hot, but in use: the breaker allows no more cordons")
         ignored = sorted({cause.value for cause, _ in self.dismissed if cause not in self.automatic})
         if ignored:
-            parts.append(f"kept in use by hand in spite of: {', '.join(ignored)}")
+            parts.append(f"uncordoned by hand despite: {', '.join(ignored)}")
         return "; ".join(parts)
 
 

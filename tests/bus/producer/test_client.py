@@ -147,7 +147,7 @@ async def test_cancelled_acquire_leaks_no_permit(fake: "FakeBroker") -> None:
         waiting[0].cancel()
         # The second is served and cancelled before it runs: its permit goes to the third.
         p._session.credit.start_limit = 1
-        p._gate.serve()
+        p._waiters.serve()
         waiting[1].cancel()
         assert (await waiting[2]).is_open
         assert p._session.credit.begun == p._session.credit.in_hand == 1
@@ -603,12 +603,12 @@ async def test_a_broker_that_is_slow_is_waited_for_on_the_same_sockets(
     fake.publishes = False
     fake.answers[Sync] = lambda _: None
     async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
-        sockets = p._uplink._sockets
+        sockets = p._connection._sockets
         for index in range(20):
             await p.send(group(f"g-{index}"))
         await fake.until(lambda: caplog.text.count("broker slow request=Sync") == 2)
         assert fake.arrived == list(range(1, 21))
-        assert p._uplink._sockets is sockets
+        assert p._connection._sockets is sockets
         del fake.answers[Sync]
         assert await p.flush(5)
     assert fake.arrived == list(range(1, 21))

@@ -28,7 +28,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer.loop import lived, train
+from rolloutmq.trainer.loop import run_to_exit_code, train
 from rolloutmq.trainer.process import Stop
 from rolloutmq.trainer.ranks import met
 
@@ -79,7 +79,7 @@ def native_threads() -> list[str]:
 
 def main(run_dir: str, rank: str, size: str, dtype: str, dies_at: str, teacher_logprobs: str) -> int:
     during: list[str] = []
-    code = lived(partial(play, run_dir, rank, size, dtype, dies_at, teacher_logprobs, during))
+    code = run_to_exit_code(partial(play, run_dir, rank, size, dtype, dies_at, teacher_logprobs, during))
     threads = {"during": during, "after": native_threads()}
     write_json(Path(run_dir) / f"rank{rank}.threads", threads)
     return code

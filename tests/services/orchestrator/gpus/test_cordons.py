@@ -197,7 +197,7 @@ def test_what_is_uncordoned_by_hand_is_not_cordoned_for_the_same_heat() -> None:
         trial.see(hot(), 20)
         trial.see(sample(), 20)
     assert trial.causes() == ()
-    assert "kept in use by hand in spite of: heat" in trial.cordons["GPU-1"].reason
+    assert "uncordoned by hand despite: heat" in trial.cordons["GPU-1"].reason
     trial.see(sample(), 61)
     assert trial.cordons["GPU-1"].reason == ""
     trial.see(hot(), 3)

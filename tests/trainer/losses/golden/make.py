@@ -1,6 +1,6 @@
 """TRL's losses of some tokens, recorded in `losses.json`.
 
-    .venv-trl/bin/python tests/trainer/losses/golden/make.py 16 tests/trainer/golden/losses.json
+    .venv-trl/bin/python tests/trainer/losses/golden/make.py 16 tests/trainer/losses/golden/losses.json
 
 `make .venv-trl/.installed` creates the environment. TRL's losses are methods of its trainers; they are called here
 without a trainer, on a namespace with the attributes they read. TRL takes importance weights as inputs, computed
