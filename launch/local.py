@@ -33,7 +33,6 @@ from rolloutmq.launch.rundir import claimed, clear, trim_journal
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
-from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.orchestrator.supervision.core import (
@@ -91,7 +90,6 @@ def up(config: RunConfig, options: UpOptions) -> int:
     check(config)
     token = secrets.token_hex(8)
     with claimed(config.run.dir, token, resume=options.resume) as layout:
-        require_own_records(layout)
         _log_to(layout.log("up"))
         write_json(layout.config, config)
         with _listener(config, layout) as listener:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.producer.spool_file import require_own_spools
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.shm.segment_file import sweep
 from rolloutmq.bus.transport.endpoint import bindings, claim
@@ -21,6 +22,7 @@ from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseEr
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.broker.journal.read.trim import trim
+from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.inference.vllm import socket_dir
 from rolloutmq.services.process.child import end_strays
 from rolloutmq.services.process.identity import alive, identify
@@ -45,11 +47,15 @@ def claimed(root: Path, token: str, *, resume: bool) -> Iterator[RunLayout]:
 
     Raises:
         RunDirInUseError: A running launcher owns it.
+        RecordVersionError: Another version wrote the run to resume; nothing of it was touched.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = _lock(root)
     layout = RunLayout(root.resolve())
     try:
+        if resume:
+            require_own_records(layout)
+            require_own_spools(layout.spools)
         end_strays(recorded(layout), STRAY_GRACE_S)
         trim_journal(layout)
         if layout.config.exists() and not resume:

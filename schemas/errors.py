@@ -370,16 +370,22 @@ class DamagedJournalError(ResourceError):
 class RecordVersionError(ResourceError):
     """Another version of RolloutMQ wrote this file. The file is not damaged and was not changed."""
 
-    def __init__(self, path: str, theirs: int, ours: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        theirs: int,
+        ours: int,
+        remedy: str = "finish the run with the RolloutMQ that wrote them, or start in another run directory",
+    ) -> None:
         self.path = path
         self.theirs = theirs
         self.ours = ours
+        self.remedy = remedy
 
     def __str__(self) -> str:
         return (
             f"{self.path}: another version of RolloutMQ wrote these records (got version {self.theirs}, this one reads "
-            f"version {self.ours}); nothing was changed: finish the run with the RolloutMQ that wrote them, "
-            "or start in another run directory"
+            f"version {self.ours}); nothing was changed: {self.remedy}"
         )
 
 

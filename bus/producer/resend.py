@@ -45,9 +45,7 @@ async def resend_spools(
     """
     acked: dict[str, int] = {}
     unread: list[RecordVersionError] = []
-    for path, about in list(_left_in(directory, unread)):
-        if about.producer in living:
-            continue
+    for path, about in list(_left_in(directory, living, unread)):
         log = ack_logs and ack_logs / f"{about.producer}.jsonl"
         options = {name: getattr(about, name) for name in _DESCRIBED}
         async with Producer.open(where, save_to=path, ack_log=log, **options) as producer:
@@ -59,16 +57,19 @@ async def resend_spools(
     return acked
 
 
-def _left_in(directory: Path, unread: list[RecordVersionError]) -> Iterator[tuple[Path, RegisterProducer]]:
-    """Yield each spool file with its registration; collect the errors of other versions in `unread`."""
-    if not directory.is_dir():
-        return
-    for path in sorted(directory.iterdir()):
-        if path.name.endswith(spool_file.TEMPORARY) or spool_file.DAMAGED in path.name:
+def _left_in(
+    directory: Path, living: Container[str], unread: list[RecordVersionError]
+) -> Iterator[tuple[Path, RegisterProducer]]:
+    """Yield each spool file that no live producer sends; collect the errors of other versions in `unread`."""
+    for path in spool_file.spool_files(directory):
+        if path.name in living:
             continue
         try:
-            yield path, spool_file.owner(path)
+            about = spool_file.owner(path)
         except MalformedError as error:
             spool_file.keep_aside(path, error)
         except RecordVersionError as error:
             unread.append(error)
+        else:
+            if about.producer not in living:
+                yield path, about

@@ -15,6 +15,7 @@ import os
 import shutil
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -37,6 +38,7 @@ DAMAGED: Final = ".damaged-"
 """Part of the name of a damaged file."""
 TEMPORARY: Final = ".tmp"
 """Suffix of an unfinished file."""
+REMEDY: Final = "send its groups with the RolloutMQ that wrote it, or move the file away"
 _HEAD: Final = struct.Struct("<8sIQI")
 _COVERED: Final = struct.Struct("<IQ")
 _V1_MAGIC: Final = b"RMQSPOOL"
@@ -220,7 +222,32 @@ def owner(path: Path) -> RegisterProducer:
         MalformedError: It is not a spool file, or it is damaged.
         RecordVersionError: Another version wrote it.
     """
-    return _read_index(path, memoryview(path.read_bytes()))[0].register
+    with path.open("rb") as file:
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size or not head.startswith(MAGIC):
+            return _read_index(path, memoryview(head + file.read()))[0].register
+        size = _HEAD.unpack(head)[2]
+        there = os.fstat(file.fileno()).st_size - _HEAD.size
+        return _read_index(path, memoryview(head + file.read(min(size, there))))[0].register
+
+
+def require_own_spools(directory: Path) -> None:
+    """Refuse a directory with a spool file of another version; damaged files are left to their reader.
+
+    Raises:
+        RecordVersionError: The first file of another version.
+    """
+    for path in spool_files(directory):
+        with suppress(MalformedError, OSError):
+            owner(path)
+
+
+def spool_files(directory: Path) -> list[Path]:
+    """Return the files of a directory that producers saved, without unfinished and damaged ones."""
+    if not directory.is_dir():
+        return []
+    found = sorted(path for path in directory.iterdir() if path.is_file())
+    return [path for path in found if not path.name.endswith(TEMPORARY) and DAMAGED not in path.name]
 
 
 def _load(path: Path, session: SessionState) -> list[str]:
@@ -259,11 +286,11 @@ def _read_index(path: Path, data: memoryview) -> tuple[_Index, int]:
     magic, version, size, crc = _HEAD.unpack_from(data)
     index = data[_HEAD.size : _HEAD.size + size]
     if magic == _V1_MAGIC and _is_v1(data):
-        raise RecordVersionError(str(path), _V1_VERSION, VERSION)
+        raise RecordVersionError(str(path), _V1_VERSION, VERSION, REMEDY)
     if magic != MAGIC or len(index) != size or _index_crc(version, index) != crc:
         raise MalformedError(f"{path}: not a spool file, or its index is damaged")
     if version != VERSION:
-        raise RecordVersionError(str(path), version, VERSION)
+        raise RecordVersionError(str(path), version, VERSION, REMEDY)
     try:
         return msgspec.msgpack.decode(index, type=_Index), _HEAD.size + size
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

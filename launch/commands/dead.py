@@ -19,6 +19,7 @@ from rolloutmq.schemas.group import Column
 from rolloutmq.schemas.wire.control import Requeue, Requeued
 from rolloutmq.schemas.wire.envelope import Dtype
 from rolloutmq.services.broker.journal.dead_letters import DeadEntry, DeadGroup, DeadLetterStore
+from rolloutmq.services.broker.journal.read.versions import require_own_letters
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
 
 PREVIEW: Final = 8
@@ -73,13 +74,15 @@ def requeue(run_dir: Path, group_ids: Sequence[str], *, every: bool) -> int:
 
 
 def _store(run_dir: Path) -> DeadLetterStore:
-    return DeadLetterStore(RunLayout(run_dir).dead, 0, sync=False)
+    layout = RunLayout(run_dir)
+    require_own_letters(layout.dead)
+    return DeadLetterStore(layout.dead, 0, sync=False)
 
 
 def _entry_fields(entry: DeadEntry) -> dict[str, Any]:
     letter = entry.letter
     if letter is None:
-        return {"order": entry.order, "file": entry.path.name, "damaged": entry.damaged}
+        return {"order": entry.order, "file": entry.path.name, "damaged": entry.problem}
     return {
         "order": entry.order,
         "file": entry.path.name,
@@ -99,7 +102,7 @@ def _entry_fields(entry: DeadEntry) -> dict[str, Any]:
 def _entry_line(entry: DeadEntry) -> str:
     letter = entry.letter
     if letter is None:
-        return f"{entry.path.name}: damaged, {entry.damaged}"
+        return f"{entry.path.name}: damaged, {entry.problem}"
     group = letter.group
     kept = f"{group.header.nbytes} bytes" if letter.kept else "contents not kept"
     return f"{_clock(letter.at)}  {group.header.group_id}  {group.env}  {letter.reason}  ({kept})"

@@ -137,7 +137,7 @@ class Requeued(Message, tag="requeued", frozen=True, kw_only=True):
     requeued: tuple[GroupId, ...] = ()
     refused: dict[str, str] = {}
     """Reason by group id for each group that stays dead: it is unknown, its frames are damaged, or the queue is
-    full."""
+    full. By file name for each unreadable dead letter."""
 
 
 class Reset(Message, tag="reset", frozen=True, kw_only=True):

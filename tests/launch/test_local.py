@@ -3,21 +3,26 @@
 The processes are stand-ins of a few lines that signal their launcher: this process.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.bus.producer.test_spool_file import as_version as spool_as_version
+from tests.bus.producer.test_spool_file import filled
 from tests.services.broker.journal.handmade import Handmade, began
 from tests.services.broker.journal.other_versions import as_version, listing
 
+from rolloutmq.bus.producer.spool_file import SpoolFile
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch import local
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.services.process import logbook
 
 PRELUDE = """
@@ -166,16 +171,36 @@ def test_logs_of_services_are_kept_short(run: Run, monkeypatch: pytest.MonkeyPat
     assert run.layout.log("env-0").stat().st_size == 1 << 17
 
 
+def dead_launcher() -> ProcessIdentity:
+    return ProcessIdentity(
+        name="up", role=Role.LAUNCHER, pid=os.getpid(), start_ticks=1, boot_id="gone", marker="token"
+    )
+
+
 def test_a_run_of_another_version_is_not_gone_on_with(run: Run) -> None:
     made = Handmade(run.layout.root)
     made.log(began(), [made.accept(1)])
     for path in made.journal.iterdir():
         as_version(path, 2)
-    before = listing(made.journal)
+    write_json(run.layout.owner, dead_launcher())
+    (run.layout.root / "run.lock").touch()
+    before = listing(run.layout.root)
     run.add(Role.TRAINER, "(run_dir / 'started').touch()")
     config = load(None, environ={}, assignments=[f'run.dir="{run.layout.root}"'])
     with pytest.raises(RecordVersionError, match="got version 2"):
         local.up(config, local.UpOptions(resume=True, plain=True))
-    assert listing(made.journal) == before
+    assert listing(run.layout.root) == before
     assert not (run.layout.root / "started").exists()
     assert run.concluded == []
+
+
+def test_spools_of_another_version_stop_a_resume_before_it_begins(run: Run) -> None:
+    path = run.layout.spools / "env-0"
+    SpoolFile(path, filled()).leave()
+    spool_as_version(path, 1)
+    (run.layout.root / "run.lock").touch()
+    before = listing(run.layout.root)
+    config = load(None, environ={}, assignments=[f'run.dir="{run.layout.root}"'])
+    with pytest.raises(RecordVersionError, match=r"env-0.*got version 1.*move the file away"):
+        local.up(config, local.UpOptions(resume=True, plain=True))
+    assert listing(run.layout.root) == before

@@ -317,7 +317,9 @@ class DataPlane:
         )
         groups = list(found.values())
         if not request.groups:
-            groups = [self._dead.open(entry.order) for entry in self._dead.entries()]
+            entries = list(self._dead.entries())
+            groups = [self._dead.open(entry.order) for entry in entries if entry.letter is not None]
+            refused = {entry.path.name: entry.problem for entry in entries if entry.letter is None}
         dead = []
         for group in groups:
             if group is not None and group.frames is None:

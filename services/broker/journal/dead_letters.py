@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from rolloutmq.bus.fsync import force
+from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.services.broker.journal.format.events import GroupMeta
 from rolloutmq.services.broker.journal.format.records import (
     NONCE_BYTES,
@@ -51,13 +52,13 @@ class DeadLetter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeadEntry(NamedTuple):
-    """One file. If the letter is unreadable it is None, and `damaged` has the reason."""
+    """One file. If the letter is unreadable it is None, and `problem` has the reason."""
 
     order: int
     path: Path
     nbytes: int
     letter: DeadLetter | None
-    damaged: str = ""
+    problem: str = ""
 
 
 class DeadGroup(NamedTuple):
@@ -133,16 +134,11 @@ class DeadLetterStore:
         return None
 
     def open(self, order: int) -> DeadGroup | None:
-        """Return the dead group of an order, with its contents; None if there is none, or its letter is damaged.
-
-        Raises:
-            RecordVersionError: Another version wrote it.
-        """
+        """Return the dead group of an order, with its contents; None if there is none, or its letter is unreadable."""
         try:
             data = self._path(order).read_bytes()
         except OSError:
             return None
-        require_version(data, self._path(order))
         records = list(scan(data, sealed=True))
         letter = _letter(records, order)
         if isinstance(letter, str):
@@ -152,7 +148,10 @@ class DeadLetterStore:
         return DeadGroup(order, letter, frames, damaged=letter.kept and frames is None)
 
     def entries(self) -> Iterator[DeadEntry]:
-        """Yield every file by its order, without the contents; RecordVersionError at one of another version."""
+        """Yield every file by its order, without the contents.
+
+        A file of another version is a problem like any other: it may lie beside the letters of a living broker.
+        """
         for path in sorted(self._directory.glob("*.rmq"), key=lambda path: (len(path.stem), path.stem)):
             order = int(path.stem) if path.stem.isdecimal() else 0
             try:
@@ -164,7 +163,11 @@ class DeadLetterStore:
             except OSError as error:
                 yield DeadEntry(order, path, 0, None, str(error))
                 continue
-            require_version(head, path)
+            try:
+                require_version(head, path)
+            except RecordVersionError as error:
+                yield DeadEntry(order, path, nbytes, None, str(error))
+                continue
             letter = _letter(scan(head, sealed=False), order)
             if isinstance(letter, str):
                 yield DeadEntry(order, path, nbytes, None, letter)

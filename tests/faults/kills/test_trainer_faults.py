@@ -274,7 +274,7 @@ def poisoned(run_dir: Path, poison: tuple[str, ...], *, checkpoints: bool) -> Co
 
 
 def letter_id(entry: DeadEntry) -> str:
-    assert entry.letter is not None, entry.damaged
+    assert entry.letter is not None, entry.problem
     return entry.letter.group.header.group_id
 
 

@@ -80,9 +80,11 @@ def test_what_the_logs_say_is_told_where_the_journal_knows_nothing(
     assert explain(run_dir, "g2", as_json=False) == 1
 
 
-def test_records_of_another_version_are_an_error(made: Handmade) -> None:
-    for path in made.journal.iterdir():
-        as_version(path, 2)
+@pytest.mark.parametrize("kept", ["*", "facts-*"])
+def test_records_of_another_version_are_an_error(made: Handmade, kept: str) -> None:
+    for path in list(made.journal.iterdir()):
+        if not as_version(path, 2).match(kept):
+            path.unlink()
     before = listing(made.layout.root)
     with pytest.raises(RecordVersionError, match="got version 2"):
         explain(made.layout.root, "g1", as_json=False)

@@ -41,7 +41,7 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.process import PERMANENT_FAILURE
-from rolloutmq.schemas.wire.control import GetStatus, Pressure, Shutdown, StatusReply
+from rolloutmq.schemas.wire.control import GetStatus, Pressure, Requeue, Requeued, Shutdown, StatusReply
 from rolloutmq.schemas.wire.envelope import PROTOCOL_VERSION, Envelope, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import (
     Ack,
@@ -477,8 +477,7 @@ def test_records_of_another_version_are_refused_and_left_as_they_are(
         spare.write_bytes(next(layout.journal.glob("groups-*")).read_bytes())
         flip(next(layout.journal.glob("groups-*")), FILE_HEADER_BYTES + 80)  # would be kept aside as damaged
     ours = {path: path.read_bytes() for path in layout.root.rglob("*.rmq")}
-    for path in ours:
-        as_version(path, version)
+    theirs = [as_version(path, version) for path in ours]
     before = _records(layout)
     program = (
         "import sys; from pathlib import Path; from rolloutmq.services.broker.server import main;"
@@ -493,6 +492,8 @@ def test_records_of_another_version_are_refused_and_left_as_they_are(
     assert "damaged" not in ended.stderr
     assert "Traceback" not in ended.stderr
     assert _records(layout) == before
+    for path in theirs:
+        path.unlink()
     for path, data in ours.items():
         path.write_bytes(data)
     with running_broker(_config(durability=durability.value), layout) as broker:
@@ -514,6 +515,30 @@ def test_a_dead_letter_of_another_version_is_refused_before_a_journal_is_begun(
         raise AssertionError("it is not ready")
     assert _records(layout) == before
     assert not layout.journal.exists()
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_a_dead_letter_of_another_version_beside_a_living_broker_is_refused_by_its_name(
+    layout: RunLayout, version: int
+) -> None:
+    _lived(layout, "memory")
+    data = layout.saved.read_bytes()
+    with (
+        running_broker(_config(durability="memory"), layout) as broker,
+        BlockingClient(broker.endpoints.serve) as client,
+    ):
+        layout.dead.mkdir()
+        letter = layout.dead / "000000000001.rmq"
+        letter.write_bytes(data)
+        as_version(letter, version)
+        every = client.request(Requeue())
+        assert isinstance(every, Requeued)
+        assert (every.requeued, list(every.refused)) == ((), [letter.name])
+        assert f"got version {version}" in every.refused[letter.name]
+        one = client.request(Requeue(groups=("g",)))
+        assert isinstance(one, Requeued)
+        assert one.refused == {"g": "there is no dead group of this id"}
+        letter.unlink()
 
 
 def test_a_flipped_version_in_the_middle_is_damage(

@@ -19,6 +19,7 @@ from rolloutmq.services.broker.journal.format.records import FILE_HEADER_BYTES, 
 from rolloutmq.services.broker.journal.read.event_log_reader import EVENTS, log_path
 from rolloutmq.services.broker.journal.read.record_file import RecordFile
 from rolloutmq.services.broker.journal.read.segments import GROUP, is_numbered, numbered_files
+from rolloutmq.services.broker.journal.read.versions import require_version_of
 
 LOGS: Final = "events"
 SEGMENTS: Final = "groups"
@@ -95,7 +96,12 @@ class JournalHistory:
                 yield from ((commit.at, event) for event in commit.events)
 
     def logs(self) -> Iterator[LogHistory]:
-        """Yield the logs; iterate each one's commits before asking for the next."""
+        """Yield the logs; iterate each one's commits before asking for the next.
+
+        Raises:
+            RecordVersionError: Another version wrote a file of the journal.
+        """
+        require_version_of(self.directory, Disk())
         paths = files(self.directory, LOGS)
         expected = None
         for number, path in paths.items():

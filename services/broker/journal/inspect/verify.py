@@ -36,6 +36,7 @@ from rolloutmq.services.broker.journal.inspect.ledger_model import (
 )
 from rolloutmq.services.broker.journal.read.event_log_reader import log_path
 from rolloutmq.services.broker.journal.read.segments import GROUP
+from rolloutmq.services.broker.journal.read.versions import require_own_letters
 
 ATTEMPTS: Final = 3
 
@@ -96,6 +97,7 @@ def verify(journal: Path, dead: Path, witness: Callable[[], Witness], *, quick: 
 
 
 def _attempt(journal: Path, dead: Path, witness: Witness, quick: bool) -> Verdict:
+    require_own_letters(dead)
     verifier = LedgerVerifier(journal)
     verifier.read()
     verifier.check_records(quick)
@@ -222,8 +224,8 @@ class LedgerVerifier:
             if state is not GroupState.DEAD:
                 continue
             letter = letters.get(order)
-            if letter is None or letter.damaged:
-                what = "is missing" if letter is None else f"is damaged: {letter.damaged}"
+            if letter is None or letter.problem:
+                what = "is missing" if letter is None else f"is damaged: {letter.problem}"
                 group_id = self._model.ids.get(order, "?")
                 self._note(Problem(f"is dead, and its dead letter {what}", group_id, order))
 

@@ -6,12 +6,18 @@ and gets a header of its own before it becomes a segment. See docs/decisions/002
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Final
 
-from rolloutmq.schemas.errors import JournalWaitsError
+from rolloutmq.schemas.errors import JournalWaitsError, RecordVersionError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.journal.disk import Disk, passes
+from rolloutmq.services.broker.journal.format.records import VERSION
 from rolloutmq.services.broker.journal.read.record_file import RecordFile
 from rolloutmq.services.broker.journal.read.segments import numbered_files
+
+OLD_LOGS: Final = "facts"
+"""Name of the event logs of versions 1 and 2. Whatever such a file holds, no reader of this version opens it."""
+OLD_LOGS_VERSION: Final = 2
 
 
 def require_own_records(layout: RunLayout) -> None:
@@ -21,7 +27,7 @@ def require_own_records(layout: RunLayout) -> None:
         RecordVersionError: The first file of another version.
         JournalWaitsError: A file cannot be read now.
     """
-    _require([*_journal(layout.journal), layout.saved, *sorted(layout.dead.glob("*.rmq"))], Disk())
+    _require([*_journal(layout.journal), layout.saved, *_letters(layout.dead)], Disk())
 
 
 def require_version_of(directory: Path, disk: Disk) -> None:
@@ -29,11 +35,20 @@ def require_version_of(directory: Path, disk: Disk) -> None:
     _require(_journal(directory), disk)
 
 
+def require_own_letters(directory: Path) -> None:
+    """Refuse dead letters that another version wrote; see `require_own_records`."""
+    _require(_letters(directory), Disk())
+
+
 def _journal(directory: Path) -> Iterator[Path]:
     if directory.is_dir():
-        yield from numbered_files(directory, "facts").values()  # the log names of versions 1 and 2
+        yield from numbered_files(directory, OLD_LOGS).values()
         yield from numbered_files(directory, "events").values()
         yield from numbered_files(directory, "groups").values()
+
+
+def _letters(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.rmq"))
 
 
 def _require(paths: Iterable[Path], disk: Disk) -> None:
@@ -44,3 +59,5 @@ def _require(paths: Iterable[Path], disk: Disk) -> None:
             # An unreadable file has no version: its reader finds it damaged.
             if passes(error):
                 raise JournalWaitsError(str(path), str(error)) from error
+        if path.name.startswith(OLD_LOGS):
+            raise RecordVersionError(str(path), OLD_LOGS_VERSION, VERSION)

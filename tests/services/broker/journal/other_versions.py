@@ -11,6 +11,7 @@ from rolloutmq.services.broker.journal.format.records import (
     header_at,
     nonce_of,
 )
+from rolloutmq.services.broker.journal.read.versions import OLD_LOGS
 
 OTHERS = (1, 2, 4)
 """Versions that are not ours: two that did not say so in the beginning of a file, and the next one."""
@@ -22,8 +23,8 @@ def beginning(nonce: bytes, version: int) -> bytes:
     return FILE_MAGIC + nonce + struct.pack("<I", checksum([FILE_MAGIC, nonce, said])) + said.ljust(4, b"\0")
 
 
-def as_version(path: Path, version: int) -> None:
-    """Rewrite a file in that version's format: its header, and the header of each record."""
+def as_version(path: Path, version: int) -> Path:
+    """Rewrite a file in that version's format: its header, the header of each record, and the name of a log."""
     data = bytearray(path.read_bytes())
     nonce = nonce_of(data)
     assert nonce is not None, path
@@ -35,6 +36,9 @@ def as_version(path: Path, version: int) -> None:
         at += header.span
     data[:FILE_HEADER_BYTES] = beginning(nonce, version)
     path.write_bytes(data)
+    if version < 3 and path.match("events-*.rmq"):
+        return path.rename(path.with_name(path.name.replace("events", OLD_LOGS)))
+    return path
 
 
 def listing(root: Path) -> dict[str, tuple[int, int, bytes]]:

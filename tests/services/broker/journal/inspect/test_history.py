@@ -125,6 +125,7 @@ def test_another_version_is_refused_and_not_told_as_damage(made: Handmade, versi
     with pytest.raises(RecordVersionError, match=f"got version {version}"):
         list(unlogged(made.journal, 0, 0))
     as_version(made.log_file(), version)
+    made.segment().unlink()
     history = JournalHistory(made.journal)
     with pytest.raises(RecordVersionError, match=f"got version {version}"):
         list(history)

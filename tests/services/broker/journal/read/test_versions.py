@@ -48,8 +48,7 @@ def test_a_run_of_this_version_passes_and_so_does_an_empty_one(layout: RunLayout
 @pytest.mark.parametrize("version", OTHERS)
 @pytest.mark.parametrize("index", range(4))
 def test_one_file_of_another_version_is_enough(layout: RunLayout, index: int, version: int) -> None:
-    path = files(layout)[index]
-    as_version(path, version)
+    path = as_version(files(layout)[index], version)
     before = listing(layout.root)
     with pytest.raises(RecordVersionError) as caught:
         require_own_records(layout)
@@ -72,10 +71,15 @@ def test_a_segment_that_was_begun_and_never_written_to_tells_its_version_too(
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_log_under_the_name_that_those_versions_gave_it_refuses(layout: RunLayout, version: int) -> None:
-    log = layout.journal / "events-00000001.rmq"
-    as_version(log, version)
-    log.rename(layout.journal / "facts-00000001.rmq")
-    with pytest.raises(RecordVersionError, match=r"facts-00000001\.rmq"):
+    as_version(layout.journal / "events-00000001.rmq", version)
+    with pytest.raises(RecordVersionError, match=rf"facts-00000001\.rmq.*got version {version}"):
+        require_own_records(layout)
+
+
+@pytest.mark.parametrize("data", [b"", b"RMQSEG", bytes(4096)])
+def test_a_log_under_that_name_refuses_though_it_is_damaged(layout: RunLayout, data: bytes) -> None:
+    (layout.journal / "facts-00000001.rmq").write_bytes(data)
+    with pytest.raises(RecordVersionError, match=r"facts-00000001\.rmq.*got version 2"):
         require_own_records(layout)
 
 
