@@ -219,8 +219,9 @@ async def live_through(run_dir: Path, level: str, rounds: int) -> tuple[Oracle, 
 @pytest.mark.parametrize(
     ("level", "rounds"),
     [
-        pytest.param("disk", ROUNDS, id="disk", marks=pytest.mark.extended),
-        pytest.param("os", -(-ROUNDS // 3), id="os"),
+        pytest.param("disk", -(-ROUNDS // 3), id="disk"),
+        pytest.param("disk", ROUNDS, id="disk, many kills", marks=pytest.mark.extended),
+        pytest.param("os", -(-ROUNDS // 3), id="os", marks=pytest.mark.extended),
     ],
 )
 async def test_nothing_acked_is_lost_and_nothing_is_trained_twice(
