@@ -115,7 +115,7 @@ def test_up_ends_as_with_any_wrong_configuration(tmp_path: Path) -> None:
 
 def test_a_batch_that_groups_never_make(tmp_path: Path) -> None:
     groups = {"e": {"entry": "env.py:Env", "group_size": 16}}
-    with pytest.raises(ConfigError, match=r"trainer\.batch_sequences: 100 .* whole groups of 16"):
+    with pytest.raises(ConfigError, match=r"trainer\.batch_sequences: .* whole groups of 16 sequences .got 100."):
         check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100}))
     check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100, "enabled": False}))
     check(config(tmp_path, environment=groups, trainer={"batch_tokens": 1001}))
@@ -144,14 +144,14 @@ def test_adapters_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
     check(config(tmp_path))
-    with pytest.raises(MissingError, match=r"peft is missing: .*rolloutmq\[lora\]"):
+    with pytest.raises(MissingError, match=r"peft is missing: .*pip install '\.\[lora\]'"):
         check(config(tmp_path, trainer={"lora": {"rank": 4}}))
 
 
 def test_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
-    with pytest.raises(MissingError, match=r"rolloutmq\[trainer\]"):
+    with pytest.raises(MissingError, match=r"pip install '\.\[trainer\]'"):
         check(config(tmp_path))
     external = {"kind": "external", "url": "http://127.0.0.1:1/v1"}
     check(config(tmp_path, trainer={"enabled": False}, inference=external))
