@@ -51,6 +51,22 @@ class PolicyLineage:
             policy, sampled = self.origin(fork), other
         return steps + abs(policy.step - sampled.step)
 
+    def staleness(self, policy: PolicyVersion, sampled: PolicyVersion) -> int:
+        """Return by how many optimizer steps `policy` has moved on from the policy of a group.
+
+        A group of a policy that descends from `policy` is not stale: its trainer only took up work again.
+        """
+        return 0 if self._descends(sampled, policy) else self.distance(policy, sampled)
+
+    def _descends(self, version: PolicyVersion, policy: PolicyVersion) -> bool:
+        """Return whether a version is a policy or comes after it; incarnations of unknown fork come after all."""
+        while version.incarnation > policy.incarnation:
+            fork = self._fork(version)
+            if fork is None:
+                return True
+            version = fork
+        return version.incarnation == policy.incarnation and version.step >= policy.step
+
     def clear(self) -> None:
         self.forks.clear()
         self.pending = None

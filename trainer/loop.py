@@ -280,7 +280,7 @@ class Trainer:
                 if batch is None:
                     broker.progress()
                     continue
-                pulled, age = time.perf_counter(), partial(self._ancestry.distance, self.version)
+                pulled, age = time.perf_counter(), partial(self._ancestry.staleness, self.version)
                 advantages = study(
                     batch.groups, self._config, self._bounds, self._unsettled, self._run.seed, age
                 )

@@ -91,7 +91,7 @@ class Batch:
             version: Policy to compare with. None: the policy of the pull.
         """
         policy = self.version if version is None else version
-        return tuple(policy.distance(delivery.header.oldest) for delivery in self.deliveries)
+        return tuple(policy.staleness(delivery.header.oldest) for delivery in self.deliveries)
 
 
 def decode_groups(

@@ -70,7 +70,7 @@ class Consumer:
         self, where: Where, register: RegisterConsumer, size: StepSize, split: Split, *, ahead: bool
     ) -> None:
         self.version = register.resume or PolicyVersion(0, register.info.starting_step)
-        """Policy after the last settled step; iteration continues from it."""
+        """Policy after the last settled step; iteration continues from it. At first that of `resume`, or of the run."""
         self._link = ConsumerConnection(where, register)
         self._puller = BatchPuller(self._link, size, split)
         self._leased: Batch | None = None
@@ -130,6 +130,7 @@ class Consumer:
         beat: asyncio.Task[None] | None = None
         try:
             await made._link.connect()
+            made._continue_from(resume)
             beat = asyncio.create_task(made._link.beat(), name=f"heartbeat of {consumer}")
             yield made
         finally:
@@ -150,6 +151,11 @@ class Consumer:
     def info(self) -> RunInfo:
         """Description of the run, as the broker knows it."""
         return self._link.registered.info if self._link.registered else self._link.register.info
+
+    def _continue_from(self, resume: PolicyVersion | None) -> None:
+        """Without a checkpoint continue from the run's policy: the trainer may be another life of an earlier one."""
+        if resume is None and self._link.registered is not None:
+            self.version = max(self.version, self._link.registered.policy)
 
     @property
     def epoch(self) -> int:

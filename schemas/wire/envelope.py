@@ -92,9 +92,14 @@ class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
     incarnation: Count = 0
     step: Count = 0
 
-    def distance(self, other: "PolicyVersion") -> int:
-        """Return the optimizer steps between two versions. Lost steps are not counted; see `bus.policy_lineage`."""
-        return abs(self.step - other.step)
+    def staleness(self, sampled: "PolicyVersion") -> int:
+        """Return by how many optimizer steps this policy has moved on from the one that sampled a group.
+
+        Only step numbers are compared; `bus.policy_lineage` also counts the lost steps of a resumed trainer.
+        """
+        if sampled.incarnation >= self.incarnation:
+            return max(0, self.step - sampled.step)
+        return abs(self.step - sampled.step)
 
 
 class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -140,6 +140,8 @@ class ConsumerRegistered(Message, tag="consumer_registered", frozen=True, kw_onl
     epoch: Count
     generation: Count
     info: RunInfo
+    policy: PolicyVersion = PolicyVersion()
+    """The run's policy: a trainer without a checkpoint of its own continues from it."""
 
 
 class Delivery(Message, tag="delivery", frozen=True, kw_only=True):

@@ -41,6 +41,21 @@ def test_an_unknown_descent_is_measured_by_steps() -> None:
     assert PolicyLineage().distance(V(4, 12), V(2, 9)) == 3
 
 
+def test_a_group_of_a_newer_policy_is_not_stale() -> None:
+    assert PolicyLineage().staleness(V(0, 0), V(0, 54)) == 0
+    assert PolicyLineage().staleness(V(0, 3), V(1, 54)) == 0
+    lineage = resumed_twice()
+    assert lineage.staleness(V(0, 8), V(3, 16)) == 0
+    assert lineage.staleness(V(1, 12), V(3, 16)) == 0
+    assert lineage.staleness(V(3, 16), V(3, 12)) == 4
+
+
+def test_steps_that_a_resume_lost_are_no_newer_policy() -> None:
+    lineage = resumed_twice()
+    assert lineage.staleness(V(1, 10), V(0, 13)) == 3
+    assert lineage.staleness(V(0, 12), V(3, 16)) == lineage.distance(V(0, 12), V(3, 16)) > 0
+
+
 @given(st.sampled_from([0, 1, 3]), STEPS, st.sampled_from([0, 1, 3]), STEPS)
 def test_the_distance_has_no_direction(a: int, step_a: int, b: int, step_b: int) -> None:
     lineage = resumed_twice()

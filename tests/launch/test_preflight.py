@@ -115,7 +115,9 @@ def test_up_ends_as_with_any_wrong_configuration(tmp_path: Path) -> None:
 
 def test_a_batch_that_groups_never_make(tmp_path: Path) -> None:
     groups = {"e": {"entry": "env.py:Env", "group_size": 16}}
-    with pytest.raises(ConfigError, match=r"trainer\.batch_sequences: .* whole groups of 16 sequences .got 100."):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.batch_sequences: .* whole groups of 16 sequences .got 100."
+    ):
         check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100}))
     check(config(tmp_path, environment=groups, trainer={"batch_sequences": 100, "enabled": False}))
     check(config(tmp_path, environment=groups, trainer={"batch_tokens": 1001}))

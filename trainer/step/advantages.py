@@ -187,7 +187,7 @@ def study(
     bounds: Bounds,
     known: Container[str],
     seed: int,
-    age: Callable[[PolicyVersion], int] = PolicyVersion().distance,
+    age: Callable[[PolicyVersion], int] = PolicyVersion().staleness,
 ) -> BatchAdvantages:
     """Judge the groups of a batch.
 

@@ -50,6 +50,7 @@ class Consumers:
         self._waiting: dict[str, WaitingPull] = {}
         self._polled: dict[str, float] = {}
         self._resumed: dict[str, tuple[PolicyVersion, set[str]]] = {}
+        self._settled: dict[str, PolicyVersion] = {}
 
     def find(self, name: str) -> Consumer | None:
         return self._consumers.get(name)
@@ -102,6 +103,21 @@ class Consumers:
     def resumptions(self) -> dict[str, tuple[PolicyVersion, set[str]]]:
         """The last resume of each consumer group, and the ranks that joined it, until a batch is settled."""
         return self._resumed
+
+    def settled(self, group: str, policy: PolicyVersion) -> None:
+        """Note the policy after a trainer's settled step."""
+        self._settled[group] = policy
+
+    def resumed(self, group: str, policy: PolicyVersion) -> None:
+        """Note that a trainer goes back to a checkpoint."""
+        self._settled[group] = policy
+
+    def ahead_of(self, group: str, version: PolicyVersion) -> PolicyVersion | None:
+        """Return the policy a trainer has settled, if a pull at `version` would undo some of it; else None."""
+        known = self._settled.get(group)
+        if known is None or (version.step >= known.step and version.incarnation >= known.incarnation):
+            return None
+        return known
 
     def moved_on(self, group: str) -> None:
         """Note that a batch was settled: any later resume of the group is a new one."""
@@ -164,3 +180,4 @@ class Consumers:
         self._waiting.clear()
         self._polled.clear()
         self._resumed.clear()
+        self._settled.clear()

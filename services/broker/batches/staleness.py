@@ -1,6 +1,7 @@
 """The staleness rule: when a group is too old to be trained on.
 
-Staleness is the number of optimizer steps between the oldest policy that sampled a group and the policy that pulls it.
+Staleness is the number of optimizer steps from the oldest policy that sampled a group to the policy that pulls it. A
+group of a newer policy than that is not stale.
 Each environment bounds it with `max_staleness`. Above the bound, `stale = "drop"` expires the group and
 `stale = "pass"` delivers it and counts it in the ledger as `passed(stale)`. A group an operator requeued is never
 dropped for its age.
@@ -26,8 +27,8 @@ class StalenessRule:
         """Largest staleness of any training group in a batch so far."""
 
     def staleness(self, group: StoredGroup, version: PolicyVersion) -> int:
-        """Return the optimizer steps between the group's oldest policy and `version`."""
-        return self._lineage.distance(version, group.header.oldest)
+        """Return by how many optimizer steps `version` has moved on from the group's oldest policy."""
+        return self._lineage.staleness(version, group.header.oldest)
 
     def too_stale(self, groups: Iterable[StoredGroup], version: PolicyVersion) -> list[StoredGroup]:
         """Return the groups to drop instead of delivering them to a trainer at `version`."""

@@ -53,7 +53,7 @@ class ConsumerRequests:
             return refuse(ErrorCode.LIMIT, "consumer: the broker can register no further consumer")
         if state.consumers.goes_on(request):
             state.consumers.heard(request.consumer, now)
-            return ConsumerRegistered(epoch=state.epoch, generation=request.generation, info=state.run.info)
+            return self._registered(request.generation)
         self._dismiss(request.consumer, now)
         joined = Joined(
             request.consumer,
@@ -68,10 +68,17 @@ class ConsumerRequests:
         if state.consumers.resumes(request, holds=holds) and request.resume is not None:
             state.transitions.rewind(request.group, request.resume, request.consumer, wall)
             state.run.resumed(request.resume)
+            state.consumers.resumed(request.group, request.resume)
         self._release(request.consumer, wall, failed=True, why="registered again")
         self._rebatch()
         self.serve(now, wall)
-        return ConsumerRegistered(epoch=state.epoch, generation=joined.generation, info=state.run.info)
+        return self._registered(joined.generation)
+
+    def _registered(self, generation: int) -> ConsumerRegistered:
+        run = self._state.run
+        return ConsumerRegistered(
+            epoch=self._state.epoch, generation=generation, info=run.info, policy=run.policy
+        )
 
     def join(self, joined: Joined, now: float) -> None:
         """Apply a registration."""
@@ -149,6 +156,12 @@ class ConsumerRequests:
             return refuse(ErrorCode.INVALID, f"wait_s: must be a finite number (got {pull.wait_s})")
         if state.leases.over(pull.consumer, pull.request_id):
             return refuse(ErrorCode.LEASE_LOST, f"request {pull.request_id} got a batch that is settled")
+        if pull.split is Split.TRAIN and (known := state.consumers.ahead_of(pull.group, pull.version)):
+            return refuse(
+                ErrorCode.CONFLICT,
+                f"pull.version: trainer {pull.group} has settled up to {known.incarnation}.{known.step} "
+                f"(got {pull.version.incarnation}.{pull.version.step}); continue from there, or register with `resume`",
+            )
         lease = state.leases.of((pull.group, pull.split))
         if lease is not None and lease.step == pull.step and not lease.fits(pull):
             return refuse(ErrorCode.CONFLICT, f"step {pull.step} is leased with another size or world_size")
@@ -302,7 +315,9 @@ class ConsumerRequests:
         state = self._state
         state.consumers.moved_on(lease.stream[0])
         if lease.split is Split.TRAIN:
-            state.run.policy = max(part.settle.version for part in lease.parts if part.settle is not None)
+            policy = max(part.settle.version for part in lease.parts if part.settle is not None)
+            state.run.policy = policy
+            state.consumers.settled(lease.stream[0], policy)
 
     def commit(self, request: Commit, now: float) -> Ok | ErrorReply:
         """Forget the batches covered by a checkpoint."""

@@ -18,13 +18,15 @@ from rolloutmq.bus.encoding.codec import encode_group
 from rolloutmq.bus.producer import connection as uplink
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.transport import discovery
+from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
-from rolloutmq.schemas.errors import DrainingError, LeaseLostError, SessionFencedError
+from rolloutmq.schemas.errors import DrainingError, LeaseLostError, RefusedError, SessionFencedError
 from rolloutmq.schemas.files import AckedGroup, RunLayout
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Durability, RunInfo
 from rolloutmq.services.broker.server import running_broker
@@ -189,6 +191,52 @@ async def test_what_is_pulled_ahead_is_trained_once_or_given_back(
             await batch.ack()
     assert seen == [f"g-{index}" for index in range(20)]
     broker.core.validate()
+
+
+async def test_a_trainer_that_starts_again_goes_on_where_the_run_is(run_dir: Path, group: MakeGroup) -> None:
+    """It has no checkpoint and is started unchanged; no group is too stale for it."""
+    lives, steps = 3, 8
+    with running_broker(config(max_staleness=2), RunLayout(run_dir)) as broker:
+        async with Producer.open(run_dir, env="e", producer="p", group_size=2) as p:
+            for life in range(lives):
+                async with Consumer.open(run_dir, sequences=8) as c:
+                    assert c.version == PolicyVersion(0, steps * life)
+                    for step in range(steps):
+                        for index in range(4):
+                            await p.send(stamped(group(f"g-{life}-{step}-{index}"), PolicyVersion(0, p.step)))
+                        batch = await anext(c)
+                        assert max(batch.staleness()) <= 1
+                        await batch.ack()
+        ledger = await counts(broker.endpoints.serve)
+    assert (ledger.trained, ledger.expired) == (4 * lives * steps, 0)
+
+
+async def test_a_pull_behind_what_was_settled_is_refused(run_dir: Path, group: MakeGroup) -> None:
+    with running_broker(config(), RunLayout(run_dir)) as broker:
+        async with (
+            Producer.open(run_dir, env="e", producer="p", group_size=2) as p,
+            Consumer.open(run_dir, sequences=8) as c,
+        ):
+            for index in range(12):
+                await p.send(stamped(group(f"g-{index}"), PolicyVersion(0, 2)))
+            for _ in range(2):
+                await (await anext(c)).ack()
+            for behind in (PolicyVersion(), PolicyVersion(1, 0)):
+                with pytest.raises(
+                    RefusedError, match=r"trainer has settled up to 0\.2 .*register with `resume`"
+                ):
+                    await c.pull(behind.step + 1, behind)
+            batch = await c.pull(3, PolicyVersion(0, 2))
+            assert [one.group_id for one in batch.groups] == [f"g-{index}" for index in range(8, 12)]
+        ledger = await counts(broker.endpoints.serve)
+    assert ledger.expired == 0
+
+
+async def counts(serve: str) -> LedgerCounts:
+    async with BrokerClient(serve) as client:
+        status = await client.request(GetStatus())
+    assert isinstance(status, StatusReply)
+    return status.pressure.ledger
 
 
 async def test_pacing_lets_no_more_rollouts_begin_than_can_be_trained_in_time(

@@ -284,7 +284,9 @@ def test_what_is_too_old_for_the_loss_is_filtered_whatever_would_teach() -> None
     loss = DapoConfig(correction=CorrectionConfig(max_staleness=2))
     for name, scores in (("judged", [0.0, 1.0]), ("flat", [1.0, 1.0])):
         groups = [some_group(f"{name}-{step}", scores, version=PolicyVersion(0, step)) for step in (4, 5)]
-        lesson = study(groups, TrainerConfig(loss=loss), BOUNDS, (), seed=0, age=PolicyVersion(0, 7).distance)
+        lesson = study(
+            groups, TrainerConfig(loss=loss), BOUNDS, (), seed=0, age=PolicyVersion(0, 7).staleness
+        )
         assert groups[0] in lesson.filtered
         assert lesson.too_old == 1
         assert len(lesson.trained) == (name == "judged")

@@ -348,7 +348,7 @@ def test_a_resumed_trainer_gets_the_batches_after_its_checkpoint_again() -> None
         assert again.rewound
         assert list(ids(again)) == wanted
         bench.settle(again, version=PolicyVersion(1, step + 1))
-    fresh = bench.batch(5)
+    fresh = bench.batch(5, version=PolicyVersion(1, 5))
     assert not fresh.rewound
 
 

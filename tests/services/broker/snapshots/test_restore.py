@@ -67,8 +67,8 @@ def test_another_limit_of_deliveries_does_not_bring_back_what_was_trained() -> N
     bench.consumer()
     bench.batch(0)
     bench.consumer(resume=PolicyVersion())
-    for _ in range(2):
-        alone = bench.batch(0)
+    for step in range(2):
+        alone = bench.batch(step)
         assert len(alone.groups) == 1
         bench.settle(alone)
     later = bench.reborn(config(broker={"max_deliveries": 5}, e={}))
