@@ -22,7 +22,7 @@ from rolloutmq.launch.commands.ledger import check
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.services.process.identity import alive, find_marked
 
-ENDED_WITHIN_S = 100.0
+ENDED_WITHIN_S = 300.0
 PROMISED = {
     *("reward_first", "reward_last", "steps", "wall_s", "groups_accepted", "groups_trained"),
     *("groups_filtered", "groups_expired", "groups_dead", "groups_in_flight", "groups_lost"),

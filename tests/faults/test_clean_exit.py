@@ -28,7 +28,7 @@ TRIES = 20
 MESSAGES = 100
 LIVES = 6
 GROUPS = 400
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 
 BARE = """
 import sys, zmq

@@ -43,7 +43,7 @@ from rolloutmq.schemas.wire.tasks import (
 from rolloutmq.services.broker.server import Broker, running_broker
 
 MakeGroup = Callable[..., Group]
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 def config(**broker: Any) -> RunConfig:

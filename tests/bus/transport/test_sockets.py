@@ -13,7 +13,7 @@ from rolloutmq.bus.transport import sockets
 from rolloutmq.bus.transport.sockets import Channel, Context, Scope, Socket
 from rolloutmq.schemas.errors import ClosedError, ConfigError
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 class _KeptContext(zmq.Context[Socket]):

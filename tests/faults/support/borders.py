@@ -34,7 +34,7 @@ from rolloutmq.schemas.wire.envelope import PROTOCOL_VERSION, Envelope, GroupHea
 from rolloutmq.schemas.wire.replies import Registered
 from rolloutmq.schemas.wire.requests import DeclareTables, RegisterProducer, Request
 
-LIMIT_S: Final = 15.0
+LIMIT_S: Final = 60.0
 GIVE_UP_S: Final = 2.0
 """How long good traffic may take to end after a test has failed."""
 MIB: Final = 1 << 20

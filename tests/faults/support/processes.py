@@ -45,8 +45,10 @@ from rolloutmq.schemas.wire.control import GetStatus, StatusReply
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 
 ROOT: Final = Path(__file__).parents[3]
-LIMIT_S: Final = 30.0
+LIMIT_S: Final = 120.0
 """Longest wait for anything; a machine that does other things too needs a part of it."""
+WAIT_S: Final = 30.0
+"""Longest wait of a pull."""
 POLL_S: Final = 0.01
 SEQUENCES: Final = 2
 """Sequences of each group."""
@@ -281,7 +283,7 @@ class TrainerCommand(msgspec.Struct):
     step: int = 0
     policy: tuple[int, int] = (0, 0)
     filtered: tuple[str, ...] = ()
-    wait_s: float = LIMIT_S
+    wait_s: float = WAIT_S
 
 
 class TrainerAnswer(msgspec.Struct):
@@ -331,9 +333,7 @@ class Trainer(Child):
             self.kill()
             raise
 
-    def pull(
-        self, step: int, policy: tuple[int, int] | None = None, wait_s: float = LIMIT_S
-    ) -> TrainerAnswer:
+    def pull(self, step: int, policy: tuple[int, int] | None = None, wait_s: float = WAIT_S) -> TrainerAnswer:
         """Pull the batch of a step; `what` is empty if the trainer died of it."""
         return self.ask(TrainerCommand("pull", step, policy or (0, step - 1), wait_s=wait_s))
 

@@ -16,7 +16,7 @@ from rolloutmq.launch.commands import sweep
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.files import RunLayout
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 OWNER = """
 import sys
 from pathlib import Path

@@ -26,7 +26,7 @@ from rolloutmq.services.inference.tiny.server import serve
 from rolloutmq.services.process.runner import Stop
 from rolloutmq.trainer.policy.model import build_policy
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 TRAINER = """
 import sys, time
 from pathlib import Path

@@ -68,7 +68,7 @@ from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.format.records import FILE_HEADER_BYTES, RECORD_MAGIC, VERSION
 from rolloutmq.services.broker.server import Broker, running_broker
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 _R = TypeVar("_R")
 
 

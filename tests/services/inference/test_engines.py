@@ -34,7 +34,7 @@ from rolloutmq.services.worker.runtime import Worker
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 ENVIRONMENT = """
 from rolloutmq import SingleTurn
 

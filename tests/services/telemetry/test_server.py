@@ -22,7 +22,7 @@ from rolloutmq.services.process.identity import identify
 from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.telemetry.server import Sampler, Telemetry, processes_of, topic_of
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class OneGpu:

@@ -49,7 +49,7 @@ from rolloutmq.services.worker.teacher_client import TeacherClient
 if TYPE_CHECKING:
     from tests.services.worker.conftest import FakeServer
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 ENVIRONMENT = """
 from rolloutmq import SingleTurn
 

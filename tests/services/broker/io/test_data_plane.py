@@ -33,7 +33,7 @@ from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.io.data_plane import BURST_MESSAGES, BrokerSockets, DataPlane, Waker
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 MAX_GROUP_BYTES = 300_000
 NEVER_S = 1e9
 DECISION = ScaleDecision(env="e", at=1.0, rollout_pressure=0.5, current=1, target=2, reason="r")

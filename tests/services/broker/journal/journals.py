@@ -31,7 +31,7 @@ from rolloutmq.services.broker.journal.stored_group import BodyMemory, GroupBody
 
 TABLE = ColumnTable((ColumnSpec("tokens", Dtype.I32, 1),))
 RAM = BodyMemory(1 << 40)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SMALL = 5 << 14
 """Size of the segments of most tests."""
 

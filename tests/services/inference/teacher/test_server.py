@@ -29,7 +29,7 @@ from rolloutmq.services.worker.teacher_client import TeacherClient
 from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.policy.tokenizer import write_tokenizer
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 """A process that imports torch takes seconds, on a busy machine many."""
 SMALL: dict[str, Any] = {"hidden_size": 16, "mlp_size": 16, "max_positions": 16}
 

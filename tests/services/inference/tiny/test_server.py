@@ -42,7 +42,7 @@ from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Trainer:

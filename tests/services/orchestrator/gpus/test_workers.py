@@ -30,7 +30,7 @@ from rolloutmq.services.process.identity import MARKER, alive, variable_of
 TOKEN = f"gpu-workers-{os.getpid()}"
 DRIVER = Path(__file__).parents[3] / "nvml"
 GIB = 1 << 30
-PATIENCE_S = 30.0
+PATIENCE_S = 90.0
 """Longest wait: three processes start, and a busy machine has other things to do."""
 ORCHESTRATOR = """
 import sys
