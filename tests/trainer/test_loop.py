@@ -688,8 +688,8 @@ def test_adapters_alone_learn_too(layout: RunLayout) -> None:
     trainer = base.trainer.model_copy(update={"lora": lora, "learning_rate": 5e-3})
     config, stop = base.model_copy(update={"trainer": trainer}), Stop()
     with closing(SortBroker(config, layout)) as broker:
-        broker.on_pull = on_call(81, lambda: stop.request("enough"))
-        assert train(config, layout, stop, broker.connect).step == 80
+        broker.on_pull = on_call(161, lambda: stop.request("enough"))
+        assert train(config, layout, stop, broker.connect).step == 160
     rewards = np.array([event.reward for event in broker.events])
     assert rewards[:10].mean() < 0.1
     assert rewards[-10:].mean() > rewards[:10].mean() + 0.1
