@@ -28,6 +28,7 @@ from rolloutmq.bus.consumer.batch import Batch, StepSize, step_size
 from rolloutmq.bus.consumer.batch_reader import BatchReader, DecodedBatch
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.consumer.prefetch import Prefetch
+from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.schemas.errors import (
     EndOfReplayError,
@@ -438,6 +439,7 @@ class BatchPuller:
         self._reader = BatchReader()
         self._numbers = count(1)
         self._nonce = os.urandom(8).hex()
+        self._wait_log = WaitLog()
 
     async def pull(self, step: int, version: PolicyVersion, until: float) -> Batch | None:
         """Return the batch of a step; None if there was none in time.
@@ -455,11 +457,13 @@ class BatchPuller:
         self._link.progress += 1
         while True:
             began = time.monotonic()
+            self._wait_log.begin(began)
             wait_s = min(POLL_S, max(0.0, until - began))
             pull = self._request(step, version, request_id, wait_s)
             reply, frames = await self._link.ask(pull, wait_s)
             if isinstance(reply, replies.Batch):
                 self._link.progress += 1
+                self._wait_log.over()
                 if (decoded := self._reader.read(reply, frames)) is None:
                     continue
                 return self._batch(reply, decoded, version)
@@ -469,6 +473,12 @@ class BatchPuller:
             if reply.wait is Wait.END_OF_REPLAY:
                 raise EndOfReplayError("replay: every recorded batch was delivered; no further batch follows")
             now = time.monotonic()
+            if self._wait_log.is_due(reply.wait.value, now):
+                logger.warning(
+                    "waiting for a batch consumer=%s step=%d reason=%s queued_sequences=%d of=%s waited_s=%.0f",
+                    pull.consumer, step, reply.wait.value, reply.queued_sequences,
+                    pull.sequences or f"{pull.tokens} tokens", self._wait_log.waited_s(now),
+                )  # fmt: skip
             if now >= until:
                 return None
             await asyncio.sleep(max(0.0, PAUSE_S - (now - began)))

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 from rolloutmq.bus.blocking import Facade, with_arguments_of
 from rolloutmq.bus.encoding.codec import group_bytes
+from rolloutmq.bus.log_throttle import AFTER_S, LogThrottle
 from rolloutmq.bus.producer.ack_log import AckLog
 from rolloutmq.bus.producer.connection import ProducerConnection, cause
 from rolloutmq.bus.producer.credit import Permit
@@ -72,6 +74,8 @@ class Producer:
             where, self._session, self._on_accepted, lambda: self._waiters.waiting
         )
         self._connection.on_registered = self._on_registered
+        self._connection.on_tick = self._log_wait
+        self._throttle = LogThrottle()
         self._drain_s = drain_s
         self._file = SpoolFile(save_to, self._session)
         self._log = AckLog(ack_log, register.env, register.split)
@@ -347,6 +351,16 @@ class Producer:
     def _on_registered(self) -> None:
         self._file.renew()
         self._registered.set()
+
+    def _log_wait(self) -> None:
+        """Warn if nothing moves for some seconds: callers without a view of the broker would wonder."""
+        if (stuck_s := self._waiters.stuck_s()) < AFTER_S:
+            return
+        if self._throttle.is_due(self.wait.value, time.monotonic()):
+            name = self._session.register.producer
+            logger.warning(
+                "waiting for credit producer=%s reason=%s waited_s=%.0f", name, self.wait.value, stuck_s
+            )
 
     def _on_accepted(self, entries: list[SpoolEntry]) -> None:
         self._log.write(entries, self._session.number)

@@ -83,6 +83,8 @@ class ProducerConnection:
         self.max_group_bytes = 0
         self.on_registered: Callable[[], None] = lambda: None
         """Called after each registration, before anything is sent in that session."""
+        self.on_tick: Callable[[], None] = lambda: None
+        """Called every `TICK_S` while the session lives."""
         self.leaving = False
         """Set before `run` is cancelled: if the broker is lost at that moment, Python 3.11 raises only the loss."""
         self._where = where
@@ -332,6 +334,7 @@ class ProducerConnection:
             self._session.arena.trim(time.monotonic())
         if self._must_ask():
             self._look.set()
+        self.on_tick()
 
     def _must_ask(self) -> bool:
         return self._session.must_ask(time.monotonic(), self._waiting())

@@ -44,6 +44,8 @@ class CreditWaiters:
         self._handed_over: dict[str, asyncio.Future[None]] = {}
         """Those whose group is in the spool, until its sender has fetched the future."""
         self._waiters = 0
+        self._served_at = 0.0
+        """When a waiter last got something, or the first of the present ones began to wait."""
         self._waited_s = 0.0
         self._counted_at = 0.0
 
@@ -52,6 +54,10 @@ class CreditWaiters:
         """Seconds that all tasks have waited in total, current waits included."""
         self._count()
         return self._waited_s
+
+    def stuck_s(self) -> float:
+        """Return for how many seconds tasks or groups have waited and none got anything; 0 if none waits."""
+        return time.monotonic() - self._served_at if self.waiting else 0.0
 
     @property
     def waiting(self) -> bool:
@@ -175,6 +181,8 @@ class CreditWaiters:
         now = time.monotonic()
         self._waited_s += self._waiters * (now - self._counted_at)
         self._counted_at = now
+        if not self._waiters or change < 0:
+            self._served_at = now
         self._waiters += change
 
     def _take_in(self, group: Group, laid: StagedGroup, permit: Permit | None) -> None:

@@ -7,14 +7,17 @@ Such a broker still answers liveness probes, so clients wait for a late answer a
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.transport.endpoint import LOOK_INTERVAL_S, Where, is_address, read_endpoints
 from rolloutmq.bus.transport.request_client import BrokerClient, Frames
 from rolloutmq.bus.transport.sockets import Context
 from rolloutmq.schemas.errors import BrokerUnavailableError, MalformedError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.replies import InfoReply, Reply
 from rolloutmq.schemas.wire.requests import GetInfo, Request
 
@@ -28,12 +31,22 @@ SLOWEST_S: Final = 6.0
 """Longest pause before a request to a slow broker is repeated; shorter than its `silence_s`."""
 
 
-async def serve_address(where: Where) -> str:
-    """Return the address of `serve`; wait without a limit until the run directory has one. Cancellation is safe."""
+async def serve_address(where: Where, log: WaitLog | None = None) -> str:
+    """Return the address of `serve`; wait without a limit until the run directory has one. Cancellation is safe.
+
+    A wait of some seconds is logged as a warning, with the file that is missing.
+    """
     if is_address(where):
         return str(where)
+    log = log or WaitLog()
     # Another process writes the file: there is no event to wait for.
-    while (found := read_endpoints(Path(where))) is None:  # noqa: ASYNC110
+    while (found := read_endpoints(Path(where))) is None:
+        if log.is_due("no address", now := time.monotonic()):
+            logger.warning(
+                "waiting for the broker of %s waited_s=%.0f: %s does not exist; start one with "
+                "`rolloutmq broker --run-dir %s`, or correct the path",
+                where, log.waited_s(now), RunLayout(Path(where)).endpoints, where,
+            )  # fmt: skip
         await asyncio.sleep(LOOK_INTERVAL_S)
     return found.serve
 
@@ -41,11 +54,12 @@ async def serve_address(where: Where) -> str:
 async def reach(where: Where, context: Context) -> tuple[BrokerClient, InfoReply]:
     """Connect to the broker and get its other addresses; wait without a limit. The caller closes the client.
 
-    Cancelled: nothing stays open.
+    A wait of some seconds is logged as a warning. Cancelled: nothing stays open.
     """
-    waited_s = 0.0
+    log = WaitLog()
+    log.begin(time.monotonic())
     while True:
-        client = BrokerClient(await serve_address(where), context)
+        client = BrokerClient(await serve_address(where, log), context)
         await client.__aenter__()
         try:
             reply = await client.request(GetInfo(), ATTEMPT_S)
@@ -60,9 +74,11 @@ async def reach(where: Where, context: Context) -> tuple[BrokerClient, InfoReply
             raise
         else:
             return client, reply
-        if not waited_s:
-            logger.info("waiting for broker where=%s address=%s", where, client.address)
-        waited_s += ATTEMPT_S
+        if log.is_due("no answer", now := time.monotonic()):
+            logger.warning(
+                "waiting for the broker of %s waited_s=%.0f: no answer from %s",
+                where, log.waited_s(now), client.address,
+            )  # fmt: skip
 
 
 async def lives(client: BrokerClient, epoch: int, timeout_s: float) -> bool:

@@ -1,0 +1,90 @@
+"""A client that waits for its broker says so, and where it looked."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.bus.consumer.test_round_trip import config, stamped
+
+from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.transport.discovery import reach
+from rolloutmq.bus.transport.sockets import make_context
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.broker.server import running_broker
+
+LIMIT_S = 60.0
+
+
+async def said(caplog: pytest.LogCaptureFixture, text: str) -> str:
+    """Wait for a warning with a text, and return it."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            for record in caplog.records:
+                if record.levelname == "WARNING" and text in record.getMessage():
+                    return record.getMessage()
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        lambda where: Producer.open(where, env="e"),
+        lambda where: Consumer.open(where, sequences=2),
+    ],
+    ids=["producer", "consumer"],
+)
+async def test_without_a_broker_it_is_said_where_one_was_looked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, opening: Callable[[Path], object]
+) -> None:
+    async def enter() -> None:
+        async with opening(tmp_path / "typo"):  # type: ignore[attr-defined]
+            raise AssertionError("there is no broker")
+
+    waiting = asyncio.create_task(enter())
+    message = await said(caplog, "waiting for the broker")
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert f"{RunLayout(tmp_path / 'typo').endpoints} does not exist" in message
+    assert f"rolloutmq broker --run-dir {tmp_path / 'typo'}" in message
+
+
+async def test_a_broker_that_does_not_answer_is_named(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"ipc://{run_dir}/nobody"
+    context = make_context()
+    waiting = asyncio.create_task(reach(address, context))
+    message = await said(caplog, "waiting for the broker")
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    context.term()
+    assert f"no answer from {address}" in message
+
+
+async def test_a_pull_and_a_send_that_wait_say_why(
+    run_dir: Path, group: Callable[..., Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_broker(config(pacing=True, max_staleness=0), RunLayout(run_dir)):
+        async with (
+            Producer.open(run_dir, env="e", producer="p", group_size=2) as producer,
+            Consumer.open(run_dir, sequences=8) as consumer,
+        ):
+            pulling = asyncio.create_task(consumer.pull(1, PolicyVersion()))
+            message = await said(caplog, "waiting for a batch")
+            assert "step=1 reason=no_batch queued_sequences=0 of=8" in message
+
+            async def send_on() -> None:
+                for number in range(1000):
+                    await producer.send(stamped(group(f"g-{number}"), PolicyVersion()))
+
+            sending = asyncio.create_task(send_on())
+            message = await said(caplog, "waiting for credit")
+            assert "producer=p reason=stale_guard" in message
+            sending.cancel()
+            batch = await pulling
+            await batch.ack()
+            await asyncio.wait({sending})
