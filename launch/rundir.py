@@ -58,7 +58,7 @@ def claimed(root: Path, token: str, *, resume: bool) -> Iterator[RunLayout]:
             require_own_spools(layout.spools)
         end_strays(recorded(layout), STRAY_GRACE_S)
         trim_journal(layout)
-        if layout.config.exists() and not resume:
+        if not resume and any(path.exists() for path in (layout.config, layout.journal, layout.saved)):
             _move_aside(layout)
             os.close(lock)
             layout.root.mkdir(mode=0o700)
@@ -179,8 +179,9 @@ def _lock(root: Path) -> int:
 
 
 def _move_aside(layout: RunLayout) -> Path:
-    """Rename the directory after the time its run was configured; return the new path."""
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(layout.config.stat().st_mtime))
+    """Rename the directory after the time its run was configured, or last changed; return the new path."""
+    dated = layout.config if layout.config.exists() else layout.root
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(dated.stat().st_mtime))
     aside = layout.root.with_name(f"{layout.root.name}.{stamp}")
     number = 1
     while aside.exists():

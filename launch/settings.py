@@ -73,6 +73,11 @@ def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]
     layout = RunLayout(run_dir)
     if layout.config.exists() and file is None and not assignments:
         return
+    from rolloutmq.services.broker.journal.read.versions import (
+        require_own_records,  # commands that only read a file
+    )
+
+    require_own_records(layout)
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_json(layout.config, load(file, environ=os.environ, assignments=assignments))
 

@@ -93,7 +93,7 @@ class PolicyUnavailableError(RetryableError):
 
 
 class JournalWaitsError(RetryableError):
-    """The journal lacks disk space, memory or a descriptor; it continues once there is some."""
+    """The journal lacks disk space, memory, a descriptor or access to a file; it continues once it has it."""
 
     def __init__(self, path: str, problem: str) -> None:
         self.path = path
@@ -101,7 +101,7 @@ class JournalWaitsError(RetryableError):
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.problem}; free that resource: nothing is lost, and the broker then continues"
+            f"{self.path}: {self.problem}; free or repair it: nothing is lost, and the broker then continues"
         )
 
 

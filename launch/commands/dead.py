@@ -19,7 +19,7 @@ from rolloutmq.schemas.group import Column
 from rolloutmq.schemas.wire.control import Requeue, Requeued
 from rolloutmq.schemas.wire.envelope import Dtype
 from rolloutmq.services.broker.journal.dead_letters import DeadEntry, DeadGroup, DeadLetterStore
-from rolloutmq.services.broker.journal.read.versions import require_own_letters
+from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
 
 PREVIEW: Final = 8
@@ -75,7 +75,7 @@ def requeue(run_dir: Path, group_ids: Sequence[str], *, every: bool) -> int:
 
 def _store(run_dir: Path) -> DeadLetterStore:
     layout = RunLayout(run_dir)
-    require_own_letters(layout.dead)
+    require_own_records(layout)
     return DeadLetterStore(layout.dead, 0, sync=False)
 
 

@@ -16,6 +16,7 @@ from rolloutmq.services.broker.journal.inspect.explain import (
     group_histories,
     origin,
 )
+from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
@@ -26,6 +27,7 @@ LABEL = 14
 def explain(run_dir: Path, group_id: str, *, as_json: bool) -> int:
     """Print everything known about a group of a running or ended run; return the exit code."""
     layout = RunLayout(run_dir)
+    require_own_records(layout)
     journaled = recorded(layout)
     histories = group_histories(layout.journal, group_id) if journaled else []
     entries = list(notes(layout, group_id))

@@ -19,6 +19,7 @@ from rolloutmq.schemas.files import AckedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.inspect import verify as books
 from rolloutmq.services.broker.journal.inspect.verify import Verdict, Witness
+from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.report.summary import read_trainer_log
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
 from rolloutmq.services.monitor.text.jsonl import read_lines
@@ -44,6 +45,7 @@ def verify(given: Path | None, *, as_json: bool, quick: bool = False) -> int:
 
 def check(layout: RunLayout, *, quick: bool = False) -> Verdict:
     """Return the verdict on a run's files. Blocks on the disk: every group is read unless `quick`."""
+    require_own_records(layout)
     if not recorded(layout):
         return Verdict(recorded=False)
     return books.verify(layout.journal, layout.dead, lambda: witness(layout), quick=quick)

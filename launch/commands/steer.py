@@ -23,6 +23,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.control import Drain, Setting, SetValues, SetWorkers, ValueRefused, ValuesSet
 from rolloutmq.schemas.wire.replies import Reply
 from rolloutmq.schemas.wire.requests import Request
+from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
 from rolloutmq.services.process.child import end_strays
@@ -168,6 +169,7 @@ def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
 def report(run_dir: Path, *, as_json: bool) -> int:
     """Rewrite summary and picture from the run directory, and print produced against trained groups."""
     config, layout = load_run(run_dir)
+    require_own_records(layout)
     with reader_may_leave():
         rewrite_report(config, layout, as_json=as_json)
     return 0

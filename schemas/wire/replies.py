@@ -141,7 +141,7 @@ class ConsumerRegistered(Message, tag="consumer_registered", frozen=True, kw_onl
     generation: Count
     info: RunInfo
     policy: PolicyVersion = PolicyVersion()
-    """The run's policy: a trainer without a checkpoint of its own continues from it."""
+    """Policy from which a trainer without a checkpoint continues: the one it has settled, or else that of the run."""
 
 
 class Delivery(Message, tag="delivery", frozen=True, kw_only=True):

@@ -48,6 +48,16 @@ def test_an_earlier_run_is_moved_aside(run_dir: Path) -> None:
     assert (run_dir / "number").read_text() == "2"
 
 
+def test_records_without_a_configuration_are_moved_aside_too(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    layout.journal.mkdir()
+    (layout.journal / "facts-00000001.rmq").write_bytes(b"old")
+    with rundir.claimed(run_dir, "token", resume=False) as layout:
+        assert not layout.journal.exists()
+    (kept,) = run_dir.parent.glob("run.*/journal/facts-00000001.rmq")
+    assert kept.read_bytes() == b"old"
+
+
 def test_resume_keeps_what_is_there(run_dir: Path) -> None:
     with rundir.claimed(run_dir, "token", resume=False) as layout:
         configure(layout)

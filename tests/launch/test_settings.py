@@ -8,7 +8,8 @@ import pytest
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.launch.settings import load, prepare_service, validate
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, RecordVersionError
+from rolloutmq.schemas.files import RunLayout
 
 FILE = """
 [run]
@@ -285,3 +286,12 @@ def test_what_the_loader_fills_in_is_not_offered() -> None:
         validate({"brokr": {}})
     assert "did you mean `broker`?" in caught.value.problem
     assert "base_dir" not in caught.value.problem
+
+
+def test_a_service_configures_no_directory_of_another_version(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    layout.journal.mkdir(parents=True)
+    (layout.journal / "facts-00000001.rmq").touch()
+    with pytest.raises(RecordVersionError):
+        prepare_service(layout.root, None, [])
+    assert not layout.config.exists()

@@ -112,12 +112,9 @@ class Consumers:
         """Note that a trainer goes back to a checkpoint."""
         self._settled[group] = policy
 
-    def ahead_of(self, group: str, version: PolicyVersion) -> PolicyVersion | None:
-        """Return the policy a trainer has settled, if a pull at `version` would undo some of it; else None."""
-        known = self._settled.get(group)
-        if known is None or (version.step >= known.step and version.incarnation >= known.incarnation):
-            return None
-        return known
+    def settled_by(self, group: str) -> PolicyVersion | None:
+        """Return the policy a trainer has settled or resumed at; None if it is not known in this life of the broker."""
+        return self._settled.get(group)
 
     def moved_on(self, group: str) -> None:
         """Note that a batch was settled: any later resume of the group is a new one."""

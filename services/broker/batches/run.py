@@ -31,8 +31,10 @@ class RunState:
         """Token budget of a batch; 0 if batches are pulled by sequences."""
         self._recent: deque[int] = deque(maxlen=RECENT_BATCHES)
         self._owner = ""
-        self.policy = PolicyVersion()
-        """The trainer's present policy."""
+        self.policy = self._waiting = PolicyVersion()
+        """The trainer's policy of the last lease or settlement."""
+        self._waiting = PolicyVersion()
+        """That of a pull; a restart forgets it until the next one."""
         self.lineage = PolicyLineage()
         self.info = self._configured()
 
@@ -86,17 +88,33 @@ class RunState:
         self.info = replace(self.info, started=True, **announced)
         self.policy = max(self.policy, PolicyVersion(self.policy.incarnation, info.starting_step))
 
+    @property
+    def present(self) -> PolicyVersion:
+        """The trainer's policy, also of one whose pull waits for its first batch.
+
+        After a restart at durability `memory` the broker knows no policy, and groups sampled at step 0 would all be
+        too stale for the trainer.
+        """
+        return max(self.policy, self._waiting)
+
+    def advanced(self, version: PolicyVersion) -> bool:
+        """Note the policy of a pull; return whether the present policy moves on to it."""
+        if version <= self.present:
+            return False
+        self._waiting = version
+        return True
+
     def leased(self, lease: Lease) -> None:
         """Note the policy of a trainer that leases a batch, and the size of the batch."""
         self.lineage.seen(lease.version)
-        self.policy = lease.version
+        self.policy, self._waiting = lease.version, PolicyVersion()
         if lease.tokens and not lease.rewound and not lease.short:
             self._recent.append(sum(group.header.sequences for group in lease.groups))
 
     def resumed(self, version: PolicyVersion) -> None:
         """Note that the trainer resumed from a checkpoint."""
         self.lineage.resumed(version)
-        self.policy = version
+        self.policy, self._waiting = version, PolicyVersion()
 
     def pulled(self, sequences: int, tokens: int = 0) -> bool:
         """Note the size of a pull, one of the two; return whether it changes the batch size."""
@@ -136,6 +154,6 @@ class RunState:
         self._pulled = self.batch_tokens = 0
         self._recent.clear()
         self._owner = ""
-        self.policy = PolicyVersion()
+        self.policy = self._waiting = PolicyVersion()
         self.lineage.clear()
         self.info = self._configured()

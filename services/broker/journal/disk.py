@@ -140,7 +140,15 @@ NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _TRANSIENT: Final = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Somebody else can make room, memory or descriptors."""
 
+_DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
+"""Another user may have made the file: somebody can repair its owner or mode."""
+
 
 def passes(error: OSError) -> bool:
     """Return whether an error is transient: the disk lacked room, or the process a descriptor or memory."""
     return error.errno in _TRANSIENT
+
+
+def readable_later(error: OSError) -> bool:
+    """Return whether a file that cannot be read may be sound: the error is transient, or access to it is denied."""
+    return passes(error) or error.errno in _DENIED

@@ -21,6 +21,7 @@ from rolloutmq.services.broker.journal.format.records import Record
 from rolloutmq.services.broker.journal.inspect.history import SEGMENTS, JournalHistory, files
 from rolloutmq.services.broker.journal.read.record_file import RecordFile
 from rolloutmq.services.broker.journal.read.segments import GROUP, is_numbered
+from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.broker.journal.stored_group import BodyMemory, Frames, GroupBody
 from rolloutmq.services.broker.state.groups import Stream
 
@@ -131,6 +132,7 @@ class Recording:
     """
 
     def __init__(self, run_dir: Path, ram: BodyMemory) -> None:
+        require_own_records(RunLayout(run_dir))
         self._journal = RunLayout(run_dir).journal
         self._paths = files(self._journal, SEGMENTS)
         self._ram = ram

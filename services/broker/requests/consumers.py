@@ -53,7 +53,7 @@ class ConsumerRequests:
             return refuse(ErrorCode.LIMIT, "consumer: the broker can register no further consumer")
         if state.consumers.goes_on(request):
             state.consumers.heard(request.consumer, now)
-            return self._registered(request.generation)
+            return self._registered(request.group, request.generation)
         self._dismiss(request.consumer, now)
         joined = Joined(
             request.consumer,
@@ -72,12 +72,13 @@ class ConsumerRequests:
         self._release(request.consumer, wall, failed=True, why="registered again")
         self._rebatch()
         self.serve(now, wall)
-        return self._registered(joined.generation)
+        return self._registered(joined.group, joined.generation)
 
-    def _registered(self, generation: int) -> ConsumerRegistered:
-        run = self._state.run
+    def _registered(self, group: str, generation: int) -> ConsumerRegistered:
+        state = self._state
+        policy = state.consumers.settled_by(group) or state.run.present
         return ConsumerRegistered(
-            epoch=self._state.epoch, generation=generation, info=run.info, policy=run.policy
+            epoch=state.epoch, generation=generation, info=state.run.info, policy=policy
         )
 
     def join(self, joined: Joined, now: float) -> None:
@@ -114,8 +115,8 @@ class ConsumerRequests:
         if (error := self._unpullable(pull, now)) is not None:
             state.outbox.reply(route, error)
             return
-        if pull.split is Split.TRAIN and state.run.pulled(pull.sequences, pull.tokens):
-            self._rebatch()
+        if pull.split is Split.TRAIN:
+            self._note_policy(pull)
         self._dismiss(pull.consumer, now)
         waiting = WaitingPull(route, pull, (pull.group, pull.split), now + pull.wait_s, now)
         self._count_poll(pull, now)
@@ -125,6 +126,13 @@ class ConsumerRequests:
             state.consumers.wait(waiting)
         else:
             self._give_up(waiting, now)
+
+    def _note_policy(self, pull: Pull) -> None:
+        """Adopt the size of a trainer's batch, and its policy: producers sample from it before it gets a batch."""
+        run = self._state.run
+        changed = run.pulled(pull.sequences, pull.tokens)
+        if run.advanced(pull.version) or changed:
+            self._rebatch()
 
     def _count_poll(self, pull: Pull, now: float) -> None:
         """Count the time since a polling trainer last got no batch."""
@@ -156,12 +164,6 @@ class ConsumerRequests:
             return refuse(ErrorCode.INVALID, f"wait_s: must be a finite number (got {pull.wait_s})")
         if state.leases.over(pull.consumer, pull.request_id):
             return refuse(ErrorCode.LEASE_LOST, f"request {pull.request_id} got a batch that is settled")
-        if pull.split is Split.TRAIN and (known := state.consumers.ahead_of(pull.group, pull.version)):
-            return refuse(
-                ErrorCode.CONFLICT,
-                f"pull.version: trainer {pull.group} has settled up to {known.incarnation}.{known.step} "
-                f"(got {pull.version.incarnation}.{pull.version.step}); continue from there, or register with `resume`",
-            )
         lease = state.leases.of((pull.group, pull.split))
         if lease is not None and lease.step == pull.step and not lease.fits(pull):
             return refuse(ErrorCode.CONFLICT, f"step {pull.step} is leased with another size or world_size")

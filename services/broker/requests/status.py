@@ -57,7 +57,7 @@ class StatusReporter:
             queued_bytes=sum(lane.queued.nbytes for lane in lanes),
             leased_bytes=sum(lane.leased.nbytes for lane in lanes),
             high_bytes=state.config.broker.high_bytes,
-            step=state.run.policy.step,
+            step=state.run.present.step,
             consumed_per_s=state.transitions.consumed.per_s(now),
             produced_per_s=state.produced.per_s(now),
             staleness_max=state.staleness.max_delivered,

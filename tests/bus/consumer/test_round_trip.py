@@ -23,7 +23,7 @@ from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
-from rolloutmq.schemas.errors import DrainingError, LeaseLostError, RefusedError, SessionFencedError
+from rolloutmq.schemas.errors import DrainingError, LeaseLostError, SessionFencedError
 from rolloutmq.schemas.files import AckedGroup, RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply
@@ -211,25 +211,62 @@ async def test_a_trainer_that_starts_again_goes_on_where_the_run_is(run_dir: Pat
     assert (ledger.trained, ledger.expired) == (4 * lives * steps, 0)
 
 
-async def test_a_pull_behind_what_was_settled_is_refused(run_dir: Path, group: MakeGroup) -> None:
+async def test_a_pull_behind_the_run_costs_no_group(run_dir: Path, group: MakeGroup) -> None:
+    """A trainer of its own that numbers its steps anew gets groups of a newer policy."""
     with running_broker(config(), RunLayout(run_dir)) as broker:
         async with (
             Producer.open(run_dir, env="e", producer="p", group_size=2) as p,
             Consumer.open(run_dir, sequences=8) as c,
         ):
-            for index in range(12):
-                await p.send(stamped(group(f"g-{index}"), PolicyVersion(0, 2)))
-            for _ in range(2):
-                await (await anext(c)).ack()
-            for behind in (PolicyVersion(), PolicyVersion(1, 0)):
-                with pytest.raises(
-                    RefusedError, match=r"trainer has settled up to 0\.2 .*register with `resume`"
-                ):
-                    await c.pull(behind.step + 1, behind)
-            batch = await c.pull(3, PolicyVersion(0, 2))
-            assert [one.group_id for one in batch.groups] == [f"g-{index}" for index in range(8, 12)]
+            for index in range(8):
+                await p.send(stamped(group(f"g-{index}"), PolicyVersion(0, 54)))
+            batch = await c.pull(1, PolicyVersion())
+            assert batch.staleness() == (0, 0, 0, 0)
+            await batch.ack()
         ledger = await counts(broker.endpoints.serve)
     assert ledger.expired == 0
+
+
+async def test_each_trainer_goes_on_where_it_was(run_dir: Path, group: MakeGroup) -> None:
+    """The group of consumers tells the trainers of one run apart."""
+    with running_broker(config(max_staleness=50), RunLayout(run_dir)):
+        async with Producer.open(run_dir, env="e", producer="p", group_size=2) as p:
+            for index in range(4 * 6):
+                await p.send(group(f"g-{index}"))
+            for name, steps in (("a", 3), ("b", 1)):
+                async with Consumer.open(run_dir, sequences=8, consumer=name, group=name) as c:
+                    for _ in range(steps):
+                        await (await anext(c)).ack()
+            for name, step in (("a", 3), ("b", 4)):
+                async with Consumer.open(run_dir, sequences=8, consumer=name, group=name) as c:
+                    assert c.version == PolicyVersion(0, step)
+
+
+async def test_a_broker_that_forgot_all_learns_the_policy_from_a_pull(
+    run_dir: Path, group: MakeGroup
+) -> None:
+    """At durability `memory`: producers sample from the policy of the trainer that waits, and nothing expires."""
+    layout, settings = RunLayout(run_dir), config(max_staleness=2, durability="memory")
+    async with AsyncExitStack() as stack:
+        with running_broker(settings, layout):
+            p = await stack.enter_async_context(Producer.open(run_dir, env="e", producer="p", group_size=2))
+            c = await stack.enter_async_context(Consumer.open(run_dir, sequences=8))
+            for index in range(4):
+                await p.send(stamped(group(f"a-{index}"), PolicyVersion(0, p.step)))
+            await (await anext(c)).ack(PolicyVersion(0, 20))
+        layout.saved.unlink(missing_ok=True)
+        with running_broker(settings, layout) as broker:
+            pulling = asyncio.create_task(anext(c))
+            async with asyncio.timeout(20):
+                while p.step < 20:  # noqa: ASYNC110 - an ack is no event
+                    await asyncio.sleep(0.02)
+            for index in range(4):
+                await p.send(stamped(group(f"b-{index}"), PolicyVersion(0, p.step)))
+            batch = await pulling
+            await batch.ack()
+            assert max(batch.staleness()) == 0
+            assert (await counts(broker.endpoints.serve)).expired == 0
+            await stack.aclose()
 
 
 async def counts(serve: str) -> LedgerCounts:

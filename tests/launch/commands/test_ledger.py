@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 from tests.services.broker.journal.handmade import Handmade, batch, began, item, ledger, settles
-from tests.services.broker.journal.other_versions import as_version, listing
+from tests.services.broker.journal.other_versions import as_version, beginning, listing
 
 from rolloutmq.launch.commands.ledger import verify
+from rolloutmq.launch.commands.steer import report
 from rolloutmq.schemas.errors import DamagedFileError, RecordVersionError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.journal.format.events import Dropped, Numbers
 
 
@@ -61,6 +63,17 @@ def test_at_memory_nothing_is_recorded(run_dir: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out) == {"recorded": False}
     assert verify(run_dir, as_json=False) == 0
     assert capsys.readouterr().out.startswith("not recorded")
+
+
+def test_at_memory_a_saved_state_of_another_version_is_an_error(run_dir: Path) -> None:
+    Handmade(run_dir, durability="memory")
+    RunLayout(run_dir).saved.write_bytes(beginning(b"12345678", 2))
+    before = listing(run_dir)
+    with pytest.raises(RecordVersionError, match="got version 2"):
+        verify(run_dir, as_json=False)
+    with pytest.raises(RecordVersionError, match="got version 2"):
+        report(run_dir, as_json=False)
+    assert listing(run_dir) == before
 
 
 def test_no_run_directory_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,11 +101,11 @@ def test_the_decisions_of_a_run_are_made_again(tmp_path: Path, capsys: pytest.Ca
     path.write_text("\n".join([lines[0].replace('"max_workers":9', '"max_workers":3'), *lines[1:], ""]))
     assert decide_again(path) == 1
     told = capsys.readouterr().out
-    assert "2 of them different" in told, "one says 1 to 3 allowed, one goes no further than 3"
-    assert "recorded 1: pinned to 0; 1 to 9 allowed" in told
-    assert "now      1: pinned to 0; 1 to 3 allowed" in told
+    assert "1 of them different" in told, "one goes no further than 3; another wording is no difference"
+    assert "recorded 4: pinned to 4" in told
+    assert "now      3: pinned to 4; 1 to 3 allowed" in told
     assert decide_again(path, as_json=True) == 1
-    assert json.loads(capsys.readouterr().out)["differences"] == 2
+    assert json.loads(capsys.readouterr().out)["differences"] == 1
 
 
 def test_what_records_no_decisions_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.schemas.wire.envelope import ColumnTable
-from rolloutmq.services.broker.journal.disk import Disk, passes
+from rolloutmq.services.broker.journal.disk import Disk, readable_later
 from rolloutmq.services.broker.journal.format.events import (
     Accepted,
     GroupMeta,
@@ -197,8 +197,8 @@ class _Recovery:
                 self._unreadable(files[number], error)
 
     def _unreadable(self, path: Path, error: OSError) -> None:
-        """Note a damaged file; JournalWaitsError if the error is transient."""
-        if passes(error):
+        """Note a damaged file; JournalWaitsError if the file may be sound."""
+        if readable_later(error):
             raise JournalWaitsError(str(path), str(error)) from error
         self._damage.append(f"{path.name} cannot be read: {error}")
 

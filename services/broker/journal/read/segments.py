@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from rolloutmq.schemas.errors import DamagedRecordError, JournalWaitsError
-from rolloutmq.services.broker.journal.disk import Disk, passes
+from rolloutmq.services.broker.journal.disk import Disk, readable_later
 from rolloutmq.services.broker.journal.format.events import GroupMeta, RecordAddress
 from rolloutmq.services.broker.journal.format.events_codec import decode_meta
 from rolloutmq.services.broker.journal.format.records import NONCE_BYTES
@@ -240,8 +240,8 @@ class SegmentStore:
                 self._give_reserve()
 
     def _wait_if_passes(self, segment: GroupSegment, error: OSError) -> None:
-        """Raise JournalWaitsError if an error is transient."""
-        if not passes(error):
+        """Raise JournalWaitsError if the file may be sound."""
+        if not readable_later(error):
             return
         if not self._waiting:
             self._waiting = True

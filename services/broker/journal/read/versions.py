@@ -10,7 +10,7 @@ from typing import Final
 
 from rolloutmq.schemas.errors import JournalWaitsError, RecordVersionError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.services.broker.journal.disk import Disk, passes
+from rolloutmq.services.broker.journal.disk import Disk, readable_later
 from rolloutmq.services.broker.journal.format.records import VERSION
 from rolloutmq.services.broker.journal.read.record_file import RecordFile
 from rolloutmq.services.broker.journal.read.segments import numbered_files
@@ -27,17 +27,12 @@ def require_own_records(layout: RunLayout) -> None:
         RecordVersionError: The first file of another version.
         JournalWaitsError: A file cannot be read now.
     """
-    _require([*_journal(layout.journal), layout.saved, *_letters(layout.dead)], Disk())
+    _require([*_journal(layout.journal), layout.saved, *sorted(layout.dead.glob("*.rmq"))], Disk())
 
 
 def require_version_of(directory: Path, disk: Disk) -> None:
     """Refuse a journal that another version wrote; see `require_own_records`."""
     _require(_journal(directory), disk)
-
-
-def require_own_letters(directory: Path) -> None:
-    """Refuse dead letters that another version wrote; see `require_own_records`."""
-    _require(_letters(directory), Disk())
 
 
 def _journal(directory: Path) -> Iterator[Path]:
@@ -47,17 +42,13 @@ def _journal(directory: Path) -> Iterator[Path]:
         yield from numbered_files(directory, "groups").values()
 
 
-def _letters(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.rmq"))
-
-
 def _require(paths: Iterable[Path], disk: Disk) -> None:
     for path in paths:
         try:
             RecordFile(disk, path).close()
         except OSError as error:
-            # An unreadable file has no version: its reader finds it damaged.
-            if passes(error):
+            # A file that fails has no version: its reader finds it damaged.
+            if readable_later(error):
                 raise JournalWaitsError(str(path), str(error)) from error
         if path.name.startswith(OLD_LOGS):
             raise RecordVersionError(str(path), OLD_LOGS_VERSION, VERSION)

@@ -548,7 +548,7 @@ def test_many_groups_are_found_without_reading_them(tmp_path: Path) -> None:
     again.journal.close()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM])
 @pytest.mark.parametrize("match", ["events", "groups"])
 def test_file_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, number: int, match: str) -> None:
     run = Driven(tmp_path, config()).start()

@@ -138,7 +138,7 @@ def test_reserve_is_taken_again(tmp_path: Path) -> None:
     run.journal.close()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM])
 def test_what_cannot_be_read_now_is_not_condemned(
     tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -131,6 +131,9 @@ def test_a_disk_that_cannot_answer_tells_no_version(layout: RunLayout) -> None:
     disk = FailingDisk()
     disk.fail("open", errno.EIO)
     require_version_of(layout.journal, disk)
+    disk.fail("open", errno.EACCES)
+    with pytest.raises(JournalWaitsError, match="free or repair it: nothing is lost"):
+        require_version_of(layout.journal, disk)
     disk.fail("open", errno.EMFILE)
     with pytest.raises(JournalWaitsError, match=os.strerror(errno.EMFILE)):
         require_version_of(layout.journal, disk)
