@@ -36,7 +36,15 @@ def test_every_promised_target_can_be_made() -> None:
         )
         assert shown.stdout
     submission = (ROOT / ".ci" / "run").read_text()
-    assert "\nmake check\nmake test\nmake test-extended\nmake test-atropos\nmake test-trl\n" in submission
+    assert "\nmake check\nmake test\n" in submission
+    left_out_if_late = re.findall(r"^run (\S+) \d+$", submission, re.MULTILINE)
+    assert left_out_if_late == [
+        "test-extended",
+        "test-atropos",
+        "test-trl",
+        "test-transformers4",
+        "test-vllm",
+    ]
 
 
 def test_the_version_is_said_once() -> None:
