@@ -101,3 +101,12 @@ def test_every_area_of_the_audit_has_a_row_with_its_tests() -> None:
         assert len(row) == len(head), row[0]
         assert all(cell.strip() for cell in row), row[0]
         assert re.search(r"`tests/[\w/]+\.py::test_\w+`", row[-1]), f"{row[0]} names no test"
+
+
+def test_every_promise_names_tests_that_exist() -> None:
+    promises = tomllib.loads((ROOT / "benchmarks" / "promises.toml").read_text())["promise"]
+    for named in [name for promise in promises for name in promise.get("tests", ())]:
+        path, _, test = named.partition("::")
+        assert (ROOT / path).exists(), named
+        function = test.partition("[")[0].rpartition("::")[2]
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), named

@@ -667,7 +667,6 @@ def test_a_replay_that_is_shorter_than_the_run_ends_in_order_and_says_so(
     assert found.state.version == broker.commits[-1] == PolicyVersion(0, 3)
 
 
-@pytest.mark.extended
 def test_it_learns_to_sort(layout: RunLayout) -> None:
     """From random weights, on the configuration's defaults, sampling from the weights as they are shared."""
     config, stop = RunConfig(), Stop()
