@@ -177,7 +177,7 @@ def test_a_dead_pending_writer_holds_nobody_up(page: Page) -> None:
     started = time.monotonic()
     with reader.reading() as version:
         assert version == V(0, 0)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 10.0
 
 
 def test_a_reader_that_keeps_the_lock_gives_it_to_a_writer_at_its_next_turn(page: Page) -> None:

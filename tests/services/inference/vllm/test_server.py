@@ -346,7 +346,7 @@ async def test_a_vllm_that_is_stopped_is_told_and_asked_again_when_it_goes_on(la
             await until(lambda: client.address.trouble == "stalled")
             started = time.monotonic()
             assert (await client.ask([3]))[0] == 503
-            assert time.monotonic() - started < 1.0, "nobody waits for it any more"
+            assert time.monotonic() - started < 5.0, "nobody waits for it any more"
         finally:
             vllm.resume()
         while await client.health() != (200, "ok"):  # noqa: ASYNC110 - it is asked from outside
