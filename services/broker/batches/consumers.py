@@ -105,11 +105,7 @@ class Consumers:
         return self._resumed
 
     def settled(self, group: str, policy: PolicyVersion) -> None:
-        """Note the policy after a trainer's settled step."""
-        self._settled[group] = policy
-
-    def resumed(self, group: str, policy: PolicyVersion) -> None:
-        """Note that a trainer goes back to a checkpoint."""
+        """Note the policy of a trainer after a settled step, or of the checkpoint at which it resumes."""
         self._settled[group] = policy
 
     def settled_by(self, group: str) -> PolicyVersion | None:

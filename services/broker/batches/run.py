@@ -31,7 +31,7 @@ class RunState:
         """Token budget of a batch; 0 if batches are pulled by sequences."""
         self._recent: deque[int] = deque(maxlen=RECENT_BATCHES)
         self._owner = ""
-        self.policy = self._waiting = PolicyVersion()
+        self.policy = PolicyVersion()
         """The trainer's policy of the last lease or settlement."""
         self._waiting = PolicyVersion()
         """That of a pull; a restart forgets it until the next one."""

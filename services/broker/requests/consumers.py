@@ -68,7 +68,7 @@ class ConsumerRequests:
         if state.consumers.resumes(request, holds=holds) and request.resume is not None:
             state.transitions.rewind(request.group, request.resume, request.consumer, wall)
             state.run.resumed(request.resume)
-            state.consumers.resumed(request.group, request.resume)
+            state.consumers.settled(request.group, request.resume)
         self._release(request.consumer, wall, failed=True, why="registered again")
         self._rebatch()
         self.serve(now, wall)

@@ -274,7 +274,7 @@ class StateRestorer:
         state.transitions.apply_rewind(event.group, event.version)
         state.consumers.resumptions[event.group] = event.version, {event.consumer}
         state.run.resumed(event.version)
-        state.consumers.resumed(event.group, event.version)
+        state.consumers.settled(event.group, event.version)
 
     def _requeued(self, event: f.Requeued) -> None:
         self._state.ledger.requeued()
