@@ -8,12 +8,31 @@ export OMP_NUM_THREADS := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-transformers4 test-vllm \
-	test-transferqueue soak check docs bench bench-rivals accept reference clean
+	test-transferqueue soak soak-faults fuzz check docs bench bench-rewards bench-rivals accept reference lock clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
+PIP := -m pip install --disable-pip-version-check --no-deps
+LOCKED := $(PIP) --require-hashes --requirement
+# The small build of torch if pip finds it, else the one for GPUs: install_torch ENVIRONMENT
+define install_torch
+	@$(1)/bin/python $(LOCKED) requirements/torch-cpu.txt || { \
+		echo "pip finds no build of torch for CPUs: the one for GPUs follows, several GB. To avoid it, name PyTorch's index" \
+			"for CPUs in PIP_EXTRA_INDEX_URL and start again."; \
+		$(1)/bin/python $(LOCKED) requirements/torch-cuda.txt; }
+endef
+# This package itself, with the setuptools that was installed before: install_package ENVIRONMENT
+define install_package
+	$(1)/bin/python $(PIP) --no-build-isolation --editable .
+endef
+TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
+
+$(VENV)/.installed: pyproject.toml requirements/dev.txt $(TORCH)
+	@echo "setting up $(VENV): about 110 packages, 400 MB to download with the build of torch for CPUs, 2 GB on disk; minutes, once"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[trainer,lora,report,dev,docs]'
+	$(BIN)/python $(LOCKED) requirements/dev.txt
+	$(call install_torch,$(VENV))
+	$(call install_package,$(VENV))
+	$(BIN)/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
 	touch $@
 
 quickstart: $(VENV)/.installed ## train a policy through the bus, and watch it
@@ -32,7 +51,7 @@ test-all: test test-extended ## every test that runs no other software
 
 test-atropos: $(VENV)/.installed .venv-atropos/.installed ## Atropos' server, environment, trainer and tests, for real
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_atropos.py tests/benchmarks/queues/test_gateway.py \
-		tests/services/gateway/atropos tests/examples
+		tests/services/gateway/atropos tests/services/programs tests/examples
 
 test-trl: $(VENV)/.installed .venv-trl/.installed ## the losses against those of TRL, which computes them anew
 	$(BIN)/python -m pytest -m rival tests/trainer/losses tests/benchmarks/training/test_trl.py
@@ -46,8 +65,21 @@ test-vllm: $(VENV)/.installed .venv-vllm/.installed ## real vLLM against forward
 test-transformers4: $(VENV)/.installed .venv-transformers4/.installed ## tokenizers, read by the version before
 	$(BIN)/python -m pytest -m rival tests/trainer/policy/test_tokenizer.py
 
-soak: $(VENV)/.installed ## the faults again, with ten times the rounds
+GROUPS ?= 30000
+KILLS ?= 60
+SEED ?=
+
+soak: $(VENV)/.installed ## kill, stop and abandon everything at random, and account for each group: GROUPS=... KILLS=... SEED=...
+	$(BIN)/python -m benchmarks.soak --groups $(GROUPS) --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+soak-faults: $(VENV)/.installed ## the faults again, with ten times the rounds
 	ROLLOUTMQ_SOAK_ROUNDS=100 $(BIN)/python -m pytest --timeout=0 --override-ini=faulthandler_timeout=0 tests/faults
+
+FUZZERS ?=
+SECONDS ?= 60
+
+fuzz: $(VENV)/.installed ## hostile bytes, files and requests until one breaks something: FUZZERS=... SECONDS=... for each, SEED=...
+	$(BIN)/python -m tests.fuzz $(FUZZERS) $(SECONDS) $(SEED)
 
 check: $(VENV)/.installed ## style, types, and who may import whom
 	$(BIN)/ruff format --check .
@@ -65,40 +97,47 @@ docs: $(VENV)/.installed ## the documentation as a site, in site/; needs no netw
 bench: $(VENV)/.installed ## the figures, with their rivals in the same run
 	$(BIN)/python -m benchmarks
 
+bench-rewards: $(VENV)/.installed ## whole runs that show that rewards and curriculum act, with their controls: an hour
+	$(BIN)/python -m benchmarks.rewards
+
 bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/.installed \
 	.venv-vllm/.installed ## what some figures are compared with; optional
 
 # Atropos whole: its server, its environments, its example trainer's client, and its own tests of its server. And this
 # package: what an environment may use beside it, such as the client of OpenAI, is tried there.
-.venv-atropos/.installed: pyproject.toml constraints.txt constraints-atropos.txt
+.venv-atropos/.installed: pyproject.toml requirements/atropos.txt
 	$(PYTHON) -m venv .venv-atropos
-	.venv-atropos/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --constraint constraints-atropos.txt \
-		atroposlib==0.4.0 pytest requests --editable .
+	.venv-atropos/bin/python $(LOCKED) requirements/atropos.txt
+	$(call install_package,.venv-atropos)
+	.venv-atropos/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
 	touch $@
 
-.venv-transferqueue/.installed: constraints.txt
+.venv-transferqueue/.installed: requirements/transferqueue.txt $(TORCH)
 	$(PYTHON) -m venv .venv-transferqueue
-	.venv-transferqueue/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		TransferQueue==0.1.11 ray==2.60.0
+	.venv-transferqueue/bin/python $(LOCKED) requirements/transferqueue.txt
+	$(call install_torch,.venv-transferqueue)
 	touch $@
 
 # vLLM alone: what runs in it of this package it finds by a link, see services/inference/vllm.
-.venv-vllm/.installed: constraints-vllm.txt
+.venv-vllm/.installed: requirements/vllm.txt requirements/torch-cpu.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-vllm.txt
+	.venv-vllm/bin/python $(LOCKED) requirements/vllm.txt --requirement requirements/torch-cpu.txt
 	touch $@
 
-.venv-transformers4/.installed:
+.venv-transformers4/.installed: requirements/transformers4.txt
 	$(PYTHON) -m venv .venv-transformers4
-	.venv-transformers4/bin/python -m pip install --quiet --disable-pip-version-check transformers==4.57.6 jinja2
+	.venv-transformers4/bin/python $(LOCKED) requirements/transformers4.txt
 	touch $@
 
-.venv-trl/.installed: pyproject.toml constraints.txt
+.venv-trl/.installed: pyproject.toml requirements/trl.txt $(TORCH)
 	$(PYTHON) -m venv .venv-trl
-	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		trl==1.16.0 pytest --editable '.[trainer]'
+	.venv-trl/bin/python $(LOCKED) requirements/trl.txt
+	$(call install_torch,.venv-trl)
+	$(call install_package,.venv-trl)
 	touch $@
+
+lock: $(VENV)/.installed ## the hashes of the pinned packages, after a change of a version in requirements/
+	$(BIN)/python tests/house/requirements/lock.py $(filter-out $(TORCH),$(wildcard requirements/*.txt)) requirements/torch-cuda.txt
 
 accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-transformers4/.installed \
 	.venv-vllm/.installed ## every figure that is promised, met or unmet

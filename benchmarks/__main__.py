@@ -6,15 +6,30 @@ python -m benchmarks journal restart    only these parts; the other rows are kep
 A part without its rival installed is skipped, and its rows are kept: see `make bench-rivals`.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.broker import fairness, journal, latency, memory, producers, start, throughput, wire
+from benchmarks.broker import (
+    environments,
+    fairness,
+    journal,
+    latency,
+    mark,
+    memory,
+    one_way,
+    producers,
+    start,
+    throughput,
+    wire,
+)
 from benchmarks.harness import results
 from benchmarks.harness.row import Row
 from benchmarks.queues import atropos, gateway, transferqueue
+from benchmarks.rewards import sampling
+from benchmarks.sdk import user_path
 from benchmarks.training import distillation, lending, scoring, trl, weights
 
 
@@ -38,9 +53,13 @@ PARTS: Final = {
     "gateway": Part(gateway.rows, atropos.missing),
     "transferqueue": Part(transferqueue.rows, transferqueue.missing),
     "latency": Part(latency.rows),
+    "one-way": Part(one_way.rows),
     "lending": Part(lending.rows, lending.missing),
+    "user-path": Part(user_path.rows),
     "memory": Part(memory.rows),
     "producers": Part(producers.rows),
+    "environments": Part(environments.rows),
+    "mark": Part(mark.rows),
     "trl": Part(trl.rows, trl.missing),
     "scoring": Part(scoring.rows),
     "distillation": Part(distillation.rows),
@@ -48,7 +67,9 @@ PARTS: Final = {
     "journal": Part(journal.rows),
     "restart": Part(start.restart_rows),
     "ready": Part(start.ready_rows),
+    "import": Part(start.import_rows),
     "weights": Part(weights.rows),
+    "samplers": Part(sampling.rows),
 }
 
 
@@ -57,6 +78,7 @@ def main(words: Sequence[str]) -> int:
     if unknown := set(words) - set(PARTS):
         print(f"unknown part: {', '.join(sorted(unknown))}; use {', '.join(PARTS)}", file=sys.stderr)
         return 2
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's programs start from bytecode
     rows, skipped = measured({name: part for name, part in PARTS.items() if not words or name in words})
     results.keep(rows, whole=not words and not skipped)
     return int(any(row.met is False for row in rows))

@@ -241,6 +241,8 @@ def _passed(reports: Sequence[Path]) -> Callable[[str], bool]:
         name = str(case.get("name")).partition("[")[0]
         verdicts.setdefault(f"{module}::{name}", []).append(not len(case))
         verdicts.setdefault(module, []).append(not len(case))
+        for end in range(1, len(parts)):  # a promise may name a folder
+            verdicts.setdefault("/".join(parts[:end]), []).append(not len(case))
     return lambda test: bool(verdicts.get(test)) and all(verdicts[test])
 
 

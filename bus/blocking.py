@@ -3,9 +3,14 @@
 A facade passes every call to the asynchronous object in its loop, so there is only one implementation. Any thread may
 call. Ctrl-C cancels the call in the loop and waits for its end before KeyboardInterrupt propagates: an interrupted call
 has the same effects as a cancelled one.
+
+A forked child has no copy of the thread: there a call would wait for ever. It raises ForkedError instead, and leaving
+the block does nothing, because object, sockets and leases belong to the parent.
 """
 
 import asyncio
+import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -14,7 +19,9 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import uvloop
 
-from rolloutmq.schemas.errors import ClosedError
+from rolloutmq.schemas.errors import ClosedError, ForkedError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,13 +54,21 @@ class _Outcome(Generic[R]):
         self._done.release()
 
     def wait(self, interrupted: Callable[[], None]) -> R:
-        """Return the result or raise the error. Ctrl-C: call `interrupted`, wait for the end, then re-raise."""
+        """Return the result or raise the error.
+
+        Ctrl-C: call `interrupted`, wait for the end, then re-raise, with a note about an error of the call.
+        """
         try:
             self._done.acquire()
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit) as interrupt:
             interrupted()
             if not self._ended:  # otherwise the interrupt came after the lock was acquired
                 self._done.acquire()
+            if self._error is not None and not isinstance(self._error, ClosedError):
+                logger.error("interrupted call failed error=%s", self._error)
+                interrupt.add_note(
+                    f"the interrupted call failed, too: {type(self._error).__name__}: {self._error}"
+                )
             raise
         if self._error is not None:
             raise self._error
@@ -64,6 +79,7 @@ class LoopThread:
     """A running event loop in a daemon thread; `close` ends both."""
 
     def __init__(self, name: str) -> None:
+        self._owner = os.getpid()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -72,13 +88,26 @@ class LoopThread:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.get_loop().run_forever()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a forked child of the one with the thread."""
+        return os.getpid() != self._owner
+
+    def _require_thread(self) -> None:
+        if self.forked:
+            raise ForkedError(self._thread.name, self._owner)
+
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine in the loop and block until it ends.
 
         Raises:
             ClosedError: The loop has ended.
+            ForkedError: This process is a forked child.
             KeyboardInterrupt: Ctrl-C; the coroutine was cancelled and has ended.
         """
+        if self.forked:
+            work.close()
+            self._require_thread()
         outcome: _Outcome[R] = _Outcome()
         tasks: list[asyncio.Task[R]] = []
 
@@ -93,6 +122,21 @@ class LoopThread:
             raise ClosedError from None
         return outcome.wait(lambda: self._cancel(tasks))
 
+    def start(self, work: Coroutine[Any, Any, R]) -> "StartedCall[R]":
+        """Start a coroutine in the loop, and return at once.
+
+        Raises:
+            ClosedError: The loop has ended.
+            ForkedError: This process is a forked child.
+        """
+        started: StartedCall[R] = StartedCall(self)
+        try:
+            self.post(lambda: started._begin(self._loop.create_task(work)))
+        except BaseException:
+            work.close()
+            raise
+        return started
+
     def call(self, function: Callable[..., R], *args: Any) -> R:
         """Run a non-waiting function in the loop's thread, and block until it returns.
 
@@ -100,6 +144,7 @@ class LoopThread:
 
         Raises:
             ClosedError: The loop has ended.
+            ForkedError: This process is a forked child.
             KeyboardInterrupt: Ctrl-C; the function has returned.
         """
         outcome: _Outcome[R] = _Outcome()
@@ -112,20 +157,66 @@ class LoopThread:
             else:
                 outcome.succeed(result)
 
+        self.post(act)
+        return outcome.wait(lambda: None)
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Make the loop call a function soon, and return at once. Functions run in the order of the calls.
+
+        Raises:
+            ClosedError: The loop has ended.
+            ForkedError: This process is a forked child.
+        """
+        self._require_thread()
         try:
-            self._loop.call_soon_threadsafe(act)
+            self._loop.call_soon_threadsafe(function)
         except RuntimeError:
             raise ClosedError from None
-        return outcome.wait(lambda: None)
 
     def _cancel(self, tasks: "list[asyncio.Task[R]]") -> None:
         self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
 
     def close(self) -> None:
-        """End the loop and its thread. May be called twice."""
+        """End the loop and its thread; a forked child has neither. May be called twice."""
+        if self.forked:
+            return
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+class StartedCall(Generic[R]):
+    """A coroutine that runs in a loop thread while its starter goes on. For one thread."""
+
+    def __init__(self, loop: LoopThread) -> None:
+        self._loop = loop
+        self._task: asyncio.Task[R] | None = None
+        self._ended = threading.Event()
+
+    def _begin(self, task: "asyncio.Task[R]") -> None:
+        self._task = task
+        task.add_done_callback(lambda _: self._ended.set())
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return whether it has ended, after at most `timeout_s`; None waits without a limit."""
+        return self._ended.wait(timeout_s)
+
+    def result(self) -> R:
+        """Return its result once it has ended, or raise its error; ClosedError if it was cancelled."""
+        assert self._task is not None
+        if self._task.cancelled():
+            raise ClosedError
+        return self._task.result()
+
+    def cancel(self) -> None:
+        """Cancel it and wait for its end: only then its sockets are closed."""
+
+        def cancel() -> None:
+            assert self._task is not None
+            self._task.cancel()
+
+        self._loop.call(cancel)
+        self.wait()
 
 
 def _hand_over(task: "asyncio.Task[R]", outcome: "_Outcome[R]") -> None:
@@ -169,11 +260,19 @@ class Facade(Generic[T]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            note_failed_close(error, failure)
 
     def close(self) -> None:
-        """Close the object, then end its thread; blocks until both are done. May be called twice."""
-        if self._held is None:
+        """Close the object, then end its thread; blocks until both are done. May be called twice.
+
+        A forked child leaves both alone.
+        """
+        if self._held is None or self._held[0].forked:
             return
         loop, opened, _ = self._held
         self._held = None
@@ -205,10 +304,21 @@ class Facade(Generic[T]):
             raise self._closed()
         return self._held[0].run(work)
 
+    def _post(self, function: Callable[[], None]) -> None:
+        if self._held is None:
+            raise self._closed()
+        self._held[0].post(function)
+
     def _call(self, function: Callable[..., R], *args: Any) -> R:
         if self._held is None:
             raise self._closed()
         return self._held[0].call(function, *args)
+
+
+def note_failed_close(error: BaseException, failure: Exception) -> None:
+    """Add to the error that ended a block how closing failed afterwards, and log it; the error stays the one raised."""
+    logger.error("closing failed, too error=%s", failure)
+    error.add_note(f"closing failed, too: {type(failure).__name__}: {failure}")
 
 
 def with_arguments_of(

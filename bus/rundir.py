@@ -3,15 +3,18 @@ all."""
 
 import asyncio
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
 
+from rolloutmq.bus.files import decode_json, read_regular, require_private, write_private
 from rolloutmq.schemas.config.base import problem_of
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError, MissingError
+from rolloutmq.schemas.errors import ConfigError, MissingError, UnusablePathError
 from rolloutmq.schemas.files import RunLayout
 
 _T = TypeVar("_T")
@@ -20,18 +23,47 @@ FILE_POLL_S: Final = 0.05
 """Time between two looks for another process's file; each is one failed `open`."""
 
 
+@contextmanager
+def usable(root: Path) -> Iterator[None]:
+    """Turn a refusal of the file system within the block into an error that names the run directory.
+
+    Raises:
+        UnusablePathError: A file or directory cannot be read or written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UnusablePathError(f"run directory {root}", str(error)) from error
+
+
 def load_run(run_dir: Path) -> tuple[RunConfig, RunLayout]:
-    """Read the resolved configuration of a run.
+    """Read the resolved configuration of a run, to take part in it or to change it.
 
     Raises:
         MissingError: The directory holds no run.
+        NotPrivateError: Another user owns the directory or something in it, or may write in it.
+        UnusablePathError: Its configuration cannot be read.
         ConfigError: Its configuration is invalid, for example because another version wrote it.
+    """
+    if run_dir.is_dir():
+        with usable(run_dir):
+            require_private(run_dir)
+    return read_run(run_dir)
+
+
+def read_run(run_dir: Path) -> tuple[RunConfig, RunLayout]:
+    """Read the resolved configuration of a run, only to look at it; the run may be another user's.
+
+    Raises:
+        MissingError, UnusablePathError, ConfigError: As for `load_run`.
     """
     layout = RunLayout(run_dir)
     try:
-        data = layout.config.read_bytes()
+        data = read_regular(layout.config)
     except (FileNotFoundError, NotADirectoryError):
         raise MissingError(str(layout.config), "start the run with `rolloutmq up`") from None
+    except OSError as error:
+        raise UnusablePathError(f"run directory {run_dir}", str(error)) from error
     try:
         return RunConfig.model_validate_json(data), layout
     except ValidationError as error:
@@ -43,14 +75,14 @@ def write_json(path: Path, value: Any) -> None:
     """Replace `path` with the JSON of a struct, a pydantic model or plain data.
 
     Readers see the old file or the new one, whole. That holds if this process dies, but not after a power cut: nothing
-    is synced to disk.
+    is synced to disk. Only this user may read it.
     """
     if isinstance(value, BaseModel):
         data = value.model_dump_json(indent=1).encode()
     else:
         data = msgspec.json.format(msgspec.json.encode(value), indent=1)
     written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    written.write_bytes(data + b"\n")
+    write_private(written, data + b"\n")
     written.replace(path)
 
 
@@ -61,10 +93,10 @@ def read_json(path: Path, kind: type[_T]) -> _T | None:
         msgspec.DecodeError: The file does not decode as `kind`.
     """
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except FileNotFoundError:
         return None
-    return msgspec.json.decode(data, type=kind)
+    return decode_json(data, kind)
 
 
 async def wait_json(path: Path, kind: type[_T]) -> _T:

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from rolloutmq.bus.files import read_regular
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
@@ -46,11 +47,11 @@ def vocabulary(directory: Path) -> int:
     """
     path = directory / MODEL_FILE
     try:
-        model = json.loads(path.read_bytes())
+        model = json.loads(read_regular(path))
         size = {**model, **(model.get("text_config") or {})}.get("vocab_size", 0)
     except FileNotFoundError:
         return 0
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(str(path), f"is not a model configuration: {error!r}") from None
     return size if isinstance(size, int) and size > 0 else 0
 
@@ -63,10 +64,10 @@ def fingerprint(directory: Path) -> str:
     """
     path = directory / FILE
     try:
-        return fingerprint_of(json.loads(path.read_bytes()))
+        return fingerprint_of(json.loads(read_regular(path)))
     except FileNotFoundError:
         raise ConfigError(str(path), "there is no such file; save a fast tokenizer there") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(str(path), f"is not a tokenizer: {error!r}") from None
 
 

@@ -8,17 +8,13 @@ Exit codes: 0 done, 1 failed, 2 invalid configuration or command line, 4 the run
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
-from rolloutmq.bus.lifecycle import IN_USE
+from rolloutmq.launch.endings import guarded
 from rolloutmq.launch.service_commands import Assignments
 from rolloutmq.launch.service_commands import app as services
-from rolloutmq.schemas.errors import ConfigError, RolloutMQError, RunDirInUseError
-
-EXIT_FAILED: Final = 1
-EXIT_CONFIG: Final = 2
 
 app = typer.Typer(
     name="rolloutmq",
@@ -75,10 +71,41 @@ def up(
     resolved = load(config, environ=os.environ, assignments=extra)
     from rolloutmq.launch import local
     from rolloutmq.launch.commands import steer
+    from rolloutmq.launch.rundir import require_run
 
+    if resume:
+        require_run(resolved.run.dir)
     if detach:
         raise typer.Exit(steer.detach(resolved, sys.argv[1:]))
     raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain)))
+
+
+@app.command(rich_help_panel=RUN)
+def evaluate(
+    config: ConfigFile,
+    checkpoint: Annotated[
+        Path,
+        typer.Option(
+            help="Checkpoint directory, or a run directory: its newest checkpoint.", show_default=False
+        ),
+    ],
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="Run directory of the evaluation.  [default: run.dir with -evaluation appended]"),
+    ] = None,
+    assignments: Assignments = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Print progress lines, not the live view.")] = False,
+) -> None:
+    """Evaluate a checkpoint: answer the tasks of [evaluation] in a run of its own, without training."""
+    from rolloutmq.launch.settings import load
+
+    resolved = load(config, environ=os.environ, assignments=assignments or [])
+    own = run_dir or resolved.run.dir.with_name(f"{resolved.run.dir.name}-evaluation")
+    section = resolved.run.model_copy(update={"dir": own})
+    from rolloutmq.launch.commands import evaluate as evaluating
+
+    resolved = resolved.model_copy(update={"run": section})
+    raise typer.Exit(evaluating.evaluate(resolved, checkpoint, plain=plain))
 
 
 @app.command(rich_help_panel=RUN)
@@ -160,8 +187,20 @@ def doctor(
     config: Annotated[
         Path | None, typer.Option("--config", help="Check this configuration too, with all checks of `up`.")
     ] = None,
+    rewards: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENV", help="Score the same rollouts of this environment again, also in other processes."
+        ),
+    ] = None,
 ) -> None:
-    """Check the dependencies of this machine; --sweep cleans up dead runs, --weights verifies shared weights."""
+    """Check the dependencies of this machine; --sweep cleans up dead runs, --weights verifies shared weights, --rewards
+    verifies that an environment (of --config, or of a run) scores the same rollouts the same.
+    """
+    if rewards is not None:
+        from rolloutmq.launch.commands.scores import repeat as scoring
+
+        raise typer.Exit(scoring.report(rewards, config or run_dir, as_json=as_json))
     if sweep:
         from rolloutmq.launch.commands import sweep as remains
 
@@ -174,6 +213,22 @@ def doctor(
     from rolloutmq.launch.commands import doctor as checks
 
     raise typer.Exit(checks.report(as_json=as_json, file=config))
+
+
+@app.command(rich_help_panel=INSPECT)
+def ratings(
+    run_dir: RunDir = None,
+    env: Annotated[str | None, typer.Option(help="Environment. Default: all.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="nominal, ordinal, interval or ratio. Default: as configured.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Recompute the agreement of raters, and their disagreement by group, from the groups on disk."""
+    from rolloutmq.launch.commands.scores import agree as agreement
+    from rolloutmq.launch.rundir import find_run
+
+    raise typer.Exit(agreement.ratings(find_run(run_dir, living=False), env, metric, as_json=as_json))
 
 
 @app.command(rich_help_panel=INSPECT)
@@ -405,19 +460,7 @@ def _root(
 
 def main() -> None:
     """Run the command line; report a RolloutMQ error as one line and an exit code."""
-    try:
-        app()
-    except ConfigError as error:
-        _fail(error, EXIT_CONFIG)
-    except RunDirInUseError as error:
-        _fail(error, IN_USE)
-    except RolloutMQError as error:
-        _fail(error, EXIT_FAILED)
-
-
-def _fail(error: RolloutMQError, code: int) -> None:
-    sys.stderr.write(f"rolloutmq: {error}\n")
-    raise SystemExit(code)
+    guarded(app)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ the leftovers of dead processes, and makes the summary from the logs alone.
 
 import asyncio
 import contextlib
-import logging
+import os
 import secrets
 import signal
 import socket
@@ -19,22 +19,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import msgspec
 import uvloop
 
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.files import private_fd
+from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight import check
 from rolloutmq.launch.results import conclude
 from rolloutmq.launch.rundir import claimed, clear, trim_journal
 from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import OutputFailedError, WireError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
+from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
 from rolloutmq.services.orchestrator.supervision.core import (
     KILL_LADDER,
     OVER,
@@ -54,6 +60,8 @@ EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
 SERVICE_GRACE_S: Final = 20.0
 """Time a service has after SIGTERM: for a step, a checkpoint, or saving the queues."""
+LISTEN_S: Final = 1.0
+"""Longest wait for one finding about the health of the rewards."""
 SAVE_GRACE_S: Final = 2.0
 """Time the broker has to save its queues when everything else is killed."""
 
@@ -85,12 +93,15 @@ def up(config: RunConfig, options: UpOptions) -> int:
     Raises:
         ConfigError: The configuration is invalid; nothing was started.
         RunDirInUseError, AddressInUseError: Another process holds the run directory or a port.
+        NotPrivateError: The run directory belongs to another user, or others may write in it.
+        UnusablePathError: The run directory cannot be read or written.
         RecordVersionError: Another version wrote the run directory; nothing was started.
     """
     check(config)
     token = secrets.token_hex(8)
     with claimed(config.run.dir, token, resume=options.resume) as layout:
-        _log_to(layout.log("up"))
+        os.close(private_fd(layout.log("up"), os.O_WRONLY | os.O_CREAT))
+        set_up_logging(layout.log("up"))
         write_json(layout.config, config)
         with _listener(config, layout) as listener:
             view = make_view(config, plain=options.plain)
@@ -105,6 +116,7 @@ def _listener(config: RunConfig, layout: RunLayout) -> Iterator[socket.socket | 
 
     Raises:
         AddressInUseError: Another process listens on the port.
+        ConfigError: The address cannot be bound.
     """
     if not (config.gateway.enabled and config.gateway.listen):
         yield None
@@ -112,8 +124,8 @@ def _listener(config: RunConfig, layout: RunLayout) -> Iterator[socket.socket | 
     with bind(config.gateway, port_before(layout)) as bound:
         bound.listen(BACKLOG)
         host, port = bound.getsockname()[:2]
-        sys.stdout.write(f"serving http://{host}:{port} (API documentation: /docs)\n")
-        sys.stdout.flush()
+        with contextlib.suppress(OutputFailedError), reader_may_leave():
+            sys.stdout.write(f"serving http://{host}:{port} (API documentation: /docs)\n")
         yield bound
 
 
@@ -188,12 +200,30 @@ class Launcher:
         """Wait for the first reason to end the run."""
         asked = asyncio.create_task(stop.wait())
         over = asyncio.create_task(self._supervisor.until(lambda views: _verdict(views) is not None))
+        watched = asyncio.create_task(self._unhealthy()) if self._config.health.stop_on else None
         try:
-            await asyncio.wait({asked, over}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, over, *filter(None, [watched])}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
-            over.cancel()
-        return _verdict(self._supervisor.views()) or Ending(EXIT_INTERRUPTED, f"interrupted by {stop.reason}")
+            for task in filter(None, [asked, over, watched]):
+                task.cancel()
+        if verdict := _verdict(self._supervisor.views()):
+            return verdict
+        if stop.reason is None and watched is not None and watched.done():
+            return Ending(EXIT_FAILED, watched.result())
+        return Ending(EXIT_INTERRUPTED, f"interrupted by {stop.reason}")
+
+    async def _unhealthy(self) -> str:
+        """Wait for a finding of `health.stop_on`, and return it as the reason to end the run."""
+        names = self._config.health.stop_on
+        async with EventFeed(self._layout, [topics.telemetry("health", "")]) as feed:
+            while True:
+                event = await feed.next(LISTEN_S)
+                with contextlib.suppress(WireError):
+                    found = codec.decode_event(event[1]) if event is not None else None
+                    if isinstance(found, HealthFinding) and found.finding in names and not found.ended:
+                        return (
+                            f"health.stop_on: {found.finding} of {found.env}: {found.problem}; {found.remedy}"
+                        )
 
     async def _stop(self, reason: str) -> None:
         limits = self._config.orchestrator
@@ -244,13 +274,3 @@ def _signals(stop: Stop, kill: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-def _log_to(path: Path) -> None:
-    """Send the launcher's own log to its file: the view owns the terminal."""
-    logging.basicConfig(
-        filename=path,
-        level=logging.INFO,
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-    )

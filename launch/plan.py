@@ -13,13 +13,14 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
 
 STOP_ORDER: Final[Sequence[frozenset[Role]]] = (
-    frozenset({Role.TRAINER, Role.ORCHESTRATOR, Role.GATEWAY}),
-    frozenset({Role.INFERENCE, Role.TEACHER}),
+    frozenset({Role.TRAINER, Role.ORCHESTRATOR, Role.CURRICULUM}),
+    frozenset({Role.GATEWAY, Role.INFERENCE, Role.TEACHER}),
     frozenset({Role.BROKER}),
     frozenset({Role.TELEMETRY}),
 )
 """Groups of roles that end together, first to last. The orchestrator ends its workers, and they flush into a running
-broker. The broker saves its queues after them. Telemetry, the last to end, records all of it."""
+broker, programs through a running gateway. The broker saves its queues after them. Telemetry, the last to end, records
+all of it."""
 
 _COMMANDS: Final = {Role.GATEWAY: "serve-gateway"}
 """Commands with a name other than their role's."""
@@ -40,6 +41,8 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
         roles.append(Role.INFERENCE)
     if config.teacher.path:
         roles.append(Role.TEACHER)
+    if config.curriculum:
+        roles.append(Role.CURRICULUM)
     if config.gateway.enabled and config.gateway.listen:
         roles.append(Role.GATEWAY)
     if config.orchestrator.enabled and (config.environment or config.inference.max_engines > 1):
@@ -66,8 +69,9 @@ def _service(role: Role, layout: RunLayout, python: str) -> ProcessSpec:
         name=role.value,
         role=role,
         argv=(
-            *(python, "-m", "rolloutmq.launch.cli", _COMMANDS.get(role, role.value)),
+            *(python, "-m", "rolloutmq.launch.service_process", _COMMANDS.get(role, role.value)),
             *("--run-dir", str(layout.root)),
         ),
         log=str(layout.log(role.value)),
+        spare=role is Role.GATEWAY,
     )

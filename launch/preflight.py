@@ -6,6 +6,7 @@ The user's own code does not run here: a worker loads its environment's class in
 import errno
 import importlib.util
 import math
+import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -13,7 +14,9 @@ from typing import Final
 import psutil
 
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
-from rolloutmq.bus.transport.endpoint import bind_host
+from rolloutmq.bus.transport.bindings import bind_host
+from rolloutmq.schemas.config.command import problem_of_secrets
+from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import (
@@ -24,7 +27,10 @@ from rolloutmq.schemas.errors import (
     VocabularyMismatchError,
     install_remedy,
 )
+from rolloutmq.services.curriculum.samplers.registry import check_samplers
+from rolloutmq.services.http_access import http_token
 from rolloutmq.services.inference.vllm.installed import require_vllm
+from rolloutmq.services.programs.command import check_command
 from rolloutmq.services.worker.loader import check_entry
 
 TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
@@ -34,14 +40,21 @@ def check(config: RunConfig) -> None:
     """Raise the first error that would make the run fail.
 
     Raises:
-        ConfigError: The entry of an environment does not exist, an address cannot be bound, no combination of whole
-            groups fills a batch, or the teacher does not fit the student.
+        ConfigError: The entry or the program of an environment does not exist, a secret is not set, a sampler does not
+            exist or has a wrong option, an address cannot be bound, the token file has no token or is not private, no
+            combination of whole groups fills a batch, or the teacher does not fit the student.
         MissingError: A required package is not installed.
         AddressInUseError: Another process listens on the port of the inference server.
     """
     for name, environment in config.environment.items():
-        check_entry(name, environment, config.base_dir)
+        if environment.command:
+            check_command(name, environment.command, config.base_dir)
+        else:
+            check_entry(name, environment, config.base_dir)
+        _check_secrets(name, environment)
+    check_samplers(config)
     _check_batch(config)
+    http_token(config)
     if config.broker.transport == "tcp":
         bind_host(config.broker)
     if config.inference.kind == "vllm":
@@ -55,6 +68,14 @@ def check(config: RunConfig) -> None:
     _check_device(config)
     _check_port(config.inference)
     _check_teacher(config)
+
+
+def _check_secrets(name: str, environment: EnvironmentConfig) -> None:
+    raters = environment.rewards.raters.items()
+    options = [(f"rewards.raters.{rater}.options", section.options) for rater, section in raters]
+    for key, value in (("options", environment.options), ("variables", environment.variables), *options):
+        if problem := problem_of_secrets(value, os.environ):
+            raise ConfigError(f"environment.{name}.{key}", problem)
 
 
 def _check_device(config: RunConfig) -> None:

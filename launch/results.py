@@ -1,5 +1,7 @@
 """Results of an ended run: `summary.json`, `report.png`, and a few lines on the terminal.
 
+The trainer's log says what became of the groups. A trainer of one's own writes none: then the broker's ledger says it.
+
 The survey compares produced with trained groups. The ack logs describe most groups. The journal describes the rest:
 groups of a worker killed before it wrote, of a producer without a log, or of an earlier version. At durability
 `memory` the rest stays unknown and is counted. A line that does not decode costs its group, not the comparison.
@@ -9,24 +11,38 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from rolloutmq.bus.evaluation.log import in_force, recorded
+from rolloutmq.bus.files import write_private
+from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import MissingError
+from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
-from rolloutmq.services.broker.journal.format.events import Accepted, GroupSnapshot
+from rolloutmq.schemas.wire.control import GetStatus, StatusReply
+from rolloutmq.services.broker.journal.format.events import Accepted, GroupSnapshot, GroupState
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
 from rolloutmq.services.broker.journal.inspect.history import JournalHistory
-from rolloutmq.services.broker.journal.inspect.ledger_model import remaining_ids
+from rolloutmq.services.broker.journal.inspect.ledger_model import SnapshotModel, remaining_ids
+from rolloutmq.services.broker.journal.inspect.verify import recount
 from rolloutmq.services.broker.snapshots.memory_snapshot import load
+from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.bias import Bias, Produced, described, find_bias, headed
 from rolloutmq.services.monitor.report.bias_table import table, verdict_line
 from rolloutmq.services.monitor.report.plot import bound_text, write_report
-from rolloutmq.services.monitor.report.summary import read_trainer_log, settle_accounts, summarise
+from rolloutmq.services.monitor.report.summary import (
+    LedgerFigures,
+    read_trainer_log,
+    settle_accounts,
+    summarise,
+)
 from rolloutmq.services.monitor.text.jsonl import read_whole_lines
 
 
@@ -43,12 +59,72 @@ class Survey(msgspec.Struct, frozen=True):
         return {**fields.pop("bias"), **fields}
 
 
-def survey(layout: RunLayout, saved: Iterable[str]) -> Survey:
+STATES: Final[Mapping[GroupState, str]] = {
+    GroupState.QUEUED: "in_flight",
+    GroupState.LEASED: "in_flight",
+    GroupState.TRAINED: "trained",
+    GroupState.COMMITTED: "trained",
+    GroupState.FILTERED: "filtered",
+    GroupState.EXPIRED: "expired",
+    GroupState.DEAD: "dead",
+    GroupState.DISCARDED: "discarded",
+}
+"""Name of each ledger state in the summary."""
+
+
+ANSWER_S: Final = 3.0
+"""Longest wait for the reply of a running broker."""
+
+
+def ledger_figures(layout: RunLayout) -> LedgerFigures | None:
+    """Return the broker's ledger of a run without a trainer's log; None if there is a log, or no ledger.
+
+    Blocks on the disk. At durability `memory` a broker that ended in order has left its ledger, and a running one is
+    asked for its counts.
+    """
+    if layout.trained.exists() and layout.trained.stat().st_size:
+        return None
+    model = SnapshotModel()
+    if layout.journal.is_dir():
+        model = recount(layout.journal)
+    else:
+        model.open(load(layout.saved).events)
+    if not model.accepted:
+        return None if layout.journal.is_dir() else _asked(layout)
+    counts = Counter(dict.fromkeys(STATES.values(), 0))
+    for state, count in model.counts().items():
+        counts[STATES[state]] += count
+    # A dead group that was queued again has a later order: its last state counts.
+    states = {model.ids[order]: STATES[model.states[order]] for order in sorted(model.ids)}
+    return LedgerFigures(model.accepted, counts, model.rewound, states, is_whole=not model.before.total())
+
+
+def _asked(layout: RunLayout) -> LedgerFigures | None:
+    """Ask a running broker for the counts of its ledger; None if there is none, or no reply."""
+    endpoints = endpoints_of(layout)
+    if endpoints is None or not fate_of(layout).broker:
+        return None
+    try:
+        with BlockingClient(endpoints.serve) as client:
+            reply = client.request(GetStatus(), ANSWER_S)
+    except RolloutMQError:
+        return None
+    if not isinstance(reply, StatusReply):
+        return None
+    ledger = reply.pressure.ledger
+    counts = Counter(dict.fromkeys(STATES.values(), 0))
+    for state, name in STATES.items():
+        counts[name] += getattr(ledger, state.value)
+    return LedgerFigures(ledger.accepted, counts, ledger.rewound, {}, is_whole=False)
+
+
+def survey(layout: RunLayout, saved: Iterable[str], ledger: LedgerFigures | None = None) -> Survey:
     """Compare produced with trained groups of a run. Blocks on the disk.
 
     Args:
         layout: Of a running or ended run; a missing log counts as empty.
         saved: Ids of the groups the broker still queues.
+        ledger: The broker's ledger, if the trainer wrote no log.
     """
     unreadable: Counter[str] = Counter()
     acked: dict[str, Produced | None] = {}
@@ -57,12 +133,19 @@ def survey(layout: RunLayout, saved: Iterable[str]) -> Survey:
             acked[line.group_id] = described(line) or acked.get(line.group_id)
     log = read_trainer_log(read_whole_lines(layout.trained, SettledBatch, unreadable))
     dropped = list(read_whole_lines(layout.dropped, DroppedGroup, unreadable))
-    accounts = settle_accounts(acked, log, dropped, saved)
+    accounts = settle_accounts(acked, log, dropped, saved, ledger)
     produced = {name: group for name, group in acked.items() if group is not None}
     history = JournalHistory(layout.journal)
     if unknown := accounts.accepted - produced.keys():
         produced.update(_journaled(history, unknown))
     return Survey(find_bias(produced, accounts), dict(unreadable), tuple(history.damage))
+
+
+class BrokerRecords(NamedTuple):
+    """What the broker left: ids of the groups it still holds, and its ledger if the trainer wrote no log."""
+
+    saved: list[str]
+    ledger: LedgerFigures | None
 
 
 def unread(found: Survey) -> Iterable[str]:
@@ -100,23 +183,62 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | 
         wall_s: Seconds from the start of the command to the end of its last process; None if unknown.
     """
     if config.gateway.enabled and not config.trainer.enabled:
-        _conclude_gateway(layout, reason, wall_s)
+        _conclude_gateway(config, layout, reason, wall_s)
         return
-    saved = _saved_ids(layout)
-    found = survey(layout, saved)
-    summary, picture = _write(config, layout, reason, wall_s, saved, found)
-    lines = _lines(layout, summary, picture, config.trainer.steps, found)
+    records = _read(layout)
+    found = survey(layout, records.saved, records.ledger)
+    summary, picture = _write(config, layout, reason, wall_s, records, found)
+    lines = _lines(config, layout, summary, picture, found)
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _conclude_gateway(layout: RunLayout, reason: str, wall_s: float | None) -> None:
+def _conclude_gateway(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | None) -> None:
     """Print how to continue. The trainer is not ours, and only it knows the learning result."""
-    layout.summary.write_text(json.dumps({"ended": reason, "wall_s": wall_s}, indent=2) + "\n")
+    _write_summary(layout, {"ended": reason, "wall_s": wall_s})
     sys.stdout.write(
         f"ended      {reason}\n"
-        f"undelivered groups are kept: continue with `rolloutmq gateway --run-dir {layout.root}`\n"
+        f"undelivered groups are kept: continue with `rolloutmq {_command(config, layout)}`\n"
         f"check every group with `rolloutmq ledger verify {layout.root}`\n"
     )
+
+
+def _command(config: RunConfig, layout: RunLayout) -> str:
+    """Return the command that continues a run."""
+    if config.gateway.enabled and not config.trainer.enabled:
+        return "up CONFIG --resume" if config.environment else f"gateway --run-dir {layout.root}"
+    if not layout.log("up").exists():
+        return f"broker --run-dir {layout.root}"
+    return f"up CONFIG --run-dir {layout.root} --resume"
+
+
+UNENDED: Final = "not yet"
+"""Reason in the summary of a run that is still active."""
+
+
+def _end(layout: RunLayout) -> tuple[str, float | None]:
+    """Return why a run ended, and its duration if the launcher measured it.
+
+    The launcher recorded both in the summary. Nobody does so for a broker started by hand.
+    """
+    fate = fate_of(layout)
+    if fate.life is RunLiveness.LIVING:
+        return UNENDED, None
+    if fate.life is RunLiveness.DEAD:
+        return "its launcher was killed", None
+    recorded = _recorded_summary(layout)
+    reason, wall_s = recorded.get("ended"), recorded.get("wall_s")
+    if isinstance(reason, str) and reason not in {"", UNENDED}:
+        return reason, float(wall_s) if isinstance(wall_s, int | float) else None
+    if layout.log("up").exists():
+        return f"see {layout.log('up')}", None
+    return "its broker, which was started by hand, has ended", None
+
+
+def _recorded_summary(layout: RunLayout) -> dict[str, Any]:
+    try:
+        return read_json(layout.summary, dict[str, Any]) or {}
+    except msgspec.DecodeError:
+        return {}
 
 
 def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> None:
@@ -125,13 +247,13 @@ def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> No
     Raises:
         DamagedFileError: A log is damaged. The comparison is printed nevertheless, and names the damage.
     """
-    saved = _saved_ids(layout)
-    found = survey(layout, saved)
+    records = _read(layout)
+    found = survey(layout, records.saved, records.ledger)
     summary: dict[str, Any] | None = None
     lines: list[str] = []
     try:
-        summary, picture = _write(config, layout, "see up.log", None, saved, found)
-        lines = [*_lines(layout, summary, picture, config.trainer.steps, found), ""]
+        summary, picture = _write(config, layout, *_end(layout), records, found)
+        lines = [*_lines(config, layout, summary, picture, found), ""]
     finally:
         if as_json:
             text = json.dumps({"summary": summary, "bias": found.fields()}, indent=2)
@@ -145,17 +267,24 @@ def _write(
     layout: RunLayout,
     reason: str,
     wall_s: float | None,
-    saved: list[str],
+    records: BrokerRecords,
     found: Survey,
 ) -> tuple[dict[str, Any], Path | None]:
-    summary = summarise(layout, config, saved_ids=lambda _: saved, wall_s=wall_s)
+    summary = summarise(
+        layout, config, saved_ids=lambda _: records.saved, wall_s=wall_s, ledger=records.ledger
+    )
     summary = {**summary, "bias": found.bias.short(), "ended": reason, "seed": config.run.seed}
-    layout.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    _write_summary(layout, summary)
     return summary, _picture(config, layout, summary)
 
 
-def _saved_ids(layout: RunLayout) -> list[str]:
-    return remaining_ids(layout.journal) if layout.journal.is_dir() else load(layout.saved).ids
+def _write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
+    write_private(layout.summary, json.dumps(summary, indent=2).encode() + b"\n")
+
+
+def _read(layout: RunLayout) -> BrokerRecords:
+    saved = remaining_ids(layout.journal) if layout.journal.is_dir() else load(layout.saved).ids
+    return BrokerRecords(saved, ledger_figures(layout))
 
 
 def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> Path | None:
@@ -168,20 +297,25 @@ def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> P
 
 
 def _lines(
-    layout: RunLayout, summary: dict[str, Any], picture: Path | None, total: int, found: Survey
+    config: RunConfig, layout: RunLayout, summary: dict[str, Any], picture: Path | None, found: Survey
 ) -> Iterator[str]:
-    yield f"ended      {summary['ended']}, after {summary['wall_s']:.1f} s"
+    after = f", after {summary['wall_s']:.1f} s" if summary["wall_s"] else ""
+    yield f"ended      {summary['ended']}{after}"
     if summary["reward_first"] is not None:
         yield f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps"
+    for number, line in enumerate(evaluation.lines(in_force(recorded(layout.evaluations)))):
+        yield f"{'' if number else 'evaluation':<11}{line}"
     yield from _groups(layout, summary)
-    yield f"staleness  at most {summary['staleness_max']}, bound {bound_text(summary)}"
+    if summary["staleness_max"] is not None:
+        yield f"staleness  at most {summary['staleness_max']}, bound {bound_text(summary)}"
     yield f"bias       {verdict_line(found.bias)}"
     yield f"workers    {summary['workers_min']} to {summary['workers_max']}"
     yield f"summary    {layout.summary}"
     if picture is not None:
         yield f"picture    {picture}"
-    if summary["steps"] < total:
-        yield f"continue with `rolloutmq up CONFIG --run-dir {layout.root} --resume`"
+    evaluated = summary["evaluation"]["last"]["step"] if summary["evaluation"] else 0
+    if max(summary["steps"], evaluated) < config.trainer.steps and summary["ended"] != UNENDED:
+        yield f"continue with `rolloutmq {_command(config, layout)}`"
 
 
 def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
@@ -189,7 +323,7 @@ def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
         f"{summary['groups_expired']} expired, {summary['groups_dead']} dead, "
         f"{summary['groups_in_flight']} in flight"
     )
-    if summary.get("groups_settled") is not None:
+    if summary["groups_trained"] is None:
         yield f"groups     {summary['groups_accepted']} accepted: {summary['groups_settled']} to your trainer, {rest}"
         yield f"           `rolloutmq ledger verify {layout.root}` shows their states"
         return
@@ -197,4 +331,9 @@ def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
         f"groups     {summary['groups_accepted']} accepted: {summary['groups_trained']} trained, "
         f"{summary['groups_filtered']} filtered, {rest}"
     )
+    if summary["groups_evaluated"]:
+        yield f"           and {summary['groups_evaluated']} for evaluation"
+    if summary["groups_trained_twice"] is None:
+        yield f"           of the broker's ledger; `rolloutmq ledger verify {layout.root}` checks it"
+        return
     yield f"           {summary['groups_lost']} lost, {summary['groups_trained_twice']} trained twice"

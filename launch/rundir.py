@@ -9,21 +9,26 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_fd, require_private
 from rolloutmq.bus.producer.spool_file import require_own_spools
-from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.bus.rundir import read_json, usable, write_json
 from rolloutmq.bus.shm.segment_file import sweep
-from rolloutmq.bus.transport.endpoint import bindings, claim
+from rolloutmq.bus.transport.bindings import bindings, claim
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, Role
+from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.read.trim import trim
-from rolloutmq.services.broker.journal.read.versions import require_own_records
+from rolloutmq.services.broker.journal.read.versions import require_own_records, require_version_of
 from rolloutmq.services.inference.vllm import socket_dir
+from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 from rolloutmq.services.process.child import end_strays
 from rolloutmq.services.process.identity import alive, identify
 from rolloutmq.trainer.weights import address
@@ -47,30 +52,53 @@ def claimed(root: Path, token: str, *, resume: bool) -> Iterator[RunLayout]:
 
     Raises:
         RunDirInUseError: A running launcher owns it.
+        NotPrivateError: It belongs to another user, or others may write in it.
+        UnusablePathError: It cannot be read or written.
         RecordVersionError: Another version wrote the run to resume; nothing of it was touched.
     """
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = _lock(root)
+    with ExitStack() as stack:
+        with usable(root):
+            layout = _claim(root, token, stack, resume=resume)
+        yield layout
+
+
+def _claim(root: Path, token: str, stack: ExitStack, *, resume: bool) -> RunLayout:
+    found = RunLayout(root)
+    if root.exists():
+        require_private(root)
+    if resume:
+        # Before the lock, so that nothing at all is written beside the files of another version.
+        require_own_records(found)
+        require_own_spools(found.spools)
+    root.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    lock = stack.enter_context(_locked(root))
     layout = RunLayout(root.resolve())
-    try:
-        if resume:
-            require_own_records(layout)
-            require_own_spools(layout.spools)
-        end_strays(recorded(layout), STRAY_GRACE_S)
-        trim_journal(layout)
-        if not resume and any(path.exists() for path in (layout.config, layout.journal, layout.saved)):
-            _move_aside(layout)
-            os.close(lock)
-            layout.root.mkdir(mode=0o700)
-            lock = _lock(layout.root)
-        layout.logs.mkdir(exist_ok=True)
-        write_json(layout.owner, identify("up", Role.LAUNCHER, os.getpid(), token))
-        try:
-            yield layout
-        finally:
-            layout.owner.unlink(missing_ok=True)
-    finally:
-        os.close(lock)
+    end_strays(recorded(layout), STRAY_GRACE_S)
+    trim_journal(layout)
+    if not resume and _has_run(layout):
+        _move_aside(layout)
+        lock.close()
+        layout.root.mkdir(mode=PRIVATE_DIRECTORY)
+        stack.enter_context(_locked(layout.root))
+    layout.logs.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+    write_json(layout.owner, identify("up", Role.LAUNCHER, os.getpid(), token))
+    stack.callback(layout.owner.unlink, missing_ok=True)
+    return layout
+
+
+def require_run(root: Path) -> None:
+    """Require a run to resume in a directory.
+
+    Raises:
+        MissingError: There is none.
+    """
+    if not _has_run(RunLayout(root)):
+        remedy = "name the directory of a run (run.dir or --run-dir), or start a new run without --resume"
+        raise MissingError(f"run directory {root}", remedy, "has no run to resume")
+
+
+def _has_run(layout: RunLayout) -> bool:
+    return any(path.exists() for path in (layout.config, layout.journal, layout.saved))
 
 
 @contextmanager
@@ -79,21 +107,24 @@ def idle(root: Path) -> Iterator[None]:
 
     Raises:
         RunDirInUseError: A running launcher owns it.
+        NotPrivateError: It belongs to another user, or others may write in it.
     """
-    lock = _lock(root)
-    try:
+    with ExitStack() as stack:
+        with usable(root):
+            require_private(root)
+            stack.enter_context(_locked(root))
         yield
-    finally:
-        os.close(lock)
 
 
 def trim_journal(layout: RunLayout) -> None:
     """Free the disk space a killed broker had reserved for its journal; skip it while a broker runs."""
     if not layout.journal.is_dir():
         return
-    with suppress(RolloutMQError), claim(layout):
+    with suppress(RolloutMQError):
         try:
-            trim(layout.journal)
+            require_version_of(layout.journal, Disk())  # before the claim writes its lock
+            with claim(layout):
+                trim(layout.journal)
         except OSError as error:
             logger.warning("journal not trimmed directory=%s error=%s", layout.journal, error)
 
@@ -135,17 +166,21 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
 
     Args:
         given: The named directory, or None for the only active run under `runs/`.
-        living: Without a name, accept only a run with a running launcher; else the newest run.
+        living: Without a name, accept only a run with a running launcher, or with a running broker that was started
+            by hand; else the newest run.
 
     Raises:
         MissingError: There is no such run, or several are active.
+        UnusablePathError: The named directory cannot be read.
     """
     if given is not None:
-        if not RunLayout(given).config.exists():
+        with usable(given):
+            found = RunLayout(given).config.exists()
+        if not found:
             raise MissingError(f"{given}", "start one with `rolloutmq up CONFIG`", "has no run")
         return given
     layouts = [RunLayout(path.parent) for path in RUNS.glob("*/config.json")]
-    alive_ones = [layout for layout in layouts if owner(layout) is not None]
+    alive_ones = [layout for layout in layouts if fate_of(layout).life is RunLiveness.LIVING]
     if len(alive_ones) > 1:
         names = ", ".join(sorted(str(layout.root) for layout in alive_ones))
         raise MissingError(f"{RUNS}/", f"name one of {names}", "has several active runs")
@@ -165,17 +200,25 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     raise MissingError(f"{RUNS}/", hint, "has no active run")
 
 
-def _lock(root: Path) -> int:
-    lock = os.open(root / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        found = owner(RunLayout(root))
-        if found is None:
-            raise RunDirInUseError(str(root), "another process") from None
-        raise in_use(root, found) from None
-    return lock
+@contextmanager
+def _locked(root: Path) -> Iterator[ExitStack]:
+    """Lock `run.lock` within the block, or until the yielded stack is closed."""
+    with ExitStack() as stack:
+        lock = private_fd(root / "run.lock", os.O_RDWR | os.O_CREAT)
+        stack.callback(os.close, lock)
+        free = True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        found = None
+        with suppress(msgspec.DecodeError):  # damaged: the lock alone decides
+            found = owner(RunLayout(root))
+        if found is not None:  # without the lock: somebody deleted the file that it locked
+            raise in_use(root, found)
+        if not free:
+            raise RunDirInUseError(str(root), "another process")
+        yield stack
 
 
 def _move_aside(layout: RunLayout) -> Path:

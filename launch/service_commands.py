@@ -1,9 +1,11 @@
-"""Commands that run one process of a run; the launcher and the orchestrator call them."""
+"""Commands that run one process of a run, for people; the launcher starts them by `service_process`."""
 
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+
+from rolloutmq.launch import service_process
 
 SERVICE: Final = "One process of a run"
 app = typer.Typer()
@@ -22,26 +24,21 @@ def broker(
 ) -> None:
     """Run the broker."""
     from rolloutmq.launch.settings import prepare_service
-    from rolloutmq.services.broker.server import main as run
 
     prepare_service(run_dir, config, assignments or [])
-    raise typer.Exit(run(run_dir))
+    raise typer.Exit(service_process.broker(run_dir))
 
 
 @app.command(rich_help_panel=SERVICE)
 def orchestrator(run_dir: RunDirOption) -> None:
     """Run the orchestrator."""
-    from rolloutmq.services.orchestrator.server import main as run
-
-    raise typer.Exit(run(run_dir))
+    raise typer.Exit(service_process.orchestrator(run_dir))
 
 
 @app.command(rich_help_panel=SERVICE)
 def telemetry(run_dir: RunDirOption) -> None:
     """Run telemetry: sample the machine and record bus events."""
-    from rolloutmq.services.telemetry.server import main as run
-
-    raise typer.Exit(run(run_dir))
+    raise typer.Exit(service_process.telemetry(run_dir))
 
 
 @app.command(rich_help_panel=SERVICE)
@@ -50,22 +47,19 @@ def inference(
     engine: Annotated[str, typer.Option(help="Engine name: inference, inference-1, ...")] = "inference",
 ) -> None:
     """Run an inference server."""
-    from rolloutmq.bus.rundir import load_run
-
-    if load_run(run_dir)[0].inference.kind == "vllm":
-        from rolloutmq.services.inference.vllm.server import main as run
-    else:
-        from rolloutmq.services.inference.tiny.server import main as run
-
-    raise typer.Exit(run(run_dir, engine))
+    raise typer.Exit(service_process.inference(run_dir, engine))
 
 
 @app.command(rich_help_panel=SERVICE)
 def teacher(run_dir: RunDirOption) -> None:
     """Run the teacher of a distillation run."""
-    from rolloutmq.services.inference.teacher.server import main as run
+    raise typer.Exit(service_process.teacher(run_dir))
 
-    raise typer.Exit(run(run_dir))
+
+@app.command(rich_help_panel=SERVICE)
+def curriculum(run_dir: RunDirOption) -> None:
+    """Run the curriculum: choose the tasks of the environments with a `[curriculum.NAME]`."""
+    raise typer.Exit(service_process.curriculum(run_dir))
 
 
 @app.command(rich_help_panel=SERVICE)
@@ -74,17 +68,13 @@ def worker(
     name: Annotated[str, typer.Option("--worker", help="Worker name: ENVIRONMENT-NUMBER.")],
 ) -> None:
     """Run an environment worker."""
-    from rolloutmq.services.worker.runtime import main as run
-
-    raise typer.Exit(run(run_dir, name))
+    raise typer.Exit(service_process.worker(run_dir, name))
 
 
 @app.command("serve-gateway", rich_help_panel=SERVICE, hidden=True)
 def gateway_service(run_dir: RunDirOption) -> None:
     """Run the HTTP gateway of a run."""
-    from rolloutmq.services.gateway.server import main as run
-
-    raise typer.Exit(run(run_dir))
+    raise typer.Exit(service_process.gateway(run_dir))
 
 
 @app.command(rich_help_panel=SERVICE)
@@ -93,6 +83,4 @@ def trainer(
     rank: Annotated[int, typer.Option(help="Rank, from 0 to trainer.ranks - 1.", min=0)] = 0,
 ) -> None:
     """Run one rank of the trainer."""
-    from rolloutmq.trainer.loop import main as run
-
-    raise typer.Exit(run(run_dir, rank))
+    raise typer.Exit(service_process.trainer(run_dir, rank))

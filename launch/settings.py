@@ -15,6 +15,7 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from rolloutmq.bus.files import PRIVATE_DIRECTORY, require_private
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config.base import problem_of
 from rolloutmq.schemas.config.run import RunConfig
@@ -49,6 +50,19 @@ def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable
     return validate(tree)
 
 
+def overridden(config: RunConfig, assignments: Iterable[str]) -> RunConfig:
+    """Return a resolved configuration with further texts `key=value`.
+
+    Raises:
+        ConfigError: As for `load`.
+    """
+    tree = config.model_dump()
+    for assignment in assignments:
+        key, value = assigned(assignment)
+        _assign(tree, key.split("."), value)
+    return validate(tree)
+
+
 def assigned(assignment: str) -> tuple[str, Any]:
     """Return the dotted key and the value of a text `key=value`; ConfigError if it has another form."""
     key, equals, text = assignment.partition("=")
@@ -69,6 +83,9 @@ def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]
     """Configure a run directory for a service that runs without a launcher.
 
     A configured directory stays unchanged unless a file or an assignment is given.
+
+    Raises:
+        NotPrivateError: The directory belongs to another user, or others may write in it.
     """
     layout = RunLayout(run_dir)
     if layout.config.exists() and file is None and not assignments:
@@ -78,7 +95,8 @@ def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]
     )
 
     require_own_records(layout)
-    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run_dir.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    require_private(run_dir)
     write_json(layout.config, load(file, environ=os.environ, assignments=assignments))
 
 

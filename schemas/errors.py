@@ -1,63 +1,32 @@
-"""The error tree, divided by what the caller can do.
+"""The error tree, divided by what the caller can do; `docs/reference/errors.md` lists every class.
 
     RolloutMQError
-    ├── RetryableError            the call is correct: try again
-    │   ├── BrokerUnavailableError     the broker did not answer within the deadline
-    │   ├── PolicyUnavailableError     the inference server did not answer within the deadline
-    │   ├── TasksFullError             too many tasks are open
-    │   ├── TeacherFailedError         the teacher failed on a group several times
-    │   ├── JournalWaitsError          the journal lacks disk space, memory or a descriptor
-    │   ├── SegmentGoneError           shared memory was removed or replaced
-    │   └── Weights...Error            Torn, Busy, Silent, Damaged, NotSent: the weights cannot be used now
-    ├── GivenUpError              the call can no longer succeed: stop, or open a new client
-    │   ├── SessionFencedError         a newer session of this producer took over
-    │   ├── LeaseLostError             the step went back to the queue; its work is void
-    │   ├── EndOfReplayError           every recorded batch was delivered
-    │   ├── RankLostError              another rank of the trainer ended
-    │   ├── DrainingError              the worker is draining: start nothing new
-    │   └── ClosedError                the client is closed
-    ├── UsageError                the caller's data or code is wrong
-    │   ├── ConfigError                a key of the configuration is wrong
-    │   │   ├── TokenizerMismatchError     teacher and student mean different tokens by the same ids
-    │   │   └── VocabularyMismatchError    `full` compares two vocabularies of different sizes
-    │   ├── TeacherRefusedError        the teacher does not accept these sequences
-    │   ├── InvalidGroupError          the columns of a group contradict each other
-    │   ├── InvalidTaskError           a task cannot be sent
-    │   ├── GroupTooLargeError         no credit could ever cover the group
-    │   ├── WeightsMismatchError       two sides of a weight share have different tensors
-    │   ├── RefusedError               the broker does not accept the request
-    │   ├── PolicyRefusedError         the inference server does not accept the prompt
-    │   ├── EnvironmentFailedError     an environment failed many times in a row
-    │   ├── WorkersFailedError         every worker of an environment failed
-    │   └── NothingToLearnError        many batches in a row had no learning signal
-    ├── WireError                 the peer sent bytes that break the protocol
-    │   ├── MalformedError
-    │   ├── LimitExceededError
-    │   ├── VersionMismatchError
-    │   └── ChecksumError
-    └── ResourceError             something on this machine is missing, damaged or in use
-        ├── RunDirInUseError
-        ├── AddressInUseError
-        ├── SegmentInUseError          another live process owns the shared memory
-        ├── DamagedFileError, DamagedRecordError, DamagedJournalError
-        ├── RecordVersionError         another version of RolloutMQ wrote the file
-        ├── JournalFailedError         the disk failed, so the broker ends
-        ├── WeightsNotWrittenError     the weights could not be written to disk
-        └── MissingError
+    ├── RetryableError     the call is correct: try again
+    ├── GivenUpError       the call can no longer succeed: stop, or open a new client
+    ├── UsageError         the caller's data or code is wrong
+    ├── WireError          the peer sent bytes that break the protocol
+    └── ResourceError      something on this machine is missing, damaged or in use
 
 Exceptions carry fields and build their own text: `key: what is wrong (got X); what to do`. Over the wire an error is an
 `ErrorCode` and that text.
 """
 
-import time
-from typing import ClassVar, Self
+import copyreg
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 
 
 class RolloutMQError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose. Each can be pickled and copied."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class RetryableError(RolloutMQError):
@@ -68,19 +37,31 @@ class BrokerUnavailableError(RetryableError):
     """The broker did not answer within the deadline."""
 
     def __init__(self, address: str, waited_s: float) -> None:
-        self.address = address
-        self.waited_s = waited_s
+        self.address, self.waited_s = address, waited_s
 
     def __str__(self) -> str:
         return f"broker: no answer from {self.address} within {self.waited_s:.1f} s; check that its process is alive"
+
+
+class WaitTimeoutError(RetryableError, TimeoutError):
+    """A call waited for longer than its `timeout_s`."""
+
+    def __init__(self, what: str, waited_s: float, problem: str) -> None:
+        self.what = what
+        """What waited, for example `send`."""
+        self.waited_s = waited_s
+        self.problem = problem
+        """What was missing, and where it was looked for."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: not done within timeout_s of {self.waited_s:.1f} s: {self.problem}"
 
 
 class PolicyUnavailableError(RetryableError):
     """The inference server did not answer within the deadline, over all attempts."""
 
     def __init__(self, address: str, waited_s: float, last: str) -> None:
-        self.address = address
-        self.waited_s = waited_s
+        self.address, self.waited_s = address, waited_s
         self.last = last
         """Error of the last attempt."""
 
@@ -92,12 +73,24 @@ class PolicyUnavailableError(RetryableError):
         )
 
 
+class RatersMissingError(RetryableError):
+    """Too few raters gave a rating, so an answer has no score; the task may be tried again."""
+
+    def __init__(self, ensemble: str, got: int, wanted: int, last: str) -> None:
+        self.ensemble, self.got, self.wanted, self.last = ensemble, got, wanted, last
+
+    def __str__(self) -> str:
+        why = self.last or "no rater had an opinion"
+        return (
+            f"{self.ensemble}: too few ratings of an answer (got {self.got}, min_raters {self.wanted}): {why}"
+        )
+
+
 class JournalWaitsError(RetryableError):
     """The journal lacks disk space, memory, a descriptor or access to a file; it continues once it has it."""
 
     def __init__(self, path: str, problem: str) -> None:
-        self.path = path
-        self.problem = problem
+        self.path, self.problem = path, problem
 
     def __str__(self) -> str:
         return (
@@ -113,8 +106,7 @@ class SessionFencedError(GivenUpError):
     """A newer session of the same producer registered; this one may not send any more."""
 
     def __init__(self, producer: str, session: int) -> None:
-        self.producer = producer
-        self.session = session
+        self.producer, self.session = producer, session
 
     def __str__(self) -> str:
         return (
@@ -123,12 +115,45 @@ class SessionFencedError(GivenUpError):
         )
 
 
+class ConsumerFencedError(GivenUpError):
+    """Another process registered under the name of this consumer; this one gets no more batches."""
+
+    def __init__(self, consumer: str) -> None:
+        self.consumer = consumer
+
+    def __str__(self) -> str:
+        return (
+            f"consumer {self.consumer}: another process registered under this name and took over its batches; "
+            "end one of the two, or give each consumer its own name"
+        )
+
+
+class UnackedError(GivenUpError):
+    """A producer closed before the broker acked all its groups; without an ack they may be lost."""
+
+    SHOWN: ClassVar[int] = 10
+    """Most ids in the text."""
+
+    def __init__(self, producer: str, group_ids: Sequence[str], why: str) -> None:
+        self.producer = producer
+        self.group_ids = tuple(group_ids)
+        """Ids of all unacked groups, in the order of their sending."""
+        self.why = why
+
+    def __str__(self) -> str:
+        count, shown = len(self.group_ids), ", ".join(self.group_ids[: self.SHOWN])
+        rest = f" and {count - self.SHOWN} more" if count > self.SHOWN else ""
+        return (
+            f"producer {self.producer}: {count} groups are not acked and may be lost ({self.why}): {shown}{rest}; "
+            "send them again, or give save_to to keep such groups, or a longer drain_s"
+        )
+
+
 class LeaseLostError(GivenUpError):
     """The leased step went back to the queue; its work is void."""
 
     def __init__(self, lease: int, why: str) -> None:
-        self.lease = lease
-        self.why = why
+        self.lease, self.why = lease, why
 
     def __str__(self) -> str:
         return f"lease {self.lease}: lost ({self.why}); discard the work of its step and pull again"
@@ -175,8 +200,7 @@ class InvalidGroupError(UsageError):
     """The columns of a trajectory group contradict each other or have an unusable type."""
 
     def __init__(self, column: str, problem: str) -> None:
-        self.column = column
-        self.problem = problem
+        self.column, self.problem = column, problem
 
     def __str__(self) -> str:
         return f"column {self.column}: {self.problem}"
@@ -186,8 +210,7 @@ class GroupTooLargeError(UsageError):
     """A group is larger than the broker or the producer's spool accepts."""
 
     def __init__(self, nbytes: int, limit: int) -> None:
-        self.nbytes = nbytes
-        self.limit = limit
+        self.nbytes, self.limit = nbytes, limit
 
     def __str__(self) -> str:
         return (
@@ -200,8 +223,7 @@ class RefusedError(UsageError):
     """The broker refused the request."""
 
     def __init__(self, code: ErrorCode, detail: str) -> None:
-        self.code = code
-        self.detail = detail
+        self.code, self.detail = code, detail
 
     def __str__(self) -> str:
         return f"broker: request refused ({self.code.value}): {self.detail}"
@@ -223,13 +245,26 @@ def _refusal(status: int) -> str:
     return "unusable answer" if status == 200 else f"request refused with status {status}"
 
 
+class ForkedError(UsageError):
+    """A client was used in a forked child; only the process that opened it has its sockets and threads."""
+
+    def __init__(self, client: str, owner: int) -> None:
+        self.client = client
+        self.owner = owner
+        """Process id that opened the client."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.client}: opened by process {self.owner} and used in a forked child of it; "
+            "open another one in the child, or start the child with multiprocessing's `spawn`"
+        )
+
+
 class EnvironmentFailedError(UsageError):
     """An environment failed `failure_limit` times in a row, so its worker gives up."""
 
     def __init__(self, env: str, failures: int, last: str) -> None:
-        self.env = env
-        self.failures = failures
-        self.last = last
+        self.env, self.failures, self.last = env, failures, last
 
     def __str__(self) -> str:
         return f"environment.{self.env}: {self.failures} rollouts in a row failed, the last with: {self.last}"
@@ -239,9 +274,7 @@ class WorkersFailedError(UsageError):
     """Every worker of an environment failed for good, so the run cannot continue."""
 
     def __init__(self, env: str, worker: str, reason: str) -> None:
-        self.env = env
-        self.worker = worker
-        self.reason = reason
+        self.env, self.worker, self.reason = env, worker, reason
 
     def __str__(self) -> str:
         return f"environment.{self.env}: all workers failed; {self.worker}: {self.reason}"
@@ -251,8 +284,7 @@ class NothingToLearnError(UsageError):
     """Many batches in a row had no learning signal, so the trainer takes no step."""
 
     def __init__(self, batches: int, last: str) -> None:
-        self.batches = batches
-        self.last = last
+        self.batches, self.last = batches, last
 
     def __str__(self) -> str:
         return f"trainer: {self.batches} batches in a row had nothing to learn from, the last: {self.last}"
@@ -325,20 +357,78 @@ class RunDirInUseError(ResourceError):
         self.since = since
 
     def __str__(self) -> str:
-        when = time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(self.since)) if self.since else ""
+        from rolloutmq.schemas.printable import moment  # not for everybody who imports an error
+
+        when = f" since {moment(self.since)}" if self.since else ""
         who = f"process {self.pid} ({self.owner})" if self.pid else self.owner
-        return f"run directory {self.path} is in use by {who}{when}"
+        return (
+            f"run directory {self.path} is in use by {who}{when}; stop that run with `rolloutmq down {self.path}`, "
+            "or choose another run directory"
+        )
+
+
+class UnusablePathError(ResourceError):
+    """The file system refuses to read or write a file or directory.
+
+    Attributes:
+        what: What it is, with its path.
+        problem: The refusal, as the system words it.
+    """
+
+    def __init__(self, what: str, problem: str) -> None:
+        self.what = what
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: cannot be used ({self.problem}); make it readable and writable for this user and make room "
+            "on its disk, or choose another"
+        )
+
+
+class NotPrivateError(ResourceError):
+    """Another user owns a run directory or a file in it, or may write in it, and could redirect what a run writes.
+
+    Attributes:
+        path: The directory or file.
+        problem: Who may do what.
+        remedy: What to do.
+    """
+
+    def __init__(self, path: str, problem: str, remedy: str) -> None:
+        self.path = path
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}; {self.remedy}"
+
+
+class OutputFailedError(ResourceError):
+    """Standard output takes nothing more, for example because its disk is full."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"standard output: cannot be written ({self.problem}); make room, or redirect it elsewhere"
 
 
 class AddressInUseError(ResourceError):
     """Another process is bound to this address."""
 
-    def __init__(self, address: str, owner: str = "another process") -> None:
+    def __init__(
+        self,
+        address: str,
+        owner: str = "another process",
+        remedy: str = "end that process, or choose another address",
+    ) -> None:
         self.address = address
         self.owner = owner
+        self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"address {self.address} is in use by {self.owner}"
+        return f"address {self.address} is in use by {self.owner}; {self.remedy}"
 
 
 class DamagedFileError(ResourceError):

@@ -21,11 +21,16 @@ model/               configuration and tokenizer of the policy          trainer
 checkpoints/         step-000050/ ...                                   trainer
 trained.jsonl        settled batches, with the ids of their groups      trainer
 acks/<worker>.jsonl  acked groups                                       each producer
+evaluations.jsonl    points of the evaluation                           whoever evaluates
+evaluation.json      tasks of the point under way; evaluation.lock       the same
 dropped.jsonl        groups that left the queue untrained               broker
 saved.rmq            final state with its groups, at durability `memory`    broker
 journal/             groups-00000001.rmq ..., events-00000001.rmq ..., quarantine/  broker
 dead/                one file for each dead letter                      broker
+ratings/             latest ratings of each ensemble of raters          each worker, under a lock
 metrics.jsonl        every published event                              telemetry
+curriculum.json      progress of each curriculum                        curriculum
+curriculum/          state and events of each curriculum                curriculum
 decisions.jsonl      autoscaling decisions, with their inputs           orchestrator
 logs/<name>.log      output of each process; rotated to .log.1, .log.2, ..., newest first
 sockets/             ipc endpoints, mode 0700
@@ -73,11 +78,17 @@ class RunLayout:
         self.checkpoints = root / "checkpoints"
         self.trained = root / "trained.jsonl"
         self.acks = root / "acks"
+        self.evaluations = root / "evaluations.jsonl"
+        self.evaluation = root / "evaluation.json"
+        self.evaluation_lock = root / "evaluation.lock"
         self.dropped = root / "dropped.jsonl"
         self.saved = root / "saved.rmq"
         self.journal = root / "journal"
         self.dead = root / "dead"
+        self.ratings = root / "ratings"
         self.metrics = root / "metrics.jsonl"
+        self.curriculum = root / "curriculum.json"
+        self.curricula = root / "curriculum"
         self.decisions = root / "decisions.jsonl"
         self.logs = root / "logs"
         self.sockets = root / "sockets"
@@ -172,6 +183,15 @@ class SentAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why the trainer waits for vLLM before it pulls again; empty if it does not."""
 
 
+class OpenPoint(msgspec.Struct, frozen=True):
+    """`evaluation.json`: the point of the evaluation under way."""
+
+    id: str
+    tasks: tuple[str, ...]
+    waiter: tuple[int, int, int] | None = None
+    """The trainer that waits for it, as `SentAddress.sender`; None if training goes on."""
+
+
 class VllmAddress(msgspec.Struct, frozen=True, kw_only=True):
     """`vllm.json`: address of a vLLM that receives weights from the trainer."""
 
@@ -221,6 +241,8 @@ class SettledBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Mean score of each group: trained, then filtered ones."""
     resumed: bool = False
     rewound: bool = False
+    moments: dict[str, int] = {}
+    """With `trainer.rewards.normalize`: groups in the moments of each environment that normalized the scores."""
 
 
 class DroppedGroup(msgspec.Struct, frozen=True, kw_only=True):

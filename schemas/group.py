@@ -12,22 +12,32 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, Final, Literal, get_args, overload
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rolloutmq.schemas.arrays import plain_numbers
 from rolloutmq.schemas.errors import InvalidGroupError
+from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import (
     COLUMNS_LIMIT,
     SEQUENCES_LIMIT,
     Dtype,
+    GroupId,
     PolicyVersion,
     RewardSummary,
+    Seconds,
+    TaskRef,
 )
+
+RATINGS: Final = "ratings"
+"""Column `[n][raters]` of what each rater gave each sequence, NaN if missing; see `services.rewards`."""
+RATERS: Final = "raters"
+"""Opaque column beside `ratings`: for each sequence the weights of its raters by name."""
 
 OPAQUE_COLUMNS: Final = frozenset(
     {"messages", "images", "overrides", "group_overrides", "generation_params", "stop_reasons"}
-    | {"instance_ids", "repetition_ids", "members", "distill_tokenizer"}
+    | {"instance_ids", "repetition_ids", "members", "distill_tokenizer", RATERS}
 )
 """Columns that the bus stores without decoding: any msgpack value, bit for bit."""
 
@@ -50,7 +60,19 @@ _SHAPES: Final = (
     "[n][length]: one list for each sequence",
     "[n][length][k]: one list for each token of each sequence",
 )
-ID_CHARS: Final = 128
+_ORIGIN: Final[Mapping[str, Any]] = {
+    "group_id": GroupId,
+    "task": TaskRef,
+    "oldest": PolicyVersion,
+    "newest": PolicyVersion,
+    "started_at": Seconds,
+    "finished_at": Seconds,
+}
+"""Fields of the header that the caller gives, with their types on the wire."""
+_origin: Final = msgspec.msgpack.Decoder(
+    tuple[GroupId, TaskRef, PolicyVersion, PolicyVersion, Seconds, Seconds]
+)
+_encode: Final = msgspec.msgpack.Encoder().encode
 _COLUMN_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,47}")
 
 _NUMPY_OF: Final[Mapping[Dtype, np.dtype[Any]]] = {
@@ -284,6 +306,22 @@ class Group:
     tokens: int = field(default=0)
     stamped: bool = True
 
+    def __post_init__(self) -> None:
+        """Raise InvalidGroupError unless the wire can carry ids, policy versions and times.
+
+        A producer could send neither a group without a header nor any group behind it.
+        """
+        origin = (self.group_id, self.task, self.oldest, self.newest, self.started_at, self.finished_at)
+        try:
+            _origin.decode(_encode(origin))
+            if math.isfinite(self.started_at) and math.isfinite(self.finished_at):
+                return
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError):
+            pass
+        for (name, wanted), value in zip(_ORIGIN.items(), origin, strict=True):
+            if problem := _unsendable(wanted, value):
+                raise InvalidGroupError(name, f"{problem} (got {value!a:.80})")
+
     @classmethod
     def build(
         cls,
@@ -318,9 +356,13 @@ class Group:
                 `[n][length][k]`.
 
         Raises:
-            InvalidGroupError: A column has an unusable type or shape, or contradicts another.
+            InvalidGroupError: A column has an unusable type, shape or value, or contradicts another; or the wire
+                cannot carry one of the other arguments.
         """
         given = {"tokens": tokens, "mask": mask, "scores": scores, **columns}
+        for name in ("tokens", "mask", "scores"):
+            if given[name] is None:
+                raise InvalidGroupError(name, "is required (got None)")
         built = {
             name: Column.opaque(data)
             if name in OPAQUE_COLUMNS
@@ -341,6 +383,7 @@ class Group:
             stamped=oldest is not None,
         )
         group.check()
+        check_token_values(group)
         return group
 
     def check(self) -> None:
@@ -349,12 +392,6 @@ class Group:
             raise InvalidGroupError("scores", f"must have 1 to {SEQUENCES_LIMIT} rows (got {self.sequences})")
         if len(self.columns) > COLUMNS_LIMIT:
             raise InvalidGroupError("*", f"too many columns (got {len(self.columns)}, limit {COLUMNS_LIMIT})")
-        if not 1 <= len(self.group_id) <= ID_CHARS:
-            raise InvalidGroupError(
-                "group_id", f"must have 1 to {ID_CHARS} characters (got {len(self.group_id)})"
-            )
-        if len(self.task) > ID_CHARS:
-            raise InvalidGroupError("task", f"must have at most {ID_CHARS} characters (got {len(self.task)})")
         for name, column in self.columns.items():
             self._check_column(name, column)
         tokens = self.columns["tokens"].values
@@ -403,7 +440,7 @@ class Group:
         return values
 
     def rewards(self) -> RewardSummary:
-        """Return mean, lowest and highest score, as doubles."""
+        """Return the moments and the range of the scores, as doubles. `m2` is infinite if it overflows."""
         scores = self.columns["scores"].numbers().tolist()
         low, high, count = min(scores), max(scores), len(scores)
         try:
@@ -411,7 +448,8 @@ class Group:
         except OverflowError:
             # The sum overflows although the mean does not: add halves instead.
             mean = 2 * math.fsum(score / 2 / count for score in scores)
-        return RewardSummary(min(max(mean, low), high), low, high)
+        mean = min(max(mean, low), high)
+        return RewardSummary(mean, low, high, _squared_deviations(scores, mean))
 
     @overload
     def __getitem__(self, name: Literal["tokens"]) -> list[NDArray[np.integer[Any]]]: ...
@@ -428,3 +466,24 @@ class Group:
 
     def __contains__(self, name: object) -> bool:
         return name in self.columns
+
+
+def _squared_deviations(scores: list[float], mean: float) -> float:
+    """Return the sum of the squared deviations from the mean, infinite if it overflows."""
+    try:
+        return math.fsum((score - mean) ** 2 for score in scores)
+    except OverflowError:
+        return math.inf
+
+
+def _unsendable(wanted: Any, value: Any) -> str:
+    """Return why the wire cannot carry a value of the header, or an empty string."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be finite"
+    try:
+        msgspec.msgpack.decode(_encode(value), type=wanted)
+    except UnicodeEncodeError:
+        return "must be text that UTF-8 can encode, without lone surrogates"
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        return f"cannot be sent: {error}"
+    return ""

@@ -23,6 +23,7 @@ class Role(StrEnum):
     TRAINER = "trainer"
     GATEWAY = "gateway"
     TEACHER = "teacher"
+    CURRICULUM = "curriculum"
     LAUNCHER = "launcher"
 
 
@@ -32,6 +33,8 @@ class Restart(StrEnum):
     NEVER = "never"
     ON_FAILURE = "on_failure"
     """Exit code 0 ends its work; any other code restarts it."""
+    ALWAYS = "always"
+    """Every end restarts it, exit code 0 as well."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,23 +44,29 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         name: Unique in the run; its log is `logs/<name>.log`.
         argv: Program and arguments.
         env: Variables added to the environment.
+        cwd: Working directory; empty for that of the parent.
         log: File for standard output and error; a file, because a pipe could break.
         hopeless: Exit codes after which a restart cannot help; 2 is a wrong configuration.
         fds: Descriptors that it inherits from its parent under the same numbers.
         crew: Name shared by processes that work and end together, such as ranks; empty if it has none.
+        foreign: A program of somebody else's. It gets no SIGUSR1, which would kill it.
         crew_patience_s: Longest wait for another of the crew; then it ends with MISSED_FELLOW.
+        spare: Others work on without it. Killed (SIGKILL), such as for want of memory, it is restarted without limit.
     """
 
     name: str
     role: Role
     argv: tuple[str, ...]
     env: dict[str, str] = {}
+    cwd: str = ""
     log: str
     restart: Restart = Restart.ON_FAILURE
     hopeless: tuple[int, ...] = (2, PERMANENT_FAILURE)
     fds: tuple[int, ...] = ()
     crew: str = ""
     crew_patience_s: float = 0.0
+    foreign: bool = False
+    spare: bool = False
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):

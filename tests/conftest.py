@@ -1,6 +1,7 @@
 """Fixtures that every test gets: whatever a test leaves behind fails it."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -9,13 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
+from tests.house import shared_memory
 
-from rolloutmq.bus.shm import segment_file
-from rolloutmq.bus.shm.segment_file import SegmentFile, SegmentOwner
-
-SHM = Path("/dev/shm")
 # Whatever is started in the background by a shell ignores SIGINT, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -23,15 +20,22 @@ LEAK_DEADLINE_S = 5.0
 """How long a process or thread that is already ending may take to be gone."""
 
 
-def _processes() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True) if _lives(child)}
+def pytest_sessionstart() -> None:
+    """Remove what sessions left that were killed."""
+    shared_memory.sweep()
+    shared_memory.family()
 
 
-def _lives(child: psutil.Process) -> bool:
-    try:
-        return bool(child.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:  # it ended between the two looks
-        return False
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name binary values by their length: what gzip writes differs by the second, and two workers must agree."""
+    if isinstance(val, bytes) and not (len(val) <= 80 and val.isascii() and val.decode().isprintable()):
+        return f"{argname}-of-{len(val)}"
+    return None
+
+
+def pytest_sessionfinish() -> None:
+    """Remove what the dead of this session left."""
+    shared_memory.end()
 
 
 def _descriptors() -> set[str]:
@@ -49,66 +53,20 @@ def _descriptors() -> set[str]:
     return found
 
 
-class Family(threading.Thread):
-    """Remembers who was ever a child: what the dead leave in shared memory says no more than who they were."""
-
-    def __init__(self) -> None:
-        super().__init__(name="family", daemon=True)
-        self.known = {SegmentOwner.current()}
-
-    def run(self) -> None:
-        while True:
-            self.look()
-            time.sleep(FAMILY_S)
-
-    def look(self) -> set[SegmentOwner]:
-        for pid in _processes():
-            if ticks := segment_file._start_ticks(pid):  # process ids come again within one session
-                self.known.add(SegmentOwner(pid, ticks, segment_file._pid_namespace()))
-        return self.known
-
-
-FAMILY_S = 0.25
-"""Whoever owns a segment lives for longer: it has loaded torch."""
-_family: list[Family] = []
-
-
-def family() -> Family:
-    """The one of this process, which lasts as long."""
-    if not _family:
-        _family.append(Family())
-        _family[0].start()
-    return _family[0]
-
-
-def _segments() -> set[str]:
-    """Segments of this process and of those that ever were its children; other runs of this machine have their own."""
-    relatives = family()  # begins before the first test
-    found = list(SHM.glob("rolloutmq*"))
-    ours = relatives.look() if found else set()
-    return {path.name for path in found if _is_ours(path, ours)}
-
-
-def _is_ours(path: Path, ours: set[SegmentOwner]) -> bool:
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        owner = SegmentFile(path, "", fd).owner()
-    finally:
-        os.close(fd)
-    return owner in ours
-
-
 def _threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if not thread.name.startswith("asyncio_")}
 
 
+def _logs_off() -> set[str]:
+    level = logging.root.manager.disable
+    return {f"level {level} and below"} if level else set()
+
+
 PROBES: dict[str, Callable[[], set[int] | set[str]]] = {
-    "processes": _processes,
+    "logs that are off": _logs_off,
+    "processes": shared_memory.children,
     "descriptors": _descriptors,
-    "shared memory": _segments,
+    "shared memory": shared_memory.segments,
     "threads": _threads,
 }
 
@@ -147,3 +105,11 @@ def run_dir(tmp_path: Path) -> Path:
     path = tmp_path / "run"
     path.mkdir(mode=0o700)
     return path
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    """A umask that takes no right from anybody."""
+    before = os.umask(0)
+    yield
+    os.umask(before)

@@ -12,6 +12,6 @@ def opened() -> Counter[str]:
             target = str(entry.readlink())
         except OSError:
             continue
-        if not target.startswith("/proc/"):
+        if target != "/proc" and not target.startswith("/proc/"):
             found[target] += 1
     return found

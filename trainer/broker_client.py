@@ -4,23 +4,23 @@ Waits are interruptible: a signal handler that raises KeyboardInterrupt or a sub
 orderly way. Calls during shutdown have a time limit, because the broker may be gone.
 """
 
-import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
 from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.trainer import TrainerConfig
-from rolloutmq.schemas.errors import BrokerUnavailableError
+from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, WaitTimeoutError
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.moments import Moments
 from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
-from rolloutmq.schemas.wire.replies import Rejected, RunInfo, Settled
+from rolloutmq.schemas.wire.replies import Rejected, RunInfo
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 CONSUMER: Final = "trainer-{rank}"
 LAST_WORD_S: Final = 2.0
@@ -40,6 +40,8 @@ class StepBatch(Protocol):
     def short(self) -> bool: ...
     @property
     def rewound(self) -> bool: ...
+    @property
+    def moments(self) -> Mapping[str, Moments]: ...
     @property
     def lease(self) -> int: ...
     @property
@@ -84,14 +86,19 @@ class BrokerClient(Protocol):
 class BusBrokerClient:
     """The client of a real broker. For the main thread."""
 
-    def __init__(self, consumer: "_TimedConsumer", events: Publisher, pull_wait_s: float) -> None:
+    def __init__(self, consumer: BlockingConsumer, events: Publisher, pull_wait_s: float) -> None:
         self._consumer = consumer
         self._events = events
         self._pull_wait_s = pull_wait_s
 
     def pull(self, step: int, version: PolicyVersion) -> BlockingBatch | None:
         """See `BrokerClient.pull`."""
-        return self._consumer.pull(step, version, self._pull_wait_s)
+        try:
+            return self._consumer.pull(step, version, self._pull_wait_s)
+        except LeaseLostError as error:
+            # Another rank's settlement failed, so no rank counts the step as settled, and its groups are recognized.
+            logger.warning("settled step lost with another rank step=%d error=%s", step, error)
+            return None
 
     def settle(
         self,
@@ -104,12 +111,20 @@ class BusBrokerClient:
         patience_s: float | None = None,
     ) -> bool:
         """See `BrokerClient.settle`."""
-        outcome = {"version": version, "trained": trained, "filtered": filtered, "rejected": rejected}
-        return self._consumer.settle_within(patience_s, batch, **outcome).commit_wanted
+        with _unanswered():
+            return self._consumer.settle(
+                batch,
+                version=version,
+                trained=trained,
+                filtered=filtered,
+                rejected=rejected,
+                timeout_s=patience_s,
+            ).commit_wanted
 
     def commit(self, version: PolicyVersion) -> None:
         """Report that a checkpoint covers the version; BrokerUnavailableError after `LAST_WORD_S`."""
-        self._consumer.commit_within(LAST_WORD_S, version)
+        with _unanswered():
+            self._consumer.commit(version, timeout_s=LAST_WORD_S)
 
     def progress(self) -> None:
         """See `BrokerClient.progress`."""
@@ -120,20 +135,13 @@ class BusBrokerClient:
         self._events.publish(topic, message)
 
 
-class _TimedConsumer(BlockingConsumer):
-    """A blocking consumer with time limits."""
-
-    def settle_within(self, patience_s: float | None, batch: BlockingBatch, **outcome: Any) -> Settled:
-        return self._within(patience_s, self._object.settle(batch, **outcome))
-
-    def commit_within(self, patience_s: float, version: PolicyVersion) -> None:
-        self._within(patience_s, self._object.commit(version))
-
-    def _within(self, patience_s: float | None, call: Coroutine[Any, Any, T]) -> T:
-        try:
-            return self._run(asyncio.wait_for(call, patience_s))
-        except TimeoutError:
-            raise BrokerUnavailableError("serve", patience_s or 0.0) from None
+@contextmanager
+def _unanswered() -> Iterator[None]:
+    """Turn a time-out into the error that the loop handles."""
+    try:
+        yield
+    except WaitTimeoutError as error:
+        raise BrokerUnavailableError("serve", error.waited_s) from error
 
 
 @contextmanager
@@ -149,8 +157,7 @@ def connect(
         config: Batch size in sequences or tokens, time limit of a pull, number of ranks.
         rank: This rank.
     """
-    opening = partial(
-        Consumer.open,
+    joining = Consumer.blocking(
         run_dir,
         sequences=config.batch_sequences,
         tokens=config.batch_tokens,
@@ -161,7 +168,7 @@ def connect(
         resume=resume,
     )
     with (
-        _TimedConsumer(opening, "rolloutmq consumer") as consumer,
+        joining as consumer,
         Publisher(resolve_blocking(run_dir).publish) as events,
     ):
         yield BusBrokerClient(consumer, events, config.pull_wait_s)

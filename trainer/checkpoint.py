@@ -31,7 +31,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rolloutmq.bus.encoding.codec import checksum
-from rolloutmq.bus.fsync import force, sum_of
+from rolloutmq.bus.files import (
+    PRIVATE_DIRECTORY,
+    copy_private,
+    decode_json,
+    force,
+    make_private,
+    read_regular,
+    sum_of,
+    write_private,
+)
 from rolloutmq.schemas.errors import ConfigError, DamagedFileError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.policy.adapters import ADAPTERS, Adapters
@@ -94,11 +103,11 @@ def next_incarnation(directory: Path) -> int:
     Raises:
         DamagedFileError: The counter is not a number, so an incarnation could be used twice.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     path = directory / INCARNATIONS
     number = 1 + max(_counted(path), *map(_incarnation, saved(directory)), _UNKNOWN)
     partial = directory / f".{INCARNATIONS}.partial"
-    partial.write_text(f"{number}\n")
+    write_private(partial, b"%d\n" % number)
     force(partial)
     partial.replace(path)
     force(directory)
@@ -107,7 +116,7 @@ def next_incarnation(directory: Path) -> int:
 
 def _counted(path: Path) -> int:
     try:
-        return int(path.read_bytes())
+        return int(read_regular(path))
     except FileNotFoundError:
         return _UNKNOWN
     except ValueError:
@@ -137,7 +146,7 @@ def save(
     with _becoming(final) as partial:
         for file in identity.iterdir():
             if file.is_file() and not file.name.startswith("."):
-                shutil.copyfile(file, partial / file.name)
+                copy_private(file, partial / file.name)
         if adapters is None:
             weights = own_tensors(policy) if isinstance(policy, nn.Module) else dict(policy)
             save_file(weights, partial / WEIGHTS, metadata={"format": "pt"})
@@ -158,7 +167,7 @@ def _seal(path: Path, state: TrainerState) -> None:
         state, sizes=sizes, sums={file.name: sum_of(file) for file in files}, own=0
     )
     own = checksum([msgspec.json.encode(state)])
-    (path / STATE).write_bytes(msgspec.json.encode(msgspec.structs.replace(state, own=own)))
+    write_private(path / STATE, msgspec.json.encode(msgspec.structs.replace(state, own=own)))
 
 
 @contextmanager
@@ -167,10 +176,12 @@ def _becoming(final: Path) -> Iterator[Path]:
     partial = final.with_name(f".{final.name}.partial")
     for left in final.parent.glob(f".{PREFIX}*"):  # left by a killed trainer; frees its disk space
         shutil.rmtree(left, ignore_errors=True)
-    partial.mkdir(parents=True)
+    final.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    partial.mkdir(mode=PRIVATE_DIRECTORY)
     try:
         yield partial
         for file in partial.iterdir():
+            make_private(file)
             force(file)
         force(partial)
         shutil.rmtree(final, ignore_errors=True)  # of an earlier incarnation, whose later steps are void
@@ -228,8 +239,8 @@ def _step(path: Path) -> int:
 
 
 def _state(path: Path) -> TrainerState:
-    data = (path / STATE).read_bytes()
-    state = msgspec.json.decode(data, type=TrainerState)
+    data = read_regular(path / STATE)
+    state = decode_json(data, TrainerState)
     if (state.sums or state.own) and state.own != checksum(
         [data.replace(b'"own":%d' % state.own, b'"own":0')]
     ):

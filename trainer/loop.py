@@ -3,6 +3,8 @@
     pull -> judge the groups -> collate -> micro-batches: score, loss, backward -> step under the write lock
          -> line in trained.jsonl -> settle -> `step` event -> checkpoint -> commit
 
+Before the first step and after the last the trainer waits for an evaluation, if one is configured; see `evaluation`.
+
 The trainer may be killed at any point, because a settlement is provisional until a checkpoint covers it. A restarted
 trainer restores the newest checkpoint, begins a new incarnation, voids the later lines of its log, and registers
 with its version. The broker then delivers the batches after that version again, unchanged and in order.
@@ -12,8 +14,8 @@ sampled from it, and so does its line. Its groups are redelivered. The trainer r
 checkpoint, and settles them without training on them again. So a step is never undone, and no group is trained on
 twice.
 
-A batch without any signal is settled and is no step: the version stays, and the next batch is pulled. After
-`BARREN_LIMIT` such batches in a row the trainer fails with NothingToLearnError.
+A batch without any signal is settled and is no step: the version stays, an event of its own tells of its scores, and
+the next batch is pulled. After `BARREN_LIMIT` such batches in a row the trainer fails with NothingToLearnError.
 
 Left out on purpose: a reference model (groups carry `ref_logprobs`); several optimizer steps per batch (off-policy
 drift for little gain); overlap of pull and step (pulling a waiting batch takes a millisecond); autocast (no gain at
@@ -37,6 +39,7 @@ from msgspec.structs import astuple
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.lifecycle import log_failure, set_up_logging
+from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
@@ -53,6 +56,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.broker_client import LAST_WORD_S, BrokerClient, StepBatch, connect
+from rolloutmq.trainer.evaluation import Evaluation
 from rolloutmq.trainer.losses.registry import columns_needed
 from rolloutmq.trainer.policy.adapters import Adapters
 from rolloutmq.trainer.policy.device import find_device, moved
@@ -68,7 +72,7 @@ from rolloutmq.trainer.policy.tokenizer import configured_fingerprint
 from rolloutmq.trainer.process import INTERRUPTED, Stop, StoppedError, stop_on_signals
 from rolloutmq.trainer.ranks import Lockstep, NoSharedWeights, Ranks, RankSilentError, met
 from rolloutmq.trainer.sharding import Sharded
-from rolloutmq.trainer.step.advantages import BatchAdvantages, study
+from rolloutmq.trainer.step.advantages import HIDDEN, BatchAdvantages, study
 from rolloutmq.trainer.step.collate import Bounds, collate
 from rolloutmq.trainer.step.gradient import leave_gradient
 from rolloutmq.trainer.step.logprobs import LogprobScorer
@@ -82,6 +86,8 @@ from rolloutmq.trainer.weights.vllm_http import VllmSender
 
 logger = logging.getLogger(__name__)
 
+EVALUATION_SUPPLY_S: Final = 0.2
+"""Longest wait for a server that has no weights, while the trainer waits for an evaluation."""
 BARREN_LIMIT: Final = 100
 """Batches in a row without a signal after which the trainer fails; a policy that still varies gives one earlier."""
 
@@ -211,7 +217,10 @@ class Trainer:
         self._layout = layout
         self._policy = policy
         self._scorer = LogprobScorer(
-            policy, config.trainer.logits_bytes, recompute_blocks=config.trainer.recompute_blocks
+            policy,
+            config.trainer.logits_bytes,
+            recompute_blocks=config.trainer.recompute_blocks,
+            fp32_head=config.trainer.fp32_head,
         )
         self._share = share
         self._journal = journal
@@ -242,6 +251,8 @@ class Trainer:
         self._ancestry = PolicyAncestry.read(layout.trained, version)
         self._unsettled: set[str] = set()
         self._barren = 0
+        self._negligible: dict[str, LogThrottle] = {}
+        self._evaluation = Evaluation(config, layout, version, ranks)
 
     def info(self) -> RunInfo:
         """Describe the run for the producers."""
@@ -270,9 +281,25 @@ class Trainer:
         self._proven.add(saved.path)
 
     def run(self, broker: BrokerClient, stop: Stop) -> None:
-        """Train on batch after batch until the last step, the end of a replay, or a stop; then write a checkpoint."""
+        """Train on batch after batch until the last step, the end of a replay, or a stop; then write a checkpoint.
+
+        Evaluate before and after.
+        """
         if self._covered:
             self._commit(broker)
+        supply = partial(self._supply, EVALUATION_SUPPLY_S)
+        with closing(self._evaluation):
+            with suppress(StoppedError):
+                self._evaluation.before_first(self.version, stop, supply)
+                self._train(broker, stop)
+            self._save(broker)
+            # Also if this rank was asked to stop: all go the same way.
+            if self.version.step >= self._config.steps:
+                with suppress(StoppedError):
+                    self._evaluation.after_last(self.version, stop, supply)
+
+    def _train(self, broker: BrokerClient, stop: Stop) -> None:
+        """Train until the last step, the end of a replay, or a stop."""
         with suppress(StoppedError), self._to_the_end_of_a_replay():
             began = time.perf_counter()
             while self.version.step < self._config.steps:
@@ -281,16 +308,16 @@ class Trainer:
                     broker.progress()
                     continue
                 pulled, age = time.perf_counter(), partial(self._ancestry.staleness, self.version)
-                advantages = study(
-                    batch.groups, self._config, self._bounds, self._unsettled, self._run.seed, age
-                )
+                known, seed = self._unsettled, self._run.seed
+                advantages = study(batch.groups, self._config, self._bounds, known, seed, age, batch.moments)
                 metrics = self._learn(advantages, broker)
-                parts = self._ranks.every(StepPart.of(batch, advantages))
+                parts = self._ranks.every(StepPart.of(batch, advantages, self._config.rewards))
                 report = StepReport(parts, self.version, metrics)
+                self._note_negligible(report)
                 if metrics:
                     self._barren = 0
                 elif reason := report.barren_because:
-                    self._note_barren(reason)
+                    self._note_barren(report, reason, broker)
                 self._ancestry.took(self.version, report.trained)
                 wanted = self._settle(report, batch, advantages, broker, stop)
                 if metrics and self._ranks.leads:
@@ -298,8 +325,9 @@ class Trainer:
                     broker.publish(topics.STEP, report.event(self._run.name, time.time(), *times))
                 if wanted or self.version.step >= self._covered + self._config.checkpoint_interval:
                     self._save(broker)
+                if self.version.step < self._config.steps:
+                    self._evaluation.after_step(self.version)
                 began = time.perf_counter()
-        self._save(broker)
 
     @contextmanager
     def _to_the_end_of_a_replay(self) -> Iterator[None]:
@@ -311,12 +339,16 @@ class Trainer:
     def _pull(self, broker: BrokerClient, stop: Stop) -> StepBatch | None:
         try:
             with stop.interrupting():
-                if isinstance(self._share, VllmSender) and not self._share.supply(self._config.pull_wait_s):
+                if not self._supply(self._config.pull_wait_s):
                     return None  # no server can sample yet; returning keeps this rank responsive
                 return broker.pull(self.version.step + 1, self.version)
         except BrokerUnavailableError as error:
             logger.warning("broker unavailable error=%s", error)
             return None
+
+    def _supply(self, wait_s: float) -> bool:
+        """Give the weights to a server that has none, where the trainer sends them; False if none can sample yet."""
+        return not isinstance(self._share, VllmSender) or self._share.supply(wait_s)
 
     def _learn(self, advantages: BatchAdvantages, broker: BrokerClient) -> dict[str, float]:
         """Take one optimizer step if there is a signal; return its metrics, or an empty dictionary."""
@@ -345,8 +377,20 @@ class Trainer:
         self.version = after
         return metrics | {"learning_rate": rate, "grad_norm": norm}
 
-    def _note_barren(self, reason: str) -> None:
+    def _note_negligible(self, report: StepReport) -> None:
+        if not self._ranks.leads:
+            return
+        for env, groups in report.negligible.items():
+            throttle = self._negligible.setdefault(env, LogThrottle())
+            if throttle.is_due(env, time.monotonic()):
+                remedy = "bound the scores, or set trainer.rewards.half_life_groups"
+                logger.warning("groups left out env=%s groups=%d reason=%s; %s", env, groups, HIDDEN, remedy)
+
+    def _note_barren(self, report: StepReport, reason: str, broker: BrokerClient) -> None:
         self._barren += 1
+        if self._ranks.leads:
+            skipped = report.skipped(self._run.name, time.time())
+            broker.publish(topics.telemetry("skipped", self._run.name), skipped)
         logger.info("batch without signal number=%d reason=%s", self._barren, reason)
         if self._barren >= BARREN_LIMIT:
             raise NothingToLearnError(self._barren, reason)

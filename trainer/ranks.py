@@ -5,7 +5,8 @@ Rank 0 owns the shared weights, the log and the checkpoints. All ranks hold a sh
 decision together, at the same place of the loop, or one would wait forever for the others: whether there is a batch,
 whether there is a signal, whether to stop.
 
-They meet at a store that rank 0 opens on this host; its address lies in the run directory. If a rank dies, the next
+They meet at a store that rank 0 opens on this host; its address lies in the run directory. Store and ranks listen on
+loopback alone: neither asks a peer who it is. If a rank dies, the next
 collective call of the others fails and they end too; all are restarted and continue from the checkpoint. A rank that is
 back before rank 0 has noticed finds a meeting that has begun without it, and waits for the next one. A hanging rank is
 detected after `trainer.rank_patience_s`, which bounds every wait for another rank; the supervisor then ends it.
@@ -40,6 +41,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 B = TypeVar("B")
 
 HOST: Final = "127.0.0.1"
+LOOPBACK: Final = "lo"
+"""Interface of the sockets between the ranks."""
 LOOK_S: Final = 0.05
 JOIN_S: Final = 5.0
 """Time limit of one attempt to reach the store, in seconds."""
@@ -232,7 +235,9 @@ def met(file: Path, rank: int, size: int, patience_s: float) -> Iterator[Ranks]:
     if size == 1:
         yield Ranks()
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = (
+        LOOPBACK  # also if the user names another one, for trainers of several hosts
+    )
     with _noticing_losses(patience_s):
         store = _opened(file) if rank == 0 else _found(file, patience_s)
         store.set(f"here/{rank}", "")
@@ -263,8 +268,13 @@ def _noticing_losses(patience_s: float) -> Iterator[None]:
 
 
 def _opened(file: Path) -> Any:
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    address = _Address(store.port, secrets.token_hex(8))
+    """Open the store of a new meeting on loopback: torch itself would listen on every interface."""
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )  # the store closes the socket
+    address = _Address(port, secrets.token_hex(8))
     write_json(file, address)
     return PrefixStore(address.nonce, store)
 

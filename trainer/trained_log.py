@@ -24,8 +24,9 @@ from typing import Final, Self
 
 import msgspec
 
-from rolloutmq.bus.policy_lineage import PolicyLineage
+from rolloutmq.bus.files import PRIVATE_DIRECTORY, decode_json, open_regular, private_fd
 from rolloutmq.schemas.files import SettledBatch
+from rolloutmq.schemas.policy_lineage import PolicyLineage
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ class TrainedLog:
     """The file, open for appending. Writing does not wait for the disk. One writer at a time."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        path.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        self._fd = private_fd(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._cut_torn_line(path)
 
     def write(self, line: SettledBatch) -> None:
@@ -121,9 +122,9 @@ def _lines(journal: Path) -> Iterator[SettledBatch]:
     """Yield the readable lines; the last one may be incomplete."""
     if not journal.is_file():
         return
-    with journal.open("rb") as file:
+    with open_regular(journal) as file:
         for line in file:
             try:
-                yield msgspec.json.decode(line, type=SettledBatch)
+                yield decode_json(line, SettledBatch)
             except msgspec.MsgspecError:
                 continue

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks.broker import feeder, rawdisk, sqlite
+from benchmarks.broker import feeder, sqlite
 from benchmarks.broker.sqlite import STOCK, TUNED, Settings, Synchronous
-from benchmarks.harness import scratch
+from benchmarks.harness import rawdisk, scratch
 from benchmarks.harness.row import Row, compare
 from rolloutmq.bus.encoding.codec import checksum
 from rolloutmq.schemas.config.broker import BrokerConfig

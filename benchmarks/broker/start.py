@@ -1,14 +1,17 @@
-"""Start-up time of a broker, on a journal of 10 GB and on an empty directory. Durability: disk.
+"""Start-up times: of a broker, on a journal of 10 GB and on an empty directory, and of the SDK. Durability: disk.
 
 The clock starts before the process. On the journal it stops when an already waiting consumer has decoded its first
 batch; on an empty directory, at the first reply. The journal is in the state of a killed broker, and each round kills
 the broker again. The files stay in the page cache: they were just written, and the rival has read them. The rival reads
 the same files whole, with a checksum: the minimum work of a broker that replays its payloads. For the second figure an
-interpreter that only imports libraries is a floor, not a rival.
+interpreter that only imports libraries is a floor, not a rival. The SDK's import is compared with that of the libraries
+it needs, in CPU time, with bytecode, and including the interpreter.
 
     python -m benchmarks.broker.start RUN_DIR    the consumer of a round
 """
 
+import os
+import resource
 import subprocess
 import sys
 import time
@@ -22,7 +25,7 @@ import numpy as np
 
 from benchmarks.broker import feeder
 from benchmarks.harness import scratch, stage
-from benchmarks.harness.row import Row, within
+from benchmarks.harness.row import Row, near, within
 from rolloutmq import Consumer, Group
 from rolloutmq.bus.encoding.codec import EncodedGroup, checksum, encode_group, header_of
 from rolloutmq.bus.rundir import write_json
@@ -46,6 +49,10 @@ ROUNDS: Final = 3
 DEADLINE_S: Final = 120.0
 READ_BYTES: Final = 8 << 20
 LIBRARIES: Final = "import msgspec, numpy, pydantic, uvloop, zmq"
+SDK: Final = "from rolloutmq import Consumer, Group, Producer"
+SDK_LIBRARIES: Final = "import msgspec, numpy, uvloop, zmq, zmq.asyncio"
+IMPORTS: Final = 5
+"""Interpreters of one round."""
 
 
 def restart_rows() -> Iterator[Row]:
@@ -76,8 +83,35 @@ def ready_rows() -> Iterator[Row]:
         ready_s,
         _libraries_s,
         f"python -c '{LIBRARIES}': a floor, no rival",
-        0.5,
+        0.4,
     )
+
+
+def import_rows() -> Iterator[Row]:
+    """Seconds of CPU."""
+    import_s(SDK)  # writes the bytecode
+    yield near(
+        "import of the SDK, s of CPU",
+        SDK,
+        partial(import_s, SDK),
+        partial(import_s, SDK_LIBRARIES),
+        f"python -c '{SDK_LIBRARIES}'",
+        1.1,
+    )
+
+
+def import_s(code: str) -> float:
+    """Run the code in new interpreters, and return the CPU seconds of one."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    began = _children_cpu_s()
+    for _ in range(IMPORTS):
+        subprocess.run([sys.executable, "-c", code], check=True, env=environ)
+    return (_children_cpu_s() - began) / IMPORTS
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _config() -> RunConfig:

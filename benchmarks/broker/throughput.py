@@ -6,7 +6,7 @@ each batch with a request for the next one (`ahead=True`). Trained groups are no
 
 Producers, broker or proxy, and consumer are separate processes, and producers never end: the clock runs in the consumer
 for three seconds, after a warm-up of one. At `disk` an ack means that a group survives a power cut; there the rival is
-the slower of the proxy and bare synced writes of the same bytes (see `rawdisk`).
+the slower of the proxy and bare synced writes of the same bytes (see `harness.rawdisk`).
 
     python -m benchmarks.broker.throughput ROLE DIRECTORY SHAPE ...    one process of a round
 """
@@ -24,8 +24,8 @@ from typing import Final
 
 import uvloop
 
-from benchmarks.broker import proxy, rawdisk
-from benchmarks.harness import scratch, stage, workload
+from benchmarks.broker import proxy
+from benchmarks.harness import rawdisk, scratch, stage, workload
 from benchmarks.harness.row import Row, compare
 from benchmarks.harness.workload import Shape
 from rolloutmq import Consumer, Group, Producer
@@ -104,20 +104,22 @@ def through(
     slots: int = SLOTS,
     lasts_s: float = LASTS_S,
     warm_up_s: float = 0.0,
+    batch: int = 0,
 ) -> float:
     """Run a broker, a consumer, and this many producers in `PRODUCERS` processes; return groups per second.
 
     Every producer has sent a group before the others start. The warm-up is `WARM_UP_PART` of the counted time, or
-    `warm_up_s` if that is longer.
+    `warm_up_s` if that is longer. A batch has `batch` groups, or `batch_groups`.
     """
     warm_up_s = max(warm_up_s, lasts_s * WARM_UP_PART)
+    clock = lasts_s, warm_up_s, batch or batch_groups(shape)
     calls = [
         (f"producer-{number}", directory, shape.word, producers // PRODUCERS, slots)
         for number in range(PRODUCERS)
     ]
     with (
         stage.broker(RunLayout(directory), about),
-        stage.player("broker.throughput", "consumer", directory, shape.word, lasts_s, warm_up_s) as consumer,
+        stage.player("broker.throughput", "consumer", directory, shape.word, *clock) as consumer,
         stage.players("broker.throughput", calls) as others,
     ):
         for one in (consumer, *others):
@@ -163,10 +165,8 @@ async def _send_for_ever(producer: Producer, groups: Iterator[Group]) -> None:
         await producer.send(group)
 
 
-async def _consume(directory: Path, shape: Shape, lasts_s: float, warm_up_s: float) -> None:
-    async with Consumer.open(
-        directory, sequences=batch_groups(shape) * shape.sequences, ahead=True
-    ) as consumer:
+async def _consume(directory: Path, shape: Shape, lasts_s: float, warm_up_s: float, batch: float) -> None:
+    async with Consumer.open(directory, sequences=int(batch) * shape.sequences, ahead=True) as consumer:
         await asyncio.to_thread(stage.ready)
         await _pulled(consumer, 0.0)
         await _pulled(consumer, warm_up_s)

@@ -9,7 +9,7 @@ from typing import Final, Literal
 ROUNDS: Final = 5
 
 Measure = Callable[[], float]
-Bound = Literal["ratio, at least", "ratio, at most", "ours, at most"]
+Bound = Literal["ratio, at least", "ratio, at most", "ours, at least", "ours, at most", "ours, below"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Row:
         ratio: Ours over the rival's, the median over the rounds.
         goal: Promised value, or None.
         met: Whether the goal is met, None without one.
-        bound: Meaning of the goal: minimum or maximum of the ratio, or maximum of ours.
+        bound: Meaning of the goal: minimum or maximum of the ratio or of ours; `below` excludes the goal itself.
     """
 
     figure: str

@@ -64,7 +64,14 @@ def broker(layout: RunLayout, about: RunConfig | None = None) -> Iterator["subpr
     """
     if about is not None:
         write_json(layout.config, about)
-    command = [sys.executable, "-m", "rolloutmq.launch.cli", "broker", "--run-dir", str(layout.root)]
+    command = [
+        sys.executable,
+        "-m",
+        "rolloutmq.launch.service_process",
+        "broker",
+        "--run-dir",
+        str(layout.root),
+    ]
     with (
         (layout.root / "broker.out").open("ab") as log,
         ended(subprocess.Popen(command, stdout=log, stderr=log)) as one,

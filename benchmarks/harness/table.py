@@ -26,7 +26,13 @@ SHORT: Final = (
 """Figure and payload of the rows in the README."""
 END: Final = "<!-- end of table -->\n"
 _HEAD: Final = "| figure | payload | ours | against | ratio | goal | |\n|---|---|---|---|---|---|---|\n"
-_BOUNDS: Final = {"ratio, at least": "≥ {}", "ratio, at most": "≤ {}", "ours, at most": "ours ≤ {}"}
+_BOUNDS: Final = {
+    "ratio, at least": "≥ {}",
+    "ratio, at most": "≤ {}",
+    "ours, at least": "ours ≥ {}",
+    "ours, at most": "ours ≤ {}",
+    "ours, below": "ours < {}",
+}
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:

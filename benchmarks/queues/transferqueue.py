@@ -124,6 +124,7 @@ async def _batches(producer: Producer, consumer: Consumer, lasts_s: float) -> fl
     done, started = 0, time.perf_counter()
     while (spent := time.perf_counter() - started) < lasts_s:
         done += await _put_and_get(producer, consumer, groups)
+    await producer.flush()
     return done / spent
 
 

@@ -8,12 +8,12 @@ import gc
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,10 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.step.logprobs import score_tokens
+
+if TYPE_CHECKING:
+    from rolloutmq.schemas.moments import Moments
+    from rolloutmq.trainer.broker_client import BrokerClient, StepBatch
 
 PROMPTS: Final = 2
 EACH: Final = 8
@@ -42,7 +46,7 @@ MODEL: Final = ModelConfig(
     max_positions=512,
     initializer_range=0.02,
 )
-LOSS: Final = DapoConfig(entropy=0.0)
+LOSS: Final = DapoConfig(advantage="dr_grpo")
 
 
 class Canned(NamedTuple):
@@ -137,23 +141,23 @@ class _Queue:
         ]
 
     @contextmanager
-    def joined(self, *_about: Any) -> Iterator["_Queue"]:
+    def joined(self, *_about: Any) -> "Iterator[BrokerClient]":
         yield self
 
-    def pull(self, step: int, _version: Any) -> Any:
+    def pull(self, step: int, version: Any) -> "StepBatch":  # noqa: ARG002 - the names are those of `BrokerClient`
         self._watch.tick()
         return _Batch(self._batches[step - 1])
 
-    def settle(self, _batch: Any, **_about: Any) -> bool:
+    def settle(self, batch: Any, **_about: Any) -> bool:  # noqa: ARG002
         return False
 
-    def commit(self, _version: Any) -> None:
+    def commit(self, version: Any) -> None:
         """Do nothing: the last step is over, and its checkpoint on disk, too late to be timed."""
 
     def progress(self) -> None:
         """Do nothing."""
 
-    def publish(self, _topic: bytes, message: Any) -> None:
+    def publish(self, topic: bytes, message: Any) -> None:  # noqa: ARG002
         """Record the event of a step, which is its last action."""
         self._norms.append(message.extra["grad_norm"])
         if message.step == len(self._batches):
@@ -166,6 +170,7 @@ class _Batch(NamedTuple):
     rejected: Sequence[Any] = ()
     short: bool = False
     rewound: bool = False
+    moments: Mapping[str, "Moments"] = {}
     lease: int = 0
     generation: int = 0
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rolloutmq.bus.encoding.codec import Buffer, decode_group
 from rolloutmq.schemas.errors import ChecksumError, MalformedError, UsageError, WireError
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.moments import Moments
 from rolloutmq.schemas.wire import replies
 from rolloutmq.schemas.wire.envelope import ColumnTable, PolicyVersion
 from rolloutmq.schemas.wire.replies import Delivery, Rejected
@@ -28,10 +29,11 @@ class StepSize(NamedTuple):
 
 def step_size(sequences: int, tokens: int) -> StepSize:
     """Return the size of a step; UsageError unless exactly one argument is positive and the other 0."""
-    if min(sequences, tokens) < 0 or bool(sequences) == bool(tokens):
+    are_numbers = isinstance(sequences, int) and isinstance(tokens, int)
+    if not are_numbers or min(sequences, tokens) < 0 or bool(sequences) == bool(tokens):
         raise UsageError(
             "sequences, tokens: must be one positive number and one 0 "
-            f"(got sequences={sequences}, tokens={tokens}); give exactly one of them"
+            f"(got sequences={sequences!r}, tokens={tokens!r}); give exactly one of them"
         )
     return StepSize(sequences, tokens)
 
@@ -52,6 +54,9 @@ class Batch:
         over: The step has more than asked: a group larger than a step is delivered alone, and a rewound batch
             is never cut.
         rewound: The batch was trained before; the trainer has since resumed from an earlier checkpoint.
+        moments: Moments of the raw scores of each environment of the step: every group that the broker had accepted
+            when it leased the step. All ranks get the same; a rewound batch brings those of its first lease.
+            `Moments.groups` is the version, `(score - moments.mean) / moments.deviation` a z-score.
     """
 
     groups: tuple[Group, ...]
@@ -65,6 +70,7 @@ class Batch:
     short: bool
     over: bool
     rewound: bool
+    moments: Mapping[str, Moments]
 
     @property
     def content(self) -> dict[str, Any]:
@@ -84,7 +90,7 @@ class Batch:
     def staleness(self, version: PolicyVersion | None = None) -> tuple[int, ...]:
         """Return the staleness of each group: optimizer steps from its oldest token's policy to `version`.
 
-        Only step numbers are compared. Lost steps of a resumed trainer are not counted; `bus.policy_lineage` counts
+        Only step numbers are compared. Lost steps of a resumed trainer are not counted; `schemas.policy_lineage` counts
         them.
 
         Args:

@@ -28,8 +28,10 @@ from rolloutmq.bus.consumer.batch import Batch, StepSize, step_size
 from rolloutmq.bus.consumer.batch_reader import BatchReader, DecodedBatch
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.consumer.prefetch import Prefetch
+from rolloutmq.bus.encoding.codec import require_encodable
 from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.bus.transport.time_limit import time_limit, within
 from rolloutmq.schemas.errors import (
     EndOfReplayError,
     LeaseLostError,
@@ -51,13 +53,14 @@ class LeasedBatch(Batch):
 
     consumer: "Consumer"
 
-    async def ack(self, version: PolicyVersion | None = None) -> Settled:
+    async def ack(self, version: PolicyVersion | None = None, *, timeout_s: float | None = None) -> Settled:
         """Settle the batch with every group trained; see `Consumer.settle`.
 
         Args:
             version: Policy after the step. None: one step after the pulled version.
+            timeout_s: Longest wait in seconds; None waits without a limit.
         """
-        return await self.consumer.settle(self, version=version)
+        return await self.consumer.settle(self, version=version, timeout_s=timeout_s)
 
 
 class Consumer:
@@ -75,6 +78,10 @@ class Consumer:
         self._link = ConsumerConnection(where, register)
         self._puller = BatchPuller(self._link, size, split)
         self._leased: Batch | None = None
+        self._before: PolicyVersion | None = None
+        """Policy before the last settlement, if other ranks had yet to settle."""
+        self._lost: int | None = None
+        """Step whose loss `settle` has told, until its next batch."""
         self._pulls_ahead = ahead
         self._ahead = Prefetch(self._pull_at_once, self._give_back)
         self._link.idle = lambda: self._ahead.holds
@@ -95,52 +102,65 @@ class Consumer:
         info: RunInfo | None = None,
         resume: PolicyVersion | None = None,
         ahead: bool = False,
+        timeout_s: float | None = None,
     ) -> AsyncIterator["Consumer"]:
         """Register a consumer; leaving the block returns its leased batch to the queue.
 
-        Waits for the broker without a limit. Cancelled: nothing stays registered.
+        Waits for the broker. Cancelled: nothing stays registered.
 
         Args:
             where: Run directory, or address of the broker's `serve` socket.
             sequences: Sequences of one step, over all ranks. Give either this or `tokens`.
             tokens: Most tokens of one step, over all ranks. A group larger than a step is delivered alone:
                 `Batch.over`.
-            consumer: Name of this rank's consumer.
+            consumer: Name of this rank's consumer. A newer consumer of the same name fences the older one.
             group: Name of the trainer; all its ranks share it.
             rank: This rank, from 0.
             world_size: Number of ranks.
             split: Queue to pull from: train or eval.
-            info: Description of the run. `batch_sequences` is filled in if it is zero; with `tokens` it is a first
-                estimate.
+            info: Description of the run. With split train `batch_sequences` is filled in if it is zero; with `tokens`
+                it is a first estimate.
             resume: Checkpoint of a resumed trainer: the broker rewinds every batch of a later step.
             ahead: Request the next batch together with each settlement: one round trip, and at durability `disk` one
                 disk wait, for both. An unwanted batch is given back. Uses the memory of two batches.
+            timeout_s: Longest wait when opening, in seconds; None waits without a limit.
 
         Raises:
-            UsageError: Neither or both of `sequences` and `tokens` are given.
+            WaitTimeoutError: The consumer is not registered after `timeout_s`.
+            UsageError: Neither or both of `sequences` and `tokens` are given, or an argument is out of range.
             RefusedError: The broker does not accept this consumer.
         """
-        size = step_size(sequences, tokens)
+        size, limit_s = step_size(sequences, tokens), time_limit("timeout_s", timeout_s)
         about = info or RunInfo()
-        if not about.batch_sequences:
+        if not about.batch_sequences and split is Split.TRAIN:
             about = msgspec.structs.replace(about, batch_sequences=sequences)
         register = RegisterConsumer(
             consumer=consumer, group=group, rank=rank, world_size=world_size, info=about, resume=resume
         )
+        require_encodable(register)
+        if not isinstance(split, Split):
+            raise UsageError(f"split: must be Split.TRAIN or Split.EVAL (got {split!r})")
         made = cls(where, register, size, split, ahead=ahead)
         beat: asyncio.Task[None] | None = None
         try:
-            await made._link.connect()
+            opening = f"opening of consumer {consumer}"
+            await within(limit_s, opening, made._link.connect(), lambda: made._link.problem)
             made._continue_from(resume)
             beat = asyncio.create_task(made._link.beat(), name=f"heartbeat of {consumer}")
             yield made
         finally:
-            if beat is not None:
-                beat.cancel()
-                await asyncio.wait({beat})
-            await made._ahead.cancel()
-            await made._link.close()
-            made._puller.close()
+            if (
+                not made._link.forked
+            ):  # a forked child has copies of the sockets, and no right to release the lease
+                await made._close(beat)
+
+    async def _close(self, beat: "asyncio.Task[None] | None") -> None:
+        if beat is not None:
+            beat.cancel()
+            await asyncio.wait({beat})
+        await self._ahead.cancel()
+        await self._link.close()
+        self._puller.close()
 
     @staticmethod
     @with_arguments_of(lambda: Consumer.open)
@@ -177,12 +197,21 @@ class Consumer:
         self._link.progress += 1
 
     @overload
-    async def pull(self, step: int, version: PolicyVersion, wait_s: None = None) -> LeasedBatch: ...
+    async def pull(
+        self, step: int, version: PolicyVersion, wait_s: None = None, *, timeout_s: float | None = None
+    ) -> LeasedBatch: ...
     @overload
-    async def pull(self, step: int, version: PolicyVersion, wait_s: float) -> LeasedBatch | None: ...
+    async def pull(
+        self, step: int, version: PolicyVersion, wait_s: float, *, timeout_s: float | None = None
+    ) -> LeasedBatch | None: ...
 
     async def pull(
-        self, step: int, version: PolicyVersion, wait_s: float | None = None
+        self,
+        step: int,
+        version: PolicyVersion,
+        wait_s: float | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> LeasedBatch | None:
         """Wait for this rank's shard of one step.
 
@@ -191,23 +220,33 @@ class Consumer:
         Args:
             step: Optimizer step of the batch.
             version: Learning policy; staleness counts from it.
-            wait_s: Longest wait in seconds while the broker is alive; None waits without a limit. A broker that is
-                away is waited for without a limit either way.
+            wait_s: Longest wait in seconds while the broker is alive; None waits without a limit.
+            timeout_s: Longest wait in seconds, also for a broker that is away; None waits for it without a limit.
 
         Returns:
             The batch, or None if there was none in time; `wait` is the reason. With several ranks a batch may have no
             groups: the step has fewer groups than ranks, or none of this rank's decodes. Settle it nevertheless.
 
         Raises:
+            WaitTimeoutError: There is no answer after `timeout_s`.
+            LeaseLostError: This rank settled a step, another one was lost before it had: the step went back to the
+                queue. `version` is again the policy before it. Raised once.
             RefusedError: The pull contradicts that of another rank.
             EndOfReplayError: Every batch of the replayed run was delivered.
+            ConsumerFencedError: Another process registered under the name of this consumer.
             ClosedError: The consumer is closed.
+            ForkedError: This process is a forked child of the one that opened the consumer.
         """
-        until = math.inf if wait_s is None else time.monotonic() + wait_s
+        limit_s, longest_s = time_limit("timeout_s", timeout_s), time_limit("wait_s", wait_s)
+        until = math.inf if longest_s is None else time.monotonic() + longest_s
+        return await within(limit_s, "pull", self._pull(step, version, until), self._pull_problem)
+
+    def _pull_problem(self) -> str:
+        return f"{self._link.problem}, and no batch came; the broker's last reason is {self.wait.value}"
+
+    async def _pull(self, step: int, version: PolicyVersion, until: float) -> LeasedBatch | None:
         while True:
-            batch = await self._ahead.take(step, version)
-            if batch is None or batch.life != self._link.life:
-                batch = await self._puller.pull(step, version, until)
+            batch = await self._take(step, version, until)
             if batch is None:
                 return None
             self._leased = batch
@@ -215,6 +254,20 @@ class Consumer:
                 return LeasedBatch(**batch.content, consumer=self)
             logger.error("batch undecodable, pulling again step=%d", step)
             await self.settle(batch)
+
+    async def _take(self, step: int, version: PolicyVersion, until: float) -> Batch | None:
+        try:
+            batch = await self._ahead.take(step, version)
+            if batch is None or batch.life != self._link.life:
+                batch = await self._puller.pull(step, version, until)
+        except LeaseLostError:
+            if step != self._lost:  # otherwise a restarted broker repeats what `settle` has told
+                self.version, self._before = self._before or self.version, None
+            self._lost = None
+            raise
+        if batch is not None:
+            self._lost = None
+        return batch
 
     async def _pull_at_once(self, step: int, version: PolicyVersion) -> Batch | None:
         return await self._puller.pull(step, version, time.monotonic())
@@ -230,10 +283,11 @@ class Consumer:
         trained: Iterable[str] | None = None,
         filtered: Iterable[str] = (),
         rejected: Iterable[Rejected] = (),
+        timeout_s: float | None = None,
     ) -> Settled:
         """Report the outcome of every group after the optimizer step, which ends the lease.
 
-        Waits for the broker without a limit. Cancelled: the batch may or may not be settled; repeat the call with the
+        Waits for the broker. Cancelled or late: the batch may or may not be settled; repeat the call with the
         same arguments. Undecodable groups are reported as rejected automatically.
 
         Args:
@@ -244,15 +298,21 @@ class Consumer:
             trained: Ids of the groups used by the step. None: all groups in no other list.
             filtered: Ids of groups without a learning signal.
             rejected: Unusable groups, with the reason; they become dead letters.
+            timeout_s: Longest wait in seconds; None waits without a limit.
 
         Returns:
-            `Settled`; its `commit_wanted` asks for a checkpoint soon.
+            `Settled`; its `commit_wanted` asks for a checkpoint soon, and `provisional` says that other ranks have yet
+            to settle.
 
         Raises:
+            WaitTimeoutError: There is no answer after `timeout_s`.
             LeaseLostError: The step went back to the queue; its work is void.
             RefusedError: The lists do not match the batch.
+            ConsumerFencedError: Another process registered under the name of this consumer.
             ClosedError: The consumer is closed.
+            ForkedError: This process is a forked child of the one that opened the consumer.
         """
+        limit_s = time_limit("timeout_s", timeout_s)
         self.progress()
         out, bad = tuple(filtered), (*batch.rejected, *rejected)
         if trained is None:
@@ -275,14 +335,17 @@ class Consumer:
         if self._pulls_ahead:
             self._ahead.begin(version.step + 1, version)
         try:
-            reply, _ = await self._link.ask(message, lease=(batch.lease, batch.life))
+            asked = self._link.ask(message, lease=(batch.lease, batch.life))
+            reply, _ = await within(limit_s, "settle", asked, lambda: self._link.problem)
         except LeaseLostError:
+            self._lost = batch.step
             self._forget(batch)
             await self._ahead.drop()
             raise
         if not isinstance(reply, Settled):
             raise _unexpected(reply, message)
         self._forget(batch)
+        self._before = batch.version if reply.provisional else None
         self.version = version
         self.progress()
         return reply
@@ -291,18 +354,25 @@ class Consumer:
         if self._leased is not None and self._leased.lease == batch.lease:
             self._leased = None
 
-    async def commit(self, version: PolicyVersion) -> None:
+    async def commit(self, version: PolicyVersion, *, timeout_s: float | None = None) -> None:
         """Report that a durable checkpoint covers every step up to `version`; the broker may delete their groups.
 
-        Waits for the broker without a limit. Cancelled: repeat the call.
+        Waits for the broker. Cancelled or late: repeat the call.
+
+        Args:
+            version: Policy of the checkpoint.
+            timeout_s: Longest wait in seconds; None waits without a limit.
 
         Raises:
+            WaitTimeoutError: There is no answer after `timeout_s`.
             RefusedError: The broker does not accept the commit.
             ClosedError: The consumer is closed.
+            ForkedError: This process is a forked child of the one that opened the consumer.
         """
+        limit_s = time_limit("timeout_s", timeout_s)
         about = self._link.register
         commit = wire.Commit(consumer=about.consumer, group=about.group, run=about.info.run, version=version)
-        await self._link.ask(commit)
+        await within(limit_s, "commit", self._link.ask(commit), lambda: self._link.problem)
 
     def __aiter__(self) -> Self:
         return self
@@ -334,9 +404,9 @@ class BlockingBatch(Batch):
 
     consumer: "BlockingConsumer"
 
-    def ack(self, version: PolicyVersion | None = None) -> Settled:
+    def ack(self, version: PolicyVersion | None = None, *, timeout_s: float | None = None) -> Settled:
         """Settle the batch with every group trained; blocks. See `LeasedBatch.ack`."""
-        return self.consumer.settle(self, version=version)
+        return self.consumer.settle(self, version=version, timeout_s=timeout_s)
 
 
 class BlockingConsumer(Facade[Consumer]):
@@ -347,18 +417,29 @@ class BlockingConsumer(Facade[Consumer]):
     """
 
     @overload
-    def pull(self, step: int, version: PolicyVersion, wait_s: None = None) -> BlockingBatch: ...
+    def pull(
+        self, step: int, version: PolicyVersion, wait_s: None = None, *, timeout_s: float | None = None
+    ) -> BlockingBatch: ...
     @overload
-    def pull(self, step: int, version: PolicyVersion, wait_s: float) -> BlockingBatch | None: ...
+    def pull(
+        self, step: int, version: PolicyVersion, wait_s: float, *, timeout_s: float | None = None
+    ) -> BlockingBatch | None: ...
 
-    def pull(self, step: int, version: PolicyVersion, wait_s: float | None = None) -> BlockingBatch | None:
+    def pull(
+        self,
+        step: int,
+        version: PolicyVersion,
+        wait_s: float | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> BlockingBatch | None:
         """Wait for this rank's shard of one step; see `Consumer.pull`.
 
         Ctrl-C ends it; the next pull of the same step returns the batch if one was leased.
         """
         if wait_s is None:
-            return self._blocking_batch(self._run(self._object.pull(step, version)))
-        batch = self._run(self._object.pull(step, version, wait_s))
+            return self._blocking_batch(self._run(self._object.pull(step, version, timeout_s=timeout_s)))
+        batch = self._run(self._object.pull(step, version, wait_s, timeout_s=timeout_s))
         return None if batch is None else self._blocking_batch(batch)
 
     def _blocking_batch(self, batch: LeasedBatch) -> BlockingBatch:
@@ -372,15 +453,22 @@ class BlockingConsumer(Facade[Consumer]):
         trained: Iterable[str] | None = None,
         filtered: Iterable[str] = (),
         rejected: Iterable[Rejected] = (),
+        timeout_s: float | None = None,
     ) -> Settled:
         """See `Consumer.settle`."""
-        return self._run(
-            self._object.settle(batch, version=version, trained=trained, filtered=filtered, rejected=rejected)
+        settling = self._object.settle(
+            batch,
+            version=version,
+            trained=trained,
+            filtered=filtered,
+            rejected=rejected,
+            timeout_s=timeout_s,
         )
+        return self._run(settling)
 
-    def commit(self, version: PolicyVersion) -> None:
+    def commit(self, version: PolicyVersion, *, timeout_s: float | None = None) -> None:
         """See `Consumer.commit`."""
-        self._run(self._object.commit(version))
+        self._run(self._object.commit(version, timeout_s=timeout_s))
 
     def progress(self) -> None:
         """See `Consumer.progress`. Never waits."""
@@ -514,6 +602,7 @@ class BatchPuller:
             short=reply.short,
             over=reply.over,
             rewound=reply.rewound,
+            moments=reply.moments,
         )
 
     def close(self) -> None:

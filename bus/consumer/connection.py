@@ -5,23 +5,29 @@ not answer, the connection looks for it again. When the broker has restarted or 
 registers again with its generation. A broker with that memory returns the same generation, and leases continue. A new
 generation starts a new `life`: earlier leases are lost. A live broker with a slow disk gets the same request again and
 gives the same answer.
+
+If another process registers under the name of this consumer, it takes over the batches. This one is fenced then: every
+further call raises ConsumerFencedError, and it registers no more.
 """
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Final, NamedTuple
 
 import msgspec
 
-from rolloutmq.bus.transport.discovery import insist, lives, reach
+from rolloutmq.bus.transport.discovery import Search, insist, lives, reach
 from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.bus.transport.request_client import BrokerClient, Frames
 from rolloutmq.bus.transport.sockets import make_context
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
     ClosedError,
+    ConsumerFencedError,
+    ForkedError,
     LeaseLostError,
     RefusedError,
     RolloutMQError,
@@ -29,7 +35,7 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.replies import ConsumerRegistered, Reply
-from rolloutmq.schemas.wire.requests import ConsumerBeat, RegisterConsumer, Release, Request
+from rolloutmq.schemas.wire.requests import ConsumerBeat, Pull, RegisterConsumer, Release, Request
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +75,41 @@ class ConsumerConnection:
         self.idle: Callable[[], bool] = lambda: False
         """Returns whether the leased batch waits to be pulled, so missing progress does not mean a hang."""
         self._where = where
+        self._search = Search(where)
+        self._looking = False
         self._context = make_context()
         self._sockets: _Sockets | None = None
         self._turn = asyncio.Lock()
+        self._key = os.urandom(8).hex()
+        """Identifies the present attempt to register, however often its request is sent."""
+        self._fenced: ConsumerFencedError | None = None
         self._closed = False
+        self._owner = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a forked child of the one that made the connection."""
+        return os.getpid() != self._owner
+
+    @property
+    def problem(self) -> str:
+        """What a request without an answer waits for."""
+        if self._looking or self._sockets is None:
+            return self._search.problem
+        return f"no answer from {self._sockets.client.address}"
 
     async def connect(self) -> None:
         """Find the broker and register, unless connected; waits without a limit.
 
         Raises:
             RefusedError: The broker does not accept this consumer.
+            ConsumerFencedError: Another process took over the name.
+            ForkedError: This process is a forked child.
         """
+        if self.forked:
+            raise ForkedError(f"consumer {self.register.consumer}", self._owner)
+        if self._fenced is not None:
+            raise self._fenced.with_traceback(None)
         await self._connect(None)
 
     async def _connect(self, lost: BrokerClient | None) -> None:
@@ -88,11 +118,13 @@ class ConsumerConnection:
             if self._sockets is not None and self._sockets.client is not lost:
                 return
             while not self._closed:
+                self._looking = True
                 try:
                     found = await self._reach()
                 except BrokerUnavailableError as error:
                     logger.warning("broker lost while connecting error=%s", error)
                 else:
+                    self._looking = False
                     # Heartbeats use the old sockets until here: the broker may receive them and only not answer.
                     lost_too, self._sockets = self._sockets, found
                     await _close(lost_too)
@@ -100,7 +132,7 @@ class ConsumerConnection:
             raise ClosedError
 
     async def _reach(self) -> _Sockets:
-        client, place = await reach(self._where, self._context)
+        client, place = await reach(self._where, self._context, self._search)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
             heart = await stack.enter_async_context(BrokerClient(client.address, self._context))
@@ -114,12 +146,12 @@ class ConsumerConnection:
 
     async def _register(self, client: BrokerClient, epoch: int) -> None:
         known = self.registered.generation if self.registered else 0
-        asked = msgspec.structs.replace(self.register, generation=known)
-        # Sent once: each request may start a new generation, and the first answer would name an outdated one.
-        reply, _ = await insist(client, asked, epoch, PATIENCE_S, PATIENCE_S)
+        asked = msgspec.structs.replace(self.register, generation=known, key=self._key)
+        reply, _ = await insist(client, asked, epoch, PATIENCE_S, REPEAT_S)
         if not isinstance(reply, ConsumerRegistered):
             raise WireError(f"broker: wrong type of reply to RegisterConsumer (got {type(reply).__name__})")
         self.register = msgspec.structs.replace(self.register, resume=None)
+        self._key = os.urandom(8).hex()
         self.registered = reply
         self.life += reply.generation != known
         logger.info("registered consumer=%s life=%d epoch=%d", self.register.consumer, self.life, reply.epoch)
@@ -147,12 +179,15 @@ class ConsumerConnection:
         Raises:
             LeaseLostError: The lease is lost.
             RefusedError: The broker refused the request.
+            ConsumerFencedError: Another process took over the name.
             ClosedError: The consumer is closed.
+            ForkedError: This process is a forked child.
         """
         while True:
             await self.connect()
             assert self._sockets is not None
             client, life = self._sockets.client, self.life
+            message = self._stamped(message)
             if lease is not None and lease[1] != life:
                 raise LeaseLostError(lease[0], "the broker forgot the consumer, which registered again")
             try:
@@ -165,10 +200,30 @@ class ConsumerConnection:
             except ClosedError:
                 # Another task reconnects. If the consumer itself is closed, `connect` raises.
                 continue
+            except ConsumerFencedError as error:
+                self._take_fencing(error, life)
+            except LeaseLostError:
+                # The lease of a fenced consumer is lost too, but pulling again would not help.
+                await self._heard(self._sockets)
+                if self._fenced is not None:
+                    raise self._fenced from None
+                raise
             except RefusedError as error:
                 if error.code is not ErrorCode.UNKNOWN:
                     raise
                 await self._register_again(client, life)
+
+    def _stamped(self, message: Request) -> Request:
+        """Return the request with the generation of the present registration, if it has a place for it."""
+        if isinstance(message, Pull | Release | ConsumerBeat) and self.registered is not None:
+            return msgspec.structs.replace(message, generation=self.registered.generation)
+        return message
+
+    def _take_fencing(self, error: ConsumerFencedError, life: int) -> None:
+        """Note that another process took over the name; a request of an earlier life of this consumer says nothing."""
+        if life == self.life and self._fenced is None:
+            logger.error("consumer fenced error=%s", error)
+            self._fenced = error
 
     def _wait_on(self) -> None:
         # A consumer that waits for a slow broker does not hang: the reply with its batch may be under way.
@@ -178,7 +233,7 @@ class ConsumerConnection:
         """Send heartbeats until cancelled, also while the connection looks for the broker."""
         looking: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as tasks:
-            while True:
+            while self._fenced is None:
                 await asyncio.sleep(BEAT_S)
                 if self._sockets is None:
                     continue
@@ -195,6 +250,9 @@ class ConsumerConnection:
             return await lives(sockets.heart, epoch, PATIENCE_S)
         except ClosedError:
             return True
+        except ConsumerFencedError as error:
+            self._take_fencing(error, life)
+            return True
         except BrokerUnavailableError:
             return False
         except RolloutMQError as error:
@@ -208,15 +266,15 @@ class ConsumerConnection:
         except RolloutMQError as error:
             logger.warning("registering again failed consumer=%s error=%s", self.register.consumer, error)
 
-    def _heartbeat(self) -> ConsumerBeat:
+    def _heartbeat(self) -> Request:
         self.progress += self.idle()
-        return ConsumerBeat(consumer=self.register.consumer, progress=self.progress)
+        return self._stamped(ConsumerBeat(consumer=self.register.consumer, progress=self.progress))
 
     async def close(self) -> None:
         """Release the leased batch and close the sockets. `beat` has ended before."""
         self._closed = True
-        if self._sockets is not None:
-            release = Release(consumer=self.register.consumer, reason="closed")
+        if self._sockets is not None and self._fenced is None:
+            release = self._stamped(Release(consumer=self.register.consumer, reason="closed"))
             try:
                 await self._sockets.client.request(release, RELEASE_S, REPEAT_S)
             except RolloutMQError as error:

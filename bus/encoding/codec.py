@@ -8,18 +8,19 @@ Any input yields a value or a `WireError`: sizes are checked before decoding, an
 frames.
 """
 
+import math
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any, Final, TypeVar
+from functools import cached_property, lru_cache, partial
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import google_crc32c
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.bus.encoding.group_layout import ROW, Block, joined, lay, place
+from rolloutmq.bus.encoding.group_layout import ROW, Block, GroupLayout, joined, lay, place
 from rolloutmq.bus.encoding.opaque_columns import EncodedColumn, check_values, encode_opaque, require_few
 from rolloutmq.schemas.errors import (
     ChecksumError,
@@ -27,6 +28,7 @@ from rolloutmq.schemas.errors import (
     InvalidGroupError,
     LimitExceededError,
     MalformedError,
+    UsageError,
     VersionMismatchError,
 )
 from rolloutmq.schemas.group import Column, Group, numpy_dtype
@@ -85,11 +87,34 @@ class EncodedGroup(msgspec.Struct, frozen=True, gc=False):
     crc: int
 
 
-def encode_group(group: Group, limit: int, room: Room | None = None) -> EncodedGroup:
+class PreparedGroup(NamedTuple):
+    """A group that is ready to be encoded: its table, its blocks, and their places if they become frames."""
+
+    table: ColumnTable
+    blocks: list[Block]
+    apart: GroupLayout
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all frames in bytes, as the limits count it."""
+        return self.apart.nbytes
+
+
+def prepare_group(group: Group) -> PreparedGroup:
+    """Do all of `encode_group` that may fail and copies no big column.
+
+    Raises:
+        InvalidGroupError: An opaque column is not msgpack, or has too many values.
+    """
+    table, blocks = _described(group)
+    return PreparedGroup(table, blocks, place(blocks, BIG_BLOCK_BYTES))
+
+
+def encode_group(group: Group | PreparedGroup, limit: int, room: Room | None = None) -> EncodedGroup:
     """Encode a group.
 
     Args:
-        group: A checked group.
+        group: A checked group; it may be prepared already.
         limit: Most bytes of all its frames.
         room: Called at most once for room for the whole group. If it returns room, the group becomes one frame there,
             with copies of big columns; every byte of it is overwritten. The room is always used.
@@ -98,8 +123,7 @@ def encode_group(group: Group, limit: int, room: Room | None = None) -> EncodedG
         GroupTooLargeError: The frames exceed `limit`; nothing was allocated and `room` was not called.
         InvalidGroupError: An opaque column is not msgpack, or has too many values; `room` was not called.
     """
-    table, blocks = _described(group)
-    apart = place(blocks, BIG_BLOCK_BYTES)
+    table, blocks, apart = group if isinstance(group, PreparedGroup) else prepare_group(group)
     if apart.nbytes > limit:
         raise GroupTooLargeError(apart.nbytes, limit)
     if room is not None:
@@ -112,12 +136,8 @@ def encode_group(group: Group, limit: int, room: Room | None = None) -> EncodedG
 
 
 def group_bytes(group: Group) -> int:
-    """Return the size of all frames of a group in bytes, as `limit` counts it.
-
-    Raises:
-        InvalidGroupError: An opaque column is not msgpack.
-    """
-    return place(_described(group)[1], BIG_BLOCK_BYTES).nbytes
+    """Return the size of all frames of a group in bytes, as `limit` counts it; raises what `prepare_group` raises."""
+    return prepare_group(group).nbytes
 
 
 def header_of(
@@ -165,36 +185,37 @@ def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffe
         )
     if checksum(arrays) != header.crc:
         raise ChecksumError(f"group {header.group_id}: checksum differs from the header")
-    columns = _read_columns(table, _read_blocks(table, arrays))
-    group = Group(
-        header.group_id,
-        columns,
-        header.oldest,
-        header.newest,
-        header.started_at,
-        header.finished_at,
-        env=env,
-        task=header.task,
-        sequences=header.sequences,
-        tokens=header.tokens,
-    )
-    _check(group)
-    return group
+    return _checked(header, _read_columns(table, _read_blocks(table, arrays)), env)
 
 
-def _check(group: Group) -> None:
-    missing = {"tokens", "mask", "scores"} - group.columns.keys()
+def _checked(header: GroupHeader, columns: dict[str, Column], env: str) -> Group:
+    """Return the group of these columns; MalformedError if they contradict each other or the header."""
+    name = header.group_id
+    missing = {"tokens", "mask", "scores"} - columns.keys()
     if missing:
-        raise MalformedError(f"group {group.group_id}: column {sorted(missing)[0]} is missing")
+        raise MalformedError(f"group {name}: column {sorted(missing)[0]} is missing")
     try:
+        group = Group(
+            name,
+            columns,
+            header.oldest,
+            header.newest,
+            header.started_at,
+            header.finished_at,
+            env=env,
+            task=header.task,
+            sequences=header.sequences,
+            tokens=header.tokens,
+        )
         group.check()
     except (InvalidGroupError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise MalformedError(f"group {group.group_id}: {error}") from None
-    tokens = group.columns["tokens"].values.size
+        raise MalformedError(f"group {name}: {error}") from None
+    tokens = columns["tokens"].values.size
     if tokens != group.tokens:
         raise MalformedError(
-            f"group {group.group_id}: token count differs from the header (got {tokens}, the header has {group.tokens})"
+            f"group {name}: token count differs from the header (got {tokens}, the header has {group.tokens})"
         )
+    return group
 
 
 def table_of(group: Group) -> ColumnTable:
@@ -301,7 +322,7 @@ def checksum(frames: Iterable[Buffer | NDArray[np.uint8]]) -> int:
     return int(crc)
 
 
-def _decoding(decoder: "msgspec.msgpack.Decoder[_T]", data: Buffer, limit: int, what: str) -> _T:
+def _decoding(decoder: "_Decoder[_T]", data: Buffer, limit: int, what: str) -> _T:
     size = len(data) if isinstance(data, bytes | bytearray) else data.nbytes
     if size > limit:
         raise LimitExceededError(f"size of the {what}", size, limit)
@@ -311,21 +332,50 @@ def _decoding(decoder: "msgspec.msgpack.Decoder[_T]", data: Buffer, limit: int, 
         raise MalformedError(f"{what}: {error}") from None
 
 
-_value: Final = msgspec.msgpack.Decoder()
-_envelope: Final = msgspec.msgpack.Decoder(Envelope)
-_request: Final = msgspec.msgpack.Decoder(Request)
-_reply: Final = msgspec.msgpack.Decoder(Reply)
-_registration: Final = msgspec.msgpack.Decoder(_Registration)
-_event: Final = msgspec.msgpack.Decoder(Event)
-_ack: Final = msgspec.msgpack.Decoder(Ack)
-_drain: Final = msgspec.msgpack.Decoder(Drain)
-_table: Final = msgspec.msgpack.Decoder(ColumnTable)
-_header: Final = msgspec.msgpack.Decoder(GroupHeader)
+class _Decoder(Generic[_T]):
+    """A decoder that is built on its first use: no process needs all, and each costs a part of a millisecond."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    @cached_property
+    def decode(self) -> Callable[[Buffer], _T]:
+        built: msgspec.msgpack.Decoder[_T] = msgspec.msgpack.Decoder(self._kind)
+        return built.decode
+
+
+_value: Final = _Decoder[Any](Any)
+_envelope: Final = _Decoder[Envelope](Envelope)
+_request: Final = _Decoder[Request](Request)
+_reply: Final = _Decoder[Reply](Reply)
+_registration: Final = _Decoder[_Registration](_Registration)
+_event: Final = _Decoder[Event](Event)
+_ack: Final = _Decoder[Ack](Ack)
+_drain: Final = _Decoder[Drain](Drain)
+_table: Final = _Decoder[ColumnTable](ColumnTable)
+_header: Final = _Decoder[GroupHeader](GroupHeader)
 
 
 def encode(value: Message | Envelope | GroupHeader | ColumnTable | PolicyVersion) -> bytes:
     """Encode a control message or a part of the wire as msgpack."""
     return msgspec.msgpack.encode(value)
+
+
+def require_encodable(message: Message) -> None:
+    """Raise UsageError, naming the field, if a field of a message has a value that its receiver would refuse."""
+    for field in msgspec.structs.fields(type(message)):
+        name, value = field.name, getattr(message, field.name)
+        problem = ""
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=field.type)
+        except UnicodeEncodeError:
+            problem = "must be text that UTF-8 can encode"
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+            problem = str(error)
+        if isinstance(value, float) and not math.isfinite(value):
+            problem = "must be finite"
+        if problem:
+            raise UsageError(f"{name}: {problem} (got {value!a:.80})")
 
 
 def encode_envelope(envelope: Envelope) -> bytes:

@@ -14,6 +14,8 @@ from rolloutmq.schemas.errors import InvalidGroupError, LimitExceededError
 
 VALUES_LIMIT: Final = 1 << 20
 """Most values in all opaque columns of a group: about 100 MB of Python objects."""
+DEPTH_LIMIT: Final = 64
+"""Most levels of lists and maps in a column: every reader decodes so many, however deep its own calls are."""
 UNCOUNTED_BYTES: Final = 1 << 16
 """Blocks with fewer bytes in total are not counted: they cannot hold enough values."""
 
@@ -43,14 +45,40 @@ def _sizes() -> list[int]:
 
 _SIZES: Final = _sizes()
 _EXTENSIONS: Final = range(0xC7, 0xCA)
+_CONTAINERS: Final = (dict, list, tuple)
 
 
 def encode_opaque(name: str, value: Any) -> bytes:
-    """Encode the value of a column; InvalidGroupError if msgpack cannot represent it."""
+    """Encode the value of a column; InvalidGroupError if msgpack cannot represent it, or if it is nested too deeply."""
     try:
-        return msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        block = msgspec.msgpack.encode(value)
+    except RecursionError:
+        raise _too_deep(name) from None
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidGroupError(name, f"must be a msgpack value: {error}") from None
+    if not _is_flat(value):
+        raise _too_deep(name)
+    return block
+
+
+def _too_deep(name: str) -> InvalidGroupError:
+    return InvalidGroupError(name, f"must be nested at most {DEPTH_LIMIT} levels deep")
+
+
+def _is_flat(value: Any) -> bool:
+    """Return whether lists and maps are nested within the limit."""
+    level = [value]
+    for _ in range(DEPTH_LIMIT):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, _CONTAINERS)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, _CONTAINERS)
+        ]
+        if not level:
+            return True
+    return False
 
 
 def require_few(blocks: Mapping[str, bytes]) -> None:

@@ -16,6 +16,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
+from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_file
 from rolloutmq.bus.producer.spool import SpoolEntry
 from rolloutmq.schemas.files import AckedGroup
 from rolloutmq.schemas.wire.envelope import GroupHeader, Split
@@ -37,8 +38,8 @@ class AckLog:
         self._pending = bytearray()
         self._refused = False
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b", buffering=0)
+            path.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+            self._file = private_file(path, "a+b", buffering=0)
             _cut_torn_line(self._file)
 
     def write(self, entries: Sequence[SpoolEntry], session: int) -> None:

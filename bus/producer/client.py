@@ -13,23 +13,34 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from rolloutmq.bus.blocking import Facade, with_arguments_of
-from rolloutmq.bus.encoding.codec import group_bytes
-from rolloutmq.bus.log_throttle import AFTER_S, LogThrottle
+from rolloutmq.bus.blocking import Facade, note_failed_close, with_arguments_of
+from rolloutmq.bus.encoding.codec import group_bytes, prepare_group, require_encodable
+from rolloutmq.bus.log_throttle import AFTER_S, LogThrottle, WaitLog
 from rolloutmq.bus.producer.ack_log import AckLog
 from rolloutmq.bus.producer.connection import ProducerConnection, cause
 from rolloutmq.bus.producer.credit import Permit
-from rolloutmq.bus.producer.session import SessionState
+from rolloutmq.bus.producer.open_producers import open_producers
+from rolloutmq.bus.producer.send_inbox import SendInbox, SentGroup
+from rolloutmq.bus.producer.session import SILENCE_S, SessionState
 from rolloutmq.bus.producer.spool import Spool, SpoolEntry
 from rolloutmq.bus.producer.spool_file import SpoolFile
 from rolloutmq.bus.producer.waiters import CreditWaiters
 from rolloutmq.bus.transport.endpoint import Where
-from rolloutmq.schemas.errors import ClosedError, GroupTooLargeError, InvalidGroupError, RolloutMQError
+from rolloutmq.bus.transport.time_limit import time_limit, within
+from rolloutmq.schemas.errors import (
+    ClosedError,
+    GroupTooLargeError,
+    InvalidGroupError,
+    RolloutMQError,
+    UnusablePathError,
+    UsageError,
+    WaitTimeoutError,
+)
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Durability, RunInfo, Wait
@@ -62,23 +73,30 @@ class Producer:
         spool_bytes: int,
         ack_log: Path | None,
         save_to: Path | None,
-        drain_s: float,
+        drain_s: float | None,
     ) -> None:
+        try:
+            self._log = AckLog(ack_log, register.env, register.split)
+        except OSError as error:
+            raise _unusable("ack_log", error) from None
         self.accepted = 0
         """Number of acked groups."""
         self._session = SessionState(register, Spool(spool_bytes))
         self.as_frames: Mapping[str, int] = self._session.as_frames
         """Number of groups sent as frames instead of through shared memory, by reason."""
         self._waiters = CreditWaiters(self._session)
+        self._waiters.problem = self._problem
         self._connection = ProducerConnection(
             where, self._session, self._on_accepted, lambda: self._waiters.waiting
         )
         self._connection.on_registered = self._on_registered
         self._connection.on_tick = self._log_wait
         self._throttle = LogThrottle()
+        self._ack_wait = WaitLog()
+        self._told_size = False
+        self._owner = os.getpid()
         self._drain_s = drain_s
         self._file = SpoolFile(save_to, self._session)
-        self._log = AckLog(ack_log, register.env, register.split)
         self._registered = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -97,21 +115,23 @@ class Producer:
         weight: float = 1.0,
         min_share: float = 0.0,
         max_tokens: int = 0,
-        ack_log: Path | None = None,
-        save_to: Path | None = None,
+        ack_log: Path | str | None = None,
+        save_to: Path | str | None = None,
         spool_bytes: int = SPOOL_BYTES,
         drain_s: float = DRAIN_S,
+        timeout_s: float | None = None,
     ) -> AsyncIterator["Producer"]:
         """Register a producer; leaving the block closes it.
 
-        Opening waits for the broker without a limit. If `save_to` has groups of an earlier process, it also waits until
-        they are acked. Closing waits up to `drain_s` for acks; cancelling that wait saves the unacked groups at once.
+        Opening waits for the broker. If `save_to` has groups of an earlier process, it also waits until they are acked.
+        Closing waits up to `drain_s` for acks; cancelling that wait saves the unacked groups at once. If another error
+        ends the block, that error is raised, with a note about a failed closing.
 
         Args:
             where: Run directory, or address of the broker's `serve` socket.
             env: Environment of the groups.
             producer: Name of the producer. A newer producer of the same name fences the older one. Default: made of
-                environment, host and process id.
+                environment, host and process id, with a number for further producers of the process.
             run: Name of the run.
             split: Split of the groups: train or eval.
             group_size: Usual number of sequences in a group.
@@ -121,45 +141,62 @@ class Producer:
             max_tokens: Longest sequence it produces, in tokens; 0 if unknown.
             ack_log: File that gets one `AckedGroup` line for each acked group.
             save_to: File for unacked groups at the end. Give `producer` too, so the next process finds
-                them. Without a file such groups are lost.
+                them. Without a file, closing raises UnackedError.
             spool_bytes: Size of the spool, in bytes; also the largest group.
             drain_s: Longest wait for acks when closing, in seconds.
+            timeout_s: Longest wait when opening, in seconds; None waits without a limit.
 
         Raises:
+            WaitTimeoutError: The producer is not registered after `timeout_s`.
             RefusedError: The broker does not accept this producer.
             SessionFencedError: A newer producer of the same name registered meanwhile.
-            UsageError: `save_to` has the groups of another producer.
+            UsageError: An argument is out of range, or `save_to` has the groups of another producer.
             RecordVersionError: Another version of RolloutMQ wrote `save_to`.
-            OSError: Unacked groups could not be saved at the end, and are lost.
+            UnackedError: At the end some groups are neither acked nor saved; the error has their ids.
         """
-        host = socket.gethostname()
-        register = RegisterProducer(
-            producer=producer or f"{env[:24]}-{host.partition('.')[0][:24]}-{os.getpid()}",
-            run=run,
-            env=env,
-            split=split,
-            slots=slots,
-            group_size=group_size,
-            weight=weight,
-            min_share=min_share,
-            max_tokens=max_tokens,
-            pid=os.getpid(),
-            host=host,
-        )
-        made = cls(
-            where, register, spool_bytes=spool_bytes, ack_log=ack_log, save_to=save_to, drain_s=drain_s
-        )
+        limit_s, drain_limit_s = time_limit("timeout_s", timeout_s), time_limit("drain_s", drain_s)
+        if not isinstance(spool_bytes, int) or spool_bytes < 1:
+            raise UsageError(f"spool_bytes: must be a positive number of bytes (got {spool_bytes!r})")
+        name = producer or open_producers.claim(env)
         try:
-            await made._start()
-            yield made
+            register = RegisterProducer(
+                producer=name,
+                run=run,
+                env=env,
+                split=split,
+                slots=slots,
+                group_size=group_size,
+                weight=weight,
+                min_share=min_share,
+                max_tokens=max_tokens,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
+            require_encodable(register)
+            made = cls(
+                where,
+                register,
+                spool_bytes=spool_bytes,
+                ack_log=None if ack_log is None else Path(ack_log),
+                save_to=None if save_to is None else Path(save_to),
+                drain_s=drain_limit_s,
+            )
+            async with made._opened(limit_s):
+                yield made
         finally:
-            await made.close()
+            if not producer:
+                open_producers.release(name)
 
     @staticmethod
     @with_arguments_of(lambda: Producer.open)
     def blocking(where: Where, **options: Any) -> "BlockingProducer":
         """Return a blocking producer with the options of `open`: `with Producer.blocking(...) as producer`."""
         return BlockingProducer(lambda: Producer.open(where, **options), "rolloutmq producer")
+
+    @property
+    def name(self) -> str:
+        """Name of the producer."""
+        return self._session.register.producer
 
     @property
     def draining(self) -> asyncio.Event:
@@ -203,61 +240,114 @@ class Producer:
 
     @property
     def unacked(self) -> int:
-        """Number of groups in the spool."""
-        return len(self._session.spool)
+        """Number of groups that were sent and are not acked."""
+        return len(self._session.spool) + self._waiters.inbox_groups
 
     @property
     def abandoned(self) -> int:
         """Number of abandoned rollouts of this session."""
         return self._session.credit.abandoned
 
-    async def acquire(self) -> Permit:
-        """Wait without a limit until another rollout may start, and return its permit.
+    async def acquire(self, timeout_s: float | None = None) -> Permit:
+        """Wait until another rollout may start, and return its permit.
 
         `wait` has the reason of the waiting. The permit ends when its group is sent or when it is abandoned; as a
         context manager it ends with the block. Cancelled: the next waiter gets the permit.
 
+        Args:
+            timeout_s: Longest wait in seconds; None waits without a limit.
+
         Raises:
+            WaitTimeoutError: There is no permit after `timeout_s`.
             DrainingError: No new rollout may start.
             SessionFencedError: A newer producer of the same name took over.
             ClosedError: The producer is closed.
+            ForkedError: This process is a forked child of the one that opened the producer.
         """
-        return await self._waiters.acquire()
+        return await self._waiters.acquire(time_limit("timeout_s", timeout_s))
 
-    async def send(self, group: Group, permit: Permit | None = None) -> None:
+    async def send(
+        self, group: Group, permit: Permit | None = None, *, timeout_s: float | None = None
+    ) -> None:
         """Put a group into the spool; the producer delivers it in the background.
 
-        Waits without a limit while the spool is full or credit is missing, and for a permit if none is given. Do not
-        change the group's arrays until it is acked: large ones are not copied. Cancelled: either the group is in the
-        spool and the permit has ended, or nothing happened.
+        Waits while the spool is full or credit is missing, and for a permit if none is given. Do not change the group's
+        arrays until it is acked: large ones are not copied. Cancelled: either the group is in the spool and the permit
+        has ended, or nothing happened.
 
         Args:
             group: The group. It is not acked yet when the call returns; see `send_acked` and `flush`.
             permit: Permit of its rollout, from `acquire`. None takes one.
+            timeout_s: Longest wait in seconds; None waits without a limit.
 
         Raises:
+            WaitTimeoutError: The group is not in the spool after `timeout_s`; nothing happened.
             GroupTooLargeError: The group can never be sent; raised at once.
             InvalidGroupError: A value cannot be encoded, or `group` is not a `Group`.
             UsageError: The permit has ended.
             DrainingError: No permit was given, and no new rollout may start.
             SessionFencedError: A newer producer of the same name took over.
             ClosedError: The producer is closed.
+            ForkedError: This process is a forked child of the one that opened the producer.
         """
         self._waiters.require_open()
-        if not isinstance(group, Group):
-            raise InvalidGroupError(
-                "*", f"must be a Group (got {type(group).__name__}); make one with Group.build"
+        _require_group(group)
+        if permit is not None and not isinstance(permit, Permit):
+            raise UsageError(
+                f"permit: must come from acquire (got {type(permit).__name__}); timeout_s is given by its name"
             )
+        limit_s = time_limit("timeout_s", timeout_s)
         laid = self._session.lay(group, self._limit_bytes)
         try:
             if not self._waiters.admit(group, laid, permit):
-                await self._waiters.hand_over(group, laid, permit)
+                await self._waiters.hand_over(group, laid, permit, limit_s)
         except BaseException:
             laid.cancel()
             raise
+        self._check_size(group)
         await self._connection.forward(laid.encoded.nbytes)
 
-    async def send_acked(self, group: Group, permit: Permit | None = None) -> "asyncio.Future[None]":
+    def _open_inbox(self, post: Callable[[Callable[[], None]], None]) -> SendInbox:
+        """Return an inbox through which other threads send groups; `post` makes the loop call a function."""
+
+        def may_take(groups: int, nbytes: int) -> bool:
+            return nbytes <= self._limit_bytes and self._waiters.may_take(groups, nbytes)
+
+        self._waiters.inbox = SendInbox(may_take, self._take, post)
+        return self._waiters.inbox
+
+    def _take(self, sent: SentGroup, force: bool) -> bool:
+        """Put a group of the inbox into the spool; False without credit, which `force` ignores."""
+        if not force and not self._waiters.may_take_now(sent.prepared.nbytes):
+            return False
+        try:
+            laid = self._session.lay(sent.prepared, self._session.spool.capacity_bytes)
+            if not force and not self._waiters.may_take_now(laid.encoded.nbytes):
+                laid.cancel()
+                return False
+            self._waiters.take_in(sent.group, laid)
+        except Exception as error:  # noqa: BLE001 - its caller has gone on: every later call raises the error
+            logger.error("group lost producer=%s group=%s error=%s", self.name, sent.group.group_id, error)
+            asyncio.get_running_loop().call_soon(self._waiters.shut, error)
+            return True
+        self._check_size(sent.group)
+        self._connection.send_soon()
+        return True
+
+    def _check_size(self, group: Group) -> None:
+        """Warn once: sizes may differ from group to group, but credit and pacing assume the usual one."""
+        if group.sequences == self._session.register.group_size or self._told_size:
+            return
+        self._told_size = True
+        logger.warning(
+            "group of another size producer=%s group=%s sequences=%d group_size=%d: credit counts group_size for each "
+            "rollout; open the producer with the usual size",
+            self.name, group.group_id, group.sequences, self._session.register.group_size,
+        )  # fmt: skip
+
+    async def send_acked(
+        self, group: Group, permit: Permit | None = None, *, timeout_s: float | None = None
+    ) -> "asyncio.Future[None]":
         """Send a group like `send`, and return a future that ends with its ack.
 
         The future fails if the producer closes or is fenced before the ack. Cancelled: call `handed_over`, which
@@ -265,7 +355,7 @@ class Producer:
         """
         ack = self._waiters.expect(group.group_id)
         try:
-            await self.send(group, permit)
+            await self.send(group, permit, timeout_s=timeout_s)
         except asyncio.CancelledError:
             raise
         except BaseException:
@@ -293,7 +383,7 @@ class Producer:
         self._session.credit.abandon(permit)
 
     async def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every group is acked.
+        """Wait until every group that was sent before the call is acked.
 
         Args:
             timeout_s: Longest wait in seconds; None waits without a limit.
@@ -305,9 +395,10 @@ class Producer:
             SessionFencedError: A newer producer of the same name took over.
             RefusedError: The broker does not accept the producer any more.
             ClosedError: The producer is closed.
+            ForkedError: This process is a forked child of the one that opened the producer.
         """
         self._waiters.require_open()
-        done = await self._waiters.emptied(timeout_s)
+        done = await self._waiters.flushed(time_limit("timeout_s", timeout_s))
         self._waiters.require_open()
         return done
 
@@ -317,11 +408,54 @@ class Producer:
         self._session.draining = True
         self._waiters.serve()
 
+    @asynccontextmanager
+    async def _opened(self, timeout_s: float | None) -> AsyncIterator[None]:
+        """Keep the producer open during the block."""
+        open_producers.opened(self)
+        try:
+            await self._start_within(timeout_s)
+            yield
+        except BaseException as error:
+            try:
+                await self.close()
+            except Exception as failure:  # noqa: BLE001 - it must not hide the error of the block
+                note_failed_close(error, failure)
+            raise
+        else:
+            await self.close()
+
+    async def _start_within(self, timeout_s: float | None) -> None:
+        try:
+            await within(timeout_s, f"opening of producer {self.name}", self._start(), self._problem)
+        except WaitTimeoutError:
+            self._drain_s = 0.0  # restored groups are still in their file
+            raise
+
+    def _problem(self) -> str:
+        """Return what keeps a call waiting."""
+        if problem := self._connection.problem:
+            return problem
+        if not self._session.number:
+            return "the broker has not answered the registration"
+        spool = self._session.spool
+        return (
+            f"the broker gives no credit or no ack: {self._reason()} "
+            f"({len(spool)} groups with {spool.nbytes} of {spool.capacity_bytes} bytes are unacked)"
+        )
+
+    def _reason(self) -> str:
+        """Return why there is no credit. A silent broker may have had none when it last spoke."""
+        silent_s = self._session.silent_s(time.monotonic())
+        if self.wait is Wait.NONE and silent_s >= SILENCE_S:
+            return f"no answer from {self._connection.address} for {silent_s:.0f} s"
+        return self.wait.value
+
     async def _start(self) -> None:
-        restored = self._file.load()
-        if restored:
-            self._waiters.empty.clear()
-        self._task = asyncio.create_task(self._run(), name=f"producer {self._session.register.producer}")
+        try:
+            restored = self._file.load()
+        except OSError as error:
+            raise _unusable("save_to", error) from None
+        self._task = asyncio.create_task(self._run(), name=f"producer {self.name}")
         await self._registration()
         if restored:
             await self.flush()
@@ -354,37 +488,54 @@ class Producer:
 
     def _log_wait(self) -> None:
         """Warn if nothing moves for some seconds: callers without a view of the broker would wonder."""
+        if self._waiters.inbox_groups:
+            self._waiters.serve()  # an interrupted `send` may have told nobody of its group
+        self._log_ack_wait(time.monotonic())
         if (stuck_s := self._waiters.stuck_s()) < AFTER_S:
             return
         if self._throttle.is_due(self.wait.value, time.monotonic()):
-            name = self._session.register.producer
             logger.warning(
-                "waiting for credit producer=%s reason=%s waited_s=%.0f", name, self.wait.value, stuck_s
+                "waiting for credit producer=%s reason=%s waited_s=%.0f", self.name, self._reason(), stuck_s
             )
+
+    def _log_ack_wait(self, now: float) -> None:
+        if not self._waiters.flushing:
+            self._ack_wait.over()
+        elif self._ack_wait.is_due(self.wait.value, now):
+            waited_s = self._ack_wait.waited_s(now)
+            logger.warning(
+                "waiting for acks producer=%s unacked=%d reason=%s waited_s=%.0f",
+                self.name, self.unacked, self._reason(), waited_s,
+            )  # fmt: skip
 
     def _on_accepted(self, entries: list[SpoolEntry]) -> None:
         self._log.write(entries, self._session.number)
         self._waiters.acked(entry.header.group_id for entry in entries)
         self.accepted += len(entries)
+        if entries:
+            self._ack_wait.over()
         if self._session.draining and not self.draining.is_set():
-            logger.info("draining producer=%s", self._session.register.producer)
+            logger.info("draining producer=%s", self.name)
         self._waiters.serve()
         self._connection.send_soon()  # together with the groups of the tasks that have just got room
 
     async def close(self) -> None:
         """Wait up to `drain_s` for acks, save unacked groups, end the session. May be called twice.
 
-        Cancelled: unacked groups are saved at once.
+        Cancelled: unacked groups are saved at once. In a forked child it does nothing.
 
         Raises:
-            OSError: Unacked groups could not be saved, and are lost.
+            UnackedError: Some groups are neither acked nor saved.
         """
+        if os.getpid() != self._owner:
+            return
+        open_producers.closed(self)
         task, self._task = self._task, None
         alive = task is not None and self._waiters.failure is None and self._registered.is_set()
         try:
             if alive:
                 self._waiters.shut(None)
-                await self._waiters.emptied(self._drain_s)
+                await self._waiters.flushed(self._drain_s)
         finally:
             await self._end(task, alive)
             self._waiters.fail_acks(ClosedError())
@@ -397,13 +548,37 @@ class Producer:
             await asyncio.wait({task})
         try:
             if alive:
-                self._file.leave()
-                await self._connection.goodbye(GOODBYE_S)
+                try:
+                    self._file.leave(self._why_unacked())
+                finally:
+                    await self._connection.goodbye(GOODBYE_S)
             elif task is not None:
-                self._file.set_aside()
+                self._file.set_aside(self._why_unacked())
         finally:
             await self._connection.close()
             self._log.close()
+
+    def _why_unacked(self) -> str:
+        failure = self._waiters.failure
+        if failure is not None and not isinstance(failure, ClosedError):
+            return str(failure)
+        waited = (
+            "the wait for acks was cancelled"
+            if self._drain_s is None
+            else f"after drain_s of {self._drain_s:g} s"
+        )
+        return f"{waited}, {problem}" if (problem := self._connection.problem) else waited
+
+
+def _unusable(option: str, error: OSError) -> UnusablePathError:
+    return UnusablePathError(f"{option} {error.filename}", error.strerror or str(error))
+
+
+def _require_group(group: Any) -> None:
+    if not isinstance(group, Group):
+        raise InvalidGroupError(
+            "*", f"must be a Group (got {type(group).__name__}); make one with Group.build"
+        )
 
 
 class BlockingProducer(Facade[Producer]):
@@ -414,13 +589,31 @@ class BlockingProducer(Facade[Producer]):
     `with Producer.blocking(...) as producer`.
     """
 
-    def acquire(self) -> Permit:
-        """See `Producer.acquire`. `send` without a permit calls it itself."""
-        return self._run(self._object.acquire())
+    _inbox: SendInbox
 
-    def send(self, group: Group, permit: Permit | None = None) -> None:
-        """See `Producer.send`."""
-        self._run(self._object.send(group, permit))
+    def acquire(self, timeout_s: float | None = None) -> Permit:
+        """See `Producer.acquire`. `send` without a permit calls it itself."""
+        return self._run(self._object.acquire(timeout_s))
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._inbox = self._object._open_inbox(self._post)
+        return self
+
+    def send(self, group: Group, permit: Permit | None = None, *, timeout_s: float | None = None) -> None:
+        """See `Producer.send`.
+
+        Without `permit` and `timeout_s` it does not wait for the loop's thread if there seems to be credit. The group
+        is then on its way into the spool, one of at most 64 (and one for each further thread), and counts as unacked.
+        If another call took the credit, it waits for credit there, ahead of all others.
+        """
+        producer = self._object
+        producer._waiters.require_open()
+        _require_group(group)
+        limit_s = time_limit("timeout_s", timeout_s)
+        exact = permit is not None or limit_s is not None
+        if exact or not self._inbox.offer(group, prepare_group(group)):
+            self._run(producer.send(group, permit, timeout_s=limit_s))
 
     def require_sendable(self, group: Group) -> None:
         """See `Producer.require_sendable`."""
@@ -437,6 +630,11 @@ class BlockingProducer(Facade[Producer]):
     def start_draining(self) -> None:
         """See `Producer.start_draining`."""
         self._call(self._object.start_draining)
+
+    @property
+    def name(self) -> str:
+        """See `Producer.name`."""
+        return self._object.name
 
     @property
     def draining(self) -> bool:

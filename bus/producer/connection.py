@@ -21,7 +21,7 @@ from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.producer.session import PACK_GROUPS, SessionState
 from rolloutmq.bus.producer.spool import SpoolEntry
 from rolloutmq.bus.shm.arena import Arena
-from rolloutmq.bus.transport.discovery import insist, reach
+from rolloutmq.bus.transport.discovery import Search, insist, reach
 from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.bus.transport.pubsub import Subscriber
 from rolloutmq.bus.transport.request_client import BrokerClient
@@ -88,6 +88,7 @@ class ProducerConnection:
         self.leaving = False
         """Set before `run` is cancelled: if the broker is lost at that moment, Python 3.11 raises only the loss."""
         self._where = where
+        self._search = Search(where)
         self._session = session
         self._on_accepted = on_accepted
         self._waiting = waiting
@@ -99,12 +100,24 @@ class ProducerConnection:
         self._timer: asyncio.TimerHandle | None = None
         self._asks = False
         """Sync even if the session does not require it."""
+        self._asked_anew = False
+        """The session ends because its saved groups are delivered; the broker is not lost."""
         self._work = asyncio.Event()
         self._turn_at = 0.0
         self._turn_groups = self._turn_bytes = 0
         """Groups and bytes since the last send, and the time of the first: this producer's own share of the loop."""
         self._soon = False
         """The loop sends in its next turn."""
+
+    @property
+    def problem(self) -> str:
+        """What is missing for a connection, and where it was looked for; empty while there is one."""
+        return self._search.problem if self._sockets is None else ""
+
+    @property
+    def address(self) -> str:
+        """Address of the broker; empty without a connection."""
+        return "" if self._sockets is None else self._sockets.client.address
 
     async def connect(self) -> None:
         """Find the broker and open or go on with the session; waits as long as it takes.
@@ -124,7 +137,7 @@ class ProducerConnection:
 
     async def _connect(self) -> None:
         producer = self._session.register.producer
-        client, place = await reach(self._where, self._context)
+        client, place = await reach(self._where, self._context, self._search)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
             push = Channel(producer_push(self._context, place.ingest))
@@ -199,6 +212,7 @@ class ProducerConnection:
     def renew(self) -> None:
         """Replace the session, which has no unacked groups, by a new one; `on_registered` is called then."""
         self._session.forget()
+        self._asked_anew = True
         self._ask()
 
     def _ask(self) -> None:
@@ -218,7 +232,11 @@ class ProducerConnection:
             try:
                 await self._work_on()
             except* (_Lost, BrokerUnavailableError) as lost:
-                logger.warning("broker lost, reconnecting error=%s", lost.exceptions[0])
+                if self._asked_anew:
+                    logger.info("opening a new session producer=%s", self._session.register.producer)
+                else:
+                    logger.warning("broker lost, reconnecting error=%s", lost.exceptions[0])
+                self._asked_anew = False
                 await self._disconnect()
                 await asyncio.sleep(PAUSE_S)
 

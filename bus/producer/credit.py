@@ -72,6 +72,10 @@ class Credit:
         """Whether a permit is available now."""
         return self.begun < self.start_limit
 
+    def may_begin_all(self, rollouts: int) -> bool:
+        """Whether so many permits are available now."""
+        return self.begun + rollouts <= self.start_limit
+
     def begin(self) -> Permit | None:
         """Take a permit; None if none is available now."""
         if not self.may_begin:

@@ -16,13 +16,13 @@ or writing it to disk, never finds another group there. Unacked groups of an old
 """
 
 import mmap
-import secrets
+import os
 from collections import Counter
 from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from rolloutmq.bus.encoding.codec import EncodedGroup, encode_envelope, encode_group
+from rolloutmq.bus.encoding.codec import EncodedGroup, PreparedGroup, encode_envelope, encode_group
 from rolloutmq.bus.producer.credit import Credit
 from rolloutmq.bus.producer.spool import RESEND_S, Spool, SpoolEntry
 from rolloutmq.bus.shm.arena import Arena
@@ -89,7 +89,7 @@ class SessionState:
 
     def registration(self, *, new: bool = False) -> RegisterProducer:
         """Return the request that continues the session, or opens the first or a `new` one."""
-        about = replace(self.register, key=secrets.token_hex(8))
+        about = replace(self.register, key=os.urandom(8).hex())
         if self.arena is not None:
             about = replace(about, arena=self.arena.ref)
         if new or not self.number:
@@ -157,6 +157,10 @@ class SessionState:
         moment = now - self._slack_s
         return self.acked(ack, now), self.spool.send_overdue_again(moment)
 
+    def silent_s(self, now: float) -> float:
+        """Return for how many seconds the broker has said nothing; 0 before the first registration."""
+        return now - self._heard_at if self._heard_at else 0.0
+
     def _apply(self, ack: Ack, now: float) -> list[SpoolEntry]:
         self._heard_at = now
         self.draining |= ack.draining
@@ -214,7 +218,7 @@ class SessionState:
                 break
         return found
 
-    def lay(self, group: Group, limit: int) -> StagedGroup:
+    def lay(self, group: Group | PreparedGroup, limit: int) -> StagedGroup:
         """Encode a group, into the arena if it has room; raise what `encode_group` raises.
 
         The caller must pass the result to `take_in` or cancel it.

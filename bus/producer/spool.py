@@ -9,7 +9,6 @@ and resends what the broker still lacks. The pause doubles each time, because mo
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
@@ -27,8 +26,7 @@ RESEND_MAX_S: Final = 15.0
 """Longest pause before a group is sent again."""
 
 
-@dataclass(slots=True)
-class SpoolEntry:
+class SpoolEntry(msgspec.Struct, eq=False):
     """One unacked group."""
 
     header: GroupHeader
@@ -39,6 +37,8 @@ class SpoolEntry:
     sends: int = 0
     slot: ArenaBlock | None = None
     """Slot of its only frame in the session's arena; None if the frames are sent."""
+    ordinal: int = 0
+    """Number among all groups of the spool, over all sessions."""
 
     def overdue(self, now: float) -> bool:
         """Whether it was sent so long ago that it may be lost."""
@@ -59,6 +59,8 @@ class Spool:
         """Position of the newest group, in bytes."""
         self.cumulative = 0
         """Every group up to this number is acked."""
+        self.added = 0
+        """Number of groups that were ever in the spool, over all sessions."""
         self._entries: OrderedDict[int, SpoolEntry] = OrderedDict()
         self._unsent: deque[int] = deque()
 
@@ -68,6 +70,11 @@ class Spool:
     def __iter__(self) -> Iterator[SpoolEntry]:
         """Yield the unacked groups in their order."""
         return iter(self._entries.values())
+
+    def done(self, ordinal: int) -> bool:
+        """Whether the group of that ordinal, and all before it, came into the spool and are acked."""
+        oldest = next(iter(self._entries.values()), None)
+        return self.added >= ordinal and (oldest is None or oldest.ordinal > ordinal)
 
     def fits(self, nbytes: int) -> bool:
         """Whether a group of that size fits."""
@@ -92,10 +99,11 @@ class Spool:
         self.last = seq = self.last + 1
         self.position += nbytes
         header = header_of(group, encoded, seq=seq, position=self.position, policy=policy)
-        entry = SpoolEntry(header, encoded.table, encoded.frames, slot=slot)
+        entry = SpoolEntry(header, encoded.table, encoded.frames, slot=slot, ordinal=self.added + 1)
         if slot is not None:
             slot.number(seq)
         self._entries[seq] = entry
+        self.added += 1
         self._unsent.append(seq)
         self.nbytes += nbytes
         return entry
@@ -103,6 +111,9 @@ class Spool:
     def restore(self, entries: Iterable[SpoolEntry], last: int, position: int) -> None:
         """Fill an empty spool with the saved groups of an earlier process; all of them are unsent."""
         self._entries = OrderedDict((entry.header.seq, entry) for entry in entries)
+        for ordinal, entry in enumerate(self._entries.values(), self.added + 1):
+            entry.ordinal = ordinal
+        self.added += len(self._entries)
         self._unsent = deque(self._entries)
         self.nbytes = sum(entry.header.nbytes for entry in self._entries.values())
         self.last, self.position = last, position

@@ -12,7 +12,6 @@ process. A damaged file is renamed for inspection; its intact groups are still l
 
 import logging
 import os
-import shutil
 import struct
 import time
 from contextlib import suppress
@@ -23,19 +22,28 @@ import msgspec
 from msgspec import Meta
 
 from rolloutmq.bus.encoding.codec import checksum
-from rolloutmq.bus.fsync import force
+from rolloutmq.bus.files import (
+    PRIVATE_DIRECTORY,
+    force,
+    open_regular,
+    private_file,
+    read_regular,
+    write_private,
+)
 from rolloutmq.bus.producer.session import SessionState
 from rolloutmq.bus.producer.spool import SpoolEntry
-from rolloutmq.schemas.errors import MalformedError, RecordVersionError, UsageError
+from rolloutmq.schemas.errors import MalformedError, RecordVersionError, UnackedError, UsageError
 from rolloutmq.schemas.wire.envelope import FRAMES_LIMIT, ColumnTable, Count, GroupHeader
 from rolloutmq.schemas.wire.requests import RegisterProducer
 
 logger = logging.getLogger(__name__)
 
 MAGIC: Final = b"RMQSAVED"
-VERSION: Final = 2
+VERSION: Final = 3
 DAMAGED: Final = ".damaged-"
 """Part of the name of a damaged file."""
+CLOSED: Final = "the producer closed"
+"""Default reason for which groups are not acked."""
 TEMPORARY: Final = ".tmp"
 """Suffix of an unfinished file."""
 REMEDY: Final = "send its groups with the RolloutMQ that wrote it, or move the file away"
@@ -97,7 +105,7 @@ class SpoolFile:
     def _keep_what_is_whole(self, path: Path, damaged: list[str]) -> None:
         aside = _aside(path)
         if self.is_live:
-            shutil.copyfile(path, aside)
+            write_private(aside, read_regular(path))
             self._write()
         else:
             path.rename(aside)
@@ -121,43 +129,43 @@ class SpoolFile:
         except OSError as error:
             logger.warning("spool file not renewed, old session kept file=%s error=%s", self._path, error)
 
-    def leave(self) -> None:
-        """Save the unacked groups at the end; without a path, log that they are lost.
+    def leave(self, why: str = CLOSED) -> None:
+        """Save the unacked groups at the end.
+
+        Args:
+            why: Reason for which they are not acked.
 
         Raises:
-            OSError: They could not be written and are lost; the file of an earlier process still exists.
+            UnackedError: There is no path, or they could not be written. The file of an earlier process still exists.
         """
         if len(self._session.spool):
-            self._save(self._path)
+            self._save(self._path, why)
         else:
             self.remove()
 
-    def set_aside(self) -> None:
+    def set_aside(self, why: str = CLOSED) -> None:
         """Save the unacked groups of a failed session under its number, because a newer session may own the path.
 
         Raises:
-            OSError: They could not be written and are lost.
+            UnackedError: There is no path, or they could not be written.
         """
         if len(self._session.spool) and not self.is_live:
             path = self._path
-            self._save(path and path.with_name(f"{path.name}.session-{self._session.number}"))
+            self._save(path and path.with_name(f"{path.name}.session-{self._session.number}"), why)
 
-    def _save(self, path: Path | None) -> None:
+    def _save(self, path: Path | None, why: str) -> None:
         if path is None:
-            self._log_lost()
-            return
+            raise self._unacked(why)
         try:
             _save(path, self._session)
-        except OSError:
-            self._log_lost()
-            raise
+        except OSError as error:
+            raise self._unacked(f"{why}, and {path} could not be written: {error}") from error
         name, groups = self._session.register.producer, len(self._session.spool)
         logger.warning("unacked groups saved producer=%s groups=%d file=%s", name, groups, path)
 
-    def _log_lost(self) -> None:
-        spool, name = self._session.spool, self._session.register.producer
-        first = next(iter(spool)).header.group_id
-        logger.error("unacked groups lost producer=%s groups=%d first=%s", name, len(spool), first)
+    def _unacked(self, why: str) -> UnackedError:
+        ids = [entry.header.group_id for entry in self._session.spool]
+        return UnackedError(self._session.register.producer, ids, why)
 
     def remove(self) -> None:
         """Remove the file, if it exists: all its groups are acked."""
@@ -194,10 +202,10 @@ def _save(path: Path, session: SessionState) -> None:
             rows=tuple(_Row(e.header, e.table, tuple(_nbytes(f) for f in e.frames)) for e in spool),
         )
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
     try:
-        with written.open("wb") as file:
+        with private_file(written, "wb") as file:
             file.write(_HEAD.pack(MAGIC, VERSION, len(index), _index_crc(VERSION, index)))
             file.write(index)
             for entry in spool:
@@ -222,7 +230,7 @@ def owner(path: Path) -> RegisterProducer:
         MalformedError: It is not a spool file, or it is damaged.
         RecordVersionError: Another version wrote it.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         head = file.read(_HEAD.size)
         if len(head) < _HEAD.size or not head.startswith(MAGIC):
             return _read_index(path, memoryview(head + file.read()))[0].register
@@ -252,7 +260,7 @@ def spool_files(directory: Path) -> list[Path]:
 
 def _load(path: Path, session: SessionState) -> list[str]:
     """Load the intact groups into the spool; return the ids of the damaged ones."""
-    data = memoryview(path.read_bytes())
+    data = memoryview(read_regular(path))
     index, start = _read_index(path, data)
     _require_own(path, index.register, session.register)
     entries, damaged = [], []

@@ -2,19 +2,22 @@
 
 There are two queues: tasks waiting for a permit, and groups waiting for room in the spool. `serve` distributes the
 credit whenever it may have grown; nothing polls. If a waiter is cancelled just when it is served, its permit goes to
-the next one; a group that is in the spool stays there.
+the next one; a group that is in the spool stays there. A time limit fails the waiter instead of cancelling it, so a
+waiter is either served or late.
 """
 
 import asyncio
+import os
 import time
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 from rolloutmq.bus.producer.credit import Permit
+from rolloutmq.bus.producer.send_inbox import SendInbox
 from rolloutmq.bus.producer.session import SessionState, StagedGroup
-from rolloutmq.schemas.errors import ClosedError, DrainingError, UsageError
+from rolloutmq.schemas.errors import ClosedError, DrainingError, ForkedError, UsageError, WaitTimeoutError
 from rolloutmq.schemas.group import Group
 
 
@@ -31,12 +34,16 @@ class CreditWaiters:
     def __init__(self, session: SessionState) -> None:
         self.draining = asyncio.Event()
         """No new rollout may start."""
-        self.empty = asyncio.Event()
-        """Every sent group is acked."""
-        self.empty.set()
+        self._flushes: list[tuple[int, asyncio.Future[None]]] = []
+        """Calls that wait until the group of this ordinal, and all before it, are acked."""
         self.failure: Exception | None = None
         """Error that every further call raises, once there is one."""
+        self.problem: Callable[[], str] = lambda: ""
+        """Returns what the waiters wait for, for the error of a late one."""
+        self.inbox: SendInbox | None = None
+        """What other threads send to a blocking producer."""
         self._session = session
+        self._owner = os.getpid()
         self._starters: deque[asyncio.Future[Permit]] = deque()
         self._senders: deque[_Sending] = deque()
         self._acks: dict[str, asyncio.Future[None]] = {}
@@ -46,6 +53,8 @@ class CreditWaiters:
         self._waiters = 0
         self._served_at = 0.0
         """When a waiter last got something, or the first of the present ones began to wait."""
+        self._refused_at = 0.0
+        """Since when the first group of the inbox lacks credit; 0 if it does not."""
         self._waited_s = 0.0
         self._counted_at = 0.0
 
@@ -57,19 +66,37 @@ class CreditWaiters:
 
     def stuck_s(self) -> float:
         """Return for how many seconds tasks or groups have waited and none got anything; 0 if none waits."""
-        return time.monotonic() - self._served_at if self.waiting else 0.0
+        now = time.monotonic()
+        if self._starters or self._senders:
+            return now - self._served_at
+        return now - self._refused_at if self.inbox_groups and self._refused_at else 0.0
 
     @property
     def waiting(self) -> bool:
         """Whether a task or a group waits for credit."""
-        return bool(self._starters or self._senders)
+        return bool(self._starters or self._senders or self.inbox_groups)
 
-    async def emptied(self, timeout_s: float | None) -> bool:
-        """Wait until every sent group is acked; False after `timeout_s`."""
-        with suppress(TimeoutError):
+    @property
+    def flushing(self) -> bool:
+        """Whether a call waits until every group is acked."""
+        return bool(self._flushes)
+
+    async def flushed(self, timeout_s: float | None) -> bool:
+        """Wait until every group that is sent by now is acked; False after `timeout_s`, or if the producer ends."""
+        session = self._session
+        last = session.spool.added + self.inbox_groups
+        if session.spool.done(last):
+            return True
+        flush = last, _future()
+        self._flushes.append(flush)
+        try:
             async with asyncio.timeout(timeout_s):
-                await self.empty.wait()
-        return self.empty.is_set()
+                await flush[1]
+        except TimeoutError:
+            pass
+        finally:
+            self._flushes.remove(flush)
+        return session.spool.done(last)
 
     def take(self) -> Permit | None:
         """Return a permit if one is available and no task waits; otherwise None."""
@@ -78,15 +105,20 @@ class CreditWaiters:
             raise DrainingError
         return None if self._starters else self._session.credit.begin()
 
-    async def acquire(self) -> Permit:
-        """Wait for a permit. Cancelled: the next waiter gets it."""
+    async def acquire(self, timeout_s: float | None = None, what: str = "acquire") -> Permit:
+        """Wait for a permit. Cancelled: the next waiter gets it.
+
+        Raises:
+            WaitTimeoutError: There was none within `timeout_s`; `what` is the name of the call.
+        """
         if permit := self.take():
             return permit
         waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
         self._starters.append(waiter)
         self._count(+1)
         try:
-            return await waiter
+            with self._limited(waiter, what, timeout_s):
+                return await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self.put_back(waiter.result())
@@ -124,36 +156,80 @@ class CreditWaiters:
         self._take_in(group, laid, permit)
         return True
 
-    async def hand_over(self, group: Group, laid: StagedGroup, permit: Permit | None) -> None:
+    def may_take(self, groups: int, nbytes: int) -> bool:
+        """Whether so many more groups, the last of so many bytes, would not wait. Any thread may ask."""
+        session = self._session
+        return (
+            self.failure is None
+            and not session.draining
+            and not (self._starters or self._senders)
+            and session.credit.may_begin_all(groups)
+            and session.may_spool(nbytes)
+        )
+
+    def may_take_now(self, nbytes: int) -> bool:
+        """Whether a group of the inbox may enter the spool, before all that wait; note since when it may not."""
+        may = self._session.credit.may_begin and self._session.may_spool(nbytes)
+        self._refused_at = 0.0 if may else self._refused_at or time.monotonic()
+        return may
+
+    def take_in(self, group: Group, laid: StagedGroup) -> None:
+        """Put a group of the inbox into the spool. Without credit it is saved or reported with the others."""
+        self._refused_at = 0.0
+        self._take_in(group, laid, None)
+
+    async def hand_over(
+        self, group: Group, laid: StagedGroup, permit: Permit | None, timeout_s: float | None = None
+    ) -> None:
         """Wait for a permit if none is given, then for room in the spool.
 
-        Cancelled: either the group is in the spool and the permit has ended, or neither. A permit taken here is put
-        back.
+        Cancelled or late: either the group is in the spool and the permit has ended, or neither. A permit taken here is
+        put back.
 
         Raises:
             UsageError: The permit has ended already.
             DrainingError: No permit was given, and no new rollout may start.
+            WaitTimeoutError: The group is not in the spool after `timeout_s`.
         """
-        held = permit or await self.acquire()
+        began = time.monotonic()
+        held = permit or await self.acquire(timeout_s, "send")
         try:
             if not self.admit(group, laid, held):
-                await self._admitted(group, laid, held)
+                left_s = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
+                await self._admitted(_Sending(group, laid, held, _future()), left_s, timeout_s)
         finally:
             if permit is None and held.is_open:
                 self.put_back(held)
 
-    async def _admitted(self, group: Group, laid: StagedGroup, permit: Permit) -> None:
-        sending = _Sending(group, laid, permit, asyncio.get_running_loop().create_future())
+    async def _admitted(self, sending: _Sending, left_s: float | None, timeout_s: float | None) -> None:
         self._senders.append(sending)
-        self.empty.clear()
         self._count(+1)
         try:
-            await sending.done
+            with self._limited(sending.done, "send", left_s, timeout_s):
+                await sending.done
         finally:
             self._count(-1)
             if sending in self._senders:
                 self._senders.remove(sending)
                 self.serve()
+
+    @contextmanager
+    def _limited(
+        self, waiter: "asyncio.Future[Any]", what: str, left_s: float | None, timeout_s: float | None = None
+    ) -> Iterator[None]:
+        """Fail a waiter that is not served within `left_s`, the rest of `timeout_s`."""
+        if left_s is None:
+            yield
+            return
+
+        def late() -> None:
+            _fail(waiter, WaitTimeoutError(what, left_s if timeout_s is None else timeout_s, self.problem()))
+
+        timer = asyncio.get_running_loop().call_later(left_s, late)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def expect(self, group_id: str) -> "asyncio.Future[None]":
         """Return a future that ends with the group's ack, or fails with the producer."""
@@ -195,7 +271,6 @@ class CreditWaiters:
         else:
             self._session.take_in(group, laid, permit.policy)
             credit.arrive(permit)
-        self.empty.clear()
 
     def put_back(self, permit: Permit) -> None:
         """Give an unused permit to the next waiter."""
@@ -207,6 +282,7 @@ class CreditWaiters:
         session = self._session
         if session.draining:
             self.draining.set()
+        self._pour(session.draining)
         while self._starters and session.draining:
             _fail(self._starters.popleft(), DrainingError())
         while self._starters and (permit := session.credit.begin()):
@@ -220,11 +296,28 @@ class CreditWaiters:
             if not sending.done.done():
                 self._take_in(sending.group, sending.laid, sending.permit)
                 sending.done.set_result(None)
-        if not self._senders and not len(session.spool):
-            self.empty.set()
+        for last, flush in self._flushes:
+            if not flush.done() and session.spool.done(last):
+                flush.set_result(None)
+
+    @property
+    def inbox_groups(self) -> int:
+        """Number of groups in the inbox."""
+        return 0 if self.inbox is None else len(self.inbox)
+
+    def _pour(self, whole: bool) -> None:
+        """Take groups from the inbox before anybody who waits: they were sent first."""
+        if self.inbox is None or not len(self.inbox):
+            return
+        if whole:
+            self.inbox.pour_all()
+        else:
+            self.inbox.pour()
 
     def shut(self, failure: Exception | None) -> None:
         """Fail all waiting and later calls, with ClosedError if there was no failure."""
+        if self.inbox is not None:
+            self.inbox.seal()
         self.failure = failure or ClosedError()
         while self._starters:
             _fail(self._starters.popleft(), self.failure)
@@ -232,20 +325,28 @@ class CreditWaiters:
             _fail(self._senders.popleft().done, self.failure)
         if failure is not None:
             self.fail_acks(failure)
-        if failure is not None or not len(self._session.spool):
-            self.empty.set()
 
     def fail_acks(self, failure: Exception) -> None:
-        """Fail the futures of awaited acks. Groups in the spool may still be saved."""
+        """Fail the futures of awaited acks, and end all waits for them. Groups in the spool may still be saved."""
+        for _, flush in self._flushes:
+            if not flush.done():
+                flush.set_result(None)
         while self._acks:
             _fail(self._acks.popitem()[1], failure)
 
     def require_open(self) -> None:
-        """Raise the error of the producer, if it has one."""
+        """Raise the error of the producer, if it has one, and refuse a forked child."""
+        if os.getpid() != self._owner:
+            raise ForkedError(f"producer {self._session.register.producer}", self._owner)
         if self.failure is not None:
-            raise self.failure
+            # The same error is raised many times: without this its traceback would grow with each of them.
+            raise self.failure.with_traceback(None)
 
 
-def _fail(waiter: "asyncio.Future[Permit] | asyncio.Future[None]", error: Exception) -> None:
+def _future() -> "asyncio.Future[None]":
+    return asyncio.get_running_loop().create_future()
+
+
+def _fail(waiter: "asyncio.Future[Any]", error: Exception) -> None:
     if not waiter.done():
         waiter.set_exception(error)

@@ -16,7 +16,6 @@ import errno
 import fcntl
 import logging
 import os
-import secrets
 import stat
 import struct
 import time
@@ -26,6 +25,7 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 
+from rolloutmq.bus.files import decode_json, read_regular, write_private
 from rolloutmq.schemas.errors import MissingError, SegmentGoneError
 from rolloutmq.schemas.files import WeightsAddress
 
@@ -110,7 +110,7 @@ def create(kind: str, nbytes: int) -> SegmentFile:
     Raises:
         MissingError: The machine lacks that much shared memory.
     """
-    nonce = secrets.token_hex(8)
+    nonce = os.urandom(8).hex()
     path = SHM / f"{PREFIX}{nonce}-{kind}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     segment = SegmentFile(path, nonce, fd)
@@ -275,7 +275,7 @@ def _remove_unused(path: Path) -> bool:
 def read_address(path: Path) -> WeightsAddress | None:
     """Read an address file; None if it is missing or malformed."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=WeightsAddress)
+        return decode_json(read_regular(path), WeightsAddress)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
@@ -284,5 +284,5 @@ def write_address(path: Path, segment: SegmentFile) -> None:
     """Replace an address file atomically: readers see the old address or the new one."""
     address = WeightsAddress(path=str(segment.path), nonce=segment.nonce)
     written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    written.write_bytes(msgspec.json.encode(address) + b"\n")
+    write_private(written, msgspec.json.encode(address) + b"\n")
     written.replace(path)

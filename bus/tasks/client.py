@@ -25,11 +25,13 @@ from rolloutmq.bus.blocking import Facade
 from rolloutmq.bus.encoding.opaque_columns import check_values
 from rolloutmq.bus.tasks.connection import TaskConnection
 from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.bus.transport.time_limit import time_limit, within
 from rolloutmq.schemas.errors import InvalidTaskError, LimitExceededError, TasksFullError, WireError
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Reply
 from rolloutmq.schemas.wire.tasks import (
     ASK_LIMIT,
+    GIVEN,
     PAYLOAD_LIMIT_BYTES,
     REASON_CHARS,
     SUBMIT_LIMIT,
@@ -56,21 +58,26 @@ class Task:
 
     Attributes:
         env: Environment of its workers.
-        payload: Any msgpack value, at most 256 KiB encoded; only the environment reads it.
+        payload: Any msgpack value, at most 256 KiB encoded; only the environment reads it. Unused with an index.
         id: Unique in the run, at most 128 characters. Empty: `submit` makes one.
         split: Split of its group: train or eval.
         size: Number of sequences; 0 uses the environment's `group_size`.
         deadline_s: Seconds after the submission at which the task expires; 0 is never.
         priority: Tasks of higher priority are taken first.
+        index: Number of the task in the environment's task space, instead of a payload: the environment draws the
+            task by a generator seeded with it, always the same. `GIVEN`: the payload is the task.
+        greedy: Sample with temperature 0, whatever the environment asks for.
     """
 
     env: str
-    payload: Any
+    payload: Any = None
     id: str = ""
     split: Split = Split.TRAIN
     size: int = 0
     deadline_s: float = 0.0
     priority: int = 0
+    index: int = GIVEN
+    greedy: bool = False
 
 
 class TaskClient:
@@ -87,19 +94,29 @@ class TaskClient:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, where: Where) -> AsyncIterator["TaskClient"]:
-        """Connect to the broker of a run directory or an address; waits for it without a limit."""
+    async def open(cls, where: Where, *, timeout_s: float | None = None) -> AsyncIterator["TaskClient"]:
+        """Connect to the broker of a run directory or an address.
+
+        Args:
+            where: Run directory, or address of the broker's `serve` socket.
+            timeout_s: Longest wait when opening, in seconds; None waits without a limit.
+
+        Raises:
+            WaitTimeoutError: The broker has not answered after `timeout_s`.
+        """
+        limit_s = time_limit("timeout_s", timeout_s)
         made = cls(where)
         try:
-            await made._link.connect()
+            connecting = made._link.connect()
+            await within(limit_s, "opening of the task client", connecting, lambda: made._link.problem)
             yield made
         finally:
             await made._link.close()
 
     @staticmethod
-    def blocking(where: Where) -> "BlockingTaskClient":
-        """Return a blocking client: `with TaskClient.blocking(where) as tasks`."""
-        return BlockingTaskClient(lambda: TaskClient.open(where), "rolloutmq tasks")
+    def blocking(where: Where, *, timeout_s: float | None = None) -> "BlockingTaskClient":
+        """Return a blocking client with the options of `open`: `with TaskClient.blocking(where) as tasks`."""
+        return BlockingTaskClient(lambda: TaskClient.open(where, timeout_s=timeout_s), "rolloutmq tasks")
 
     async def submit(self, tasks: Iterable[Task], wait_s: float = 0.0) -> list[str]:
         """Submit tasks and return their ids in order.
@@ -148,6 +165,8 @@ class TaskClient:
                 size=task.size,
                 deadline_s=task.deadline_s,
                 priority=task.priority,
+                index=task.index,
+                greedy=task.greedy,
             )
             msgspec.convert(msgspec.to_builtins(new), NewTask)
         except LimitExceededError as error:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import Final
 
-from rolloutmq.bus.transport.discovery import insist, reach
+from rolloutmq.bus.transport.discovery import Search, insist, reach
 from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.bus.transport.sockets import make_context
@@ -25,6 +25,7 @@ class TaskConnection:
 
     def __init__(self, where: Where) -> None:
         self._where = where
+        self._search = Search(where)
         self._context = make_context()
         self._reached: tuple[BrokerClient, int] | None = None
         self._turn = asyncio.Lock()
@@ -54,13 +55,18 @@ class TaskConnection:
             ):  # another task has dropped the client, or `connect` raises because all is closed
                 continue
 
+    @property
+    def problem(self) -> str:
+        """What is missing for a connection, and where it was looked for."""
+        return self._search.problem
+
     async def connect(self) -> tuple[BrokerClient, int]:
         """Return a client of the broker and the broker's epoch; waits for a broker without a limit."""
         async with self._turn:
             if self._closed:
                 raise ClosedError
             if self._reached is None:
-                client, info = await reach(self._where, self._context)
+                client, info = await reach(self._where, self._context, self._search)
                 self._reached = client, info.epoch
             return self._reached
 

@@ -16,7 +16,7 @@ from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.schemas.errors import LimitExceededError, RefusedError, WireError
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.replies import Reply
-from rolloutmq.schemas.wire.tasks import REASON_CHARS, HandBack, TakenTask, TakenTasks, TakeTasks
+from rolloutmq.schemas.wire.tasks import GIVEN, REASON_CHARS, HandBack, TakenTask, TakenTasks, TakeTasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class LeasedTask:
         size: Number of sequences; 0 uses the environment's `group_size`.
         left_s: Seconds to its deadline when it was taken; 0 if it has none.
         deliveries: Number of times it was delivered, this one included.
+        index: Number of the task in the environment's task space, or `GIVEN`.
+        greedy: Sample with temperature 0.
     """
 
     id: str
@@ -36,6 +38,8 @@ class LeasedTask:
     size: int
     left_s: float
     deliveries: int
+    index: int = GIVEN
+    greedy: bool = False
 
 
 class TaskTaker:
@@ -148,7 +152,7 @@ class TaskTaker:
         except (LimitExceededError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             await self.hand_back(task.id, f"payload does not decode: {error}")
             return None
-        return LeasedTask(task.id, payload, task.size, task.left_s, task.deliveries)
+        return LeasedTask(task.id, payload, task.size, task.left_s, task.deliveries, task.index, task.greedy)
 
     async def hand_back(self, task_id: str, reason: str, *, tried: bool = True) -> None:
         """Return a failed task to the queue. Does nothing if it has ended or belongs to another worker.

@@ -31,35 +31,62 @@ SLOWEST_S: Final = 6.0
 """Longest pause before a request to a slow broker is repeated; shorter than its `silence_s`."""
 
 
-async def serve_address(where: Where, log: WaitLog | None = None) -> str:
+class Search:
+    """What one client lacks while it looks for the broker; a lasting search is logged as a warning."""
+
+    def __init__(self, where: Where) -> None:
+        self.where = where
+        self.problem = f"the broker of {where} was not asked yet"
+        """What is missing, and where it was looked for."""
+        self._log = WaitLog()
+
+    def begin(self) -> None:
+        """Begin another search."""
+        self._log = WaitLog()
+        self._log.begin(time.monotonic())
+
+    def lacks(self, kind: str, problem: str) -> None:
+        """Note what is missing. Each `kind` of problem is logged once it has lasted, and then at intervals."""
+        self.problem = problem
+        if self._log.is_due(kind, now := time.monotonic()):
+            waited_s = self._log.waited_s(now)
+            logger.warning("waiting for the broker of %s waited_s=%.0f: %s", self.where, waited_s, problem)
+
+
+async def serve_address(where: Where, search: Search | None = None) -> str:
     """Return the address of `serve`; wait without a limit until the run directory has one. Cancellation is safe.
 
-    A wait of some seconds is logged as a warning, with the file that is missing.
+    Raises:
+        UsageError: `where` is a file.
+        MissingError: This user may not read the run directory.
     """
     if is_address(where):
         return str(where)
-    log = log or WaitLog()
+    search = search or Search(where)
     # Another process writes the file: there is no event to wait for.
     while (found := read_endpoints(Path(where))) is None:
-        if log.is_due("no address", now := time.monotonic()):
-            logger.warning(
-                "waiting for the broker of %s waited_s=%.0f: %s does not exist; start one with "
-                "`rolloutmq broker --run-dir %s`, or correct the path",
-                where, log.waited_s(now), RunLayout(Path(where)).endpoints, where,
-            )  # fmt: skip
+        search.lacks(
+            "no address",
+            f"{RunLayout(Path(where)).endpoints} does not exist; start a broker with "
+            f"`rolloutmq broker --run-dir {where}`, or correct the path",
+        )
         await asyncio.sleep(LOOK_INTERVAL_S)
     return found.serve
 
 
-async def reach(where: Where, context: Context) -> tuple[BrokerClient, InfoReply]:
+async def reach(
+    where: Where, context: Context, search: Search | None = None
+) -> tuple[BrokerClient, InfoReply]:
     """Connect to the broker and get its other addresses; wait without a limit. The caller closes the client.
 
     A wait of some seconds is logged as a warning. Cancelled: nothing stays open.
     """
-    log = WaitLog()
-    log.begin(time.monotonic())
+    search = search or Search(where)
+    search.begin()
     while True:
-        client = BrokerClient(await serve_address(where, log), context)
+        client = BrokerClient(await serve_address(where, search), context)
+        silence = f"no answer from {client.address}; check that the broker's process is alive"
+        search.problem = silence
         await client.__aenter__()
         try:
             reply = await client.request(GetInfo(), ATTEMPT_S)
@@ -74,11 +101,7 @@ async def reach(where: Where, context: Context) -> tuple[BrokerClient, InfoReply
             raise
         else:
             return client, reply
-        if log.is_due("no answer", now := time.monotonic()):
-            logger.warning(
-                "waiting for the broker of %s waited_s=%.0f: no answer from %s",
-                where, log.waited_s(now), client.address,
-            )  # fmt: skip
+        search.lacks("no answer", silence)
 
 
 async def lives(client: BrokerClient, epoch: int, timeout_s: float) -> bool:

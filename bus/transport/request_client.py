@@ -22,6 +22,7 @@ from rolloutmq.bus.transport.sockets import Channel, Context, Scope, client_deal
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
     ClosedError,
+    ConsumerFencedError,
     LeaseLostError,
     MalformedError,
     RefusedError,
@@ -91,7 +92,7 @@ class BrokerClient:
 
         Raises:
             BrokerUnavailableError: There was no answer in time.
-            SessionFencedError, LeaseLostError, RefusedError: The broker refused the request.
+            SessionFencedError, ConsumerFencedError, LeaseLostError, RefusedError: The broker refused the request.
             ClosedError: The client is closed.
         """
         return (await self.request_frames(message, timeout_s, resend_s))[0]
@@ -209,6 +210,8 @@ def granted(reply: Reply, request: Request) -> Reply:
     """Return the reply; raise the exception of an `ErrorReply`."""
     if not isinstance(reply, ErrorReply):
         return reply
+    if reply.code is ErrorCode.FENCED and (consumer := getattr(request, "consumer", "")):
+        raise ConsumerFencedError(consumer)
     if reply.code is ErrorCode.FENCED:
         raise SessionFencedError(getattr(request, "producer", reply.detail), getattr(request, "session", 0))
     if reply.code is ErrorCode.LEASE_LOST:

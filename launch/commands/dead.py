@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from rolloutmq.launch.commands.steer import ANSWER_S
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Column
+from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.schemas.wire.control import Requeue, Requeued
 from rolloutmq.schemas.wire.envelope import Dtype
 from rolloutmq.services.broker.journal.dead_letters import DeadEntry, DeadGroup, DeadLetterStore
@@ -33,9 +33,10 @@ def show_list(run_dir: Path, *, as_json: bool) -> int:
     with reader_may_leave():
         if as_json:
             fields = [_entry_fields(entry) for entry in entries]
-            sys.stdout.write(msgspec.json.format(msgspec.json.encode(fields), indent=2).decode() + "\n")
+            text = msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
+            sys.stdout.write(printable_lines(text) + "\n")
         else:
-            sys.stdout.writelines(f"{_entry_line(entry)}\n" for entry in entries)
+            sys.stdout.writelines(f"{printable(_entry_line(entry))}\n" for entry in entries)
             if not entries:
                 sys.stdout.write("no group is dead\n")
     return 0
@@ -49,7 +50,7 @@ def show(run_dir: Path, group_id: str) -> int:
             f"{group_id}: no such dead group in {run_dir}; `rolloutmq dead list` names them", FAILED
         )
     with reader_may_leave():
-        sys.stdout.writelines(f"{line}\n" for line in _lines(run_dir, found))
+        sys.stdout.writelines(f"{printable(line)}\n" for line in _lines(run_dir, found))
     return 0
 
 
@@ -66,8 +67,10 @@ def requeue(run_dir: Path, group_ids: Sequence[str], *, every: bool) -> int:
         reply = client.request(Requeue(groups=tuple(group_ids)), ANSWER_S)
     if not isinstance(reply, Requeued):
         return complain(f"unexpected reply from the broker (got {type(reply).__name__})", FAILED)
-    sys.stdout.writelines(f"requeued {group_id}\n" for group_id in reply.requeued)
-    sys.stdout.writelines(f"refused  {group_id}: {why}\n" for group_id, why in reply.refused.items())
+    sys.stdout.writelines(f"requeued {printable(group_id)}\n" for group_id in reply.requeued)
+    sys.stdout.writelines(
+        f"refused  {printable(f'{group_id}: {why}')}\n" for group_id, why in reply.refused.items()
+    )
     if not reply.requeued and not reply.refused:
         sys.stdout.write("no group is dead\n")
     return FAILED if reply.refused else 0
@@ -105,13 +108,13 @@ def _entry_line(entry: DeadEntry) -> str:
         return f"{entry.path.name}: damaged, {entry.problem}"
     group = letter.group
     kept = f"{group.header.nbytes} bytes" if letter.kept else "contents not kept"
-    return f"{_clock(letter.at)}  {group.header.group_id}  {group.env}  {letter.reason}  ({kept})"
+    return f"{moment(letter.at)}  {group.header.group_id}  {group.env}  {letter.reason}  ({kept})"
 
 
 def _lines(run_dir: Path, found: DeadGroup) -> Iterator[str]:
     letter, group = found.letter, found.meta
     header = group.header
-    yield f"group {header.group_id}, order {found.order}: dead since {_clock(letter.at)}"
+    yield f"group {header.group_id}, order {found.order}: dead since {moment(letter.at)}"
     yield f"  reason      {letter.reason}"
     yield f"  from        {group.producer}, environment {group.env} ({group.split.name.lower()})"
     yield f"  number      {header.seq} of session {group.session}"
@@ -152,7 +155,3 @@ def _preview(column: Column) -> str:
         return repr(column.values)[:PREVIEW_CHARS]
     values = column.values[:PREVIEW].tolist()
     return " ".join(map(str, values)) + (" ..." if column.values.size > PREVIEW else "")
-
-
-def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at).isoformat(" ", "seconds")

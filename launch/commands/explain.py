@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import msgspec
 
 from rolloutmq.launch.commands.ledger import recorded
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.services.broker.journal.inspect.explain import (
     GroupHistory,
     HistoryEntry,
@@ -44,8 +44,8 @@ def explain(run_dir: Path, group_id: str, *, as_json: bool) -> int:
             }
             text = msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
         else:
-            text = "\n".join(_lines(group_id, histories, entries, journaled=journaled))
-        sys.stdout.write(text + "\n")
+            text = "\n".join(map(printable, _lines(group_id, histories, entries, journaled=journaled)))
+        sys.stdout.write(printable_lines(text) + "\n")
     return 0
 
 
@@ -109,21 +109,22 @@ def _origin(story: GroupHistory) -> Iterator[str]:
     policies = (
         events["oldest"] if header.oldest == header.newest else f"{events['oldest']} to {events['newest']}"
     )
-    took_s = header.finished_at - header.started_at
     rewards = header.rewards
     yield _row("from", f"{accepted.producer}, environment {accepted.env} ({events['split']}){task}")
     yield _row("number", f"{header.seq} of session {accepted.session}")
     yield _row("holds", f"{header.sequences} sequences, {header.tokens} tokens, {header.nbytes} bytes")
     yield _row("policy", policies)
-    yield _row("rollout", f"{_clock(header.started_at)} to {_clock(header.finished_at)}, {took_s:.3f} s")
+    if header.started_at and header.finished_at:  # 0 is unknown: the group was built without times
+        took_s = header.finished_at - header.started_at
+        yield _row("rollout", f"{_clock(header.started_at)} to {_clock(header.finished_at)}, {took_s:.3f} s")
     yield _row("rewards", f"mean {rewards.mean:.4g}, {rewards.low:.4g} to {rewards.high:.4g}")
     if accepted.place is not None:
         yield _row("stored in", f"groups-{accepted.place.segment:08d}.rmq at {accepted.place.offset}")
 
 
-def _line(moment: HistoryEntry) -> str:
-    details = " ".join(f"{name}={_plain(value)}" for name, value in moment.details.items())
-    return f"  {_clock(moment.at)}  {moment.event:<{LABEL}}{details}".rstrip()
+def _line(entry: HistoryEntry) -> str:
+    details = " ".join(f"{name}={_plain(value)}" for name, value in entry.details.items())
+    return f"  {_clock(entry.at)}  {entry.event:<{LABEL}}{details}".rstrip()
 
 
 def _plain(value: object) -> str:
@@ -136,4 +137,4 @@ def _row(label: str, text: str) -> str:
 
 
 def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at).isoformat(" ", "milliseconds")
+    return moment(at, "milliseconds")

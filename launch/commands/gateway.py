@@ -9,7 +9,7 @@ from typing import Final
 
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.launch import local
-from rolloutmq.launch.settings import load
+from rolloutmq.launch.settings import load, overridden
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.gateway.server import main as serve
@@ -46,12 +46,11 @@ def gateway(
     """
     overrides = [f'gateway.host="{host}"'] if host is not None else []
     overrides += [f"gateway.port={port}"] if port is not None else []
-    overrides += ["gateway.listen=false"] if broker_only else []
     layout = RunLayout(run_dir)
     if fate_of(layout).life is RunLiveness.LIVING:
         run, _ = load_run(run_dir)
-        changed = run.gateway.model_copy(update={"host": host or run.gateway.host})
-        return serve(run_dir, changed if port is None else changed.model_copy(update={"port": port}))
+        return serve(run_dir, overridden(run, [*overrides, *assignments]).gateway)
+    overrides += ["gateway.listen=false"] if broker_only else []
     extra = [*ALONE, f'run.dir="{run_dir}"', 'run.name="gateway"', *overrides, *assignments]
     resolved = load(config, environ=os.environ, assignments=extra)
     return local.up(resolved, local.UpOptions(resume=True, plain=plain))

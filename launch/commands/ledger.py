@@ -6,16 +6,16 @@ Exit codes: 0 every group is accounted for, or the run has no journal (durabilit
 
 import sys
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.rundir import read_run
 from rolloutmq.launch.rundir import find_run
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.files import AckedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.inspect import verify as books
 from rolloutmq.services.broker.journal.inspect.verify import Verdict, Witness
@@ -39,7 +39,8 @@ def verify(given: Path | None, *, as_json: bool, quick: bool = False) -> int:
         return complain(str(error), USAGE)
     verdict = check(layout, quick=quick)
     with reader_may_leave():
-        sys.stdout.write((_json(verdict) if as_json else "\n".join(_lines(verdict))) + "\n")
+        text = _json(verdict) if as_json else "\n".join(map(printable, _lines(verdict)))
+        sys.stdout.write(printable_lines(text) + "\n")
     return FAILED if verdict.problems else 0
 
 
@@ -53,7 +54,7 @@ def check(layout: RunLayout, *, quick: bool = False) -> Verdict:
 
 def recorded(layout: RunLayout) -> bool:
     """Return whether the broker of a run keeps a journal."""
-    config, _ = load_run(layout.root)
+    config, _ = read_run(layout.root)
     return config.broker.durability is not Durability.MEMORY
 
 
@@ -84,8 +85,7 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield f"          {count} {why}"
     yield f"rewound   {verdict.rewound}"
     if verdict.since is not None:
-        moment = datetime.fromtimestamp(verdict.since).isoformat(" ", "seconds")
-        yield f"since     {moment}; groups that ended earlier are counted without their ids"
+        yield f"since     {moment(verdict.since)}; groups that ended earlier are counted without their ids"
     yield f"checked   {verdict.groups_checked} groups, {verdict.bytes_checked} bytes, {verdict.logs} logs"
     yield from (f"problem   {problem}" for problem in verdict.problems)
     yield "every group is accounted for" if not verdict.problems else f"{len(verdict.problems)} problems"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from rolloutmq.bus.rundir import load_run, write_json
+from rolloutmq.bus.rundir import read_run, write_json
 from rolloutmq.launch.rundir import claimed, clear
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.broker.replay.core import replay_config
@@ -29,7 +29,7 @@ def replay(recorded: Path, run_dir: Path) -> int:
     """
     if run_dir.resolve() == recorded.resolve():
         raise ConfigError("--run-dir", f"is the recorded run (got {run_dir}); name another directory")
-    config, _ = load_run(recorded)
+    config, _ = read_run(recorded)
     section = config.run.model_copy(update={"dir": run_dir})
     resolved = replay_config(config).model_copy(update={"run": section})
     with claimed(run_dir, secrets.token_hex(8), resume=False) as layout:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from rolloutmq.bus.engine_registry import FIRST
-from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.files import private_file, require_private
+from rolloutmq.bus.rundir import load_run, read_run
 from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch.results import conclude, rewrite_report
@@ -25,7 +26,7 @@ from rolloutmq.schemas.wire.replies import Reply
 from rolloutmq.schemas.wire.requests import Request
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
-from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
+from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
 from rolloutmq.services.process.child import end_strays
 from rolloutmq.services.process.logbook import last_line
 
@@ -37,8 +38,13 @@ LOOK_S: Final = 0.05
 
 
 def down(run_dir: Path) -> int:
-    """Stop a run and wait for its end. If its launcher is dead, end its remaining processes and clean up."""
+    """Stop a run and wait for its end. If its launcher is dead, end its remaining processes and clean up.
+
+    A run that has ended is said to have ended, with exit code 0; a run of nobody, or of a broker that was started by
+    hand, with exit code 1.
+    """
     layout = RunLayout(run_dir.resolve())
+    require_private(layout.root)  # its files name the processes to end
     launcher = owner(layout)
     if launcher is None:
         return _put_away(layout)
@@ -55,21 +61,35 @@ def down(run_dir: Path) -> int:
 
 
 def _put_away(layout: RunLayout) -> int:
-    """End and clean up a run without a launcher, and print how it ended."""
+    """End and clean up a run without a launcher, and print how it ended; FAILED if there was nothing to stop."""
     config, _ = load_run(layout.root)
     fate = fate_of(layout)
+    left = layout.endpoints.exists()
     ended = end_strays(recorded(layout), STRAY_GRACE_S)
     clear(config, layout)
     layout.owner.unlink(missing_ok=True)
     what = f"ended {ended} remaining processes"
-    if fate.life is RunLiveness.DEAD:
-        trim_journal(layout)
-        _say(f"run {layout.root} was dead: its launcher, process {fate.launcher}, was killed; {what}")
-        conclude(config, layout, "its launcher was killed", None)
-    elif fate.life is RunLiveness.ENDED and not ended:
-        _say(f"run {layout.root} had already ended: {fate.reason}")
-    else:
-        _say(f"run {layout.root} has no launcher; {what}")
+    match fate.life:
+        case RunLiveness.DEAD:
+            trim_journal(layout)
+            how = (
+                "belonged to another boot or machine; if it still runs, stop it there"
+                if fate.elsewhere
+                else "was killed"
+            )
+            _say(f"run {layout.root} was dead: its launcher, process {fate.launcher}, {how}; {what}")
+            conclude(config, layout, "its launcher was killed", None)
+        case RunLiveness.ENDED if not ended:
+            _say(f"run {layout.root} had already ended: {fate.reason}")
+        case _ if ended:
+            _say(f"run {layout.root} has no launcher; {what}")
+        case RunLiveness.LIVING:
+            started = "its broker was started by hand; stop it where it was started"
+            return complain(f"run {layout.root} has no launcher, so nothing was stopped: {started}", FAILED)
+        case _ if left:
+            _say(f"run {layout.root} was not active; removed the addresses of its broker")
+        case _:
+            return complain(f"run {layout.root} is not active, so nothing was stopped", FAILED)
     return 0
 
 
@@ -90,7 +110,7 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
     output = root.with_name(f"{root.name}.out")
     rest = [argument for argument in arguments if argument != "--detach"]
     command = [sys.executable, "-m", "rolloutmq.launch.cli", *rest, "--plain"]
-    with output.open("wb") as log:
+    with private_file(output, "wb") as log:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
@@ -125,7 +145,7 @@ def scale(run_dir: Path, env: str, count: int | None) -> int:
     Raises:
         ConfigError: Unknown environment, or the inference servers of this run cannot be scaled.
     """
-    config, _ = load_run(run_dir)
+    config, _ = read_run(run_dir)
     if env == FIRST:
         _check_engines(config)
     elif env not in config.environment:

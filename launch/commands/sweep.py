@@ -22,7 +22,7 @@ import msgspec
 
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.shm import segment_file
-from rolloutmq.bus.transport.endpoint import SOCKETS
+from rolloutmq.bus.transport.bindings import SOCKETS
 from rolloutmq.launch import rundir
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import RunLayout

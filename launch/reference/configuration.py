@@ -3,16 +3,21 @@
 The docstring under a field is the only description of its key.
 """
 
+import ast
+import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
 from pathlib import PurePath
-from textwrap import fill
+from textwrap import dedent, fill
 from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
 from rolloutmq.launch.settings import is_section, kinds_of
+from rolloutmq.schemas.config.base import Section
 from rolloutmq.schemas.config.run import RunConfig
 
 HEAD: Final = """\
@@ -115,8 +120,28 @@ def _json(value: Any) -> Any:
 
 def _described(kind: type[BaseModel], name: str) -> str:
     """Return the docstring under a field, or under the field it overrides."""
-    bases = (base for base in kind.__mro__ if issubclass(base, BaseModel) and name in base.model_fields)
-    return next((_plain(text) for base in bases if (text := base.model_fields[name].description)), "")
+    bases = (base for base in kind.__mro__ if issubclass(base, Section))
+    return next((_plain(text) for base in bases if (text := _docstrings(base).get(name))), "")
+
+
+@cache
+def _docstrings(kind: type[Section]) -> Mapping[str, str]:
+    """Return the docstrings under the fields that a class declares itself.
+
+    Pydantic can read them too, but then every process that reads a configuration parses the source of all its models.
+    """
+    (definition,) = ast.parse(dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, text in pairwise(definition.body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
+            found[field.target.id] = str(text.value.value)
+    return found
 
 
 def _plain(text: str | None) -> str:

@@ -20,11 +20,14 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from rolloutmq.launch.reference.protocol_texts import ALIAS_MEANINGS, HEAD, MEANINGS
+from rolloutmq.schemas import moments
 from rolloutmq.schemas.wire import (
     control,
     distillation,
     envelope,
+    evaluation,
     hardware,
+    health,
     replies,
     requests,
     tasks,
@@ -38,7 +41,9 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     requests,
     tasks,
     hardware,
+    health,
     control,
+    evaluation,
     telemetry,
     distillation,
 )
@@ -125,6 +130,7 @@ FRAME_STRUCTS: Final[tuple[Struct, ...]] = (
     envelope.GroupHeader,
     envelope.PolicyVersion,
     envelope.RewardSummary,
+    moments.Moments,
     envelope.ColumnTable,
     envelope.ColumnSpec,
     envelope.ArenaRef,
@@ -155,6 +161,8 @@ EVENTS: Final = (
     ),
     Published(control.Pressure, "`pressure`", "broker", "every `broker.pressure_interval_s`"),
     Published(control.StepDone, "`step`", "trainer", "after each optimizer step"),
+    Published(control.StepSkipped, "`telemetry.skipped.RUN`", "trainer", "after each batch without a signal"),
+    Published(evaluation.EvaluationDone, "`telemetry.evaluation.RUN`", "who evaluates", "after each point"),
     Published(
         control.ScaleDecision,
         "`telemetry.scale.ENV`",
@@ -170,11 +178,23 @@ EVENTS: Final = (
     Published(
         hardware.GpuStanding, "`telemetry.fleet.UUID`", "orchestrator", "on change, and every few seconds"
     ),
+    Published(
+        telemetry.CurriculumProgress,
+        "`telemetry.curriculum.ENV`",
+        "curriculum",
+        "after every `curriculum.NAME.report_every` outcomes",
+    ),
     Published(telemetry.HostSample, "`telemetry.host.HOST`", "telemetry", "periodically"),
     Published(telemetry.GpuSample, "`telemetry.gpu.UUID`", "telemetry", "periodically"),
     Published(telemetry.GpuAbsence, "`telemetry.gpu.HOST`", "telemetry", "periodically, without GPUs"),
     Published(telemetry.ProcessSample, "`telemetry.process.NAME`", "telemetry", "periodically"),
     Published(telemetry.EngineSample, "`telemetry.engine.NAME`", "telemetry", "periodically"),
+    Published(
+        health.HealthFinding,
+        "`telemetry.health.ENV`",
+        "workers and telemetry",
+        "on change, and for each withheld group",
+    ),
 )
 """Events in the order of the page. `Ack` and `Drain` have their tables elsewhere."""
 

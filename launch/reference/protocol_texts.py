@@ -8,6 +8,7 @@ from rolloutmq.bus.transport.request_client import RESEND_S
 from rolloutmq.schemas.wire import envelope, replies
 from rolloutmq.services.broker.io.data_plane import EVENT_LIMIT_BYTES, REQUEST_LIMIT_BYTES
 from rolloutmq.services.broker.journal.format import records
+from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT, VACANT_KEPT
 
 ALIAS_MEANINGS: Final = {
     "Name": "Name of a producer, consumer, environment or run.",
@@ -59,6 +60,7 @@ MEANINGS: Final = {
     "filtered": "Groups without a signal, or too old for the loss.",
     "generation": "Generation of the lease.",
     "gpu": "UUID of the GPU.",
+    "greedy": "Sample with temperature 0.",
     "group": "Name of the consumer group; its ranks share each step.",
     "group_id": "Id of the group.",
     "groups": "Number of groups.",
@@ -72,6 +74,7 @@ MEANINGS: Final = {
     "in_hand": "Work under way: rollouts of a worker, requests of an engine.",
     "incarnation": "Life of the trainer, counted by its resumptions.",
     "info": "Description of the run.",
+    "index": "Number of the task in the task space; -1 without one.",
     "ingest": "Address of the socket.",
     "ino": "Inode of the memory file.",
     "journal": "State of the journal.",
@@ -173,6 +176,11 @@ MEANINGS: Final = {
     "GpuStanding.name": "Model of the GPU.",
     "StatusReply.run": "Name of the run.",
     "StepDone.number": "Number of the event.",
+    "StepSkipped.filtered": "Groups without a signal, or too old for the loss.",
+    "RewardSummary.low": "Lowest score of the group.",
+    "LaneScores.groups": "Groups of the batch, filtered ones included.",
+    "LaneScores.sequences": "Sequences of these groups.",
+    "LaneScores.tokens": "Tokens of these sequences.",
     "Commit.version": "Version of the checkpoint.",
     "Pressure.at": "Time of publication.",
     "RewardSummary.mean": "Mean score of the group.",
@@ -342,6 +350,12 @@ resizing. `RegisterProducer.arena` names its process, descriptor, inode and size
 the error `fenced`, and its groups are dropped and counted. Session numbers are never reused, also across restarts of
 the broker. `resume_session` reopens one of the last four sessions of the producer, so that a saved spool keeps its
 numbers and accepted groups are not accepted twice.
+
+**Environments.** Up to {LANES_LIMIT:,} environments and splits may hold groups or have live producers; a further one is
+refused with `limit`. One without groups and producers is vacant. The broker remembers the last {VACANT_KEPT} vacant
+ones, with their counts and sessions, and forgets earlier ones after `broker.silence_s`. A producer of a forgotten one
+gets `unknown`: it registers again, opens a new session, and numbers its unacked groups anew. Environments of the
+configuration stay.
 
 **Broker restart.** A new `Ack.epoch` means a new life of the broker. At durability `disk` and `os` it knows the
 session, and the producer continues after a `Sync`. Otherwise requests get the error `unknown`; register again and send

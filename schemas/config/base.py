@@ -1,6 +1,6 @@
 """The base of all sections of a configuration, and the text of their validation errors."""
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import ErrorDetails
@@ -11,9 +11,15 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, without unknown keys, with docstrings as field descriptions."""
+    """Base of all sections: frozen, without unknown keys. The docstring under a field describes its key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # Each process loads all sections and validates one whole configuration, so no section needs a validator of its own.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    @classmethod
+    def default(cls) -> Self:
+        """Return the section without keys, as the default of another section; it builds no validator."""
+        return cls.model_construct()  # type: ignore[return-value]
 
 
 MIB: Final = 1 << 20

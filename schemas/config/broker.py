@@ -5,6 +5,7 @@ from typing import Annotated, Final, Literal
 from pydantic import (
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
 )
@@ -73,10 +74,13 @@ class BrokerConfig(Section):
     """Most submitted tasks that are open at once. Above it the broker refuses a submission with a time to retry."""
     task_bytes: PositiveInt = 64 * MIB
     """Most payload bytes of all open tasks."""
+    remembered_groups: NonNegativeInt = 100_000
+    """Number of ended groups that the broker recognizes if they are sent again. It forgets the oldest first."""
     remembered_tasks: PositiveInt = 10_000
     """Number of finished tasks whose status the broker keeps. It forgets the oldest first."""
     exact_wait_s: NonNegativeFloat = 5.0
     """Longest wait for whole groups with the exact size of a batch. After it the broker delivers the largest smaller
-    batch."""
+    batch. Also the longest wait for an environment that cannot meet its minimum share; later batches make up for it."""
     silent_env_s: PositiveFloat = 30.0
-    """An environment without deliveries for this long gives up its minimum share."""
+    """An environment without deliveries for this long is left out when rollouts are divided, and no batch waits for its
+    minimum share."""

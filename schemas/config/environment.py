@@ -1,8 +1,10 @@
-"""`[environment.NAME]`: one environment and its workers."""
+"""`[environment.NAME]` and `[curriculum.NAME]`: one environment, its workers, and the choice of its tasks."""
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
+    Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -10,16 +12,46 @@ from pydantic import (
     model_validator,
 )
 
-from rolloutmq.schemas.config.base import Fraction, Section
+from rolloutmq.schemas.config.base import Fraction, NameText, Section
+from rolloutmq.schemas.config.command import problem_of_placeholders
+from rolloutmq.schemas.config.rewards import RewardsConfig
+
+OF_CLASSES: Final = (
+    "options",
+    "tasks",
+    "task_count",
+    "min_group_size",
+    "group_deadline_s",
+    "split",
+    "rewards",
+)
+"""Keys that a program of one's own does not know: they keep their defaults beside `command`."""
+
+LEVELS_LIMIT: Final = 1024
+"""Most levels of a task space."""
 
 
 class EnvironmentConfig(Section):
     """`[environment.NAME]`: one environment and its workers."""
 
-    entry: str
-    """Class of the environment: `package.module:Class`, or `file.py:Class` relative to the configuration file."""
+    entry: str = ""
+    """Class of the environment: `package.module:Class`, or `file.py:Class` relative to the configuration file. Required
+    unless `command` is given."""
+    command: tuple[str, ...] = ()
+    """Program and arguments of each worker, in place of a class: an environment that posts to the gateway, such as one
+    of Atropos. It starts in the directory of the configuration file, without a shell. `{worker}`, `{gateway_url}` and
+    other placeholders are listed in `docs/guides/programs.md`."""
+    variables: dict[str, str] = {}
+    """Environment variables of `command`, beside those of the run. Values may have placeholders, or name a secret like
+    those of `options`."""
+    enough_batches: PositiveInt = 3
+    """Batches in the queue at which a program with `command` starts no more rollouts: its `max_batches_offpolicy`.
+    The autoscaler counts the time in which a program must not start a rollout as waiting."""
+    drain_quiet_s: PositiveFloat = 5.0
+    """A draining program with `command` has delivered everything once it posts nothing for this long."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the class."""
+    """Keyword arguments of the class. `env:NAME` as a value passes the environment variable NAME: write secrets such as
+    API keys in this form, and no file, log or status of the run has them."""
     group_size: PositiveInt = 8
     """Sequences sampled for one task."""
     weight: NonNegativeFloat = 1.0
@@ -58,8 +90,52 @@ class EnvironmentConfig(Section):
     tasks: Literal["own", "submitted", "both"] = "own"
     """Source of tasks. `own`: the environment draws them; `submitted`: a trainer submits them; `both`: submitted ones
     first, own ones while there are none. Submitted tasks need a method `rollout_task`, as every `SingleTurn` has."""
+    task_count: Annotated[int, Field(ge=0, le=1 << 62)] = 0
+    """Number of tasks in the environment's task space, for `[curriculum.NAME]`. The environment draws task i by a
+    generator seeded with i, or returns it from `task_at`. 0: it has none."""
     failure_limit: PositiveInt = 20
-    """Failed rollouts in a row after which a worker gives up. The run fails when all workers of an environment have."""
+    """Failed rollouts in a row after which a worker gives up. The run fails when all workers of an environment have, or
+    when so many tasks of its curriculum failed in a row."""
+    rewards: RewardsConfig = RewardsConfig.default()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_versions(cls, given: Any) -> Any:
+        """Groups of a program name no policy version: nothing can be paced, and nothing is too old."""
+        if isinstance(given, dict) and given.get("command"):
+            return {"pacing": False, "stale": "pass", **given}
+        return given
+
+    @model_validator(mode="after")
+    def _program_or_class(self) -> Self:
+        if not self.command:
+            if not self.entry:
+                raise ValueError("entry is required: name a class, or set `command` to run a program")
+            if self.variables:
+                raise ValueError("variables are for a program; set `command`, or use `options`")
+            return self
+        if self.entry:
+            raise ValueError(
+                f"entry must not be given beside `command` (got {self.entry!r}); remove one of them"
+            )
+        for key in OF_CLASSES:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect on a program; remove it")
+        if self.pacing or self.stale != "pass":
+            key, value = ("pacing", "false") if self.pacing else ("stale", '"pass"')
+            raise ValueError(f"{key} must be {value} with `command`: its groups name no policy version")
+        for key, text in self._texts():
+            if "\0" in text:
+                raise ValueError(f"{key} must not have a null character; remove it")
+            if problem := problem_of_placeholders([text]):
+                raise ValueError(f"{key} {problem}")
+        if wrong := next((name for name in self.variables if not name or "=" in name or "\0" in name), None):
+            raise ValueError(f"variables must have names without `=` (got {wrong!r})")
+        return self
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        yield from (("command", text) for text in self.command)
+        yield from (("variables", text) for text in self.variables.values())
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
@@ -73,6 +149,40 @@ class EnvironmentConfig(Section):
             )
         if self.vram_bytes and not self.gpus:
             raise ValueError("vram_bytes is memory of a GPU; set gpus to the number of GPUs for each worker")
-        if self.entry.count(":") != 1:
+        if self.entry and self.entry.count(":") != 1:
             raise ValueError(f"entry must be `package.module:Class` or `file.py:Class` (got {self.entry!r})")
+        return self
+
+
+class CurriculumConfig(Section):
+    """`[curriculum.NAME]`: the sampler of the tasks of `[environment.NAME]`; the environment needs a `task_count`."""
+
+    sampler: NameText = "learnability"
+    """Sampler: `uniform`, `easy_first`, `competence`, `learnability`, `replay`, or one of another package (entry points
+    `rolloutmq.samplers`)."""
+    options: dict[str, Any] = {}
+    """Keyword options of the sampler; `docs/guides/curriculum.md` lists them."""
+    levels: Annotated[int, Field(ge=1, le=LEVELS_LIMIT)] = 16
+    """Number of equal parts of the task space, by task number. Tasks of one level count as similarly difficult: the
+    outcome of one helps to judge the others. Number tasks from easy to difficult, as far as you know it."""
+    ahead: NonNegativeInt = 0
+    """Most open tasks, waiting or being rolled out. Few keep the choice fresh; too few leave workers idle. 0: as many
+    groups as the environment has in two batches."""
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    """Priority of its tasks, beside tasks submitted by a trainer."""
+    seed: NonNegativeInt | None = None
+    """Seed of the choice. None: `run.seed`."""
+    scores: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest score, for the success rate: the mean score within this range, as 0 to 1. A score outside
+    widens the range from then on."""
+    report_every: PositiveInt = 16
+    """Outcomes between two events on `telemetry.curriculum.NAME`."""
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        low, high = self.scores
+        if not low < high < float("inf") or low == float("-inf"):
+            raise ValueError(f"scores must be a lower and a higher finite number (got {low:g} and {high:g})")
+        if low / 2 == high / 2:  # the success rate is measured in halves
+            raise ValueError(f"scores must lie further apart (got {low:g} and {high:g}); raise the higher")
         return self

@@ -11,15 +11,22 @@ from pydantic import (
     model_validator,
 )
 
+from rolloutmq.schemas.address import problem_of_host
 from rolloutmq.schemas.config.base import MIB, Section
 
-_ONE_READ: Final = "scheduler and worker must be one process that takes one step under one read lock"
+_ONE_READ: Final = (
+    "scheduler and worker must be one process that takes one step under one read lock; for weights that are sent see "
+    "inference.vllm.tensor_parallel"
+)
 
 _ATTACHED: Final = "this run attaches the trainer's weights itself"
 
 _MOVED: Final = "moved or wrapped weights are not the memory that the trainer writes"
 
-_COMPILED: Final = "compiled code would keep the first version of the weights"
+_COMPILED: Final = (
+    "compiled code would keep the first version of mapped weights; for weights that are sent see "
+    "inference.vllm.compiled"
+)
 
 _CACHED: Final = "keys and values from elsewhere belong to older weights"
 
@@ -91,6 +98,14 @@ class VllmConfig(Section):
     because an interpreter finds its environment through its own path."""
     threads: PositiveInt = 1
     """Cores for vLLM. More would take cores from the trainer."""
+    tensor_parallel: PositiveInt = 1
+    """Workers that share each layer: GPUs, or processes on a CPU. More than one needs `weights.backend = "vllm_http"`.
+    Tested with two workers on a CPU; not yet run on a GPU."""
+    compiled: bool = False
+    """Let vLLM compile the model, and capture CUDA graphs where there is a GPU. Needs `weights.backend = "vllm_http"`.
+    Only vLLM's command is tested: compiled code has not yet run, on a GPU or a CPU."""
+    visible_gpus: str = ""
+    """`CUDA_VISIBLE_DEVICES` of vLLM; empty leaves it as it is. Not yet run with a GPU."""
     kv_cache_bytes: PositiveInt = 256 * MIB
     """Size of the KV cache. vLLM's own default is a fraction of all memory."""
     start_s: PositiveFloat = 300.0
@@ -138,10 +153,13 @@ class InferenceConfig(Section):
     url: str = ""
     """Base address of an external OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`."""
     host: str = "127.0.0.1"
-    """Address to bind."""
+    """Address to bind. Another one than loopback needs `insecure`."""
+    insecure: bool = False
+    """Allow a `host` within reach of other machines. HTTP here is not encrypted, and everybody who reaches
+    the address samples from the policy."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first engine; further engines use any free port. 0 lets the system choose."""
-    vllm: VllmConfig = VllmConfig()
+    vllm: VllmConfig = VllmConfig.default()
     max_batch: PositiveInt = 512
     """Most sequences generated together."""
     max_waiting: PositiveInt = 4096
@@ -170,4 +188,10 @@ class InferenceConfig(Section):
         if self.kind != "tiny" and self.max_engines > 1:
             why = "a run has one vLLM" if self.kind == "vllm" else "the run cannot start such a server"
             raise ValueError(f"max_engines must be 1 with kind `{self.kind}` (got {self.max_engines}): {why}")
+        return self
+
+    @model_validator(mode="after")
+    def _on_loopback(self) -> Self:
+        if problem := problem_of_host("inference", self.host, insecure=self.insecure):
+            raise ValueError(problem)
         return self

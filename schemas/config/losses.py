@@ -1,6 +1,7 @@
 """`[trainer.loss]`: one section for each loss, selected by `name`, with the defaults of its paper.
 
-A section has only the keys that its loss uses, so a useless key is refused instead of ignored.
+A section has only the keys that its loss uses, so a useless key is refused instead of ignored. Its docstring names the
+source of each default. A default that no paper gives is marked `ours`.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -70,8 +71,9 @@ class LossSection(Section):
     all by the number of sequences; `constant`: the number of sequences times `length`."""
     length: PositiveInt = 1024
     """Tokens of a sequence for `mean = "constant"`. Adam cancels this scale, `clip_norm` does not."""
-    entropy: NonNegativeFloat = 0.02
-    """Initial weight of the entropy bonus. With half of the default, one seed in three stops learning too early."""
+    entropy: NonNegativeFloat = 0.0
+    """Initial weight of an entropy bonus. No paper of these losses has one. A model of random weights needs it; the
+    quickstart has 0.02."""
     entropy_until: Fraction = 0.6
     """Fraction of the run after which the entropy bonus is zero; it decreases linearly until then."""
     kl: NonNegativeFloat = 0.0
@@ -81,7 +83,7 @@ class LossSection(Section):
     only k2 has the gradient of the reverse KL; in the reward k1 and k3 have its value."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: the KL is a term of the loss. `reward`: it is subtracted from the reward of each sequence."""
-    correction: CorrectionConfig = CorrectionConfig()
+    correction: CorrectionConfig = CorrectionConfig.default()
 
     @field_validator("correction", mode="before")
     @classmethod
@@ -115,29 +117,50 @@ class ClippedSection(LossSection):
 
 
 class DapoConfig(ClippedSection):
-    """DAPO: PPO's clip with a higher upper bound, and a mean over the tokens of the step."""
+    """DAPO: PPO's clip with a higher upper bound, and a mean over the tokens of the step.
+
+    Source: Yu et al. 2025 (arXiv:2503.14476). `clip_low` .2 and `clip_high` .28: section 4.1. Advantages divided by the
+    standard deviation: eq. 9. Mean over tokens: eq. 12. No KL: section 2.3.
+    """
 
     name: Literal["dapo"] = "dapo"
+    advantage: Method = "grpo"
     clip_high: PositiveFloat = 0.28
 
 
 class GrpoConfig(ClippedSection):
-    """GRPO: PPO's clip, with equal weight for each sequence."""
+    """GRPO: PPO's clip, with equal weight for each sequence.
+
+    Source: Shao et al. 2024, DeepSeekMath (arXiv:2402.03300). Mean over sequences: eq. 3. KL estimator k3: eq. 4.
+    Advantages divided by the standard deviation: section 4.1.2. The paper's weight of the KL is .04 (section 4.2). Here
+    it is 0, since the groups have to bring `ref_logprobs`; with `kl = 0.04` the loss is eq. 3 whole. The paper gives no
+    clip; .2 is PPO's (arXiv:1707.06347, table 1).
+    """
 
     name: Literal["grpo"] = "grpo"
     advantage: Method = "grpo"
     mean: Mean = "sequences"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
 
 
 class DrGrpoConfig(ClippedSection):
-    """Dr. GRPO: PPO's clip, divided by a constant instead of sampled lengths."""
+    """Dr. GRPO: PPO's clip, divided by a constant instead of sampled lengths.
+
+    Source: Liu et al. 2025 (arXiv:2503.20783), section 3.2: advantages not divided, and one constant for all lengths,
+    the longest answer that is allowed. Set `length` to that; 1024 is ours. The clip is PPO's (arXiv:1707.06347, table
+    1).
+    """
 
     name: Literal["dr_grpo"] = "dr_grpo"
     mean: Mean = "constant"
 
 
 class DecoupledPpoConfig(ClippedSection):
-    """Decoupled PPO: the clip bounds the step, and importance weights correct for the policy that sampled."""
+    """Decoupled PPO: the clip bounds the step, and importance weights correct for the policy that sampled.
+
+    Source: Hilton et al. 2021 (arXiv:2110.00641), the decoupled objective; for language models Fu et al. 2025, AReaL
+    (arXiv:2505.24298), section 5. The clip is PPO's (arXiv:1707.06347, table 1). The bound of the weight is ours.
+    """
 
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
     correction: CorrectionConfig = CorrectionConfig(level="token", how="mask", high=5.0)
@@ -152,7 +175,11 @@ class DecoupledPpoConfig(ClippedSection):
 
 
 class GspoConfig(ClippedSection):
-    """GSPO: clips the ratio of a whole sequence, the geometric mean over its tokens."""
+    """GSPO: clips the ratio of a whole sequence, the geometric mean over its tokens.
+
+    Source: Zheng et al. 2025 (arXiv:2507.18071). `clip_low` 3e-4 and `clip_high` 4e-4: section 5.1. Advantages divided
+    by the standard deviation: eq. 6. Mean over sequences: eq. 5. No KL: section 4.1.
+    """
 
     name: Literal["gspo"] = "gspo"
     advantage: Method = "grpo"
@@ -162,7 +189,11 @@ class GspoConfig(ClippedSection):
 
 
 class CispoConfig(LossSection):
-    """CISPO: uses the ratio as a bounded weight without gradient, so no token loses its gradient."""
+    """CISPO: uses the ratio as a bounded weight without gradient, so no token loses its gradient.
+
+    Source: MiniMax 2025, MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5: advantages of GRPO, mean over tokens, no KL. The
+    paper gives no bound; 5 is that of ScaleRL (arXiv:2510.13786).
+    """
 
     name: Literal["cispo"] = "cispo"
     advantage: Method = "grpo"
@@ -171,14 +202,22 @@ class CispoConfig(LossSection):
 
 
 class ReinforceConfig(LossSection):
-    """REINFORCE with truncated importance sampling."""
+    """REINFORCE with truncated importance sampling.
+
+    Sources: Williams 1992; for the truncated weights Ionides 2008. The group's mean as the baseline, the mean over
+    tokens, and the bound of the weight are ours.
+    """
 
     name: Literal["reinforce"] = "reinforce"
     correction: CorrectionConfig = CorrectionConfig(level="token")
 
 
 class RlooConfig(LossSection):
-    """RLOO: REINFORCE on whole sequences, with the mean of the other sequences as the baseline."""
+    """RLOO: REINFORCE on whole sequences, with the mean of the other sequences as the baseline.
+
+    Sources: Kool et al. 2019; Ahmadian et al. 2024 (arXiv:2402.14740): the baseline, and whole answers as one action,
+    so that their tokens are summed. On policy the weight is 1; its bound is ours.
+    """
 
     name: Literal["rloo"] = "rloo"
     advantage: Method = "rloo"

@@ -55,7 +55,7 @@ class OrchestratorConfig(Section):
     """Start and supervise workers with the run. Off: you start workers yourself."""
     tick_s: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
     """Time between two decisions. Rates are measured over one tick, so it must be short."""
-    scaling: ScalingConfig = ScalingConfig()
+    scaling: ScalingConfig = ScalingConfig.default()
     """Parameters of the autoscaler."""
     max_processes: NonNegativeInt = 0
     """Most worker processes of all environments, divided by their weights. 0: only the limits of each environment."""

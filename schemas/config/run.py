@@ -1,7 +1,7 @@
-"""The whole configuration of a run: `[run]`, `[model]`, `[telemetry]`, and the rules between sections."""
+"""The whole configuration of a run: `[run]`, `[model]`, `[weights]`, `[telemetry]`, and the rules between sections."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     Field,
@@ -13,14 +13,19 @@ from pydantic import (
 
 from rolloutmq.schemas.config.base import MIB, NameText, Section
 from rolloutmq.schemas.config.broker import SEQUENCE_BYTES, TOKEN_BYTES, BrokerConfig
+from rolloutmq.schemas.config.command import placeholders_of
 from rolloutmq.schemas.config.distillation import TeacherConfig
-from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.environment import CurriculumConfig, EnvironmentConfig
+from rolloutmq.schemas.config.evaluation import EvaluationConfig, evaluated, problem_of_evaluation
 from rolloutmq.schemas.config.gateway import GatewayConfig
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.orchestrator import HardwareConfig, OrchestratorConfig
-from rolloutmq.schemas.config.trainer import TrainerConfig
-from rolloutmq.schemas.config.weights import WeightsConfig
+from rolloutmq.schemas.config.rewards import HealthConfig
+from rolloutmq.schemas.config.trainer import TrainerConfig, WeightsConfig
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
+
+PROGRAM_NAME_CHARS: Final = 48
+"""Longest name of an environment with a command: the names of its workers and of their producers are longer."""
 
 
 class RunSection(Section):
@@ -36,6 +41,14 @@ class RunSection(Section):
     """Project name for an experiment tracker such as Weights & Biases. RolloutMQ only forwards it."""
     tracking_group: str = ""
     """Group name for an experiment tracker. RolloutMQ only forwards it."""
+    http_token_file: Path | None = None
+    """File with the token of the run's HTTP servers (gateway, engines, teacher), relative to the configuration file. It
+    must be yours, and closed to other users (mode 0600). Each request must then have the token, as
+    `Authorization: Bearer TOKEN` or in the path, `http://HOST:PORT/t/TOKEN`. The workers of the run send it. Without a
+    file everybody who reaches a server may use it."""
+    http_hosts: tuple[str, ...] = ()
+    """Names with a dot by which clients reach the run's HTTP servers, `*` for all. IP addresses, names without a dot
+    and this machine's name need no entry. Other `Host` headers are refused: a page could point its own name here."""
     log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 16 * MIB
     """Size at which a process log is rotated to `NAME.log.1`. An ordinary worker takes hours to fill it."""
     log_files: Annotated[int, Field(ge=1, le=1000)] = 3
@@ -97,19 +110,23 @@ class TelemetryConfig(Section):
 class RunConfig(Section):
     """The whole configuration of a run."""
 
-    run: RunSection = RunSection()
-    broker: BrokerConfig = BrokerConfig()
+    run: RunSection = RunSection.default()
+    broker: BrokerConfig = BrokerConfig.default()
     environment: dict[NameText, EnvironmentConfig] = {}
     """`[environment.NAME]` sections by name."""
-    inference: InferenceConfig = InferenceConfig()
-    model: ModelConfig = ModelConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    weights: WeightsConfig = WeightsConfig()
-    teacher: TeacherConfig = TeacherConfig()
-    orchestrator: OrchestratorConfig = OrchestratorConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
-    hardware: HardwareConfig = HardwareConfig()
-    gateway: GatewayConfig = GatewayConfig()
+    curriculum: dict[NameText, CurriculumConfig] = {}
+    """`[curriculum.NAME]` sections by the name of their environment."""
+    inference: InferenceConfig = InferenceConfig.default()
+    model: ModelConfig = ModelConfig.default()
+    trainer: TrainerConfig = TrainerConfig.default()
+    weights: WeightsConfig = WeightsConfig.default()
+    teacher: TeacherConfig = TeacherConfig.default()
+    evaluation: EvaluationConfig = EvaluationConfig.default()
+    orchestrator: OrchestratorConfig = OrchestratorConfig.default()
+    telemetry: TelemetryConfig = TelemetryConfig.default()
+    hardware: HardwareConfig = HardwareConfig.default()
+    gateway: GatewayConfig = GatewayConfig.default()
+    health: HealthConfig = HealthConfig.default()
     base_dir: Path = Path()
     """Directory of the configuration file; `file.py:Class` entries are relative to it. Set by the loader."""
 
@@ -138,6 +155,100 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _run_programs(self) -> Self:
+        """A program delivers through the gateway, and the orchestrator starts it."""
+        for name, env in self.environment.items():
+            if not env.command:
+                continue
+            if not (self.gateway.enabled and self.gateway.listen):
+                key = "listen" if self.gateway.enabled else "enabled"
+                raise ValueError(
+                    f"gateway.{key}: must be true, because environment.{name}.command delivers through the gateway "
+                    f"(got false); set gateway.{key} = true"
+                )
+            if len(name) > PROGRAM_NAME_CHARS:
+                raise ValueError(
+                    f"environment.{name}: the name must have at most {PROGRAM_NAME_CHARS} characters with `command` "
+                    f"(got {len(name)}); shorten it"
+                )
+            if not self.orchestrator.enabled:
+                raise ValueError(
+                    f"orchestrator.enabled: must be true, because it starts environment.{name}.command (got false)"
+                )
+            asked = placeholders_of([*env.command, *env.variables.values()])
+            inference = self.inference
+            if "inference_url" not in asked or inference.kind == "external" or inference.port:
+                continue
+            if inference.kind == "none":
+                raise ValueError(
+                    f"inference.kind: must name a server, because environment.{name} has {{inference_url}} (got `none`)"
+                )
+            raise ValueError(
+                f"inference.port: required by {{inference_url}} in environment.{name} (got 0); set a port"
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _submit_chosen_tasks(cls, given: Any) -> Any:
+        """Workers of an environment with a curriculum take submitted tasks, unless the section says otherwise."""
+        environments = given.get("environment") if isinstance(given, dict) else None
+        chosen = given.get("curriculum") if isinstance(given, dict) else None
+        if not isinstance(environments, dict) or not isinstance(chosen, dict):
+            return given
+        derived = {
+            name: {"tasks": "submitted", **env}
+            for name, env in environments.items()
+            if name in chosen and isinstance(env, dict) and not env.get("command")
+        }
+        return {**given, "environment": {**environments, **derived}}
+
+    @model_validator(mode="after")
+    def _choose_tasks(self) -> Self:
+        """A curriculum needs an environment whose workers train on the numbered tasks that it submits."""
+        for name in self.curriculum:
+            env = self.environment.get(name)
+            if env is None:
+                known = ", ".join(self.environment) or "none"
+                raise ValueError(
+                    f"curriculum.{name}: must have the name of an environment (configured: {known})"
+                )
+            if env.command:
+                raise ValueError(
+                    f"curriculum.{name}: must not be given for a program, which chooses its own tasks "
+                    f"(environment.{name}.command is set); remove it"
+                )
+            if env.split != "train":
+                raise ValueError(
+                    f"curriculum.{name}: must not be given for the split `{env.split}`, because nothing is learned "
+                    "from its groups; remove it"
+                )
+            if not env.task_count:
+                raise ValueError(
+                    f"environment.{name}.task_count: is required by curriculum.{name} (got 0); set the number of "
+                    "tasks that the environment can draw"
+                )
+            if env.tasks != "submitted":
+                raise ValueError(
+                    f'environment.{name}.tasks: must be "submitted", because curriculum.{name} chooses the tasks '
+                    f"(got {env.tasks}); remove the key"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _open_tasks(self) -> Self:
+        """Beyond the broker's limit a curriculum would wait for room without end, and leave none to others."""
+        total, limit = 0, self.broker.max_tasks
+        for name in self.curriculum:
+            total += (ahead := self.groups_ahead(name))
+            if total >= limit:
+                raise ValueError(
+                    f"curriculum.{name}.ahead: the open tasks of all curricula must be fewer than broker.max_tasks "
+                    f"{limit} (got {ahead} here, {total} in all); set a smaller number, or raise broker.max_tasks"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _reach_who_samples(self) -> Self:
         backend, kind = self.weights.backend, self.inference.kind
         if backend == "vllm_http" and kind != "vllm":
@@ -157,13 +268,39 @@ class RunConfig(Section):
             raise ValueError(
                 f"weights.backend: `posix_shm` needs a trainer on the CPU (trainer.device is `{device}`); use `{other}`"
             )
-        if backend == "cuda_ipc" and (
-            device == "cpu" or kind in {"tiny", "vllm"} or not self.trainer.enabled
-        ):
+        if backend == "cuda_ipc" and (device == "cpu" or kind == "tiny" or not self.trainer.enabled):
             raise ValueError(
-                "weights.backend: `cuda_ipc` needs a trainer with device `cuda` and your own inference server "
+                "weights.backend: `cuda_ipc` needs a trainer with device `cuda`, and vLLM or your own inference server "
                 f"(trainer.device is `{device}`, inference.kind is `{kind}`)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _learn_at_a_rate_of_the_model(self) -> Self:
+        if self.model.path and self.trainer.enabled and "learning_rate" not in self.trainer.model_fields_set:
+            raise ValueError(
+                "trainer.learning_rate: is required with model.path (got none): the default is for a small model of "
+                "random weights; set it, for example to 1e-6"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _map_one_worker(self) -> Self:
+        vllm, backend = self.inference.vllm, self.weights.backend
+        asked = {
+            "tensor_parallel": (
+                vllm.tensor_parallel,
+                vllm.tensor_parallel == 1,
+                "several workers cannot map",
+            ),
+            "compiled": (vllm.compiled, not vllm.compiled, "compiled code cannot follow"),
+        }
+        for key, (value, fine, why) in asked.items():
+            if not fine and backend != "vllm_http":
+                raise ValueError(
+                    f"inference.vllm.{key}: {why} the weights of `{backend}` (got {value}); "
+                    'set weights.backend = "vllm_http"'
+                )
         return self
 
     @model_validator(mode="after")
@@ -177,6 +314,13 @@ class RunConfig(Section):
                 "model.path: required for a teacher with your own trainer; "
                 "name the directory of the model that you train, for its tokenizer"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluate(self) -> Self:
+        trains, starts = self.trainer.enabled, self.orchestrator.enabled
+        if problem := problem_of_evaluation(self.evaluation, self.environment, trains=trains, starts=starts):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
@@ -225,6 +369,16 @@ class RunConfig(Section):
         if self.gateway.enabled:
             return EnvironmentConfig(entry="gateway:Gateway", group_size=1, pacing=False, stale="pass")
         return EnvironmentConfig(entry="unknown:Unknown", group_size=1)
+
+    def groups_ahead(self, name: str) -> int:
+        """Return how many tasks of an environment's curriculum are open at most."""
+        groups = -(-2 * self.part(name) // self.environment[name].group_size)
+        return self.curriculum[name].ahead or max(1, groups)
+
+    @property
+    def evaluated(self) -> tuple[str, ...]:
+        """Names of the environments that answer tasks of the evaluation; none if it is off."""
+        return evaluated(self.evaluation, self.environment)
 
     @property
     def batch_sequences(self) -> int:

@@ -1,6 +1,6 @@
-"""`[trainer]`: the optimizer steps of a run."""
+"""`[trainer]`: the optimizer steps of a run, and `[weights]`: the way of their weights to the inference server."""
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -28,6 +28,37 @@ class LoraConfig(Section):
     """Linear layers with an adapter, such as `q_proj`. Empty: all linear layers except the head."""
 
 
+class NormalizationConfig(Section):
+    """`[trainer.rewards]`: normalization of the scores by the moments of their environment.
+
+    The broker keeps the moments of all accepted groups, and a batch brings them. Normalization is an affine map of the
+    scores before they become advantages; every reported reward stays raw.
+    """
+
+    normalize: Literal["none", "zscore", "minmax"] = "none"
+    """`zscore`: the deviation of the environment becomes 1; `minmax`: the range of its scores becomes 1. It makes the
+    environments of a mixture comparable under `dr_grpo` and `rloo`. `grpo` divides by the deviation of each group
+    anyway: there it changes nothing, unless `clip` cuts."""
+    clip: PositiveFloat | None = None
+    """Largest distance of a normalized score from the mean of its environment; a larger one is cut. None: no limit. One
+    success in a thousand is 32 deviations from the mean."""
+    warmup_groups: NonNegativeInt = 32
+    """Groups that an environment needs before its moments count. Until then each of its groups is normalized by its own
+    moments."""
+    half_life_groups: PositiveInt | None = None
+    """Groups of an environment after which an earlier group weighs half as much in its moments, for drifting rewards.
+    None: all weigh the same. The broker applies it, also to moments for a trainer of your own; after a restart with
+    another value it holds for later groups."""
+
+    @model_validator(mode="after")
+    def _clip_has_an_effect(self) -> Self:
+        if self.clip is not None and self.normalize == "none":
+            raise ValueError(
+                f'clip has no effect with normalize = "none" (got {self.clip:g}); set normalize, or leave clip out'
+            )
+        return self
+
+
 class TrainerConfig(Section):
     """`[trainer]`: the optimizer steps of a run."""
 
@@ -41,7 +72,9 @@ class TrainerConfig(Section):
     batch_tokens: NonNegativeInt = 0
     """Most tokens of one step, instead of a number of sequences. 0 with `batch_sequences`."""
     learning_rate: NonNegativeFloat = 1e-3
-    """Learning rate after the warm-up."""
+    """Learning rate after the warm-up. The default is for a small built model. A model from `model.path` has none:
+    there the key is required. DeepSeekMath (arXiv:2402.03300, section 4.2) and DAPO (arXiv:2503.14476, section 4.1)
+    have 1e-6."""
     warmup_steps: NonNegativeInt = 10
     """Steps of linear warm-up."""
     final_lr_fraction: Fraction = 0.05
@@ -52,8 +85,9 @@ class TrainerConfig(Section):
     """Weight decay of AdamW."""
     clip_norm: PositiveFloat = 1.0
     """Largest global norm of the gradient; a larger one is scaled down to it."""
-    loss: LossConfig = DapoConfig()
+    loss: LossConfig = DapoConfig.default()
     """The loss of a step; `name` selects it."""
+    rewards: NormalizationConfig = NormalizationConfig.default()
     micro_batch_tokens: PositiveInt = 8192
     """Most tokens of one forward pass, padding included. It does not change the result. A longer sequence has its own
     pass."""
@@ -62,6 +96,9 @@ class TrainerConfig(Section):
     logits_bytes: PositiveInt = 64 * MIB
     """Most memory for logits at once. With a vocabulary of 32,000 the logits of 4,096 tokens take 500 MiB, several
     times; computed in parts they are as fast."""
+    fp32_head: bool = True
+    """Compute the logits of a `bfloat16` policy in float32. In bfloat16 each is rounded to 8 bits, which moves
+    log-probabilities by .02 on average and ratios as much. The engines of a run do the same."""
     recompute_blocks: bool = False
     """Gradient checkpointing: recompute the activations of each block for its gradient. It needs less memory and a
     third more time."""
@@ -84,7 +121,7 @@ class TrainerConfig(Section):
     """Time that one pull waits at the broker before the trainer repeats it."""
     shuffle_rewards: bool = False
     """Control experiment: shuffle the rewards within each group, so there is nothing to learn."""
-    distillation: DistillationConfig = DistillationConfig()
+    distillation: DistillationConfig = DistillationConfig.default()
     """Loss from a teacher, beside or instead of the rewards."""
 
     @field_validator("loss", mode="before")
@@ -125,3 +162,14 @@ class TrainerConfig(Section):
                 f"{self.batch_sequences}); set exactly one of them"
             )
         return self
+
+
+class WeightsConfig(Section):
+    """`[weights]`: the way of the weights from the trainer to the inference server."""
+
+    backend: Literal["posix_shm", "disk", "vllm_http", "cuda_ipc"] = "posix_shm"
+    """`posix_shm`: trainer and server map the same memory, without a copy. `disk`: each step writes a version below
+    `weights/` in the run directory; a `tiny` server or your own reads it. `vllm_http`: the trainer sends each step to
+    the run's vLLM through vLLM's weight-update interface; both may be on different devices. `cuda_ipc`: vLLM or your
+    own server maps the weights of a trainer on the same GPU. Neither `vllm_http` nor `cuda_ipc` has run on a GPU yet:
+    they are tested on a CPU, `cuda_ipc` with a simulated GPU."""

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from rolloutmq.schemas.wire.envelope import Count, GroupHeader, GroupId, Message, Name, Seconds, Split
 from rolloutmq.schemas.wire.hardware import CordonGpu, GpuOrder, GpuOrdered, UncordonGpu
+from rolloutmq.schemas.wire.health import LaneScores
 from rolloutmq.schemas.wire.tasks import TaskCounts
 
 
@@ -203,6 +204,13 @@ class LaneStatus(Message, tag="lane_status", frozen=True, kw_only=True):
     """Sequences trained, filtered or rejected; like `accepted_sequences` since the start of the broker."""
     rollout_s: Seconds = 0.0
     """Mean duration of a rollout; 0 while unknown."""
+    reward_mean: float | None = None
+    """Mean raw score of its accepted groups, by sequences; older groups weigh less with
+    `trainer.rewards.half_life_groups`."""
+    reward_deviation: float | None = None
+    """Population standard deviation of these scores."""
+    reward_groups: Count = 0
+    """Groups in both."""
 
 
 class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
@@ -269,9 +277,14 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     """Total waiting time of producers for credit in seconds, by reason."""
     granted_bytes: Count = 0
     """Bytes granted to producers and not arrived yet."""
+    reserved_bytes: Count = 0
+    """Bytes that grants leave free at present: for draining producers, and for one large group. 0 while a trainer
+    starves."""
     high_groups: Count = 0
     silent_env_s: Seconds = 0.0
-    """Time after which a silent environment gives up its minimum share."""
+    """Time after which a silent environment is left out of pacing, and no batch waits for its minimum share."""
+    exact_wait_s: Seconds = 0.0
+    """Longest wait of a batch for an exact combination, or for a minimum share."""
     trainers: Count = 0
     """Number of registered, live trainers."""
     starved_s: Seconds = 0.0
@@ -279,6 +292,8 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     share."""
     blocked_s: dict[str, float] = {}
     """Seconds that rollout slots have waited for credit since the start of the broker, by environment."""
+    free_environments: Count = 0
+    """Further environments that the broker can take now."""
 
     @property
     def waits_s(self) -> dict[str, float]:
@@ -353,6 +368,29 @@ class StepDone(Message, tag="step_done", frozen=True, kw_only=True):
     pull_s: Seconds
     step_s: Seconds
     extra: dict[str, float] = {}
+    scores: tuple[LaneScores, ...] = ()
+    """Raw scores of each environment in the batch."""
+
+
+class StepSkipped(Message, tag="step_skipped", frozen=True, kw_only=True):
+    """Report of a batch without a signal, which was no optimizer step; published on `telemetry.skipped.<run>`.
+
+    Such batches show best that rewards are unhealthy.
+    """
+
+    run: Name
+    incarnation: Count
+    step: Count
+    """Optimizer step of the policy, which stays."""
+    at: Seconds
+    reason: str
+    """Reason why there was no signal, from one group."""
+    groups: Count
+    filtered: Count
+    rejected: Count
+    """Groups that the trainer cannot use."""
+    scores: tuple[LaneScores, ...] = ()
+    """Raw scores of each environment in the batch."""
 
 
 class ScaleDecision(Message, tag="scale_decision", frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The base of control messages, and the envelope of groups: protocol version 2.
+"""The base of control messages, and the envelope of groups: protocol version 3.
 
 A control message is one frozen class with a `kind` tag. Unknown fields and kinds are refused. Requests, replies and
 events are separate unions, so a reader can match them exhaustively.
@@ -9,7 +9,6 @@ each block above `BIG_BLOCK_BYTES`. A `ColumnTable` describes the layout of a bo
 refers to it by its content hash.
 """
 
-import hashlib
 from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Annotated, Final
@@ -22,7 +21,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Base of all control messages: a msgpack map with a `kind`."""
 
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 ENVELOPE_LIMIT_BYTES: Final = 4096
 """Largest envelope; the broker never decodes more of a message."""
@@ -43,12 +42,15 @@ BIG_BLOCK_BYTES: Final = 1 << 20
 """A larger block has its own frame instead of a copy in the body, because the copy would cost more."""
 
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """Name of a producer, consumer, environment or run. It has no `/`, which ends a topic."""
 
 GroupId = Annotated[str, Meta(min_length=1, max_length=128)]
 
-TableId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
+TaskRef = Annotated[str, Meta(max_length=128)]
+"""Id of the submitted task that a group answers; empty if the environment drew its own."""
+
+TableId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 62))]
 
@@ -95,7 +97,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
     def staleness(self, sampled: "PolicyVersion") -> int:
         """Return by how many optimizer steps this policy has moved on from the one that sampled a group.
 
-        Only step numbers are compared; `bus.policy_lineage` also counts the lost steps of a resumed trainer.
+        Only step numbers are compared; `schemas.policy_lineage` also counts the lost steps of a resumed trainer.
         """
         if sampled.incarnation >= self.incarnation:
             return max(0, self.step - sampled.step)
@@ -109,7 +111,7 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
     names an earlier column of the same depth with the same lengths; empty means that the column has its own.
     """
 
-    name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,47}$")]
+    name: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,47}\Z")]
     dtype: Dtype
     depth: Annotated[int, Meta(ge=0, le=2)]
     lengths_of: Annotated[str, Meta(max_length=48)] = ""
@@ -128,6 +130,8 @@ class ColumnTable(msgspec.Struct, frozen=True, array_like=True, dict=True):
     @cached_property
     def id(self) -> str:
         """First 8 bytes of the BLAKE2b hash of the encoded table, in hexadecimal."""
+        import hashlib  # it loads OpenSSL, and only a process with groups needs it
+
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).hexdigest()
 
     @cached_property
@@ -137,11 +141,19 @@ class ColumnTable(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
 
 class RewardSummary(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Mean, lowest and highest score of a group, readable without its body."""
+    """Moments and range of the scores of a group, readable without its body.
+
+    Attributes:
+        mean: Mean of the scores.
+        low: Lowest score.
+        high: Highest score.
+        m2: Sum of the squared deviations from the mean; with the number of sequences it merges exactly.
+    """
 
     mean: float = 0.0
     low: float = 0.0
     high: float = 0.0
+    m2: float = 0.0
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -179,7 +191,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     started_at: Seconds
     finished_at: Seconds
     rewards: RewardSummary
-    task: Annotated[str, Meta(max_length=128)] = ""
+    task: TaskRef = ""
 
 
 class ArenaRef(msgspec.Struct, frozen=True, array_like=True, gc=False):

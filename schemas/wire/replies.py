@@ -8,6 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from rolloutmq.schemas.moments import Moments
 from rolloutmq.schemas.wire.control import ControlReply
 from rolloutmq.schemas.wire.envelope import (
     ArenaRef,
@@ -61,6 +62,8 @@ class Wait(StrEnum):
     """The disk is too slow or full."""
     LEASED_ELSEWHERE = "leased_elsewhere"
     """Another step of this consumer group is still leased."""
+    STEP_MISMATCH = "step_mismatch"
+    """The other ranks of this consumer group have settled the step."""
     TOO_FEW_GROUPS = "too_few_groups"
     """The queued batch has fewer groups than there are ranks, and groups are never cut."""
     END_OF_REPLAY = "end_of_replay"
@@ -173,6 +176,9 @@ class Batch(Message, tag="batch", frozen=True, kw_only=True):
     """More than asked: a group larger than a step is delivered alone, and a rewound batch is never cut."""
     rewound: bool = False
     """The batch was trained before, and the trainer has resumed from an earlier checkpoint; it is unchanged."""
+    moments: dict[Name, Moments] = {}
+    """Moments of the scores of each environment of the step, the same for all ranks, as of its lease. A rewound batch
+    brings those of its first lease."""
 
 
 class NoBatch(Message, tag="no_batch", frozen=True, kw_only=True):
@@ -195,15 +201,18 @@ class Rejected(Message, tag="rejected", frozen=True, kw_only=True):
 
 
 class Settled(Message, tag="settled", frozen=True, kw_only=True):
-    """The batch is settled and its lease has ended.
+    """This rank's shard is settled; the lease ends with the settlement of the last rank.
 
     Attributes:
         step: Optimizer step of the batch.
         commit_wanted: The broker asks for a checkpoint soon, because it keeps many uncommitted groups.
+        provisional: Other ranks have yet to settle. If the lease is lost before, all its groups are delivered again,
+            and the next pull of this rank is refused with `lease_lost`.
     """
 
     step: Count
     commit_wanted: bool = False
+    provisional: bool = False
 
 
 class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):

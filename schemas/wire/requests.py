@@ -108,6 +108,7 @@ class RegisterConsumer(Message, tag="register_consumer", frozen=True, kw_only=Tr
             and the reply has the same generation.
         resume: Checkpoint of a resumed trainer. The broker rewinds: it redelivers every batch settled for a later step
             and every leased batch, in the same composition and order.
+        key: Identifies one attempt to register: a repeated request gets the same generation.
         protocol: Protocol version of the consumer.
     """
 
@@ -118,6 +119,7 @@ class RegisterConsumer(Message, tag="register_consumer", frozen=True, kw_only=Tr
     info: RunInfo = RunInfo()
     generation: Count = 0
     resume: PolicyVersion | None = None
+    key: Annotated[str, Meta(max_length=32)] = ""
     protocol: Count = PROTOCOL_VERSION
 
 
@@ -138,6 +140,8 @@ class Pull(Message, tag="pull", frozen=True, kw_only=True):
         wait_s: Longest wait, in seconds.
         split: Split of the groups.
         arenas: The consumer reads groups from shared memory; otherwise all of them are sent as frames.
+        generation: Generation of the consumer's registration; after a newer one the pull is refused as fenced. 0 is not
+            checked.
     """
 
     consumer: Name
@@ -153,6 +157,7 @@ class Pull(Message, tag="pull", frozen=True, kw_only=True):
     wait_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 10.0
     split: Split = Split.TRAIN
     arenas: bool = False
+    generation: Count = 0
 
 
 class Settle(Message, tag="settle", frozen=True, kw_only=True):
@@ -189,17 +194,22 @@ class Commit(Message, tag="commit", frozen=True, kw_only=True):
 
 
 class Release(Message, tag="release", frozen=True, kw_only=True):
-    """Return the consumer's lease to the queue at once; sent by a consumer that stops."""
+    """Return the consumer's lease to the queue at once; sent by a consumer that stops. `generation` is as in `Pull`."""
 
     consumer: Name
     reason: Annotated[str, Meta(max_length=512)] = ""
+    generation: Count = 0
 
 
 class ConsumerBeat(Message, tag="consumer_beat", frozen=True, kw_only=True):
-    """Heartbeat of a consumer. `progress` must grow, or the lease of a hung trainer would never expire."""
+    """Heartbeat of a consumer. `progress` must grow, or the lease of a hung trainer would never expire.
+
+    `generation` is as in `Pull`.
+    """
 
     consumer: Name
     progress: Count = 0
+    generation: Count = 0
 
 
 class GetInfo(Message, tag="get_info", frozen=True, kw_only=True):

@@ -6,12 +6,12 @@ and changes nothing.
 """
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
-from rolloutmq.schemas.wire.envelope import Count, Message, Name, Split
+from rolloutmq.schemas.wire.envelope import Count, Message, Name, RewardSummary, Split
 
 PAYLOAD_LIMIT_BYTES = 256 << 10
 """Largest payload, encoded as msgpack. Store larger data elsewhere and submit its address."""
@@ -30,6 +30,12 @@ LEASE_LIMIT_S = 86_400.0
 
 REASON_CHARS = 500
 
+
+GIVEN: Final = -1
+"""Index of a task that is given by its payload."""
+
+TaskIndex = Annotated[int, Meta(ge=GIVEN, le=(1 << 62))]
+"""Number of a task in the task space of its environment, or `GIVEN`."""
 
 TaskId = Annotated[str, Meta(min_length=1, max_length=128)]
 
@@ -65,6 +71,9 @@ class NewTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         size: Number of sequences; 0 uses the environment's `group_size`.
         deadline_s: Seconds after its first submission at which it expires; 0 is never.
         priority: Tasks of higher priority are taken first.
+        index: Number of the task in the environment's task space, which the environment draws by; `GIVEN` if the
+            payload is the task.
+        greedy: Sample with temperature 0, whatever the environment asks for.
     """
 
     id: TaskId
@@ -74,6 +83,8 @@ class NewTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
     deadline_s: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
+    index: TaskIndex = GIVEN
+    greedy: bool = False
 
 
 class TaskStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -86,6 +97,8 @@ class TaskStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
         deliveries: Number of times it was delivered.
         group_id: Group that answered it; in another state than `done`, the group that came too late.
         reason: Reason why it failed, expired or was cancelled, or of its last return to the queue.
+        sequences: Sequences of the group that answered it; 0 unless `done`.
+        rewards: Moments and range of the scores of that group.
     """
 
     id: TaskId
@@ -94,6 +107,8 @@ class TaskStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     deliveries: Count = 0
     group_id: str = ""
     reason: str = ""
+    sequences: Count = 0
+    rewards: RewardSummary = RewardSummary()
 
     @property
     def over(self) -> bool:
@@ -175,13 +190,20 @@ class TasksFull(Message, tag="tasks_full", frozen=True, kw_only=True):
 
 
 class TakenTask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One task for a worker. `left_s` is the time to its deadline in seconds, 0 without one."""
+    """One task for a worker. `left_s` is the time to its deadline in seconds, 0 without one.
+
+    Attributes:
+        index: Number of the task in the environment's task space, or `GIVEN`.
+        greedy: Sample with temperature 0.
+    """
 
     id: TaskId
     payload: bytes
     size: Count = 0
     left_s: float = 0.0
     deliveries: Count = 1
+    index: TaskIndex = GIVEN
+    greedy: bool = False
 
 
 class TakenTasks(Message, tag="taken_tasks", frozen=True, kw_only=True):

@@ -2,9 +2,11 @@
 
 from enum import StrEnum
 
-from rolloutmq.schemas.wire.control import Pressure, ScaleDecision, StepDone
+from rolloutmq.schemas.wire.control import Pressure, ScaleDecision, StepDone, StepSkipped
 from rolloutmq.schemas.wire.envelope import Count, Message, Seconds
+from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.hardware import GpuStanding
+from rolloutmq.schemas.wire.health import HealthFinding
 
 
 class HostSample(Message, tag="host_sample", frozen=True, kw_only=True):
@@ -115,6 +117,47 @@ class EngineDecision(Message, tag="engine_decision", frozen=True, kw_only=True):
     reason: str
 
 
+class CurriculumProgress(Message, tag="curriculum", frozen=True, kw_only=True):
+    """The curriculum of one environment; published on `telemetry.curriculum.NAME`. Recent figures are means over about
+    the last fifty outcomes."""
+
+    env: str
+    sampler: str
+    """Name of its sampler."""
+    at: Seconds
+    levels: Count
+    """Levels of the task space."""
+    open: Count
+    """Tasks that wait or are rolled out."""
+    drawn: Count
+    """Tasks chosen so far."""
+    outcomes: Count
+    """Groups that answered tasks."""
+    flat: Count
+    """Groups with equal scores, which teach nothing."""
+    failed: Count = 0
+    """Tasks whose every delivery failed."""
+    dropped: Count = 0
+    """Tasks that expired or were cancelled."""
+    success: float | None = None
+    """Recent success rate; None before the first outcome."""
+    flat_share: float | None = None
+    """Recent share of groups with equal scores."""
+    level: float | None = None
+    """Recent mean level, from 0 to `levels` - 1."""
+
+
 TelemetryEvent = HostSample | GpuSample | GpuAbsence | ProcessSample | EngineSample
-Event = Pressure | StepDone | ScaleDecision | EngineDecision | GpuStanding | TelemetryEvent
+Event = (
+    Pressure
+    | StepDone
+    | StepSkipped
+    | ScaleDecision
+    | EngineDecision
+    | EvaluationDone
+    | GpuStanding
+    | CurriculumProgress
+    | HealthFinding
+    | TelemetryEvent
+)
 """All events on `events` except `Ack` and `Drain`, which have one receiver."""

@@ -41,6 +41,15 @@ class Dropped(msgspec.Struct, frozen=True):
     durable: bool = False
 
 
+class Expired(msgspec.Struct, frozen=True):
+    """Warn that accepted groups of an environment were dropped as stale."""
+
+    env: str
+    groups: int
+    max_staleness: int
+    durable: bool = False
+
+
 class Bury(msgspec.Struct, frozen=True):
     """Write the dead letter of a group; `frames` is None if its contents are damaged."""
 
@@ -57,7 +66,7 @@ class Unbury(msgspec.Struct, frozen=True):
     durable: bool = True
 
 
-Action = Reply | Publish | Dropped | Bury | Unbury
+Action = Reply | Publish | Dropped | Expired | Bury | Unbury
 
 
 class Outbox:
@@ -81,6 +90,9 @@ class Outbox:
 
     def dropped(self, at: float, group_id: str, state: str, reason: str) -> None:
         self._actions.append(Dropped(DroppedGroup(at=at, group_id=group_id, state=state, reason=reason)))
+
+    def expired(self, env: str, groups: int, max_staleness: int) -> None:
+        self._actions.append(Expired(env, groups, max_staleness))
 
     def drop_all(self) -> None:
         """Forget the gathered actions."""

@@ -1,7 +1,6 @@
 """The broker's state: the parts of the core, made once and shared by the request handlers."""
 
 from collections import Counter, defaultdict
-from weakref import WeakValueDictionary
 
 from rolloutmq.schemas.config.live_settings import split
 from rolloutmq.schemas.config.run import RunConfig
@@ -48,7 +47,7 @@ class BrokerState:
         broker = config.broker
         self.ram = ram
         self.events = EventBuffer(recording=broker.durability is not Durability.MEMORY)
-        self.groups = Groups()
+        self.groups = Groups(broker.remembered_groups)
         self.config = config
         self.epoch = epoch
         self.endpoints = endpoints
@@ -97,8 +96,6 @@ class BrokerState:
         self.newest: dict[str, tuple[StoredGroup, Frames]] = {}
         """Newest group of each environment, in any state."""
         self.arenas = ProducerArenas(broker.high_bytes, open_arena, self._leave_arena)
-        self.known: WeakValueDictionary[str, StoredGroup] = WeakValueDictionary()
-        """Groups that still exist, by id. A group resent under another session is recognised by it."""
         self.changed_settings: dict[str, Setting] = {}
         """Settings changed while the run was live, by dotted key."""
         self.wanted: dict[str, int | None] = {}
@@ -130,7 +127,7 @@ class BrokerState:
                 group.body.spare()
 
     def _trainer_demand(self) -> TrainerDemand:
-        if not len(self.leases):
+        if not any(lease.split is Split.TRAIN for lease in self.leases):
             if self.consumers.any_unserved:
                 return TrainerDemand.STARVED
             if self.lanes.queued_sequences(Split.TRAIN) >= self.run.batch_sequences:
@@ -147,7 +144,9 @@ class BrokerState:
         """Count a new group and queue it."""
         self.lanes.accept(lane, group, now)
         self.ledger.accept()
-        self.known[group.header.group_id] = group
+        if not group.requeued:
+            header, half_life = group.header, self.config.trainer.rewards.half_life_groups
+            lane.rewards = lane.rewards.after(header.rewards, header.sequences, half_life)
         if group.header.task and not group.requeued:
             self.tasks.answered(group)
 

@@ -108,7 +108,9 @@ class BrokerCore:
         self._producers = ProducerRequests(self._state)
         self._consumers = ConsumerRequests(self._state)
         self._admin = AdminRequests(self._state, self._producers, self._consumers)
-        self._status = StatusReporter(self._state, self._consumers, self._admin.live_settings)
+        self._status = StatusReporter(
+            self._state, self._consumers, self._admin.live_settings, self._producers.vacancies
+        )
         self._tasks = TaskRequests(self._state, self._producers)
         self._producers.on_left = self._tasks.left
         self._handlers = self._request_handlers()
@@ -163,6 +165,7 @@ class BrokerCore:
         """Serve one request; a pull may be answered by a later call. `route` is returned with the reply."""
         if isinstance(request, Pull):
             self._consumers.pull(route, request, now, wall)
+            self._state.permits_due |= self._state.credits.starved  # all room is granted at once
         elif isinstance(request, TakeTasks):
             self._tasks.take(route, request, now)
         elif isinstance(request, AwaitTasks):

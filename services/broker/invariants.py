@@ -16,6 +16,7 @@ def check_invariants(state: BrokerState) -> None:
     state.tasks.validate()
     _check_containers(state)
     _check_loads(state)
+    _check_moments(state)
 
 
 def _check_containers(state: BrokerState) -> None:
@@ -41,6 +42,16 @@ def _check_loads(state: BrokerState) -> None:
     assert sum(lane.leased.nbytes for lane in state.lanes) == _nbytes(ordinary)
     assert sum(lane.rewinding.groups for lane in state.lanes) == len(again)
     assert state.rewind_buffer.nbytes == _nbytes(again) + _nbytes(retained)
+
+
+def _check_moments(state: BrokerState) -> None:
+    """Each accepted group is in the moments of its lane at most once, and a group left out spoils none."""
+    for lane in state.lanes:
+        found = lane.rewards
+        assert found.groups + found.left_out <= lane.accepted_groups, lane.env
+        assert found.finite, f"{lane.env}: {found}"
+        assert found.low <= found.mean <= found.high, f"{lane.env}: {found}"
+        assert found.m2 >= 0.0, f"{lane.env}: {found}"
 
 
 def _nbytes(groups: list[StoredGroup]) -> int:

@@ -12,10 +12,8 @@ state to `saved.rmq`. The two are never mixed in one run directory.
 import asyncio
 import contextlib
 import errno
-import gc
 import logging
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +24,13 @@ from typing import Final
 import zmq
 
 from rolloutmq.bus.encoding import topics
-from rolloutmq.bus.rundir import load_run, write_json
+from rolloutmq.bus.files import private_file
+from rolloutmq.bus.lifecycle import gc_paused
+from rolloutmq.bus.rundir import load_run, usable, write_json
 from rolloutmq.bus.shm.arena import MappedArena
 from rolloutmq.bus.transport import sockets
-from rolloutmq.bus.transport.endpoint import SOCKETS, bindings, claim, connectable, read_endpoints
+from rolloutmq.bus.transport.bindings import SOCKETS, bindings, claim, connectable
+from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MalformedError
@@ -53,12 +54,13 @@ from rolloutmq.services.broker.journal.stored_group import BodyMemory
 from rolloutmq.services.broker.replay.core import ReplayCore
 from rolloutmq.services.broker.replay.recording import Recording
 from rolloutmq.services.broker.snapshots import memory_snapshot
+from rolloutmq.services.process.descriptors import raise_descriptor_limit
 from rolloutmq.services.process.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
 
 JOURNAL_DESCRIPTORS: Final = 64
-"""Descriptors reserved for the journal."""
+"""Descriptors reserved for the journal, which takes them one by one when clients have used up the others."""
 IO_THREADS: Final = 1
 """Threads of the socket library."""
 
@@ -122,66 +124,71 @@ def running_broker(
 
     Raises:
         AddressInUseError: Another broker lives in this run directory, or a port is taken.
+        UnusablePathError: The run directory cannot be read or written.
         ConfigError: `broker.host` cannot be bound, or must not be.
         RecordVersionError: Another version wrote files of the run directory; none of them was changed.
     """
     with contextlib.ExitStack() as stack:
-        epoch = stack.enter_context(claim(layout))
-        require_own_records(layout)
-        addresses = stack.enter_context(bindings(config.broker, layout))
-        context = sockets.make_context(IO_THREADS)
-        stack.callback(context.term)
-        bound = _make_sockets(context, config.broker)
-        stack.callback(bound.close)
-        endpoints = _bind(bound, addresses, _previous_endpoints(layout), epoch)
-        wake = Waker()
-        stack.callback(wake.close)
-        ram = None if config.broker.durability is Durability.MEMORY else BodyMemory(config.broker.ram_bytes)
-        shared_memory = config.broker.transport == "ipc" and config.broker.shared_memory
-        journal: Journal | None = None
-        if recording is not None:
-            now, wall = time.monotonic(), time.time()
-            core: BrokerCore = ReplayCore(
-                config, recording, epoch=epoch, endpoints=endpoints, now=now, wall=wall
-            )
-        else:
-            core = BrokerCore(
-                config,
-                epoch=epoch,
-                endpoints=endpoints,
-                ram=ram,
-                open_arena=MappedArena if shared_memory else None,
-            )
-            stack.callback(core.close)
-            journal = stack.enter_context(_persistent(core, config.broker, layout, ram, epoch, wake))
-        dropped = stack.enter_context(layout.dropped.open("ab", buffering=0))
-        dead = DeadLetterStore(
-            layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
-        )
-        _reconcile(core, dead)
-        accounts = MemoryAccounts(core, ram, journal)
-        memory_guard = MemoryGuard(bound.all, config.broker.overhead_bytes, accounts) if alone else None
-        plane = DataPlane(
-            core,
-            bound,
-            dropped,
-            dead,
-            config.broker.max_group_bytes,
-            wake,
-            journal,
-            memory_guard,
-        )
-        broker = Broker(core, plane, endpoints, on_end)
-        stack.callback(layout.endpoints.unlink, missing_ok=True)
-        write_json(layout.endpoints, endpoints)
-        stack.callback(broker.stop)
-        broker.start()
-        durability = config.broker.durability.value
-        logger.info("broker ready serve=%s epoch=%d durability=%s", endpoints.serve, epoch, durability)
+        with usable(layout.root):
+            broker = _started(config, layout, stack, on_end, recording, alone=alone)
         yield broker
         broker.stop()
         if broker.error is not None:
             raise broker.error
+
+
+def _started(
+    config: RunConfig,
+    layout: RunLayout,
+    stack: contextlib.ExitStack,
+    on_end: Callable[[], object],
+    recording: Recording | None,
+    *,
+    alone: bool,
+) -> Broker:
+    """Start a broker that ends with `stack`. OSError: the file system refuses a file of the run directory."""
+    require_own_records(layout)  # before the claim, which writes its lock
+    epoch = stack.enter_context(claim(layout))
+    addresses = stack.enter_context(bindings(config.broker, layout))
+    context = sockets.make_context(IO_THREADS)
+    stack.callback(context.term)
+    bound = _make_sockets(context, config.broker)
+    stack.callback(bound.close)
+    endpoints = _bind(bound, addresses, _previous_endpoints(layout), epoch)
+    wake = Waker()
+    stack.callback(wake.close)
+    ram = None if config.broker.durability is Durability.MEMORY else BodyMemory(config.broker.ram_bytes)
+    shared_memory = config.broker.transport == "ipc" and config.broker.shared_memory
+    journal: Journal | None = None
+    if recording is not None:
+        now, wall = time.monotonic(), time.time()
+        core: BrokerCore = ReplayCore(config, recording, epoch=epoch, endpoints=endpoints, now=now, wall=wall)
+    else:
+        core = BrokerCore(
+            config,
+            epoch=epoch,
+            endpoints=endpoints,
+            ram=ram,
+            open_arena=MappedArena if shared_memory else None,
+        )
+        stack.callback(core.close)
+        journal = stack.enter_context(_persistent(core, config.broker, layout, ram, epoch, wake))
+    dropped = stack.enter_context(private_file(layout.dropped, "ab", buffering=0))
+    dead = DeadLetterStore(
+        layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
+    )
+    _reconcile(core, dead)
+    accounts = MemoryAccounts(core, ram, journal)
+    memory_guard = MemoryGuard(bound.all, config.broker.overhead_bytes, accounts) if alone else None
+    plane = DataPlane(core, bound, dropped, dead, config.broker.max_group_bytes, wake, journal, memory_guard)
+    broker = Broker(core, plane, endpoints, on_end)
+    stack.callback(layout.endpoints.unlink, missing_ok=True)
+    write_json(layout.endpoints, endpoints)
+    stack.callback(broker.stop)
+    broker.start()
+    durability = config.broker.durability.value
+    logger.info("broker ready serve=%s epoch=%d durability=%s", endpoints.serve, epoch, durability)
+    return broker
 
 
 def main(run_dir: Path) -> int:
@@ -190,7 +197,7 @@ def main(run_dir: Path) -> int:
 
 
 async def _serve(run_dir: Path, stop: Stop) -> None:
-    _raise_file_limit()
+    raise_descriptor_limit(JOURNAL_DESCRIPTORS)
     config, layout = load_run(run_dir)
     loop = asyncio.get_running_loop()
 
@@ -207,7 +214,7 @@ def replay(recorded: Path, run_dir: Path) -> int:
 
 
 async def _serve_replay(recorded: Path, run_dir: Path, stop: Stop) -> None:
-    _raise_file_limit()
+    raise_descriptor_limit(JOURNAL_DESCRIPTORS)
     config, layout = load_run(run_dir)
     loop = asyncio.get_running_loop()
 
@@ -218,16 +225,6 @@ async def _serve_replay(recorded: Path, run_dir: Path, stop: Stop) -> None:
         logger.info("replay started run=%s batches=%d", recorded, len(recording.batches))
         with running_broker(config, layout, ended, recording=recording):
             await stop.wait()
-
-
-def _raise_file_limit() -> None:
-    """Raise the descriptor limit nearly to the hard limit: a producer needs three, and 1,024 is the usual limit.
-
-    The journal takes the rest one by one when clients have used up the others.
-    """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most - min(JOURNAL_DESCRIPTORS, most // 8), most))
 
 
 def _make_sockets(context: sockets.Context, config: BrokerConfig) -> BrokerSockets:
@@ -309,27 +306,16 @@ def _persistent(
         )
     journal = Journal(layout.journal, config, ram, wake.set)
     try:
-        with _gc_paused():
+        with gc_paused():
             undamaged = _recover(core, journal)
             began = Began(epoch, os.getpid(), config.durability.value)
             journal.start([*core.snapshot(), began], keep_old=not undamaged)
         yield journal
         journal.append(core.events())
         journal.close(snapshot=core.snapshot())
+        journal.require_sound()
     finally:
         journal.close()
-
-
-@contextlib.contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Pause garbage collection: many objects are made that stay, and every collection would visit them all."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _recover(core: BrokerCore, journal: Journal) -> bool:

@@ -1,8 +1,9 @@
 """The gateway's ASGI application: bodies in and out, compressed or not, with Atropos' error format.
 
-Bodies are bounded on arrival and while they inflate. Threads do the CPU-bound work (inflate, decode, encode, compress),
-one group at a time, so that a status request does not wait for a post. Batches are streamed: the first byte leaves
-before the last group is encoded.
+Bodies are bounded on arrival, in bytes and in time, and while they inflate; a refused request's body is not read.
+Threads do the CPU-bound work (inflate, decode, encode, compress), one group at a time, so that a status request does
+not wait for a post. One piece of work inflates and decodes a body, so that there are never more inflated bodies than
+threads. Batches are streamed: the first byte leaves before the last group is encoded.
 """
 
 import asyncio
@@ -26,8 +27,9 @@ from rolloutmq.schemas.errors import (
     RolloutMQError,
 )
 from rolloutmq.schemas.group import Group
-from rolloutmq.services.gateway import pages
+from rolloutmq.services.gateway.atropos_replies import Batch, NotRegistered, Received, ReceivedList, Root
 from rolloutmq.services.gateway.atropos_wire import (
+    GROUP_BYTES,
     EnvIdentifier,
     RefusedBodyError,
     RegisterEnv,
@@ -43,11 +45,17 @@ from rolloutmq.services.gateway.group_mapping import (
     json_bytes,
     to_group,
 )
-from rolloutmq.services.gateway.http_io import (
+from rolloutmq.services.gateway.in_doubt import digest_of
+from rolloutmq.services.gateway.pages.docs import POLICY, docs
+from rolloutmq.services.gateway.pages.metrics import exposition
+from rolloutmq.services.gateway.pages.openapi import openapi
+from rolloutmq.services.gateway.pages.state import global_status, health
+from rolloutmq.services.gateway.producers import NoRoomError
+from rolloutmq.services.gateway.service import Gateway, NotRegisteredError
+from rolloutmq.services.gateway.web.arrival import SilentError, body_of
+from rolloutmq.services.gateway.web.http_io import (
     LONG_BYTES,
-    SMALL_BYTES,
     Answer,
-    InHand,
     Out,
     Part,
     Pool,
@@ -56,22 +64,34 @@ from rolloutmq.services.gateway.http_io import (
     Scope,
     Send,
     TooLargeError,
-    body_of,
     in_turn,
+    inflated,
     off,
     watch,
 )
-from rolloutmq.services.gateway.in_doubt import digest_of
-from rolloutmq.services.gateway.metrics import exposition
-from rolloutmq.services.gateway.producers import NoRoomError
-from rolloutmq.services.gateway.service import Gateway, NotRegisteredError
+from rolloutmq.services.gateway.web.in_hand import InHand
+from rolloutmq.services.http_access import HttpAccess, is_browser, split_token
+from rolloutmq.services.programs.command import split_path
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = b"2"
+CLOSE: Final = (b"connection", b"close")
+QUESTION_BYTES: Final = 64 << 10
+"""Largest body of a request that sends no groups, on the wire and inflated."""
+BATCH: Final = "/batch"
+RESET: Final = "/reset_data"
+CHANGING: Final = {BATCH: "take batches with a program", RESET: "send a POST"}
+"""Paths of Atropos where a GET changes something. A link on any page makes a browser send one, so it is refused."""
+BATCH_METHODS: Final = ("GET",)
+GROUPS: Final = frozenset({"/scored_data", "/scored_data_list"})
+"""Paths of requests that send groups."""
 SWITCH_S: Final = 0.0005
 """Switch interval of the interpreter: a decoding thread yields to the loop, which has little to do but many waiters.
 The default is ten times as long, and a reply takes several turns."""
+
+
+Body = bytes | bytearray
 
 
 class BrokenAnswerError(Exception):
@@ -79,11 +99,22 @@ class BrokenAnswerError(Exception):
 
 
 class GatewayApp:
-    """ASGI application of one gateway."""
+    """ASGI application of one gateway.
 
-    def __init__(self, gateway: Gateway, config: GatewayConfig) -> None:
+    Args:
+        gateway: Answers.
+        config: Limits.
+        access: Who may ask.
+        group_bytes: `broker.max_group_bytes`.
+    """
+
+    def __init__(
+        self, gateway: Gateway, config: GatewayConfig, access: HttpAccess, group_bytes: int = GROUP_BYTES
+    ) -> None:
         self._gateway = gateway
         self._config = config
+        self._access = access
+        self._group_bytes = group_bytes
         self._pool = Pool(config.threads)
         self._in_hand = InHand(config.max_in_hand_bytes)
         self._routes: dict[str, dict[str, Callable[[Request], Awaitable[Answer]]]] = {
@@ -94,11 +125,11 @@ class GatewayApp:
             "/wandb_info": {"GET": self._wandb_info},
             "/info": {"GET": self._info},
             "/status": {"GET": self._status},
-            "/status-env": {"GET": self._status_env},
+            "/status-env": {"GET": self._status_env, "POST": self._status_env},
             "/scored_data": {"POST": self._scored_data},
             "/scored_data_list": {"POST": self._scored_data_list},
             "/latest_example": {"GET": self._latest_example},
-            "/reset_data": {"GET": self._reset_data},
+            RESET: {"GET": self._reset_data, "POST": self._reset_data},
             "/global-status": {"GET": self._global_status},
             "/metrics": {"GET": self._metrics},
             "/health": {"GET": self._health},
@@ -113,48 +144,81 @@ class GatewayApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        token, path = split_token(scope["path"])
+        worker, path = split_path(path)
         request = Request(
             scope["method"],
-            scope["path"],
+            path,
             parse_qs(scope["query_string"].decode("latin-1")),
             dict(scope["headers"]),
+            worker=worker,
+            token=token,
         )
         out = Out(send, request, self._config, self._pool)
         try:
-            await self._exchange(request, receive, out)
-        except TooLargeError as error:
-            await out.answer(_refusal(413, str(error)))
-        except zlib.error:
-            await out.answer(Answer(b"Invalid gzip payload", 400, b"text/plain; charset=utf-8"))
+            refusal = self._refused(request) or await self._read(request, receive)
+            if refusal is not None:
+                await out.answer(refusal)
+            else:
+                await self._exchange(request, receive, out)
         finally:
-            self._hold(request, 0)
+            self._in_hand.release(request.held)
+
+    def _refused(self, request: Request) -> Answer | None:
+        """Return the reply to a request whose body need not be read."""
+        preflight = request.method == "OPTIONS" and bool(self._config.cors_origins)
+        denied = self._access.refusal(request.header, request.token, preflight=preflight)
+        if denied is not None:
+            answer = _refusal(denied.status, denied.reason)
+            answer.headers = tuple((name.encode(), value.encode()) for name, value in denied.headers.items())
+            return answer
+        if request.worker and self._gateway.programs.find(request.worker) is None:
+            return _refusal(404, f"/w/{request.worker}: no program of this run has that name")
+        methods = BATCH_METHODS if request.path == BATCH else self._routes.get(request.path)
+        if methods is None:
+            return _refusal(404, "Not Found")
+        if preflight:
+            return Answer(b"")
+        if request.method == "GET" and request.path in CHANGING and is_browser(request.header):
+            return _refusal(
+                403, f"{request.path}: a GET of a browser changes nothing; {CHANGING[request.path]}"
+            )
+        return None if request.method in methods else _not_allowed(methods)
+
+    async def _read(self, request: Request, receive: Receive) -> Answer | None:
+        """Read the body of a request; return the reply if it cannot be read."""
+        most = self._config.max_body_bytes if request.path in GROUPS else QUESTION_BYTES
+        try:
+            request.body = await body_of(
+                request, receive, self._in_hand, most=most, silent_s=self._config.silent_s
+            )
+        except TooLargeError as error:
+            return _refusal(413, str(error))
+        except SilentError as error:
+            answer = _refusal(408, str(error))
+            answer.headers = (CLOSE,)
+            return answer
+        return None
 
     async def _exchange(self, request: Request, receive: Receive, out: Out) -> None:
-        if request.announced_bytes > SMALL_BYTES:
-            await self._in_hand.room()
-            self._hold(request, request.announced_bytes)
-        request.body = await body_of(request, receive, self._config, self._pool)
-        self._hold(request, max(request.held, len(request.body)))
         watching = asyncio.create_task(watch(receive, request.gone))
         try:
             await self._respond(request, out)
         finally:
             watching.cancel()
 
-    def _hold(self, request: Request, nbytes: int) -> None:
-        self._in_hand.change(nbytes - request.held)
-        request.held = nbytes
-
     async def _respond(self, request: Request, out: "Out") -> None:
         try:
-            if request.path == "/batch" and request.method == "GET":
+            if request.path == BATCH:
                 await self._batch(request, out)
                 return
-            answer = await self._handled(request)
+            answer = await self._routes[request.path][request.method](request)
         except RefusedBodyError as error:
             answer = _refusal(error.status, error.reason, error)
-        except GroupTooLargeError as error:
+        except (GroupTooLargeError, TooLargeError) as error:
             answer = _refusal(413, str(error))
+        except zlib.error:
+            answer = Answer(b"Invalid gzip payload", 400, b"text/plain; charset=utf-8")
         except (NoRoomError, BrokerUnavailableError, RetryableError, ClosedError) as error:
             answer = _refusal(503, str(error))
             answer.headers = ((b"retry-after", RETRY_AFTER_S),)
@@ -183,44 +247,50 @@ class GatewayApp:
             if post is not None:
                 (self._gateway.in_doubt.end if heard else self._gateway.in_doubt.leave)(post)
 
-    async def _handled(self, request: Request) -> Answer:
-        methods = self._routes.get(request.path)
-        if methods is None and request.path != "/batch":
-            return _refusal(404, "Not Found")
-        methods = methods or {}
-        if request.method == "OPTIONS" and self._config.cors_origins:
-            return Answer(b"")
-        handler = methods.get(request.method)
-        return await handler(request) if handler is not None else _not_allowed(methods or ["GET"])
-
-    async def _decoded(self, request: Request, kind: Any) -> Any:
-        return await off(self._pool, len(request.body), partial(decode, request.body, kind), LONG_BYTES)
+    def _decoded(self, request: Request, kind: Any) -> Any:
+        body = inflated(request.body, QUESTION_BYTES) if request.compressed and request.body else request.body
+        return decode(body, kind)
 
     async def _posted(self, request: Request, kind: Any) -> PostedGroup:
-        work = partial(_posted, request.body, kind)
-        made = await off(self._pool, len(request.body), work, LONG_BYTES)
+        most = self._config.max_inflated_bytes
+        built = partial(_built, kind=kind, limit=self._group_bytes)
+        work = partial(_posted, request.body, built, compressed=request.compressed)
+        size = request.probable_bytes
+        try:
+            bound = min(most, LONG_BYTES) if size < LONG_BYTES else most
+            made = await off(self._pool, size, partial(work, most=bound), LONG_BYTES)
+        except TooLargeError:
+            if size >= LONG_BYTES:
+                raise
+            # It is larger than it says, or has several members.
+            made = await off(self._pool, LONG_BYTES, partial(work, most=most), LONG_BYTES)
+        if request.worker:
+            made = self._gateway.signed(made, request.worker)
         request.body = b""
-        self._hold(request, made.nbytes)
+        self._in_hand.hold(request.held, made.nbytes)
         return made
 
     # Atropos' endpoints
 
     async def _root(self, _request: Request) -> Answer:
-        return _json({"message": "AtroposLib API"})
+        return _json(Root())
 
     async def _register(self, request: Request) -> Answer:
-        answer = await self._gateway.register(await self._decoded(request, Registration))
-        return Answer(b'{"uuid":%d}' % answer["uuid"])  # exceeds 64 bits
+        answer = await self._gateway.register(self._decoded(request, Registration))
+        return Answer(b'{"uuid":%d}' % answer.uuid)  # exceeds 64 bits
 
     async def _register_env(self, request: Request) -> Answer:
-        return _json(await self._gateway.register_env(await self._decoded(request, RegisterEnv)))
+        asked = self._decoded(request, RegisterEnv)
+        if request.worker:
+            asked = self._gateway.program(request.worker, asked)
+        return _json(await self._gateway.register_env(asked))
 
     async def _disconnect_env(self, request: Request) -> Answer:
-        asked = await self._decoded(request, EnvIdentifier)
+        asked = self._decoded(request, EnvIdentifier)
         return _json(await self._gateway.disconnect_env(asked.env_id))
 
     async def _wandb_info(self, _request: Request) -> Answer:
-        return _json(self._gateway.wandb_info())
+        return _json(await self._gateway.wandb_info())
 
     async def _info(self, _request: Request) -> Answer:
         return _json(await self._gateway.info())
@@ -231,29 +301,34 @@ class GatewayApp:
     async def _status_env(self, request: Request) -> Answer:
         asked = request.query.get("env_id")
         if asked is not None:
-            body = b'{"env_id":%s}' % msgspec.json.encode(asked[0])
-            env_id = decode(body, EnvIdentifier).env_id
-        else:
-            env_id = decode(request.body, EnvIdentifier).env_id
-        return _json(await self._gateway.status_env(env_id))
+            request.body = b'{"env_id":%s}' % msgspec.json.encode(asked[0])
+        env_id = self._decoded(request, EnvIdentifier).env_id
+        return _json(await self._gateway.paced(env_id, request.gone))
 
     async def _scored_data(self, request: Request) -> Answer:
-        request.post = await self._gateway.take(await self._posted(request, ScoredData), request.gone)
-        return _json({"status": "received"})
+        posted = await self._posted(request, ScoredData)
+        with self._gateway.posting(posted):
+            request.post = await self._gateway.take(posted, request.gone)
+        return _json(Received())
 
     async def _scored_data_list(self, request: Request) -> Answer:
         posted = await self._posted(request, list[ScoredData])
         if posted.groups:
-            request.post = await self._gateway.take(posted, request.gone)
-        return _json({"status": "received", "groups_processed": len(posted.groups)})
+            with self._gateway.posting(posted):
+                request.post = await self._gateway.take(posted, request.gone)
+        return _json(ReceivedList(groups_processed=len(posted.groups)))
 
-    async def _latest_example(self, _request: Request) -> Answer:
+    async def _latest_example(self, request: Request) -> Answer:
         latest = await self._gateway.latest_example()
         if latest is None:
             return _json(NOTHING_YET)
+        await self._in_hand.room(request.held)
         size = json_bytes(latest)
+        self._in_hand.hold(request.held, size)
         work = partial(in_turn, size, partial(_encoded, latest, b""))
-        return Answer(await off(self._pool, size, work, LONG_BYTES))
+        answer = Answer(await off(self._pool, size, work, LONG_BYTES))
+        self._in_hand.hold(request.held, len(answer.body))
+        return answer
 
     async def _reset_data(self, _request: Request) -> Answer:
         await self._gateway.reset_data()
@@ -264,41 +339,45 @@ class GatewayApp:
         try:
             async with self._gateway.batch() as offer:
                 if offer is None:
-                    await out.answer(_json({"batch": None}))
+                    await out.answer(_json(Batch()))
                     return
                 await out.stream(_parts(offer.groups))
                 offer.delivered = not request.gone.is_set()
                 await out.end()
         except NotRegisteredError:
-            message = "Trainer not registered. Call /register first."
-            await out.answer(_json({"status": "error", "message": message, "batch": []}))
+            await out.answer(_json(NotRegistered()))
 
     # Our own endpoints
 
     async def _global_status(self, _request: Request) -> Answer:
-        return _json(pages.global_status(self._gateway, await self._gateway.watch.refresh()))
+        return _json(global_status(self._gateway, await self._gateway.watch.refresh()))
 
     async def _metrics(self, _request: Request) -> Answer:
         text = exposition(self._gateway, await self._gateway.watch.refresh())
         return Answer(text.encode(), kind=b"text/plain; version=0.0.4; charset=utf-8")
 
     async def _health(self, _request: Request) -> Answer:
-        answer = pages.health(self._gateway, await self._gateway.watch.refresh())
+        answer = health(self._gateway, await self._gateway.watch.refresh())
         return _json(answer, 200 if answer["status"] == "ok" else 503)
 
     async def _docs(self, _request: Request) -> Answer:
-        return Answer(pages.docs().encode(), kind=b"text/html; charset=utf-8")
+        page = Answer(docs(), kind=b"text/html; charset=utf-8")
+        page.headers = ((b"content-security-policy", POLICY),)
+        return page
 
     async def _openapi(self, _request: Request) -> Answer:
-        return _json(pages.openapi())
+        return _json(openapi())
 
 
-def _posted(body: bytes, kind: Any) -> PostedGroup:
-    return in_turn(len(body), partial(_built, digest_of(body), body, kind))
+def _posted(
+    body: bytes, built: Callable[[bytes, Body], PostedGroup], *, compressed: bool, most: int
+) -> PostedGroup:
+    whole = inflated(body, most) if compressed and body else body
+    return in_turn(len(whole), partial(built, digest_of(whole), whole))
 
 
-def _built(digest: bytes, body: bytes, kind: Any) -> PostedGroup:
-    data, now = decode(body, kind), time.time()
+def _built(digest: bytes, body: Body, *, kind: Any, limit: int) -> PostedGroup:
+    data, now = decode(body, kind, limit), time.time()
     several = data if isinstance(data, list) else [data]
     groups = [to_group(one, UNNAMED, at=now) for one in several]
     return PostedGroup(digest, [one.env_id for one in several], groups, sum(map(group_bytes, groups)))

@@ -1,8 +1,8 @@
-"""The gateway as an ASGI target: `uvicorn rolloutmq.services.gateway.asgi:app --host 0.0.0.0 --port 8000`.
+"""The gateway as an ASGI target: `uvicorn rolloutmq.services.gateway.asgi:app --host 127.0.0.1 --port 8000`.
 
 It serves the run in `ROLLOUTMQ_RUN_DIR` (default `runs/gateway`). If that run is not active, it starts a broker there,
 which resumes the run and ends with the server. Each run allows one process: a second one, such as another uvicorn
-worker, is rejected.
+worker, is rejected. The server binds its address itself, so nothing here can check it.
 """
 
 import asyncio
@@ -20,8 +20,9 @@ from rolloutmq.bus.rundir import load_run, wait_json
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.services.gateway.app import SWITCH_S, GatewayApp
-from rolloutmq.services.gateway.http_io import Receive, Scope, Send
+from rolloutmq.services.gateway.server import access
 from rolloutmq.services.gateway.service import Gateway
+from rolloutmq.services.gateway.web.http_io import Receive, Scope, Send
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ class AsgiTarget:
             run, _ = load_run(layout.root)
             sys.setswitchinterval(SWITCH_S)
             gateway = await stack.enter_async_context(Gateway.opened(layout, run.gateway))
-            application = GatewayApp(gateway, run.gateway)
+            allowed, group_bytes = access(run, run.gateway), run.broker.max_group_bytes
+            application = GatewayApp(gateway, run.gateway, allowed, group_bytes)
             stack.callback(application.close)
             yield application
 

@@ -193,12 +193,15 @@ def info_of(trainer: Registration, step: int) -> RunInfo:
     )
 
 
-def registration_of(info: RunInfo) -> Registration:
-    """Return the registration equivalent to a trainer on the bus; unknown numbers are -1."""
+def registration_of(info: RunInfo, batch_sequences: int = 0) -> Registration:
+    """Return the registration equivalent to a trainer on the bus; unknown numbers are -1.
+
+    `batch_sequences` counts for a trainer that announced no batch size, because its batches are counted in tokens.
+    """
     return Registration(
         wandb_group=info.tracking_group,
         wandb_project=info.tracking_project,
-        batch_size=info.batch_sequences or -1,
+        batch_size=info.batch_sequences or batch_sequences or -1,
         max_token_len=info.max_tokens or -1,
         checkpoint_dir=info.checkpoint_dir,
         save_checkpoint_interval=info.checkpoint_interval or -1,

@@ -27,6 +27,10 @@ AWAY_S: Final = 2.0
 """Time without a reply to a request after which the broker counts as away."""
 PATIENCE_S: Final = 1.0
 """Request time-out; without a reply the last known status counts until the broker returns."""
+HOLD_S: Final = 0.25
+"""Interval in which a held request looks whether the gateway ends."""
+PAUSE_S: Final = 0.05
+"""Pause between requests to a connected broker that gives no status."""
 
 
 class BrokerStatus:
@@ -44,6 +48,7 @@ class BrokerStatus:
         self._client: BrokerClient | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._ending = False
 
     async def __aenter__(self) -> "BrokerStatus":
         self._connect()
@@ -88,6 +93,32 @@ class BrokerStatus:
                 break
             await asyncio.wait({self._question(self._client)})
         return self.status
+
+    async def known(self, since: float | None = None, *, wait_s: float) -> StatusReply:
+        """Return the status like `refresh`, but wait for the first one: without it nothing is known.
+
+        Args:
+            since: As for `refresh`.
+            wait_s: Longest wait in seconds. The search for the broker logs a wait of some seconds.
+
+        Raises:
+            BrokerUnavailableError: The broker has not replied once, for `wait_s` or until `end_holds`.
+        """
+        begun = time.monotonic()
+        while (status := await self.refresh(since)) is None:
+            waited_s = time.monotonic() - begun
+            if waited_s >= wait_s or self._ending:
+                raise BrokerUnavailableError(str(self._where), waited_s)
+            pause_s = min(HOLD_S, wait_s - waited_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self.connected()
+                    await asyncio.sleep(PAUSE_S)
+        return status
+
+    def end_holds(self) -> None:
+        """End all waits for the first status, and wait no more: the gateway ends."""
+        self._ending = True
 
     def look(self) -> None:
         """Send a request without waiting for the reply."""

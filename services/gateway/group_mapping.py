@@ -7,6 +7,7 @@ rest: empty list fields, and the sending environment. A group from a native prod
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,17 +16,23 @@ from rolloutmq.schemas.errors import InvalidGroupError
 from rolloutmq.schemas.group import Column, Group
 from rolloutmq.schemas.loss_mask import IGNORED_LABEL, marked_tokens
 from rolloutmq.schemas.wire.envelope import Dtype
-from rolloutmq.services.gateway.atropos_wire import FIELDS, RefusedBodyError, ScoredData, check_messages
+from rolloutmq.services.gateway.atropos_wire import (
+    FIELDS,
+    NUMBERS,
+    OPAQUE,
+    RefusedBodyError,
+    ScoredData,
+    check_messages,
+    check_overrides,
+    temperatures,
+)
 
 OWN_COLUMN: Final = "atropos"
 """Column with the environment's number, and the fields that were empty lists."""
 UNNAMED: Final = "unnamed"
 """Id of a group until its digest is checked against posts in doubt."""
-NUMBERS: Final = (
-    *("advantages", "ref_logprobs", "inference_logprobs"),
-    *("distill_token_ids", "distill_logprobs"),
-)
-OPAQUE: Final = ("messages", "generation_params", "overrides", "group_overrides", "images")
+TEMPERATURES: Final = "temperatures"
+"""Column of the bus made of their `temperature`, which trainers need; replies to Atropos' trainers leave it out."""
 NOTHING_YET: Final[Mapping[str, Any]] = {
     name: []
     for name in (
@@ -38,8 +45,12 @@ TOKEN_BYTES: Final = 32
 """Approximate JSON size of a token with its label and log-probability."""
 VALUE_BYTES: Final = 8
 """Approximate JSON size of any other value with its name."""
+PIECE_NUMBERS: Final = 16 << 10
+"""Numbers that are encoded at once: about a millisecond."""
 LOOKED_AT_BYTES: Final = 256 << 10
 """Size at which the estimate stops: larger is large."""
+_ALIGNED: Final = tuple(name for name in NUMBERS if name not in {"tokens", "masks"})
+"""Fields with numbers that a group may lack."""
 _FIELD_OF: Final = {"mask": "masks"}
 """Columns with another name at Atropos."""
 
@@ -60,15 +71,17 @@ def to_group(data: ScoredData, group_id: str, *, at: float) -> Group:
         RefusedBodyError: Contradicting lengths, a non-finite score, or a message without role or content.
     """
     check_messages(data)
+    check_overrides(data)
     columns: dict[str, Any] = {}
     empty = []
-    for name in (*NUMBERS, *OPAQUE):
+    for name in (*_ALIGNED, *OPAQUE):
         value = getattr(data, name)
         if value == [] and data.tokens:
             empty.append(name)
         elif value is not None:
             columns[name] = value
     columns[OWN_COLUMN] = {"env_id": data.env_id, "empty": empty}
+    columns[TEMPERATURES] = _temperatures(data)
     try:
         # Validate here, in a thread, and before anything was sent.
         named = columns.keys() & {*OPAQUE, OWN_COLUMN}
@@ -78,7 +91,7 @@ def to_group(data: ScoredData, group_id: str, *, at: float) -> Group:
         group = Group.build(
             group_id, tokens=data.tokens, mask=data.masks, scores=data.scores, finished_at=at, **columns
         )
-        for name in NUMBERS:
+        for name in _ALIGNED:
             if name in group and not np.isfinite(group.columns[name].values).all():
                 raise InvalidGroupError(name, "has a number that is not finite")  # sent as a string
     except InvalidGroupError as error:
@@ -87,14 +100,32 @@ def to_group(data: ScoredData, group_id: str, *, at: float) -> Group:
     return group
 
 
+def _temperatures(data: ScoredData) -> Column | None:
+    """Return the sampling temperature of each token, None if all are 1. Atropos has one for each sequence."""
+    warm = temperatures(data)
+    if all(one == 1.0 for one in warm):
+        return None
+    lengths = _row_lengths(data.tokens)
+    if len(warm) != len(lengths):  # refused for its lengths
+        return None
+    return Column(Dtype.F32, np.array(warm, np.float32).repeat(lengths), (lengths,))
+
+
+def _row_lengths(tokens: Any) -> NDArray[np.uint32]:
+    """Return the number of tokens of each sequence."""
+    if isinstance(tokens, Column):
+        return tokens.lengths[0]
+    return np.fromiter(map(len, tokens), np.uint32, len(tokens))
+
+
 def from_group(group: Group) -> dict[str, Any]:
-    """Return a group in Atropos' reply format: with every field, absent ones as None."""
+    """Return a group in Atropos' reply format: with every field, absent ones as None. Large columns are encoded."""
     own = _value(group, OWN_COLUMN) if OWN_COLUMN in group else {}
     answer: dict[str, Any] = dict.fromkeys(FIELDS)
     answer["tokens"] = _rows(group.columns["tokens"])
     answer["masks"] = _rows(_labels(group))
     answer["scores"] = group.scores.tolist()
-    for name in NUMBERS:
+    for name in _ALIGNED:
         if name in group:
             answer[name] = _rows(group.columns[name])
     for name in OPAQUE:
@@ -135,11 +166,24 @@ def _labels(group: Group) -> Column:
     return Column(Dtype.I64, labels.astype(np.int64), mask.lengths)
 
 
-def _rows(column: Column) -> list[Any]:
-    """Return the values as nested lists of Python numbers."""
+def _rows(column: Column) -> Any:
+    """Return the values as nested lists of Python numbers; many of them as JSON, made in pieces.
+
+    An encoder holds the interpreter until it is done.
+    """
     values = column.values if column.dtype is not Dtype.BF16 else column.numbers()
+    if values.size > PIECE_NUMBERS:
+        plain = Column(Dtype.F64, values, column.lengths) if column.dtype is Dtype.BF16 else column
+        return msgspec.Raw(b"[%b]" % b",".join(map(_row_text, plain.rows())))
     cells: list[Any] = values.tolist()
     for lengths in reversed(column.lengths):
         end = 0
         cells = [cells[end - size : end] for size in lengths.tolist() if (end := end + size) >= 0]
     return cells
+
+
+def _row_text(row: NDArray[Any] | list[NDArray[Any]]) -> bytes:
+    """Return one sequence of a column as JSON."""
+    pieces = (row[at : at + PIECE_NUMBERS] for at in range(0, len(row), PIECE_NUMBERS))
+    lists = ([cell.tolist() for cell in one] if isinstance(one, list) else one.tolist() for one in pieces)
+    return b"[%b]" % b",".join(msgspec.json.encode(one)[1:-1] for one in lists)

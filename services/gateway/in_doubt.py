@@ -24,6 +24,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.files import private_fd, private_file, read_regular
+
 logger = logging.getLogger(__name__)
 
 LASTS_S: Final = 1200.0
@@ -58,7 +60,7 @@ class Post:
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-def digest_of(body: bytes) -> bytes:
+def digest_of(body: bytes | bytearray) -> bytes:
     """Return the digest that identifies an inflated body. Takes milliseconds per megabyte."""
     return blake2b(body, digest_size=DIGEST_BYTES).digest()
 
@@ -104,7 +106,7 @@ class InDoubt:
             now: Monotonic.
         """
         alike = digest.hex()
-        while (post := await self._free(alike)) is not None:
+        while (post := await self._free(alike, groups)) is not None:
             await post.busy.acquire()
             if post.number in self._posts:
                 break
@@ -169,15 +171,15 @@ class InDoubt:
                 self._drop(post)
                 self._write(ENDED, post.number)
 
-    async def _free(self, digest: str) -> Post | None:
+    async def _free(self, digest: str, groups: int) -> Post | None:
         """Return a post in doubt with these bytes; one of a client that is gone ends first."""
-        while (post := self._in_doubt(digest)) is not None and post.busy.locked():
+        while (post := self._in_doubt(digest, groups)) is not None and post.busy.locked():
             async with post.busy:
                 pass
         return post
 
-    def _in_doubt(self, digest: str) -> Post | None:
-        alike = self._alike.get(digest, ())
+    def _in_doubt(self, digest: str, groups: int) -> Post | None:
+        alike = [post for post in self._alike.get(digest, ()) if len(post.ids) == groups]
         return next((post for post in alike if not post.busy.locked() or post.gone.is_set()), None)
 
     def _make_room(self) -> None:
@@ -206,10 +208,10 @@ class InDoubt:
     def _load(self, now: float) -> None:
         lines = []
         with contextlib.suppress(FileNotFoundError):
-            lines = self._path.read_text(errors="replace").split("\n")[:-1]
+            lines = read_regular(self._path).decode(errors="replace").split("\n")[:-1]
         for line in lines:
             match line.split():
-                case [word, number, digest, *ids] if word == BEGUN:
+                case [word, number, digest, *ids] if word == BEGUN and self._is_new(number, ids):
                     self._add(Post(number, digest, tuple(ids), now, asyncio.Event()))
                 case [word, number] if word == ENDED and number in self._posts:
                     self._drop(self._posts[number])
@@ -221,17 +223,22 @@ class InDoubt:
                     for one in ids:
                         self._went.pop(one, None)
 
+    def _is_new(self, number: str, ids: list[str]) -> bool:
+        """Return whether a line names a post, and groups, that no line before it named; otherwise it is damaged."""
+        once = len(set(ids)) == len(ids) > 0
+        return once and number not in self._posts and not any(one in self._of_group for one in ids)
+
     def _rewrite(self) -> None:
         """Rewrite the file with the posts in doubt only."""
         made = self._path.with_suffix(".new")
-        with made.open("w") as out:
-            out.write(" ".join((WENT, *self._went)) + "\n")
+        with private_file(made, "wb") as out:
+            out.write(f"{' '.join((WENT, *self._went))}\n".encode())
             for post in self._posts.values():
-                out.write(" ".join((BEGUN, post.number, post.digest, *post.ids)) + "\n")
-                out.writelines(f"{CAME} {one}\n" for one in post.came)
+                out.write(f"{' '.join((BEGUN, post.number, post.digest, *post.ids))}\n".encode())
+                out.writelines(f"{CAME} {one}\n".encode() for one in post.came)
         made.replace(self._path)
         self.close()
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._file = private_fd(self._path, os.O_WRONLY | os.O_APPEND)
         self._lines = 1 + len(self._posts)
 
     def _write(self, *words: str) -> None:

@@ -7,23 +7,31 @@ backlog of the launcher's socket.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from urllib.parse import urlsplit
 
+import msgspec
 import uvicorn
 
 from rolloutmq.bus.rundir import load_run, read_json, write_json
-from rolloutmq.bus.transport.endpoint import http_url
+from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.gateway import GatewayConfig
-from rolloutmq.schemas.errors import AddressInUseError
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import AddressInUseError, ConfigError
 from rolloutmq.schemas.files import GatewayAddress, RunLayout
 from rolloutmq.services.gateway.app import SWITCH_S, GatewayApp
 from rolloutmq.services.gateway.service import Gateway
+from rolloutmq.services.gateway.web.protocol import LimitedProtocol
+from rolloutmq.services.http_access import HttpAccess, access_of
+from rolloutmq.services.http_sockets import bound_socket
 from rolloutmq.services.process.runner import Stop, run_service
 
 LISTEN_FD: Final = "ROLLOUTMQ_LISTEN_FD"
@@ -33,24 +41,33 @@ BACKLOG: Final = 2048
 
 
 def bind(config: GatewayConfig, before: int | None) -> socket.socket:
-    """Return a bound socket: at the configured port, or for any port at the earlier one if it is free."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    for port in [config.port] if config.port or before is None else [before, 0]:
-        made = socket.socket(family, socket.SOCK_STREAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            made.bind((config.host, port))
-        except OSError:
-            made.close()
-            continue
-        return made
-    raise AddressInUseError(f"{config.host}:{config.port}")
+    """Return a bound socket: at the configured port, or for any port at the earlier one if it is free.
+
+    Raises:
+        AddressInUseError: Another process listens on the configured port.
+        ConfigError: This machine has no such address, or this user may not bind the port.
+    """
+    if not config.port and before is not None:
+        with contextlib.suppress(OSError):
+            return bound_socket(config.host, before)
+    address = f"{config.host}:{config.port}"
+    try:
+        return bound_socket(config.host, config.port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(address) from None
+        problem = (
+            f"cannot bind {address}: {error.strerror}; choose an address of this machine and a free port"
+        )
+        raise ConfigError("gateway.host", problem) from None
 
 
 def port_before(layout: RunLayout) -> int | None:
-    """Return the port of an earlier life."""
-    known = read_json(layout.gateway, GatewayAddress)
-    return int(known.url.rpartition(":")[2]) if known is not None else None
+    """Return the port of an earlier life; None if no file has one."""
+    with contextlib.suppress(msgspec.DecodeError, ValueError):
+        known = read_json(layout.gateway, GatewayAddress)
+        return urlsplit(known.url).port if known is not None else None
+    return None
 
 
 logger = logging.getLogger(__name__)
@@ -80,17 +97,18 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
 
     Raises:
         AddressInUseError: Another process listens on the configured port.
+        ConfigError: The address cannot be bound, or there is no token in `run.http_token_file`.
     """
     run, layout = load_run(run_dir)
     config = config or run.gateway
     held = os.environ.get(LISTEN_FD)
     bound = socket.socket(fileno=int(held)) if held else bind(config, port_before(layout))
-    async with Gateway.opened(layout, config) as gateway:
-        application = GatewayApp(gateway, config)
+    async with Gateway.opened(layout, config, run.environment) as gateway:
+        application = GatewayApp(gateway, config, access(run, config), run.broker.max_group_bytes)
         server = _Server(
             uvicorn.Config(
                 application,
-                http="httptools",
+                http=_connections(config),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -104,7 +122,7 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
         host, port = bound.getsockname()[:2]
         write_json(layout.gateway, GatewayAddress(url=http_url(host, port), pid=os.getpid()))
         logger.info("listening url=%s", http_url(host, port))
-        ending = asyncio.create_task(_end(server, stop))
+        ending = asyncio.create_task(_end(server, gateway, stop))
         try:
             await server.serve([bound])
         finally:
@@ -113,8 +131,20 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
             bound.close()
 
 
-async def _end(server: uvicorn.Server, stop: Stop) -> None:
+def access(run: RunConfig, config: GatewayConfig) -> HttpAccess:
+    """Return who may send requests to the gateway of a run."""
+    remedy = "; allow the page with gateway.cors_origins"
+    return access_of(run, config.host, config.cors_origins, remedy)
+
+
+def _connections(config: GatewayConfig) -> Any:
+    """Return the class of a connection, as uvicorn calls it."""
+    return partial(LimitedProtocol, head_s=config.silent_s)
+
+
+async def _end(server: uvicorn.Server, gateway: Gateway, stop: Stop) -> None:
     await stop.wait()
+    gateway.watch.end_holds()
     server.should_exit = True
 
 

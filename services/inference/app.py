@@ -17,10 +17,11 @@ from aiohttp import web
 
 from rolloutmq.bus.engine_registry import FIRST
 from rolloutmq.bus.rundir import FILE_POLL_S
-from rolloutmq.bus.transport.endpoint import http_url
-from rolloutmq.schemas.config.inference import InferenceConfig
+from rolloutmq.bus.transport.bindings import http_url
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RetryableError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.http_access import HttpAccess, access_of
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
 from rolloutmq.services.inference.jobs import Job
 from rolloutmq.services.inference.openai import requests, responses
@@ -86,8 +87,8 @@ class InferenceApp(ABC):
         """Return one word for why nothing can be sampled now, or an empty string."""
         return "torn" if self.policy.is_torn() else ""
 
-    def app(self) -> web.Application:
-        return application(self._routes)
+    def app(self, access: HttpAccess) -> web.Application:
+        return application(self._routes, access)
 
     async def drained(self) -> None:
         """Refuse new requests, and wait until all others are answered."""
@@ -173,23 +174,24 @@ async def first(*waits: Coroutine[Any, Any, Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def serve_http(
-    front: InferenceApp, address: Path, name: str, config: InferenceConfig, leaving: Leaving
-) -> None:
+async def serve_http(front: InferenceApp, address: Path, name: str, run: RunConfig, leaving: Leaving) -> None:
     """Listen, warm up, publish the address; when asked to end, answer the requests in flight and return.
 
     Args:
         front: The engine's front end.
         address: Address file to publish.
         name: Name of the engine. The first engine uses the configured port, also after a restart.
-        config: Host and port.
+        run: Configuration, with host, port and token.
         leaving: Order to end.
 
     Raises:
+        ConfigError: There is no token in `run.http_token_file`.
         AddressInUseError: Another process uses the configured port.
     """
+    config = run.inference
     wanted = config.port if name == FIRST else 0
-    async with listening(front.app(), config.host, wanted, port_before(address)) as port:
+    app = front.app(access_of(run, config.host))
+    async with listening(app, config.host, wanted, port_before(address)) as port:
         await first(front.warm_up(), leaving.asked())
         if not front.ready:
             return

@@ -1,19 +1,24 @@
 """HTTP server of a model: listening socket, routes, and errors in OpenAI's format."""
 
+import asyncio
 import errno
-import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.errors import AddressInUseError, ClosedError, RetryableError
 from rolloutmq.schemas.files import InferenceAddress
+from rolloutmq.services.http_access import HttpAccess, Refused, split_token
+from rolloutmq.services.http_sockets import bound_socket
 from rolloutmq.services.inference.openai import requests, responses
 from rolloutmq.services.inference.openai.requests import ApiError
 
@@ -21,25 +26,35 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S: Final = 1
 """Value of `Retry-After` for responses with status 503, in seconds."""
+BODY_S: Final = 30.0
+"""Time for the body of a request, in seconds."""
+KEEP_ALIVE_S: Final = 75.0
+"""Time for the headers of a request, from the beginning of its connection or the last response, in seconds."""
+BACKLOG: Final = 1024
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
-def application(routes: Mapping[str, tuple[str, Handler]]) -> web.Application:
-    """Make an application from methods and handlers by path.
+def application(routes: Mapping[str, tuple[str, Handler]], access: HttpAccess) -> web.Application:
+    """Make an application from methods and handlers by path, for those who have access.
 
     One wildcard route dispatches all requests, so that unknown paths get an error in OpenAI's format too.
     """
 
     async def dispatch(request: web.Request) -> web.Response:
+        token, path = split_token(request.path)  # errors and the log name the path without the token
         try:
-            method, handler = routes.get(request.path, ("", _nothing))
+            denied = access.refusal(lambda name: request.headers.get(name, ""), token)
+            if denied is not None:
+                return _denial(denied)
+            method, handler = routes.get(path, ("", partial(_nothing, path)))
             if method not in {"", request.method}:
                 raise ApiError(
                     405,
-                    f"{request.path}: method {request.method} not allowed; use {method}",
+                    f"{path}: method {request.method} not allowed; use {method}",
                     "method_not_allowed",
                 )
+            await _read(request)
             return await handler(request)
         except ApiError as error:
             return _refusal(error.status, error.message, error.code)
@@ -50,7 +65,7 @@ def application(routes: Mapping[str, tuple[str, Handler]]) -> web.Application:
                 413, f"request body too large; at most {requests.BODY_LIMIT_BYTES} bytes", "too_large"
             )
         except Exception:
-            logger.exception("request failed path=%s", request.path)
+            logger.exception("request failed path=%s", path)
             return _refusal(500, "internal server error; see the log of the server", "failed")
 
     app = web.Application(client_max_size=requests.BODY_LIMIT_BYTES)
@@ -58,14 +73,31 @@ def application(routes: Mapping[str, tuple[str, Handler]]) -> web.Application:
     return app
 
 
-async def _nothing(request: web.Request) -> web.Response:
-    raise ApiError(404, f"{request.path}: no such path", "not_found")
+async def _read(request: web.Request) -> None:
+    """Read the body, which the request keeps for its handler. A client that stops in the middle is refused."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            await request.read()
+    except TimeoutError:
+        raise ApiError(408, f"the request body did not arrive within {BODY_S:g} s", "timeout") from None
+
+
+async def _nothing(path: str, _request: web.Request) -> web.Response:
+    raise ApiError(404, f"{path}: no such path", "not_found")
 
 
 def _refusal(status: int, message: str, code: str) -> web.Response:
     response = replied(responses.error_body(status, message, code), status)
     if status == 503:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    if status == 408:
+        response.force_close()
+    return response
+
+
+def _denial(denied: Refused) -> web.Response:
+    response = _refusal(denied.status, denied.reason, "refused")
+    response.headers.update(denied.headers)
     return response
 
 
@@ -84,13 +116,19 @@ async def listening(app: web.Application, host: str, port: int, before: int | No
     Raises:
         AddressInUseError: Another process uses the port.
     """
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+        keepalive_timeout=KEEP_ALIVE_S,
+    )
     await runner.setup()
     try:
         wanted = [port] if port else [before, 0] if before else [0]
         for candidate in wanted:
             try:
-                await web.TCPSite(runner, host, candidate).start()
+                await _listen(runner, bound_socket(host, candidate))
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or candidate == 0:
@@ -102,9 +140,17 @@ async def listening(app: web.Application, host: str, port: int, before: int | No
         await runner.cleanup()
 
 
+async def _listen(runner: web.AppRunner, bound: socket.socket) -> None:
+    try:
+        await web.SockSite(runner, bound, backlog=BACKLOG).start()
+    except OSError:
+        bound.close()
+        raise
+
+
 def port_before(address: Path) -> int | None:
     """Return the port that an earlier life published, if any."""
-    with suppress(ValueError, json.JSONDecodeError):
+    with suppress(msgspec.DecodeError, ValueError):
         known = read_json(address, InferenceAddress)
         return urlsplit(known.url).port if known else None
     return None

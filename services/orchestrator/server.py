@@ -3,7 +3,7 @@
 It receives `pressure`, asks the autoscaler for target counts, and starts or drains workers to match. A drain goes over
 the bus, then by SIGUSR1, then down the stop ladder; see `supervision`. A worker that reports a failure, or crashes
 repeatedly, is given up. When all workers of an environment are given up, the orchestrator ends with the reason, and so
-does the run.
+does the run. A worker is our own program, or that of `environment.NAME.command`; see `services.programs`.
 
 It depends on no other process: without a broker it runs the minimum, and silence changes nothing. It adopts the workers
 of its earlier life, and ends those of another run.
@@ -46,12 +46,13 @@ from rolloutmq.services.orchestrator.supervision.core import (
     term_ladder,
 )
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
-from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of
+from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of, number_of
 from rolloutmq.services.orchestrator.worker_logs import WorkerLogs
 from rolloutmq.services.process.child import end_marked, end_strays
 from rolloutmq.services.process.identity import find_names, inherited_token, marker_of
 from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.runner import Stop, run_service
+from rolloutmq.services.programs.command import ProgramCommands
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,11 @@ OVERTIME_S: Final = 2.0
 """Time after the drain deadline before SIGTERM: the worker keeps the same deadline, then saves its spool."""
 ORPHANS_S: Final = 5.0
 """Interval of the search for spools of ended workers."""
+DELIVERED_S: Final = 0.25
+"""Interval of the search for drained programs that have delivered everything."""
+WAITING_FIRST_S: Final = 2.0
+WAITING_SAID_S: Final = 30.0
+"""Time after which programs that wait for the gateway are reported first, and the interval from then on."""
 
 ENDED_S: Final = 60.0
 """Time an ended worker is remembered: the broker may still report it."""
@@ -76,7 +82,7 @@ Heard = Mapping[str, WorkerStatus]
 
 def worker_command(run_dir: Path) -> Command:
     """Return the command that starts a worker of a run."""
-    start = (sys.executable, "-m", "rolloutmq.launch.cli", "worker", "--run-dir", str(run_dir))
+    start = (sys.executable, "-m", "rolloutmq.launch.service_process", "worker", "--run-dir", str(run_dir))
     return lambda name: (*start, "--worker", name)
 
 
@@ -95,6 +101,7 @@ class Orchestrator:
         self._layout = layout
         self._token = token
         self._command = command or worker_command(layout.root)
+        self._programs = ProgramCommands(config, layout)
         self._limits = limits
         self._environments = config.environment
         self._gpus = GpuManager(config, layout)
@@ -115,6 +122,7 @@ class Orchestrator:
         self._logs = WorkerLogs(layout, config.run, self._workers.views)
         self._pids: dict[str, int] = {}
         self._tables: dict[str, WorkerTable] = {}
+        self._waiting_said = time.monotonic() - WAITING_SAID_S + WAITING_FIRST_S
         self._scaling: Autoscaler
 
     def kill(self) -> None:
@@ -139,6 +147,7 @@ class Orchestrator:
                         tasks.create_task(self._bring_home(), name="left spools"),
                         tasks.create_task(self._logs.run(), name="logs"),
                     ]
+                    ending = tasks.create_task(self._end_delivered(), name="delivered programs")
                     try:
                         await self._govern(stop)
                     finally:
@@ -146,6 +155,7 @@ class Orchestrator:
                             task.cancel()
                         reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
                         await self._workers.stop(self._workers.views(), self._drain_ladder, reason)
+                        ending.cancel()
                         self._state.write(self._workers)
                         listening.cancel()
 
@@ -195,6 +205,18 @@ class Orchestrator:
                 if str(error) != told:
                     logger.warning("spools not sent error=%s", error)
                 told = str(error)
+
+    async def _end_delivered(self) -> None:
+        """End drained programs that have delivered everything; they do not end by themselves."""
+        ladder = term_ladder(self._limits.term_grace_s)
+        while True:
+            await asyncio.sleep(DELIVERED_S)
+            for name, status in self._heard().items():
+                is_program = bool(self._environments[env_of(name)].command)
+                # One that drained for an earlier orchestrator is RUNNING here.
+                lives = self._workers.views()[name].phase in {Phase.RUNNING, Phase.STOPPING}
+                if is_program and lives and status.state is WorkerState.GONE:
+                    self._workers.retire(name, ladder, "it has delivered everything")
 
     async def _govern(self, stop: Stop) -> None:
         while stop.reason is None:
@@ -263,6 +285,9 @@ class Orchestrator:
         for scale in self._scaling.scales:
             self._send_away(scale, crews[scale.env].current - scale.decision.target, heard)
         for env, number in self._scaling.starts(crews).items():
+            if number and self._environments[env].command and not self._programs.can_start:
+                self._waits_for_gateway(env, now)
+                continue
             for _ in range(number):
                 spec = self._gpus.equipped(self._spec(self._tables[env].take()))
                 if spec is not None:
@@ -272,6 +297,12 @@ class Orchestrator:
             self._state.decided(scale.said, now)
             if scale.is_news(now):
                 self._client.publish(scale.said)
+
+    def _waits_for_gateway(self, env: str, now: float) -> None:
+        """Report that programs cannot start yet, from time to time."""
+        if now - self._waiting_said >= WAITING_SAID_S:
+            self._waiting_said = now
+            logger.warning("not started, waiting for the gateway env=%s file=%s", env, self._layout.gateway)
 
     def _rooms(self, crews: Mapping[str, WorkerCounts]) -> dict[str, WorkerRoom]:
         """Return the limits from the GPUs, for environments that have one."""
@@ -306,6 +337,8 @@ class Orchestrator:
             asyncio.get_running_loop().call_soon(self._gpus.hold_back, self._workers)
 
     def _spec(self, name: str) -> ProcessSpec:
+        if self._environments[env_of(name)].command:
+            return self._programs.spec(name, env_of(name), number_of(name))
         log = str(self._layout.log(name))
         return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log)
 

@@ -16,11 +16,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_file
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
 from rolloutmq.services.process.identity import (
     MARKER,
@@ -106,20 +107,23 @@ class Process:
 def spawn(spec: ProcessSpec, token: str) -> Process:
     """Start a process in its own session, with SIGUSR1 blocked until its handler is installed.
 
+    A foreign program would never unblock it.
+
     Raises:
         OSError: It cannot be started.
     """
     marker = marker_of(token, spec.name)
     environment = {**DEFAULTS, **os.environ, **spec.env, MARKER: marker}
     log = Path(spec.log)
-    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with log.open("ab") as output, _drain_signal_blocked():
+    log.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    with private_file(log, "ab") as output, nullcontext() if spec.foreign else _drain_signal_blocked():
         child = subprocess.Popen(
             spec.argv,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
+            cwd=spec.cwd or None,
             start_new_session=True,
             pass_fds=spec.fds,
         )

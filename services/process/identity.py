@@ -69,6 +69,12 @@ def alive(identity: ProcessIdentity) -> bool:
     return found is not None and found[0] not in _DEAD and exists(identity)
 
 
+def runs(pid: int) -> bool:
+    """Return whether some process has this pid; without its start it need not be the one that is meant."""
+    found = _stat(pid)
+    return found is not None and found[0] not in _DEAD
+
+
 def settled(identity: ProcessIdentity) -> bool:
     """Wait until a just started process shows its environment; False if it is gone. Blocks at most `EXEC_S`.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from rolloutmq.bus.files import decode_json, private_file
 from rolloutmq.schemas.errors import RunDirInUseError
 from rolloutmq.schemas.files import RunHolder
 
@@ -23,7 +24,7 @@ def only_one(lock: Path, name: str) -> Iterator[None]:
     Raises:
         RunDirInUseError: Another process holds it; the error names it and its start time.
     """
-    with lock.open("ab+") as file:
+    with private_file(lock, "ab+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -37,7 +38,7 @@ def only_one(lock: Path, name: str) -> Iterator[None]:
 
 def _refusal(lock: Path, name: str, content: bytes) -> RunDirInUseError:
     try:
-        holder = msgspec.json.decode(content, type=RunHolder)
+        holder = decode_json(content, RunHolder)
     except msgspec.DecodeError:  # the holder has just locked it
         return RunDirInUseError(str(lock.parent), f"another {name}")
     return RunDirInUseError(str(lock.parent), f"another {holder.name}", holder.pid, holder.since)

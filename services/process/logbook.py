@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from rolloutmq.bus.files import open_regular, private_file
+
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
@@ -64,7 +66,7 @@ def rotate(log: Path, limits: LogLimits) -> int:
     """
     if log.stat().st_size <= limits.nbytes:
         return 0
-    with log.open("rb+", buffering=0) as file, _alone(file, 2 * limits.nbytes) as alone:
+    with private_file(log, "rb+", buffering=0) as file, _alone(file, 2 * limits.nbytes) as alone:
         return _shorten(log, file, limits) if alone else 0
 
 
@@ -72,7 +74,7 @@ def last_lines(log: Path, count: int, nbytes: int = TAIL_BYTES) -> list[str]:
     """Return the last non-empty lines of a log, oldest first, from at most the last `nbytes` bytes."""
     text = b""
     for part in (log, archive(log, 1)):
-        with suppress(FileNotFoundError), part.open("rb") as file:
+        with suppress(FileNotFoundError), open_regular(part) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (nbytes - len(text))))
             text = file.read(nbytes - len(text)) + text
         if len(text) >= nbytes:
@@ -148,7 +150,7 @@ def _put_aside(log: Path, file: BinaryIO, offset: int, nbytes: int, files: int) 
     """Copy a part of the log into the newest archive; shift the others by one."""
     written = log.with_name(f"{log.name}.tmp")
     try:
-        with written.open("wb") as target:
+        with private_file(written, "wb") as target:
             for start in range(offset, offset + nbytes, COPY_BYTES):
                 target.write(os.pread(file.fileno(), min(COPY_BYTES, offset + nbytes - start), start))
     except OSError:
@@ -167,7 +169,7 @@ def _collapse(file: BinaryIO, nbytes: int) -> bool:
 
 def _empty(log: Path, file: BinaryIO, copied: int) -> None:
     """Append the rest to the newest archive, then truncate the log."""
-    with archive(log, 1).open("ab", buffering=0) as target:
+    with private_file(archive(log, 1), "ab", buffering=0) as target:
         while rest := os.pread(file.fileno(), COPY_BYTES, copied):
             copied += target.write(rest)
         os.ftruncate(file.fileno(), 0)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.files import private_file
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.telemetry import Event
@@ -75,7 +76,7 @@ class Recorder:
         if not self._lines:
             return
         data, self._lines = b"".join(self._lines), []
-        with self._path.open("ab", buffering=0) as file:
+        with private_file(self._path, "ab", buffering=0) as file:
             file.write(data)
 
 
@@ -102,7 +103,7 @@ def _cut_torn_line(path: Path) -> None:
     """Truncate the file after its last newline: a killed writer may have left a torn line."""
     if not path.exists():
         return
-    with path.open("rb+") as file:
+    with private_file(path, "rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - LINE_LIMIT_BYTES)

@@ -1,4 +1,5 @@
-"""The telemetry service: samples the machine, publishes the samples, and records every event of the run.
+"""The telemetry service: samples the machine, publishes the samples, records every event of the run, and checks the
+health of the rewards by the `step` events.
 
 Its tasks are independent: a published sample travels through the broker and reaches the recorder like any other event.
 Samples may be lost; each source numbers its own, so that a gap shows.
@@ -14,14 +15,18 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.bus.encoding import topics
+from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.engine_registry import EngineWatch, engines_of
+from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
+from rolloutmq.schemas.wire.control import StepDone, StepSkipped
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import (
     EngineSample,
     GpuAbsence,
@@ -31,6 +36,8 @@ from rolloutmq.schemas.wire.telemetry import (
     TelemetryEvent,
 )
 from rolloutmq.services.process.runner import Stop, run_service
+from rolloutmq.services.rewards.health_monitor import HealthMonitor
+from rolloutmq.services.rewards.joining import FindingOutlet
 from rolloutmq.services.telemetry.bounded_calls import CALL_TIMEOUT_S, BoundedCalls
 from rolloutmq.services.telemetry.gpus import GpuBackend, GpuProbe
 from rolloutmq.services.telemetry.nvml import Nvml
@@ -39,6 +46,8 @@ from rolloutmq.services.telemetry.recorder import RECORDED, Recorder
 
 logger = logging.getLogger(__name__)
 
+SKIPPED: Final = topics.telemetry("skipped", "")
+"""Prefix of the topic of batches without a signal."""
 FLUSH_S: Final = 1.0
 """Maximum time of events lost with a killed service."""
 LISTEN_S: Final = 0.2
@@ -128,13 +137,14 @@ class Telemetry:
     """The telemetry service of one run.
 
     Args:
-        config: Source of the interval.
+        config: Source of the interval and of the limits of health.
         layout: Location of the processes, the broker's address and the record.
         gpus: GPU driver; NVML by default.
     """
 
     def __init__(self, config: RunConfig, layout: RunLayout, gpus: GpuBackend | None = None) -> None:
         self._interval_s = config.telemetry.interval_s
+        self._health = config.health
         self._layout = layout
         self._sampler = Sampler(layout, gpus or Nvml(host_name()))
 
@@ -166,18 +176,40 @@ class Telemetry:
 
     async def _record(self, stop: Stop) -> None:
         recorder = Recorder(self._layout.metrics)
+        health = HealthMonitor(self._health)
+        with contextlib.suppress(FileNotFoundError), open_regular(self._layout.metrics) as record:
+            health.replay(record)
         flush_at = time.monotonic() + FLUSH_S
+        with contextlib.closing(FindingOutlet(self._layout)) as outlet:
+            await self._follow(stop, recorder, health, outlet, flush_at)
+        recorder.flush()
+
+    async def _follow(
+        self, stop: Stop, recorder: Recorder, health: HealthMonitor, outlet: FindingOutlet, flush_at: float
+    ) -> None:
         async with EventFeed(self._layout, RECORDED) as feed:
             while not stop.event.is_set():
                 event = await feed.next(LISTEN_S)
                 if event is not None:
                     recorder.record(*event, time.time())
+                    for finding in _findings(health, *event):
+                        outlet.tell(finding)
                 if time.monotonic() >= flush_at:
                     recorder.flush()
                     flush_at = time.monotonic() + FLUSH_S
             while (event := feed.try_next()) is not None:
                 recorder.record(*event, time.time())
-        recorder.flush()
+
+
+def _findings(health: HealthMonitor, topic: bytes, payload: bytes) -> list[HealthFinding]:
+    """Return what an event says of the health of the rewards; the recorder counts one that does not decode."""
+    if topic != topics.STEP and not topic.startswith(SKIPPED):
+        return []
+    try:
+        batch = codec.decode_event(payload)
+        return health.feed(batch, time.time()) if isinstance(batch, StepDone | StepSkipped) else []
+    except WireError:
+        return []
 
 
 async def _pause(stop: Stop, seconds: float) -> None:

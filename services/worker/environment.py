@@ -12,10 +12,11 @@
         def score(self, task, completion):      # reward an answer
             return float(completion.text == str(sum(task)))
 
-For several turns, tools or judges, implement `rollout` of the `Environment` protocol. An environment that has its own
-client, such as OpenAI's, uses the address from `policy.endpoint()`. The configuration passes `environment.NAME.options`
-to the class as keyword arguments. If the environment is an async context manager, the worker enters it before the first
-rollout and leaves it after the last.
+In place of `score`, `rewards` may hold an ensemble of raters (`rolloutmq.Ensemble`), which scores all answers of a
+group at once. For several turns, tools or judges, implement `rollout` of the `Environment` protocol. An environment
+that has its own client, such as OpenAI's, uses the address from `policy.endpoint()`. The configuration passes
+`environment.NAME.options` to the class as keyword arguments. If the environment is an async context manager, the worker
+enters it before the first rollout and leaves it after the last.
 
 Two methods are optional; `SingleTurn` has both. `rollout_task` answers a task that a trainer submitted
 (`environment.NAME.tasks`). `member` samples one sequence of a group that may close at a deadline
@@ -32,6 +33,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from inspect import isawaitable
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
+from rolloutmq.schemas.errors import UsageError
 from rolloutmq.services.worker.completion import ChatMessage, Completion
 from rolloutmq.services.worker.policy import MAX_TOKENS, Policy
 from rolloutmq.services.worker.trajectory import Trajectory
@@ -75,6 +77,47 @@ class TaskEnvironment(Environment, Protocol):
         ...
 
 
+class IndexedEnvironment(Environment, Protocol):
+    """An environment that looks the tasks of its task space up by number, such as the rows of a data set.
+
+    Any other environment has a task space too: its `rollout` gets a generator that is seeded with the number.
+    """
+
+    async def rollout_at(
+        self, policy: Policy, index: int, size: int, rng: random.Random
+    ) -> Sequence[Trajectory]:
+        """Sample one group for the task of that number. Same rules as `rollout`.
+
+        Args:
+            policy: The model under training.
+            index: Number of the task, from 0 and below `environment.NAME.task_count`.
+            size: Sequences to return.
+            rng: The only source of randomness to use, seeded with the number.
+        """
+        ...
+
+
+class HeldOutEnvironment(Environment, Protocol):
+    """An environment with tasks of its own for the evaluation, such as the rows of a test set.
+
+    Any other environment answers the evaluation with its task space: drawn tasks differ from those of the training only
+    by chance, and looked-up ones are the first of the training's.
+    """
+
+    async def rollout_eval(
+        self, policy: Policy, index: int, size: int, rng: random.Random
+    ) -> Sequence[Trajectory]:
+        """Sample one group for the evaluation's task of that number. Same rules as `rollout`.
+
+        Args:
+            policy: The model under training.
+            index: Number of the task, from 0 and below `evaluation.tasks`.
+            size: Sequences to return.
+            rng: The only source of randomness to use, seeded with `evaluation.seed` and the number.
+        """
+        ...
+
+
 class MemberEnvironment(Environment, Protocol[Task]):
     """An environment that samples its sequences one by one, so that a group may close at a deadline.
 
@@ -92,10 +135,27 @@ class MemberEnvironment(Environment, Protocol[Task]):
         ...
 
 
+class RatedGroup(Protocol):
+    """Scores of the answers of one group, and the columns that travel with them."""
+
+    def apply(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return the trajectories, one for each answer, with their scores and columns."""
+        ...
+
+
+class GroupRewards(Protocol):
+    """Scores all answers to one task; `rolloutmq.Ensemble` does."""
+
+    async def rate(self, task: Any, answers: Sequence[Any]) -> RatedGroup:
+        """Rate the answers to one task."""
+        ...
+
+
 class SingleTurn(ABC, Generic[Task]):
-    """One prompt, one answer, one score. Implement `task`, `prompt` and `score`.
+    """One prompt, one answer, one score. Implement `task`, `prompt`, and `score` or `rewards`.
 
     Attributes:
+        rewards: Scores the answers of a group in place of `score`; the configuration may set it.
         max_tokens: Longest answer, in tokens.
         temperature: Sampling temperature. Log-probabilities are those after temperature.
         stop: Text that ends an answer, in addition to the model's end-of-sequence token.
@@ -106,6 +166,7 @@ class SingleTurn(ABC, Generic[Task]):
     temperature: float = 1.0
     stop: str | Sequence[str] | None = None
     stragglers: Literal["cancel", "await"] = "cancel"
+    rewards: GroupRewards | None = None
 
     @abstractmethod
     def task(self, rng: random.Random) -> Task:
@@ -115,9 +176,27 @@ class SingleTurn(ABC, Generic[Task]):
     def prompt(self, task: Task) -> Prompt:
         """Return the prompt of a task: text, token ids, or chat messages."""
 
-    @abstractmethod
-    def score(self, task: Task, completion: Completion) -> float | Awaitable[float]:
+    def score(self, task: Task, completion: Completion) -> float | Awaitable[float]:  # noqa: ARG002 - overridden
         """Return the reward of an answer, a finite number. May be `async def`."""
+        raise UsageError(f"{type(self).__name__}: does not implement `score`, and has no `rewards`; add one")
+
+    def task_at(self, index: int, rng: random.Random) -> Task:  # noqa: ARG002 - for data sets
+        """Return the task of that number. Draws it by `task(rng)` unless overridden, for example by a data set's row.
+
+        Args:
+            index: Number of the task, from 0 and below `environment.NAME.task_count`.
+            rng: A generator seeded with the number: the same task each time.
+        """
+        return self.task(rng)
+
+    def eval_task_at(self, index: int, rng: random.Random) -> Task:
+        """Return the evaluation's task of that number: that of `task_at` unless overridden, by a held-out one.
+
+        Args:
+            index: Number of the task, from 0 and below `evaluation.tasks`.
+            rng: A generator seeded with `evaluation.seed` and the number: the same task each time, in every run.
+        """
+        return self.task_at(index, rng)
 
     def submitted(self, payload: Any) -> Task:
         """Turn a submitted payload into a task. Returns the payload unless overridden."""
@@ -136,6 +215,16 @@ class SingleTurn(ABC, Generic[Task]):
     ) -> list[Trajectory]:
         """Sample `size` answers to a submitted task and score each."""
         return await self._answers(policy, self.submitted(payload), size)
+
+    async def rollout_at(self, policy: Policy, index: int, size: int, rng: random.Random) -> list[Trajectory]:
+        """Sample `size` answers to the task of that number and score each."""
+        return await self._answers(policy, self.task_at(index, rng), size)
+
+    async def rollout_eval(
+        self, policy: Policy, index: int, size: int, rng: random.Random
+    ) -> list[Trajectory]:
+        """Sample `size` answers to the evaluation's task of that number and score each."""
+        return await self._answers(policy, self.eval_task_at(index, rng), size)
 
     async def member(
         self,
@@ -158,11 +247,17 @@ class SingleTurn(ABC, Generic[Task]):
             temperature=self.temperature,
             stop=self.stop,
         )
+        if self.rewards is not None:
+            rated = await self.rewards.rate(task, completions)
+            return rated.apply([_trajectory(one, 0.0, messages) for one in completions])
         return [await self._scored(task, completion, messages) for completion in completions]
 
     async def _scored(self, task: Task, completion: Completion, messages: list[Any] | None) -> Trajectory:
         score = self.score(task, completion)
-        reward = await score if isawaitable(score) else score
-        if messages is not None:
-            messages = [*messages, {"role": "assistant", "content": completion.text}]
-        return Trajectory.of(completion, reward, messages)
+        return _trajectory(completion, await score if isawaitable(score) else score, messages)
+
+
+def _trajectory(completion: Completion, reward: float, messages: list[Any] | None) -> Trajectory:
+    if messages is not None:
+        messages = [*messages, {"role": "assistant", "content": completion.text}]
+    return Trajectory.of(completion, reward, messages)

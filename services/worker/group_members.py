@@ -11,6 +11,7 @@ import random
 from inspect import isawaitable
 from typing import Any
 
+from rolloutmq.schemas.wire.tasks import GIVEN
 from rolloutmq.services.worker.environment import MemberEnvironment
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
@@ -93,7 +94,8 @@ async def _member(
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
-async def drawn(environment: MemberEnvironment[Any], rng: random.Random) -> Any:
-    """Draw a task from the environment."""
-    task = environment.task(rng)
+async def drawn(environment: MemberEnvironment[Any], rng: random.Random, index: int = GIVEN) -> Any:
+    """Draw a task from the environment, or look up the one of that number."""
+    task_at = getattr(environment, "task_at", None)
+    task = environment.task(rng) if index == GIVEN or task_at is None else task_at(index, rng)
     return await task if isawaitable(task) else task

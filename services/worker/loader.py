@@ -3,7 +3,7 @@
 `file.py:Class` is a file next to the configuration; `package.module:Class` is any importable module. The
 configuration's directory is last on the import path, so a file may import its neighbours. Importing the module and
 calling the class run user code; its exceptions are logged with a traceback, and the `ConfigError` names them in one
-line.
+line. Both show `env:NAME` where the value of a secret option stood.
 """
 
 import difflib
@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
@@ -18,9 +19,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from rolloutmq.bus.lifecycle import hide, without_secrets
+from rolloutmq.schemas.config.command import problem_of_secrets, resolved, secrets_in
 from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.rewards import RewardsConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.services.worker.environment import Environment
+from rolloutmq.services.rewards.ensemble import Ensemble
+from rolloutmq.services.rewards.raters import Rater
+from rolloutmq.services.rewards.registry import check_rater
+from rolloutmq.services.worker.environment import Environment, SingleTurn
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +48,36 @@ def load_environment(name: str, config: EnvironmentConfig, base_dir: Path) -> En
     check_entry(name, config, base_dir)
     source, _, attribute = config.entry.partition(":")
     kind = _class(key, _module(key, source, base_dir), source, attribute)
-    _check_options(f"environment.{name}.options", kind, config.options)
+    options = _options(f"environment.{name}.options", config.options)
+    _check_options(f"environment.{name}.options", kind, options)
     try:
-        return cast(Environment, kind(**config.options))
+        environment = kind(**options)
     except (Exception, SystemExit) as error:
         logger.exception("environment constructor failed entry=%s", config.entry)
         raise ConfigError(key, f"{attribute}() raised {_described(error)}") from error
+    if config.rewards.raters:
+        _give_rewards(f"environment.{name}.rewards", environment, config.rewards, base_dir)
+    if isinstance(environment, SingleTurn) and kind.score is SingleTurn.score and environment.rewards is None:
+        raise ConfigError(key, f"{attribute} does not implement `score`, and has no `rewards`")
+    return cast(Environment, environment)
 
 
-def check_abilities(name: str, config: EnvironmentConfig, environment: Environment) -> None:
-    """Check that the environment has the methods its section needs. Raises ConfigError."""
+def check_abilities(
+    name: str, config: EnvironmentConfig, environment: Environment, *, numbered: bool = False
+) -> None:
+    """Check that the environment has the methods its section needs.
+
+    Args:
+        name: Name of the section.
+        config: The section.
+        environment: Its instance.
+        numbered: Its tasks are numbers chosen by a curriculum, which every environment can roll out.
+
+    Raises:
+        ConfigError: A method is missing.
+    """
     kind = type(environment).__name__
-    if config.tasks != "own" and not callable(getattr(environment, "rollout_task", None)):
+    if config.tasks != "own" and not numbered and not callable(getattr(environment, "rollout_task", None)):
         raise ConfigError(
             f"environment.{name}.tasks", f"{kind} has no method `rollout_task`; submitted tasks need it"
         )
@@ -64,11 +89,22 @@ def check_abilities(name: str, config: EnvironmentConfig, environment: Environme
 
 
 def check_entry(name: str, config: EnvironmentConfig, base_dir: Path) -> None:
-    """Check the entry without running the user's code. Raises ConfigError."""
-    key = f"environment.{name}.entry"
-    source, _, attribute = config.entry.partition(":")
+    """Check the entry and the raters without running the user's code. Raises ConfigError."""
+    _check_source(f"environment.{name}.entry", config.entry, base_dir, "class")
+    for rater, section in config.rewards.raters.items():
+        key = f"environment.{name}.rewards.raters.{rater}"
+        if ":" in section.rater:
+            _check_source(f"{key}.rater", section.rater, base_dir, "function")
+        else:
+            check_rater(key, section.rater, None if any(secrets_in(section.options)) else section.options)
+
+
+def _check_source(key: str, entry: str, base_dir: Path, what: str) -> None:
+    source, _, attribute = entry.partition(":")
     if not attribute.isidentifier():
-        raise ConfigError(key, f"`{attribute}` is not a class name; write FILE.py:Class or MODULE:Class")
+        raise ConfigError(
+            key, f"`{attribute}` is not a {what} name; write FILE.py:{what.title()} or MODULE:{what.title()}"
+        )
     if source.endswith(".py"):
         if not (base_dir / source).is_file():
             raise ConfigError(key, f"there is no file {base_dir / source}")
@@ -78,6 +114,33 @@ def check_entry(name: str, config: EnvironmentConfig, base_dir: Path) -> None:
     package = source.partition(".")[0]
     if importlib.util.find_spec(package) is None and PathFinder.find_spec(package, [str(base_dir)]) is None:
         raise ConfigError(key, f"there is no module {package}")
+
+
+def _give_rewards(key: str, environment: Any, config: RewardsConfig, base_dir: Path) -> None:
+    """Set `rewards` of the environment to the ensemble of its section."""
+    if getattr(environment, "rewards", None) is not None:
+        kind = type(environment).__name__
+        raise ConfigError(key, f"{kind} has its own `rewards`; remove them from the class or from here")
+    functions = {
+        name: _function(f"{key}.raters.{name}.rater", section.rater, base_dir)
+        for name, section in config.raters.items()
+        if ":" in section.rater
+    }
+    sections = {
+        name: section.model_copy(
+            update={"options": _options(f"{key}.raters.{name}.options", section.options)}
+        )
+        for name, section in config.raters.items()
+    }
+    environment.rewards = Ensemble.of(key, config.model_copy(update={"raters": sections}), functions)
+
+
+def _function(key: str, entry: str, base_dir: Path) -> Rater:
+    source, _, attribute = entry.partition(":")
+    found = getattr(_module(key, source, base_dir), attribute, None)
+    if not callable(found):
+        raise ConfigError(key, f"{source} has no function `{attribute}`")
+    return cast(Rater, found)
 
 
 def _module(key: str, source: str, base_dir: Path) -> ModuleType:
@@ -124,6 +187,15 @@ def _class(key: str, module: ModuleType, source: str, attribute: str) -> type[An
     return kind
 
 
+def _options(key: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the values of their secrets, which the log of this process hides from then on."""
+    if problem := problem_of_secrets(given, os.environ):
+        raise ConfigError(key, problem)
+    for name in secrets_in(given):
+        hide(os.environ[name], f"env:{name}")
+    return cast(dict[str, Any], resolved(given, os.environ))
+
+
 def _check_options(key: str, kind: type[Any], options: Mapping[str, Any]) -> None:
     """Check the options against the signature, so that a TypeError of user code is not mistaken for one."""
     try:
@@ -137,5 +209,5 @@ def _check_options(key: str, kind: type[Any], options: Mapping[str, Any]) -> Non
 
 
 def _described(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = without_secrets(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -21,6 +21,7 @@ import aiohttp
 
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.http_access import authorization, with_token
 from rolloutmq.services.worker import openai_wire
 from rolloutmq.services.worker.completion import ChatMessage, Completion
 from rolloutmq.services.worker.engine_choice import Engine, Engines
@@ -58,11 +59,13 @@ class OpenAIPolicy:
         engines: Engines,
         known: Callable[[], PolicyVersion],
         patience_s: float,
+        token: str,
     ) -> None:
         self._session = session
         self._engines = engines
         self._known = known
         self._patience_s = patience_s
+        self._token = token
         self._address = ""
         self._logged_at = -LOG_EVERY_S
         self.retries = 0
@@ -76,6 +79,7 @@ class OpenAIPolicy:
         *,
         known: Callable[[], PolicyVersion] = PolicyVersion,
         patience_s: float = 300.0,
+        token: str = "",
     ) -> AsyncIterator["OpenAIPolicy"]:
         """Open a client for the duration of the block.
 
@@ -83,13 +87,17 @@ class OpenAIPolicy:
             engines: Chooses the server.
             known: Returns the newest known policy version, for servers that report none.
             patience_s: Seconds of retries before a call gives up.
+            token: Token of the servers, empty if they need none.
         """
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, headers=_HEADERS, cookie_jar=aiohttp.DummyCookieJar()
+            connector=connector,
+            timeout=timeout,
+            headers=_HEADERS | authorization(token),
+            cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
-            yield cls(session, engines, known, patience_s)
+            yield cls(session, engines, known, patience_s, token)
 
     async def complete(
         self,
@@ -135,7 +143,8 @@ class OpenAIPolicy:
         engine = await self._until(self._found)
         engine.in_hand += 1
         try:
-            yield Endpoint(engine.url + openai_wire.BASE, engine.model, self._known(), self._known)
+            base_url = with_token(engine.url, self._token) + openai_wire.BASE
+            yield Endpoint(base_url, engine.model, self._known(), self._known)
         finally:
             engine.in_hand -= 1
 

@@ -280,17 +280,20 @@ class Endpoint:
         model: Model name to request.
         oldest: Policy version known when the endpoint was opened.
         newest: Returns the newest policy version known now.
+        greedy: The task asks for the most likely tokens: `request` has temperature 0.
     """
 
     base_url: str
     model: str
     oldest: PolicyVersion = PolicyVersion()
     newest: Callable[[], PolicyVersion] = PolicyVersion
+    greedy: bool = False
 
     @property
     def request(self) -> Mapping[str, Any]:
         """Keyword arguments for every `chat.completions.create` of OpenAI's client."""
-        return {"model": self.model, "logprobs": True, "extra_body": openai_wire.BEYOND}
+        asked = {"model": self.model, "logprobs": True, "extra_body": openai_wire.BEYOND}
+        return asked | {"temperature": 0.0} if self.greedy else asked
 
     def completions(self, answer: Any, temperature: float = 1.0) -> list[Completion]:
         """Return a `Completion` for each choice of a response.

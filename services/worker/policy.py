@@ -3,8 +3,9 @@
 `services.worker.openai_client` implements it over HTTP, `services.worker.scripted` from a script for tests.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
@@ -74,3 +75,40 @@ class Policy(Protocol):
             PolicyUnavailableError: No server answered within 0.9 of `rollout_timeout_s`.
         """
         ...
+
+
+class GreedyPolicy:
+    """A policy whose answers are the most likely ones: every call has temperature 0, whatever it asks for."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 0.0,  # noqa: ARG002 - replaced by 0
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `Policy.complete`."""
+        return await self._policy.complete(prompt, n=n, max_tokens=max_tokens, temperature=0.0, stop=stop)
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 0.0,  # noqa: ARG002 - replaced by 0
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `Policy.chat`."""
+        return await self._policy.chat(messages, n=n, max_tokens=max_tokens, temperature=0.0, stop=stop)
+
+    @asynccontextmanager
+    async def endpoint(self) -> AsyncIterator["Endpoint"]:
+        """See `Policy.endpoint`. The temperature of 0 is in `Endpoint.request`, which the client must pass on."""
+        async with self._policy.endpoint() as endpoint:
+            yield replace(endpoint, greedy=True)

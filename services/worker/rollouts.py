@@ -7,6 +7,9 @@ not the environment's fault and pass through.
 
 A worker takes a submitted task with a permit in hand, and settles it with a group or hands it back with the reason. A
 failed task counts against the task, never against the worker; the broker limits its deliveries.
+
+The tasks of an evaluation have their own numbers: the generator of a task is seeded with `evaluation.seed` in place of
+the run's, and an environment may hold tasks out for them (`rollout_eval`).
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from inspect import isawaitable
 from itertools import count
 from typing import Any, Final, Protocol
 
+from rolloutmq.bus.lifecycle import without_secrets
 from rolloutmq.bus.producer.credit import Permit
 from rolloutmq.bus.tasks.taker import LeasedTask
 from rolloutmq.schemas.config.environment import EnvironmentConfig
@@ -32,9 +36,11 @@ from rolloutmq.schemas.errors import (
     UsageError,
 )
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.tasks import GIVEN
+from rolloutmq.services.rewards.raters import EVALUATING
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.group_members import GroupMembers, drawn
-from rolloutmq.services.worker.policy import Policy
+from rolloutmq.services.worker.policy import GreedyPolicy, Policy
 from rolloutmq.services.worker.trajectory import group_of
 
 logger = logging.getLogger(__name__)
@@ -118,7 +124,9 @@ class Rollouts:
         tasks: Tasks | None = None,
         draining: asyncio.Event | None = None,
         teacher: Teacher | None = None,
+        evaluation_seed: int | None = None,
     ) -> None:
+        """Prepare the slots; `evaluation_seed` makes them answer the tasks of an evaluation, seeded with it."""
         self.worker = worker
         self.env = worker.rpartition("-")[0] or worker
         self.config = config
@@ -128,7 +136,8 @@ class Rollouts:
         self._tasks = tasks
         self._draining = draining
         self._teacher = teacher
-        self._seed = seed
+        self._evaluates = evaluation_seed is not None
+        self._seed = f"evaluation {evaluation_seed}" if self._evaluates else str(seed)
         self._clock = clock
         self._life = secrets.token_hex(4)
         self._numbers = count(1)
@@ -163,6 +172,7 @@ class Rollouts:
             raise first from None
 
     async def _slot(self) -> None:
+        EVALUATING.set(self._evaluates)  # in the context of this slot alone
         while True:
             try:
                 permit = await self._outlet.acquire()
@@ -217,7 +227,7 @@ class Rollouts:
     async def _group(self, attempt: "Attempt") -> Group | None:
         """Run the user's code once; None if it failed. All errors of user code end here."""
         number = attempt.number
-        rng = random.Random(f"{self._seed}/{self.worker}/{self._outlet.session}/{number}")
+        rng = self._generator(attempt)
         limit_s = self.config.rollout_timeout_s
         started_at = self._clock()
         timer = asyncio.timeout(limit_s)
@@ -246,28 +256,40 @@ class Rollouts:
             self._failed(attempt, error, one_line(error))
         return None
 
+    def _generator(self, attempt: "Attempt") -> random.Random:
+        """Return the generator of a rollout. That of a numbered task is the same in every worker and life."""
+        task = attempt.task
+        if task is not None and task.index != GIVEN:
+            return random.Random(f"{self._seed}/{self.env}/task {task.index}")
+        return random.Random(f"{self._seed}/{self.worker}/{self._outlet.session}/{attempt.number}")
+
     async def _rolled_out(self, attempt: "Attempt", rng: random.Random) -> Any:
         """Call the method of the environment that fits the task and the configuration."""
         environment: Any = self._environment
         config, task = self.config, attempt.task
         size = (task.size if task else 0) or config.group_size
+        index = task.index if task else GIVEN
+        given = task is not None and index == GIVEN
+        policy = GreedyPolicy(self._policy) if task and task.greedy else self._policy
         if config.group_deadline_s:
-            if task is not None:
+            if task is not None and given:
                 of = (
                     environment.submitted(task.payload) if hasattr(environment, "submitted") else task.payload
                 )
             else:
-                of = await drawn(environment, rng)
-            attempt.members = GroupMembers(environment, self._policy, of, size, rng)
+                of = await drawn(environment, rng, index)
+            attempt.members = GroupMembers(environment, policy, of, size, rng)
             least = min(size, config.min_group_size or size)
             returned = await attempt.members.closed(least, config.group_deadline_s)
             self.late_members += attempt.members.late
             return returned
-        if task is not None:
-            return await _awaited(
-                "rollout_task", environment.rollout_task(self._policy, task.payload, size, rng)
-            )
-        return await _awaited("rollout", environment.rollout(self._policy, size, rng))
+        if task is not None and given:
+            return await _awaited("rollout_task", environment.rollout_task(policy, task.payload, size, rng))
+        if self._evaluates and hasattr(environment, "rollout_eval"):
+            return await _awaited("rollout_eval", environment.rollout_eval(policy, index, size, rng))
+        if index != GIVEN and hasattr(environment, "rollout_at"):
+            return await _awaited("rollout_at", environment.rollout_at(policy, index, size, rng))
+        return await _awaited("rollout", environment.rollout(policy, size, rng))
 
     async def _taught(self, teacher: Teacher, group: Group, attempt: "Attempt") -> Group | None:
         """Add the columns of the teacher, however long it takes; None if the teacher gives none."""
@@ -341,11 +363,11 @@ class RateLimitedLog:
 
 
 def one_line(error: BaseException) -> str:
-    """Describe an error in one short line of valid UTF-8; of an exception group, the first error."""
+    """Describe an error in one short line of valid UTF-8, without secrets; of an exception group, the first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = " ".join(str(error).split()).encode(errors="replace").decode()
     kind = type(error).__name__
     if not isinstance(error, RolloutMQError):
         text = f"{kind}: {text}" if text else kind
-    return text[:ERROR_CHARS]
+    return without_secrets(text)[:ERROR_CHARS]

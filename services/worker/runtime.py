@@ -8,8 +8,12 @@
 
 `Worker.start_draining` is the one way to drain. SIGUSR1, the reply to a heartbeat, the `control` topic and an ack all
 call it. Finishing and delivering may take `orchestrator.drain_deadline_s`; after that the worker abandons unfinished
-rollouts, and the producer saves undelivered groups. SIGTERM drains without waiting: rollouts are cancelled at once, and
+rollouts, and the producers save undelivered groups. SIGTERM drains without waiting: rollouts are cancelled at once, and
 delivery gets a third of `orchestrator.term_grace_s`, since SIGKILL follows.
+
+If the environment is evaluated, the worker has a second producer beside the first, of split `eval`, and slots that only
+answer tasks of the evaluation. Both have their own permits, so neither waits for the other. A worker of an environment
+of split `eval` has nothing else to do.
 """
 
 import asyncio
@@ -19,20 +23,25 @@ import random
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from rolloutmq.bus.engine_registry import engines_of
+from rolloutmq.bus.engine_registry import FIRST, engines_of
+from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run
 from rolloutmq.bus.tasks.taker import TaskTaker
+from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, SessionFencedError
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.services.http_access import http_token
 from rolloutmq.services.process.runner import Stop, run_service
+from rolloutmq.services.rewards.joining import joined
 from rolloutmq.services.worker.engine_choice import Engines
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.heartbeat import Heartbeat
@@ -47,6 +56,8 @@ PATIENCE: Final = 0.9
 """Fraction of `rollout_timeout_s` to wait for the policy, so that the rollout can report the reason."""
 DELIVERY_S: Final = 60.0
 """Seconds that a task's lease exceeds `rollout_timeout_s`: its group may have to wait for credits."""
+EVALUATING: Final = "{worker}.eval"
+"""Name of the producer that answers the evaluation beside the training."""
 LAST_FLUSH_S: Final = 1.0
 """Seconds for delivery even if finishing the rollouts took the whole deadline."""
 
@@ -85,13 +96,20 @@ class Worker:
                 f"environment.{self.env}", f"worker {worker} needs this section (configured: {configured})"
             )
         self.section = self.config.environment[self.env]
+        evaluated = self.env in self.config.evaluated
+        self._evaluation_seed = self.config.evaluation.seed if evaluated else None
+        if evaluated and self.section.split == "eval":
+            self.section = _answering(self.section, self.section.concurrency)
         self.state = WorkerState.STARTING
         self.error = ""
         self._draining = asyncio.Event()
         self._drained_at = 0.0
         self._starting: asyncio.Timeout | None = None
         self._producer: Producer | None = None
+        self._evaluating: Producer | None = None
         self._rollouts: Rollouts | None = None
+        self._answers: Rollouts | None = None
+        """Those that answer the evaluation beside the training; no heartbeat tells of them."""
         self._teacher: TeacherClient | None = None
         self._heartbeat = Heartbeat(self.layout, worker, self.beat, self.start_draining)
 
@@ -106,8 +124,9 @@ class Worker:
         logger.info("draining reason=%s in_hand=%d", reason, self.beat().in_hand)
         if self._starting is not None:
             self._starting.reschedule(loop.time())
-        if self._producer is not None:
-            self._producer.start_draining()
+        for producer in (self._producer, self._evaluating):
+            if producer is not None:
+                producer.start_draining()
 
     def beat(self) -> WorkerBeat:
         """Return the current state."""
@@ -156,7 +175,8 @@ class Worker:
     async def _run(self, stop: Stop) -> None:
         """Run the rollouts with the heartbeat and the stop watcher beside them."""
         environment = load_environment(self.env, self.section, self.config.base_dir)
-        check_abilities(self.env, self.section, environment)
+        numbered = self.env in self.config.curriculum
+        check_abilities(self.env, self.config.environment[self.env], environment, numbered=numbered)
         living = asyncio.create_task(self._live(environment, stop), name=self.name)
         beside = [
             asyncio.create_task(self._heartbeat.run(), name="heartbeat"),
@@ -181,17 +201,15 @@ class Worker:
             started = await self._started(stack, environment)
             if started is None:
                 return
-            producer, self._rollouts = started
+            producer, *beside = started
             self._enter(WorkerState.READY)
             watcher = asyncio.create_task(self._drain_with(producer), name="drain watcher")
             stack.callback(watcher.cancel)
-            await self._roll(self._rollouts, stop)
-            await self._deliver(producer, stop)
+            await self._roll(stop)
+            await asyncio.gather(*(self._deliver(one, stop) for one in (producer, *beside)))
 
-    async def _started(
-        self, stack: AsyncExitStack, environment: Environment
-    ) -> tuple[Producer, Rollouts] | None:
-        """Wait for everything rollouts need; None if the worker drains before."""
+    async def _started(self, stack: AsyncExitStack, environment: Environment) -> list[Producer] | None:
+        """Wait for everything rollouts need, and return the producers; None if the worker drains before."""
         if self._draining.is_set():
             return None
         try:
@@ -201,6 +219,8 @@ class Worker:
                 policy = await self._policy(stack)
                 producer = await self._opened(stack)
                 tasks = await self._tasks(stack, producer)
+                stack.enter_context(joined(environment, self.env, self.name, self.layout))
+                evaluating = await self._evaluation(stack, environment, policy)
                 if self.config.teacher.enabled:
                     opening = TeacherClient.opened(self.config, self.layout)
                     self._teacher = await stack.enter_async_context(opening)
@@ -211,7 +231,7 @@ class Worker:
         finally:
             self._starting = None
         self._producer = producer
-        rollouts = Rollouts(
+        self._rollouts = Rollouts(
             self.name,
             self.section,
             environment,
@@ -221,13 +241,41 @@ class Worker:
             tasks=tasks,
             draining=self._draining,
             teacher=self._teacher,
+            evaluation_seed=self._evaluation_seed if self.section.split == "eval" else None,
         )
-        return producer, rollouts
+        return [producer, *evaluating]
+
+    async def _evaluation(
+        self, stack: AsyncExitStack, environment: Environment, policy: OpenAIPolicy
+    ) -> list[Producer]:
+        """Open what answers the evaluation beside the training, if the environment is evaluated."""
+        if self._evaluation_seed is None or self.section.split == "eval":
+            return []
+        name, asked = EVALUATING.format(worker=self.name), self.config.evaluation
+        opening = self._producer_of(name, Split.EVAL, max(1, asked.samples), asked.concurrency)
+        producer = self._evaluating = await stack.enter_async_context(opening)
+        self._answers = Rollouts(
+            name,
+            _answering(self.section, asked.concurrency),
+            environment,
+            policy,
+            producer,
+            tasks=await self._taker(stack, name, producer),
+            draining=self._draining,
+            evaluation_seed=self._evaluation_seed,
+        )
+        return [producer]
 
     async def _policy(self, stack: AsyncExitStack) -> OpenAIPolicy:
-        """Open the client of the policy once an engine is registered."""
+        """Open the client of the policy once an engine is registered. A wait of some seconds is logged."""
+        log = WaitLog()
         # Another process writes the file: there is no event to wait for.
-        while not self._addresses():  # noqa: ASYNC110
+        while not self._addresses():
+            if log.is_due("no engine", now := time.monotonic()):
+                waited_s, file = log.waited_s(now), self.layout.engine(FIRST)
+                logger.warning(
+                    "waiting for an inference server waited_s=%.0f: %s does not exist", waited_s, file
+                )
             await asyncio.sleep(FILE_POLL_S)
         rng = random.Random(f"{self.config.run.seed}/{self.name}/engines")
         return await stack.enter_async_context(
@@ -235,6 +283,7 @@ class Worker:
                 Engines(self._addresses, rng),
                 known=lambda: self._producer.policy if self._producer else PolicyVersion(),
                 patience_s=PATIENCE * self.section.rollout_timeout_s,
+                token="" if self.config.inference.kind == "external" else http_token(self.config),
             )
         )
 
@@ -246,44 +295,53 @@ class Worker:
 
     async def _opened(self, stack: AsyncExitStack) -> Producer:
         section = self.section
-        return await stack.enter_async_context(
-            Producer.open(
-                self.layout.root,
-                env=self.env,
-                producer=self.name,
-                run=self.config.run.name,
-                group_size=section.group_size,
-                slots=section.concurrency,
-                weight=section.weight,
-                min_share=section.min_share,
-                split=Split.TRAIN if section.split == "train" else Split.EVAL,
-                ack_log=self.layout.ack_log(self.name),
-                save_to=self.layout.spools / self.name,
-                drain_s=0.0,  # `_deliver` has waited already
-            )
+        split = Split.TRAIN if section.split == "train" else Split.EVAL
+        opening = self._producer_of(self.name, split, section.group_size, section.concurrency)
+        return await stack.enter_async_context(opening)
+
+    def _producer_of(
+        self, name: str, split: Split, group_size: int, slots: int
+    ) -> AbstractAsyncContextManager[Producer]:
+        return Producer.open(
+            self.layout.root,
+            env=self.env,
+            producer=name,
+            run=self.config.run.name,
+            group_size=group_size,
+            slots=slots,
+            weight=self.section.weight,
+            min_share=self.section.min_share,
+            split=split,
+            ack_log=self.layout.ack_log(name),
+            save_to=self.layout.spools / name,
+            drain_s=0.0,  # `_deliver` has waited already
         )
 
     async def _tasks(self, stack: AsyncExitStack, producer: Producer) -> TaskTaker | None:
         """Open the client of submitted tasks if the environment answers any."""
         if self.section.tasks == "own":
             return None
+        return await self._taker(stack, self.name, producer)
+
+    async def _taker(self, stack: AsyncExitStack, name: str, producer: Producer) -> TaskTaker:
         lease_s = self.section.rollout_timeout_s + DELIVERY_S
-        opening = TaskTaker.open(self.layout.root, self.name, lambda: producer.session, lease_s)
+        opening = TaskTaker.open(self.layout.root, name, lambda: producer.session, lease_s)
         return await stack.enter_async_context(opening)
 
     async def _drain_with(self, producer: Producer) -> None:
         await producer.draining.wait()
         self.start_draining("ack")
 
-    async def _roll(self, rollouts: Rollouts, stop: Stop) -> None:
+    async def _roll(self, stop: Stop) -> None:
         """Run rollouts until drained, then finish running ones as time allows."""
-        rolling = asyncio.create_task(rollouts.run(), name="rollouts")
+        both = [one for one in (self._rollouts, self._answers) if one is not None]
+        rolling = asyncio.create_task(_together(both), name="rollouts")
         try:
             if not await _ended(rolling, self._draining):
                 await _ended(rolling, stop.event, self._left_s())
         finally:
-            if rollouts.in_hand:
-                logger.warning("rollouts cancelled in_hand=%d", rollouts.in_hand)
+            if in_hand := sum(one.in_hand for one in both):
+                logger.warning("rollouts cancelled in_hand=%d", in_hand)
             rolling.cancel()
             await asyncio.wait({rolling})
         if not rolling.cancelled():
@@ -310,6 +368,22 @@ class Worker:
             return
         self.state = state
         self._heartbeat.changed()
+
+
+def _answering(section: EnvironmentConfig, concurrency: int) -> EnvironmentConfig:
+    """Return the rules of slots that answer an evaluation: submitted tasks only, and every answer of a group."""
+    update = {"tasks": "submitted", "group_deadline_s": 0.0, "concurrency": concurrency}
+    return section.model_copy(update=update)
+
+
+async def _together(all_: Sequence[Rollouts]) -> None:
+    """Run rollouts side by side; the first error ends all of them."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for one in all_:
+                tasks.create_task(one.run(), name=one.worker)
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 async def _ended(task: asyncio.Task[Any], event: asyncio.Event, timeout_s: float | None = None) -> bool:

@@ -61,6 +61,7 @@ from rolloutmq.schemas.wire.distillation import (
     TeachRequest,
 )
 from rolloutmq.schemas.wire.envelope import Dtype
+from rolloutmq.services.http_access import authorization, http_token
 from rolloutmq.services.worker import openai_wire
 
 logger = logging.getLogger(__name__)
@@ -123,8 +124,10 @@ class TeacherClient:
         """Open a client for the duration of the block."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENT_S)
         connector = aiohttp.TCPConnector(limit=0)
+        # A teacher of another run has another token, which belongs into `teacher.url`.
+        headers = authorization("" if run.teacher.url else http_token(run))
         async with aiohttp.ClientSession(
-            connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
+            connector=connector, timeout=timeout, headers=headers, cookie_jar=aiohttp.DummyCookieJar()
         ) as session:
             yield cls(session, run, layout)
 

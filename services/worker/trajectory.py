@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rolloutmq.schemas.errors import InvalidGroupError
 from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, Column, Group, numpy_dtype
+from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
 from rolloutmq.services.worker.completion import ChatMessage, Completion
 
@@ -173,6 +174,7 @@ def group_of(
         tokens=int(tokens.values.size),
     )
     group.check()
+    check_token_values(group)
     return group
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rolloutmq.bus.consumer.batch import Batch
     from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer, LeasedBatch
+    from rolloutmq.bus.evaluation.client import evaluate, evaluate_async
     from rolloutmq.bus.producer.client import BlockingProducer, Producer
     from rolloutmq.bus.producer.credit import Permit
     from rolloutmq.bus.tasks.client import BlockingTaskClient, Task, TaskClient
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
         ChecksumError,
         ClosedError,
         ConfigError,
+        ConsumerFencedError,
         DamagedFileError,
         DamagedJournalError,
         DamagedRecordError,
         DrainingError,
         EndOfReplayError,
         EnvironmentFailedError,
+        ForkedError,
         GivenUpError,
         GroupTooLargeError,
         InvalidGroupError,
@@ -37,8 +40,11 @@ if TYPE_CHECKING:
         MalformedError,
         MissingError,
         NothingToLearnError,
+        NotPrivateError,
+        OutputFailedError,
         PolicyRefusedError,
         PolicyUnavailableError,
+        RatersMissingError,
         RecordVersionError,
         RefusedError,
         ResourceError,
@@ -52,9 +58,12 @@ if TYPE_CHECKING:
         TeacherFailedError,
         TeacherRefusedError,
         TokenizerMismatchError,
+        UnackedError,
+        UnusablePathError,
         UsageError,
         VersionMismatchError,
         VocabularyMismatchError,
+        WaitTimeoutError,
         WeightsBusyError,
         WeightsDamagedError,
         WeightsMismatchError,
@@ -67,8 +76,13 @@ if TYPE_CHECKING:
     )
     from rolloutmq.schemas.group import Column, Group
     from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
+    from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
     from rolloutmq.schemas.wire.replies import Durability, Rejected, RunInfo, Settled, Wait
     from rolloutmq.schemas.wire.tasks import TaskState, TaskStatus
+    from rolloutmq.services.rewards.ensemble import Ensemble
+    from rolloutmq.services.rewards.raters import Rater, Rating
+    from rolloutmq.services.rewards.ratings import Ratings
+    from rolloutmq.services.rewards.registry import register_rater
     from rolloutmq.services.worker.completion import Completion
     from rolloutmq.services.worker.environment import Environment, SingleTurn
     from rolloutmq.services.worker.openai_wire import Endpoint
@@ -95,6 +109,8 @@ __all__ += ["BlockingProducer"]
 _live_in("rolloutmq.bus.producer.client")
 __all__ += ["BlockingBatch", "BlockingConsumer", "Consumer", "LeasedBatch"]
 _live_in("rolloutmq.bus.consumer.client")
+__all__ += ["evaluate", "evaluate_async"]
+_live_in("rolloutmq.bus.evaluation.client")
 __all__ += ["Permit"]
 _live_in("rolloutmq.bus.producer.credit")
 __all__ += ["Producer"]
@@ -105,6 +121,8 @@ __all__ += ["BlockingTaskClient", "Task", "TaskClient"]
 _live_in("rolloutmq.bus.tasks.client")
 __all__ += ["Durability", "Rejected", "RunInfo", "Settled", "Wait"]
 _live_in("rolloutmq.schemas.wire.replies")
+__all__ += ["EnvironmentScores", "EvaluationDone"]
+_live_in("rolloutmq.schemas.wire.evaluation")
 __all__ += ["ErrorCode", "PolicyVersion", "Split"]
 _live_in("rolloutmq.schemas.wire.envelope")
 __all__ += [
@@ -113,12 +131,14 @@ __all__ += [
     "ChecksumError",
     "ClosedError",
     "ConfigError",
+    "ConsumerFencedError",
     "DamagedFileError",
     "DamagedJournalError",
     "DamagedRecordError",
     "DrainingError",
     "EndOfReplayError",
     "EnvironmentFailedError",
+    "ForkedError",
     "GivenUpError",
     "GroupTooLargeError",
     "InvalidGroupError",
@@ -129,9 +149,12 @@ __all__ += [
     "LimitExceededError",
     "MalformedError",
     "MissingError",
+    "NotPrivateError",
     "NothingToLearnError",
+    "OutputFailedError",
     "PolicyRefusedError",
     "PolicyUnavailableError",
+    "RatersMissingError",
     "RecordVersionError",
     "RefusedError",
     "ResourceError",
@@ -145,9 +168,12 @@ __all__ += [
     "TeacherFailedError",
     "TeacherRefusedError",
     "TokenizerMismatchError",
+    "UnackedError",
+    "UnusablePathError",
     "UsageError",
     "VersionMismatchError",
     "VocabularyMismatchError",
+    "WaitTimeoutError",
     "WeightsBusyError",
     "WeightsDamagedError",
     "WeightsMismatchError",
@@ -175,6 +201,14 @@ __all__ += ["ScriptedPolicy", "play"]
 _live_in("rolloutmq.services.worker.scripted")
 __all__ += ["Trajectory"]
 _live_in("rolloutmq.services.worker.trajectory")
+__all__ += ["Ensemble"]
+_live_in("rolloutmq.services.rewards.ensemble")
+__all__ += ["Rater", "Rating"]
+_live_in("rolloutmq.services.rewards.raters")
+__all__ += ["Ratings"]
+_live_in("rolloutmq.services.rewards.ratings")
+__all__ += ["register_rater"]
+_live_in("rolloutmq.services.rewards.registry")
 
 
 if not TYPE_CHECKING:  # seen by a type checker, it would stand for every misspelled name

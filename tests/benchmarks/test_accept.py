@@ -57,7 +57,8 @@ def test_a_scenario_that_cannot_be_played_is_unmet_and_says_why(
     (one,) = (scenario for scenario in accept.SCENARIOS if scenario.name == "vllm")
     (figure,) = accept.play(one, tmp_path)
     assert (figure.value, figure.met) == ("not played", False)
-    assert "does not exist; create it with `make .venv-vllm/.installed`" in figure.bound
+    assert "does not exist; install `rolloutmq[vllm]`" in figure.bound
+    assert "`make .venv-vllm/.installed`" in figure.bound
 
 
 def test_the_run_with_vllm_is_judged_by_its_reward_and_its_time() -> None:
@@ -82,3 +83,15 @@ def test_every_promise_is_made_once() -> None:
     assert sorted(set(said)) == sorted(said)
     figures = [row["figure"] for row in told["row"]]
     assert sorted(set(figures)) == sorted(figures)
+
+
+def test_a_promise_may_name_a_test_a_file_or_a_folder(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuite><testcase classname="tests.a.test_b" name="test_c[1]"/>'
+        '<testcase classname="tests.d.test_e" name="test_f"><failure/></testcase></testsuite>'
+    )
+    passed = accept._passed([report])
+    named = ("tests/a/test_b.py::test_c", "tests/a/test_b.py", "tests/a")
+    assert [passed(name) for name in named] == [True] * 3
+    assert not any(map(passed, ("tests/d/test_e.py::test_f", "tests/d", "tests", "tests/never")))

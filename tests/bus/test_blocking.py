@@ -3,9 +3,13 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from rolloutmq.bus.producer.client import BlockingProducer, Producer
 from rolloutmq.bus.tasks.client import BlockingTaskClient, TaskClient
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ClosedError, DrainingError, LeaseLostError
+from rolloutmq.schemas.errors import ClosedError, ConsumerFencedError, DrainingError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.services.broker.server import running_broker
@@ -249,7 +253,123 @@ def test_an_interrupt_while_sending_and_pulling_closes_in_order(broker: Path, gr
         assert len(batch.groups) == 2
         with Consumer.blocking(broker, sequences=4):
             pass
-        with pytest.raises(LeaseLostError):
+        with pytest.raises(ConsumerFencedError, match="consumer trainer-0: another process"):
             batch.ack()
     for timer in timers:
         timer.join()
+
+
+FORKING = """
+import os, sys, traceback
+from rolloutmq import Consumer, ForkedError, Group, Producer
+
+where, kind, leaving = sys.argv[1:]
+rows = [[1, 2], [3]]
+made = lambda name: Group.build(name, tokens=rows, mask=rows, scores=[0.0, 1.0])
+
+def in_child(use):
+    try:
+        use()
+    except ForkedError as error:
+        assert f"opened by process {os.getppid()} and used in a forked child" in str(error), error
+        print("refused", flush=True)
+
+def forked(use, opened):
+    child = os.fork()
+    if not child:
+        in_child(use)
+        if leaving == "exit":
+            sys.exit(0)  # leaves the block, too
+        opened.close()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    print("child", os.waitstatus_to_exitcode(status), flush=True)
+
+if kind == "producer":
+    with Producer.blocking(where, env="e", group_size=2) as p:
+        p.send(made("before"))
+        forked(lambda: p.send(made("child")), p)
+        p.send(made("after"))
+        assert p.flush(60) and p.accepted == 2
+else:
+    with Producer.blocking(where, env="e", group_size=2) as p, Consumer.blocking(where, sequences=2) as c:
+        p.send(made("one"))
+        p.send(made("two"))
+        batch = next(c)
+        forked(lambda: next(c), c)
+        batch.ack()
+        next(c).ack()
+"""
+
+
+@pytest.mark.parametrize("leaving", ["exit", "close"])
+@pytest.mark.parametrize("kind", ["producer", "consumer"])
+def test_a_forked_child_is_refused_and_ends_and_the_parent_goes_on(
+    broker: Path, kind: str, leaving: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING, str(broker), kind, leaving],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split("\n"), done.stderr) == (0, ["refused", "child 0", ""], "")
+
+
+FORKING_LOOP = """
+import asyncio, os, sys
+from rolloutmq import Consumer, ForkedError, Group, Producer
+
+async def main(where):
+    rows = [[1, 2], [3]]
+    group = Group.build("g", tokens=rows, mask=rows, scores=[0.0, 1.0])
+    async with Producer.open(where, env="e", group_size=2) as p, Consumer.open(where, sequences=2) as c:
+        child = os.fork()
+        if not child:
+            for call in (p.send(group), p.acquire(), p.flush(), c.pull(1, c.version)):
+                try:
+                    await call
+                except ForkedError:
+                    print("refused", flush=True)
+            os._exit(0)  # as multiprocessing does: both processes share the loop's epoll set
+        status = await asyncio.to_thread(os.waitpid, child, 0)
+        print("child", os.waitstatus_to_exitcode(status[1]), flush=True)
+        await p.send(group)
+        await (await c.pull(1, c.version)).ack()
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def test_a_child_forked_in_a_loop_is_refused_too(broker: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING_LOOP, str(broker)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["refused"] * 4 + ["child", "0"]), done.stderr
+
+
+def test_a_flush_waits_for_what_was_sent_before_it_while_others_send(broker: Path, group: MakeGroup) -> None:
+    with Producer.blocking(broker, env="e", producer="p", group_size=2, slots=64) as p:
+        over = threading.Event()
+
+        def send() -> None:
+            for index in count():
+                if over.is_set():
+                    return
+                p.send(group(f"other-{index}"))
+
+        with ThreadPoolExecutor(2) as pool:
+            senders = [pool.submit(send)]
+            try:
+                for index in range(10):
+                    p.send(group(f"own-{index}"))
+                    assert p.flush()
+                    assert p.flush(60)
+            finally:
+                over.set()
+            senders[0].result()

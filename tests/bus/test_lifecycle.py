@@ -1,12 +1,23 @@
 """Signals are handled during the block; a failure logs its reason, and its exit code tells whether to restart."""
 
+import gc
+import logging
 import os
 import signal
 import threading
 
 import pytest
 
-from rolloutmq.bus.lifecycle import log_failure, signals
+from rolloutmq.bus import lifecycle
+from rolloutmq.bus.lifecycle import (
+    LogFormatter,
+    gc_paused,
+    hide,
+    log_failure,
+    set_up_logging,
+    signals,
+    without_secrets,
+)
 from rolloutmq.schemas.errors import ConfigError, MissingError, NothingToLearnError, RecordVersionError
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 
@@ -55,3 +66,77 @@ def test_a_failure_ends_with_its_reason(
 ) -> None:
     assert log_failure("test", error) == code
     assert line in capsys.readouterr().err.splitlines()[-1]
+
+
+FORGED = "\n2026-01-01 00:00:00.000 INFO broker all is well"
+
+
+def logged(message: str, *args: object, error: BaseException | None = None) -> list[str]:
+    """Return the lines that the log gets."""
+    about = None if error is None else (type(error), error, error.__traceback__)
+    record = logging.LogRecord("gateway", logging.INFO, __file__, 1, message, args, about)
+    return LogFormatter().format(record).split("\n")
+
+
+def test_a_name_forges_no_line_and_moves_no_cursor() -> None:
+    (line,) = logged("environment registered name=%s", f"maths\x1b[2J{FORGED}")
+    assert line.endswith(r"name=maths\u001b[2J\n2026-01-01 00:00:00.000 INFO broker all is well")
+
+
+def test_the_lines_of_a_traceback_are_indented_and_printable() -> None:
+    try:
+        raise ValueError(f"\x1b[31m{FORGED}")
+    except ValueError as error:
+        first, *rest = logged("failed", error=error)
+    assert first.endswith("failed")
+    assert "Traceback" in rest[0]
+    assert all(line.startswith("  ") for line in rest)
+    assert "\x1b" not in "".join(rest)
+
+
+def test_the_reason_of_a_failure_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
+    log_failure("test", MissingError("\x1b[2J", f"see{FORGED}"))
+    assert capsys.readouterr().err.splitlines()[-1].startswith(r"error: \u001b[2J is missing: see 2026")
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "_hidden", {})
+    hide("s3cret-key", "env:KEY")
+    hide("s3cret-key-2", "env:SECOND")
+    hide("short", "env:SHORT")
+
+
+@pytest.mark.usefixtures("hidden")
+def test_the_log_and_the_reason_of_a_failure_show_no_secret(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    set_up_logging()
+    try:
+        raise ValueError("refused s3cret-key")
+    except ValueError as error:
+        logging.getLogger("test").exception("with %s", "s3cret-key-2")
+        log_failure("test", error)
+    said = capsys.readouterr().err
+    assert "s3cret" not in said
+    assert "ERROR test with env:SECOND" in said
+    assert said.count("ValueError: refused env:KEY") == 3  # two tracebacks and the reason
+
+
+@pytest.mark.usefixtures("hidden")
+def test_a_text_too_short_for_a_secret_stays() -> None:
+    assert without_secrets("a short s3cret-key-2!") == "a short env:SECOND!"
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_garbage_collection_is_paused_and_then_as_before(was_on: bool) -> None:
+    is_on = gc.isenabled()
+    try:
+        (gc.enable if was_on else gc.disable)()
+        with pytest.raises(KeyError), gc_paused():  # noqa: PT012 - the block is what is tested
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == was_on
+    finally:
+        (gc.enable if is_on else gc.disable)()

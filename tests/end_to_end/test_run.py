@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from benchmarks.end_to_end import scenario
@@ -21,8 +22,10 @@ from rolloutmq.bus.engine_registry import engines_of
 from rolloutmq.launch.commands.ledger import check
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.services.process.identity import alive, find_marked
+from rolloutmq.services.rewards.window import SharedWindow
 
 ENDED_WITHIN_S = 300.0
+RUBRIC = Path(__file__).parents[2] / "examples" / "rubric.toml"
 PROMISED = {
     *("reward_first", "reward_last", "steps", "wall_s", "groups_accepted", "groups_trained"),
     *("groups_filtered", "groups_expired", "groups_dead", "groups_in_flight", "groups_lost"),
@@ -38,6 +41,7 @@ def run(
     fault: Callable[[LiveRun], None] | None = None,
     resume: bool = False,
     within_s: float = ENDED_WITHIN_S,
+    config: Path = scenario.QUICKSTART,
 ) -> tuple[int, Summary]:
     """Run to the end; whatever it was, no group is lost and no process is left."""
     flags = ["--resume"] if resume else []
@@ -48,7 +52,9 @@ def run(
         if fault is not None:
             fault(live)
 
-    code, summary = scenario.run(run_dir, assignments, flags=flags, fault=watched, deadline_s=within_s)
+    code, summary = scenario.run(
+        run_dir, assignments, flags=flags, config=config, fault=watched, deadline_s=within_s
+    )
     assert summary["groups_lost"] == 0
     assert summary["groups_trained_twice"] == 0
     assert not find_marked(f"{tokens[0]}/")
@@ -343,3 +349,34 @@ def test_a_second_engine_comes_and_goes_by_scale(tmp_path: Path) -> None:
     assert {1, 2} <= set(targets)
     assert targets[-1] == 1
     assert {one["topic"] for one in events} >= {"telemetry.engine.inference", "telemetry.engine.inference-1"}
+
+
+@pytest.mark.extended
+def test_unhealthy_rewards_end_a_run_that_says_so(tmp_path: Path) -> None:
+    settings = ("health.window_steps=3", "health.saturated=0.01", 'health.stop_on=["saturation"]')
+    code, summary = run(tmp_path / "run", "trainer.steps=400", *settings)
+    assert code == 1
+    assert summary["ended"].startswith("health.stop_on: saturation of sort3: ")
+    assert "sort3.saturation" in summary["findings"]
+    assert 3 <= summary["steps"] < 400
+    assert accounted_for(summary) == summary["groups_accepted"]
+
+
+@pytest.mark.extended
+def test_workers_share_the_window_of_their_raters_through_kills(tmp_path: Path) -> None:
+    def kill_a_worker(live: LiveRun) -> None:
+        live.wait_for_step(5)
+        live.kill(live.workers()[0], signal.SIGKILL)
+
+    settings = ("trainer.steps=40", "environment.rubric.max_workers=2")
+    code, summary = run(tmp_path / "run", *settings, fault=kill_a_worker, config=RUBRIC)
+    assert code == 0
+    assert "rubric.window_restarted" not in summary["findings"]
+    layout = RunLayout(tmp_path / "run")
+    names, size = ("order", "digits", "end"), 512
+    window = SharedWindow(layout.ratings / "rubric.rewards.window", names, size)
+    state = window.append(np.empty((0, len(names))), lambda _, marks: marks)
+    assert state is not None
+    assert (state.restarted, len(state.ratings)) == ("", size)
+    assert state.seen % 16 == 0  # whole groups only
+    assert state.seen >= 16 * summary["groups_accepted"]

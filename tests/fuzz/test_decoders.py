@@ -1,8 +1,6 @@
 """Decoders under hostile bytes: a value or the documented error, at a bounded cost."""
 
 import random
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +10,17 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fuzz.target import (
-    EDITS,
+from tests.fuzz.decoders import (
     MESSAGES,
     OWNER,
     SPOOL_MAGIC,
     fuzz_one,
-    mutate,
     seeds,
     segment_seed,
     with_checksums,
     with_index_checksum,
 )
+from tests.fuzz.mutations import EDITS, mutate
 
 from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.producer.session import SessionState
@@ -35,7 +32,6 @@ from rolloutmq.schemas.wire.requests import Settle
 from rolloutmq.services.broker.journal.format import events_codec
 from rolloutmq.services.broker.journal.format.records import FILE_HEADER_BYTES, HEADER_BYTES, Record, scan
 
-ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 REGRESSIONS: dict[str, bytes] = {
     "nothing": b"",
@@ -100,7 +96,7 @@ EDIT = st.tuples(st.sampled_from(EDITS), st.floats(0.0, 1.0), st.integers(0, 1 <
 @settings(max_examples=1000, deadline=None)
 @given(st.integers(0, len(seeds()) - 1), st.lists(EDIT, max_size=8))
 def test_mutations_of_what_is_valid(seed: int, edits: list[tuple[str, float, int]]) -> None:
-    fuzz_one(mutate(seeds()[seed], edits))
+    fuzz_one(mutate(seeds()[seed], edits, seeds()))
 
 
 @settings(max_examples=200, deadline=None)
@@ -113,8 +109,8 @@ def test_single_bits_and_lengths_of_all_that_is_valid() -> None:
     rng = random.Random(7)
     for seed in seeds():
         for _ in range(40):
-            fuzz_one(mutate(seed, [("flip", rng.random(), rng.randrange(8))]))
-            fuzz_one(mutate(seed, [("cut", rng.random(), 0)]))
+            fuzz_one(mutate(seed, [("flip", rng.random(), rng.randrange(8))], ()))
+            fuzz_one(mutate(seed, [("cut", rng.random(), 0)], ()))
 
 
 def _hostile(nbytes: int) -> dict[str, bytes]:
@@ -189,11 +185,3 @@ def test_spool_with_text_that_is_no_utf8_is_set_aside(tmp_path: Path) -> None:
     path.write_bytes(with_index_checksum(saved.replace(b"sort3", b"so\xff\xfe3")))
     assert not SpoolFile(path, SessionState(OWNER, Spool(MIB))).load()
     assert not path.exists()
-
-
-def test_the_target_runs_by_itself() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", "0.3"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "inputs" in ended.stdout

@@ -30,7 +30,18 @@ def test_the_package_holds_nothing_else() -> None:
 def test_every_promised_target_can_be_made() -> None:
     rivals = ("test-atropos", "test-trl", "test-transferqueue", "test-vllm", "quickstart-vllm")
     tests = ("test", "test-extended", "test-all")
-    for target in ("quickstart", *tests, "check", "bench", "soak", "accept", "clean", *rivals):
+    for target in (
+        "quickstart",
+        *tests,
+        "check",
+        "bench",
+        "soak",
+        "soak-faults",
+        "fuzz",
+        "accept",
+        "clean",
+        *rivals,
+    ):
         shown = subprocess.run(
             ["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True
         )

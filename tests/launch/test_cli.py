@@ -57,6 +57,14 @@ ON_A_GPU = ["up", "run.toml", "--set", "trainer.device=cuda", "--set", "weights.
         (ON_A_GPU, 1, "trainer.device"),
         (["up"], 2, "config"),
         (["no-such-command"], 2, "no-such-command"),
+        (
+            ["up", "run.toml", "--resume", "--run-dir", "typo"],
+            1,
+            "run directory typo has no run to resume: name",
+        ),
+        (["status", "e.py"], 1, "e.py has no run"),
+        (["up", "run.toml", "--run-dir", "e.py"], 1, "run directory e.py: cannot be used ("),
+        (["up", "run.toml", "--run-dir", "e.py/run"], 1, "run directory e.py/run: cannot be used ("),
         (["status", "nowhere"], 1, "nowhere has no run"),
         (["down"], 1, "runs/ has no active run"),
         (["scale", "e", "many"], 2, "must be a number"),
@@ -82,6 +90,25 @@ def test_bad_input_is_one_line_and_a_code(
     assert words in told.stderr
     assert "Traceback" not in told.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "doctor", "ledger verify"])
+def test_an_output_that_is_closed_or_full_is_no_traceback(tmp_path: Path, arguments: str) -> None:
+    cli = f'"{sys.executable}" -m rolloutmq.launch.cli {arguments}'
+    for redirection in (">&-", "> /dev/full", ">&- 2>&-", "| true"):
+        told = subprocess.run(
+            ["bash", "-c", f"{cli} {redirection}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+            check=False,
+        )
+        assert "Traceback" not in told.stderr, redirection
+        assert "Exception ignored" not in told.stderr, redirection
+        assert told.returncode in {0, 1, 2}, (redirection, told.stderr)
+        full = "standard output: cannot be written" in told.stderr
+        assert full == (redirection == "> /dev/full" and told.returncode == 1), told.stderr
 
 
 def test_a_directory_that_somebody_has_is_a_code_of_its_own(tmp_path: Path) -> None:

@@ -40,11 +40,19 @@ def test_a_teacher_of_its_own_is_started_and_that_of_another_run_is_not() -> Non
     assert Role.TEACHER not in roles(teacher={"url": "http://x"}, trainer=learning)
 
 
+def test_a_curriculum_is_one_process_for_all_environments() -> None:
+    several = {name: {"entry": "env.py:Env", "task_count": 5} for name in ("a", "b")}
+    assert roles(environment=several, curriculum={"a": {}, "b": {}}).count(Role.CURRICULUM) == 1
+    assert Role.CURRICULUM not in roles()
+
+
 def test_every_role_ends_once_and_the_broker_after_the_workers() -> None:
     ends = [role for together in STOP_ORDER for role in together]
     assert sorted(ends) == sorted(set(Role) - {Role.WORKER, Role.LAUNCHER})
     orders = {role: place for place, together in enumerate(STOP_ORDER) for role in together}
     assert orders[Role.ORCHESTRATOR] < orders[Role.BROKER]
+    assert orders[Role.CURRICULUM] < orders[Role.BROKER]
+    assert orders[Role.ORCHESTRATOR] < orders[Role.GATEWAY], "drained programs deliver through the gateway"
 
 
 def test_each_process_logs_to_its_own_file() -> None:
@@ -52,6 +60,12 @@ def test_each_process_logs_to_its_own_file() -> None:
     specs = plan(config, RunLayout(Path("/run")), "python")
     assert specs[0].argv[-3:] == ("broker", "--run-dir", "/run")
     assert len({spec.log for spec in specs}) == len(specs)
+
+
+def test_a_killed_gateway_never_ends_the_run() -> None:
+    config = validate({"gateway": {"enabled": True}})
+    spare = [spec.role for spec in plan(config, RunLayout(Path("/run")), "python") if spec.spare]
+    assert spare == [Role.GATEWAY]
 
 
 def test_further_ranks_of_the_trainer_are_processes_of_their_own() -> None:

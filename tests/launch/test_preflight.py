@@ -42,6 +42,26 @@ def test_an_entry_that_is_not_there(tmp_path: Path) -> None:
     check(config(tmp_path, environment={"e": {"entry": "env:Env"}}))
 
 
+def test_a_sampler_that_is_not_there(tmp_path: Path) -> None:
+    section = {"environment": {"e": {"entry": "env.py:Env", "task_count": 5}}}
+    check(config(tmp_path, **section, curriculum={"e": {}}))
+    with pytest.raises(ConfigError, match=r"^curriculum\.e\.sampler: unknown sampler \(got 'best'\)"):
+        check(config(tmp_path, **section, curriculum={"e": {"sampler": "best"}}))
+    with pytest.raises(
+        ConfigError, match=r"^curriculum\.e\.options\.explore: must be `float` <= 1\.0 \(got 3\)"
+    ):
+        check(config(tmp_path, **section, curriculum={"e": {"options": {"explore": 3}}}))
+
+
+def test_a_secret_that_is_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = {"e": {"entry": "env.py:Env", "options": {"key": "env:ENV_KEY"}}}
+    monkeypatch.delenv("ENV_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"environment\.e\.options: `env:ENV_KEY` .* export ENV_KEY"):
+        check(config(tmp_path, environment=secret))
+    monkeypatch.setenv("ENV_KEY", "s3cret-key")
+    check(config(tmp_path, environment=secret))
+
+
 def test_a_teacher_that_is_not_there(tmp_path: Path) -> None:
     def taught(**teacher: Any) -> RunConfig:
         return config(tmp_path, teacher=teacher, trainer={"distillation": {"kind": "full"}})
@@ -72,8 +92,8 @@ def test_a_teacher_that_is_none_for_this_student(tmp_path: Path) -> None:
     teacher = write_model(tmp_path / "teacher", 64, "a", "b")
 
     def taught(kind: str, **student: Any) -> RunConfig:
-        distillation = {"distillation": {"kind": kind}}
-        return config(tmp_path, teacher={"path": teacher}, trainer=distillation, model=student)
+        trainer = {"distillation": {"kind": kind}, "learning_rate": 1e-6}
+        return config(tmp_path, teacher={"path": teacher}, trainer=trainer, model=student)
 
     unlike = (
         "teacher: its vocabulary differs from the student's (got 64 token ids, the student has {}); "
@@ -130,7 +150,7 @@ def test_addresses_that_cannot_or_may_not_be_bound(tmp_path: Path) -> None:
         check(config(tmp_path, broker={"transport": "tcp", "host": "0.0.0.0"}))
     check(config(tmp_path, broker={"transport": "tcp", "host": "0.0.0.0", "insecure": True}))
     with pytest.raises(ConfigError, match=r"inference\.host: cannot bind 192\.0\.2\.7:1"):
-        check(config(tmp_path, inference={"host": "192.0.2.7", "port": 1}))
+        check(config(tmp_path, inference={"host": "192.0.2.7", "port": 1, "insecure": True}))
 
 
 def test_a_port_in_use_names_its_owner(tmp_path: Path) -> None:

@@ -4,18 +4,32 @@
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.services.broker.journal.handmade import Handmade, batch, began, item, ledger, write_lines
+from tests.services.broker.journal.handmade import (
+    Handmade,
+    batch,
+    began,
+    item,
+    ledger,
+    make_group,
+    settles,
+    write_lines,
+)
 
+from rolloutmq import Consumer, Producer
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.launch.commands.ledger import check
 from rolloutmq.launch.results import Survey, survey, unread
 from rolloutmq.launch.settings import validate
-from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout
-from rolloutmq.services.broker.journal.format.events import Numbers
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, Endpoints, RunLayout
+from rolloutmq.services.broker.journal.format.events import Dropped, Numbers
+from rolloutmq.services.broker.server import running_broker
+from rolloutmq.services.monitor.liveness import fate_of
 
 
 def acked(name: str) -> AckedGroup:
@@ -171,3 +185,65 @@ def test_damaged_line_costs_the_summary_but_not_the_comparison(layout: RunLayout
     fields = json.loads(report(layout, "--json").stdout)
     assert fields["summary"] is None
     assert fields["bias"]["unreadable_lines"] == {"sort3-0.jsonl": 1}
+
+
+def test_counts_of_a_trainer_of_ones_own_are_those_of_the_ledger(run_dir: Path) -> None:
+    made = Handmade(run_dir)
+    leases = made.lease([1, 2]), made.lease([3], step=2)
+    groups = [made.accept(number) for number in range(1, 5)]
+    settled = settles(leases[0], "g1", filtered=("g2",))
+    made.log(began(), groups, [leases[0], settled, leases[1]], [Dropped(4, "expired", "stale")])
+    made.dropped(DroppedGroup(at=1.0, group_id="g4", state="expired", reason="stale"))
+    told = report(made.layout)
+    assert "4 accepted: 1 trained, 1 filtered, 1 expired, 0 dead, 1 in flight" in told.stdout
+    verdict = check(made.layout, quick=True)
+    summary = json.loads(made.layout.summary.read_text())
+    assert summary["groups_accepted"] == verdict.accepted == 4
+    assert summary["groups_in_flight"] == verdict.counts["queued"] + verdict.counts["leased"] == 1
+    for state in ("trained", "filtered", "expired", "dead", "discarded"):
+        assert summary[f"groups_{state}"] == verdict.counts[state]
+    found = json.loads(report(made.layout, "--json").stdout)["bias"]["environments"]["sort3"]
+    assert found["fates"] == {"trained": 1, "filtered": 1, "expired": 1, "in_flight": 1}
+
+
+def test_report_keeps_the_recorded_end(layout: RunLayout) -> None:
+    recorded = {"ended": "interrupted by SIGTERM", "wall_s": 12.5}
+    layout.summary.write_text(json.dumps(recorded))
+    layout.log("up").parent.mkdir()
+    layout.log("up").touch()
+    for _ in range(2):
+        told = report(layout).stdout
+        assert "ended      interrupted by SIGTERM, after 12.5 s\n" in told
+        summary = json.loads(layout.summary.read_text())
+        assert {key: summary[key] for key in recorded} == recorded
+    assert f"continue with `rolloutmq up CONFIG --run-dir {layout.root} --resume`" in told
+    assert fate_of(layout).reason == "interrupted by SIGTERM"
+
+
+def test_report_of_a_broker_started_by_hand_names_no_launcher(layout: RunLayout) -> None:
+    addresses = Endpoints(ingest="", serve="", events="", publish="", pid=os.getpid(), epoch=1)
+    write_json(layout.endpoints, addresses)
+    told = report(layout).stdout
+    assert "ended      not yet\n" in told
+    assert "continue with" not in told
+    layout.endpoints.unlink()
+    told = report(layout).stdout
+    assert "ended      its broker, which was started by hand, has ended\n" in told
+    assert f"continue with `rolloutmq broker --run-dir {layout.root}`" in told
+    assert "up" not in told.replace("group", "")
+
+
+def test_without_a_journal_the_broker_is_asked_and_its_saved_state_read(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    config = validate({"broker": {"durability": "memory"}, "run": {"dir": str(run_dir)}})
+    write_json(layout.config, config)
+    with running_broker(config, layout):
+        with Producer.blocking(str(run_dir), env="mine", producer="p", group_size=2) as producer:
+            for name in ("a", "b", "c"):
+                producer.send(make_group(name), timeout_s=30.0)
+        with Consumer.blocking(str(run_dir), sequences=4) as consumer:
+            next(iter(consumer)).ack()
+        counts = "3 accepted: 2 trained, 0 filtered, 0 expired, 0 dead, 1 in flight"
+        assert counts in report(layout).stdout
+    assert not layout.journal.exists()
+    assert counts in report(layout).stdout

@@ -3,18 +3,28 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.services.broker.journal.other_versions import listing
 
-from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.rundir import load_run, read_run, write_json
 from rolloutmq.launch import rundir
-from rolloutmq.launch.settings import load
-from rolloutmq.schemas.errors import MissingError, RunDirInUseError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.launch.commands import steer
+from rolloutmq.launch.settings import load, prepare_service
+from rolloutmq.schemas.errors import (
+    MissingError,
+    NotPrivateError,
+    RecordVersionError,
+    RunDirInUseError,
+    UnusablePathError,
+)
+from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.services.process.child import spawn
-from rolloutmq.services.process.identity import boot_id
+from rolloutmq.services.process.identity import boot_id, identify
 
 
 def configure(layout: RunLayout) -> None:
@@ -29,6 +39,134 @@ def test_the_second_owner_is_told_who_the_first_is(run_dir: Path) -> None:
     ):
         raise AssertionError("claimed twice")
     assert f"process {os.getpid()}" in str(caught.value)
+
+
+def test_the_second_owner_is_refused_though_the_lock_file_was_deleted(run_dir: Path) -> None:
+    with rundir.claimed(run_dir, "token", resume=False):
+        (run_dir / "run.lock").unlink()
+        with (
+            pytest.raises(RunDirInUseError, match=rf"process {os.getpid()} .*`rolloutmq down"),
+            rundir.claimed(run_dir, "other", resume=True),
+        ):
+            raise AssertionError("claimed twice")
+        assert rundir.owner(RunLayout(run_dir)) is not None
+
+
+@pytest.mark.parametrize("name", ["run.lock", "logs", "sockets", "run.json"])
+def test_what_cannot_be_used_is_named(run_dir: Path, name: str) -> None:
+    """A file in the place of a directory, and the other way round: root may do everything else."""
+    layout = RunLayout(run_dir)
+    layout.journal.mkdir()
+    if name in {"run.lock", "run.json"}:
+        (run_dir / name / "in the way").mkdir(parents=True)
+    else:
+        (run_dir / name).touch()
+    if name == "sockets":  # only the trim of the journal needs it, and does without
+        with rundir.claimed(run_dir, "token", resume=True):
+            return
+    with (
+        pytest.raises(
+            UnusablePathError, match=rf"run directory {run_dir}: cannot be used \(.*; make it readable"
+        ),
+        rundir.claimed(run_dir, "token", resume=True),
+    ):
+        raise AssertionError("claimed")
+
+
+@pytest.mark.parametrize(
+    "refused", [PermissionError(13, "Permission denied"), OSError(30, "Read-only file system")]
+)
+def test_a_directory_that_may_not_be_written_is_named(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, refused: OSError
+) -> None:
+    opened = os.open
+
+    def refuse(path: Path, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and Path(path).is_relative_to(run_dir):
+            raise refused
+        return opened(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with (
+        pytest.raises(UnusablePathError, match=rf"{refused.strerror}\); make it readable and writable"),
+        rundir.claimed(run_dir, "token", resume=False),
+    ):
+        raise AssertionError("claimed")
+
+
+DOORS: dict[str, Callable[[Path], object]] = {
+    "up": lambda root: rundir.claimed(root, "token", resume=False).__enter__(),
+    "up --resume": lambda root: rundir.claimed(root, "token", resume=True).__enter__(),
+    "sweep": lambda root: rundir.idle(root).__enter__(),
+    "broker": lambda root: prepare_service(root, None, ["run.seed=1"]),
+    "a service": load_run,
+    "down": steer.down,
+    "report": lambda root: steer.report(root, as_json=False),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_nothing_is_done_in_the_directory_of_another_user(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, door: str
+) -> None:
+    layout = RunLayout(run_dir)
+    configure(layout)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
+        write_json(layout.owner, identify("up", Role.LAUNCHER, victim.pid, "token"))
+        before = listing(run_dir)
+        here = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: here + 1)
+        with pytest.raises(NotPrivateError, match=rf"^{run_dir}: belongs to user {here} "):
+            DOORS[door](run_dir)
+        assert listing(run_dir) == before
+        assert victim.poll() is None
+        victim.communicate(b"\n", 20.0)
+    assert victim.returncode == 0, "nobody ended it"
+
+
+def test_the_directory_of_another_user_may_be_looked_at(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(RunLayout(run_dir))
+    here = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: here + 1)
+    assert read_run(run_dir)[0] == load(None, environ={})
+    assert rundir.find_run(run_dir) == run_dir
+
+
+def test_what_a_run_writes_into_a_directory_that_existed_is_private(tmp_path: Path) -> None:
+    (root := tmp_path / "run").mkdir(mode=0o755)
+    with rundir.claimed(root, "token", resume=False) as layout:
+        configure(layout)
+        modes = {path.name: path.stat().st_mode & 0o077 for path in root.iterdir()}
+    assert {"config.json", "logs", "run.json", "run.lock"} <= modes.keys()
+    assert not any(modes.values()), modes
+
+
+def test_a_run_of_another_version_is_refused_before_anything_is_written(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    layout.journal.mkdir()
+    (layout.journal / "facts-00000001.rmq").write_bytes(b"old")
+    before = listing(run_dir)
+    with (
+        pytest.raises(RecordVersionError, match="got version 2"),
+        rundir.claimed(run_dir, "token", resume=True),
+    ):
+        raise AssertionError("claimed")
+    rundir.trim_journal(layout)
+    assert listing(run_dir) == before
+
+
+def test_only_a_run_can_be_resumed(run_dir: Path) -> None:
+    typo = run_dir.with_name("rum")
+    for place in (typo, run_dir):
+        with pytest.raises(
+            MissingError, match=rf"run directory {place} has no run to resume: name the directory"
+        ):
+            rundir.require_run(place)
+    assert not typo.exists()
+    configure(RunLayout(run_dir))
+    rundir.require_run(run_dir)
 
 
 def test_a_directory_is_free_again_after_its_owner(run_dir: Path) -> None:
@@ -106,6 +244,18 @@ def test_the_run_that_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             configure(other)
             with pytest.raises(MissingError, match="runs/new, runs/other"):
                 rundir.find_run(None)
+
+
+def test_a_broker_started_by_hand_makes_a_run_active(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    layout = make(tmp_path / "runs" / "mine")
+    configure(layout)
+    addresses = Endpoints(ingest="", serve="", events="", publish="", pid=os.getpid(), epoch=1)
+    write_json(layout.endpoints, addresses)
+    assert rundir.find_run(None) == Path("runs/mine")
+    layout.endpoints.unlink()
+    with pytest.raises(MissingError, match="has no active run"):
+        rundir.find_run(None)
 
 
 def make(root: Path) -> RunLayout:

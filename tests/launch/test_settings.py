@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.launch.settings import load, prepare_service, validate
+from rolloutmq.launch.settings import load, overridden, prepare_service, validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, RecordVersionError
 from rolloutmq.schemas.files import RunLayout
@@ -82,6 +82,12 @@ def test_variables_without_nesting_are_not_ours(file: Path) -> None:
         ("inference.kind=external", "inference.url", ["must be given"]),
         ("weights.backend=tape", "weights.backend", ["'vllm_http' or 'cuda_ipc'", "'tape'"]),
         ("weights.backend=vllm_http", "weights.backend", ["works only with vLLM", "`tiny`"]),
+        (
+            "inference.vllm.tensor_parallel=2",
+            "inference.vllm.tensor_parallel",
+            ["several workers", "`posix_shm` (got 2)", 'weights.backend = "vllm_http"'],
+        ),
+        ("inference.vllm.compiled=true", "inference.vllm.compiled", ["cannot follow", "vllm_http"]),
         ("environment.eval1.group_size=4", "environment.eval1.entry", ["is required"]),
         ("run=3", "run", ["must be a section", "(got 3)"]),
         ("run.name.x=3", "run.name", ["is a value"]),
@@ -127,7 +133,7 @@ TAKEN = {
         "posix_shm": set(),
         "disk": {"tiny", "external", "none"},
         "vllm_http": {"vllm"},
-        "cuda_ipc": {"external", "none"},
+        "cuda_ipc": {"vllm", "external", "none"},
     },
 }
 """Who can take the weights of a trainer, by its device and by the backend."""
@@ -163,6 +169,24 @@ def test_weights_on_disk_need_a_writer_or_a_reader(file: Path) -> None:
         load(file, environ={}, assignments=[*idle, "inference.kind=none"])
 
 
+@pytest.mark.parametrize("section", ["gateway", "inference", "teacher"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.7", "example.org"])
+def test_http_beyond_this_machine_must_be_allowed(section: str, host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"within reach of .*{section}\.insecure = true") as caught:
+        load(None, environ={}, assignments=[f"{section}.host={host}"])
+    assert caught.value.path == f"{section}.host"
+    allowed = load(None, environ={}, assignments=[f"{section}.host={host}", f"{section}.insecure=true"])
+    assert getattr(allowed, section).host == host
+
+
+def test_a_resolved_configuration_is_overridden_by_the_same_rules(file: Path) -> None:
+    config = load(file, environ={}, assignments=["gateway.enabled=true"])
+    assert overridden(config, []) == config
+    assert overridden(config, ["gateway.port=81"]).gateway.port == 81
+    with pytest.raises(ConfigError, match=r"gateway\.insecure = true"):
+        overridden(config, ["gateway.host=0.0.0.0"])
+
+
 def test_shares_above_one_contradict(file: Path) -> None:
     shares = ["environment.sort3.min_share=0.7"]
     other = ["environment.b.entry=b.py:B", "environment.b.min_share=0.6"]
@@ -180,6 +204,13 @@ def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
     bad.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"bad.toml: is not valid TOML"):
         load(bad, environ={})
+
+
+def test_the_example_with_a_program_is_valid() -> None:
+    config = load(Path("examples/atropos_command.toml"), environ={})
+    section = config.environment["gsm8k"]
+    assert section.command[:3] == ("python", "gsm8k_server.py", "serve")
+    assert (section.pacing, section.stale, config.gateway.port) == (False, "pass", 8000)
 
 
 def test_the_quickstart_is_valid() -> None:
@@ -243,6 +274,26 @@ def test_what_is_wrong_with_a_loss_is_named_as_it_is_written(
         load(None, environ={}, assignments=[f"trainer.loss.{key}" for key in keys])
     assert str(caught.value).startswith(f"{named}: ")
     assert problem in str(caught.value)
+
+
+def test_a_model_of_ones_own_is_trained_at_a_rate_of_its_own() -> None:
+    """The default would destroy a trained model in its first steps."""
+    with pytest.raises(
+        ConfigError, match=r"^trainer.learning_rate: is required with model.path \(got none\)"
+    ):
+        validate({"model": {"path": "/models/mine"}})
+    told = validate({"model": {"path": "/models/mine"}, "trainer": {"learning_rate": 1e-6}})
+    assert validate(told.model_dump()).trainer.learning_rate == 1e-6
+    assert validate({"model": {"path": "/models/mine"}, "trainer": {"enabled": False}}).model.path
+    assert validate({}).trainer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-vllm"])
+def test_the_quickstart_says_what_a_model_of_random_weights_needs(name: str) -> None:
+    config = load(Path(__file__).parents[2] / "examples" / f"{name}.toml", environ={})
+    assert not config.model.path
+    assert config.trainer.learning_rate == 1e-3
+    assert (config.trainer.loss.entropy, config.trainer.loss.advantage) == (0.02, "dr_grpo")
 
 
 @pytest.mark.parametrize(

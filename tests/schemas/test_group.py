@@ -1,6 +1,7 @@
 """Groups built from lists and arrays: element types are kept, shapes must agree."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -127,13 +128,31 @@ def test_what_cannot_be_a_column_is_said(data: Any, depth: int | None) -> None:
         ("mine-", {"mine-": [1, 2]}),
         ("group_id", {"group_id": "g" * 129}),
         ("group_id", {"group_id": ""}),
+        ("group_id", {"group_id": "lone \ud800"}),
+        ("group_id", {"group_id": b"g"}),
         ("task", {"task": "t" * 129}),
+        ("task", {"task": "\udfff"}),
+        ("task", {"task": None}),
+        ("oldest", {"oldest": PolicyVersion(0, -1)}),
+        ("oldest", {"oldest": PolicyVersion(0, 1 << 62 | 1)}),
+        ("newest", {"newest": 3}),
+        ("started_at", {"started_at": math.nan}),
+        ("finished_at", {"finished_at": -math.inf}),
+        ("finished_at", {"finished_at": "now"}),
+        ("finished_at", {"finished_at": 1 << 64}),
         (r"\*", {f"mine_{index}": [1, 2] for index in range(64)}),
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_group_is_said_with_its_column(column: str, more: dict[str, Any]) -> None:
     with pytest.raises(InvalidGroupError, match=f"column {column}"):
         build(**more)
+
+
+def test_a_changed_group_is_checked_as_a_built_one() -> None:
+    with pytest.raises(InvalidGroupError, match="surrogates"):
+        replace(build(), group_id="lone \ud800")
+    with pytest.raises(InvalidGroupError, match="oldest"):
+        replace(build(), oldest=PolicyVersion(0, -1))
 
 
 def test_a_group_knows_what_is_in_it() -> None:
@@ -172,3 +191,14 @@ def test_the_mean_of_finite_scores_is_finite_and_between_them(scores: list[float
     rewards = Group.build("g", tokens=rows, mask=rows, scores=scores).rewards()
     slack = 1e-9 * max(abs(rewards.low), abs(rewards.high))
     assert rewards.low - slack <= rewards.mean <= rewards.high + slack
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
+def test_the_second_moment_is_that_of_the_scores(scores: list[float]) -> None:
+    rows = [[1]] * len(scores)
+    rewards = Group.build("g", tokens=rows, mask=rows, scores=scores).rewards()
+    assert rewards.m2 == pytest.approx(np.var(scores) * len(scores), rel=1e-9, abs=1e-6)
+
+
+def test_a_second_moment_that_overflows_is_infinite() -> None:
+    assert build(scores=[1.5e308, -1.5e308], tokens=[[1]] * 2, mask=[[1]] * 2).rewards().m2 == math.inf

@@ -1,5 +1,6 @@
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from rolloutmq.bus.fsync import sum_of
+from rolloutmq.bus.files import sum_of
 from rolloutmq.schemas.config.run import ModelConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import ConfigError, DamagedFileError
@@ -69,6 +70,15 @@ def test_transformers_loads_a_checkpoint(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(path)
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(path)("1=").input_ids == [1, 4, 13]
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_all_files_are_for_their_user_alone(tmp_path: Path) -> None:
+    written = save(tmp_path, 1, build_policy(MODEL, 1))
+    checkpoint.next_incarnation(written.parent)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"state.json", "model.safetensors", "tokenizer.json", "config.json", "incarnation"} <= modes.keys()
+    assert set(modes.values()) == {0o600}, modes
 
 
 def test_another_policy_is_refused(tmp_path: Path) -> None:
@@ -149,6 +159,64 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: py
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     save(tmp_path, 2, policy)
     assert steps(tmp_path) == ["step-000001", "step-000002"]
+
+
+class Disk:
+    """Notes in order what is forced to disk, with what it held then, and what is renamed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.noted: list[tuple[str, Path, object]] = []
+        patch.setattr(os, "fsync", self._forced)
+        for call in ("rename", "replace"):
+            patch.setattr(Path, call, self._noting(getattr(Path, call)))
+
+    def _forced(self, fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        self.noted.append(("forced", path, contents(path)))
+
+    def _noting(self, move: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def moved(path: Path, target: Path) -> Path:
+            self.noted.append(("moved", path, target))
+            return move(path, target)
+
+        return moved
+
+    def around(self, target: Path) -> tuple[dict[Path, object], list[Path]]:
+        """What was forced before something got the name `target`, with its contents, and what was forced after."""
+        moves = [(call, place) for call, _, place in self.noted]
+        at = moves.index(("moved", target))
+        before = {path: held for call, path, held in self.noted[:at] if call == "forced"}
+        return before, [path for call, path, _ in self.noted[at + 1 :] if call == "forced"]
+
+
+def contents(path: Path) -> object:
+    return path.read_bytes() if path.is_file() else {one.name for one in path.iterdir()}
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a name whose files were not forced to disk stands for empty files."""
+    disk = Disk(monkeypatch)
+    final = save(tmp_path, 1, build_policy(MODEL, 1))
+    before, after = disk.around(final)
+    partial = final.with_name(".step-000001.partial")
+    names = contents(final)
+    assert {path: held for path, held in before.items() if path.is_relative_to(partial)} == {
+        partial: names,
+        **{partial / path.name: contents(path) for path in final.iterdir()},
+    }
+    assert after == [final.parent]
+
+
+def test_an_incarnation_is_on_disk_before_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    assert checkpoint.next_incarnation(tmp_path) == 0
+    before, after = disk.around(tmp_path / checkpoint.INCARNATIONS)
+    assert before == {tmp_path / f".{checkpoint.INCARNATIONS}.partial": b"0\n"}
+    assert after == [tmp_path]
 
 
 def test_a_step_that_is_reached_again_replaces_its_checkpoint(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,7 @@ from torch import nn
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.config.trainer import LoraConfig
-from rolloutmq.schemas.config.weights import WeightsConfig
+from rolloutmq.schemas.config.trainer import LoraConfig, WeightsConfig
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
     ConfigError,
@@ -462,8 +462,28 @@ def test_batches_without_a_signal_are_no_steps(layout: RunLayout) -> None:
     assert [step for step, _ in broker.pulls] == [1, 1, 1, 2, 2, 2]
     assert [one["version"].step for one in broker.settled] == [0, 0, 1, 1, 1, 2]
     assert broker.settled[0]["filtered"] == ["flat1"]
-    assert len(broker.events) == 2
+    assert [event.step for event in broker.events] == [1, 2]
     assert [line.filtered for line in lines(layout)][:2] == [("flat1",), ("flat2",)]
+
+
+def test_a_batch_without_a_signal_tells_of_its_scores(layout: RunLayout) -> None:
+    def make(step: int, version: PolicyVersion) -> list[Group]:
+        if len(broker.pulls) % 2:
+            scores = [float(len(broker.pulls))] * 4
+            flat = replace(some_group(f"flat{len(broker.pulls)}", scores, version=version), env="math")
+            return [flat, some_group(f"bad{step}", [0.0, 1.0], inference_logprobs=None)]
+        return steady(step, version)
+
+    broker = MemoryBroker(make)
+    train(run_config(steps=2), layout, Stop(), broker.connect)
+    told = [(one.step, one.groups, one.filtered, one.rejected) for one in broker.skipped]
+    assert told == [(0, 2, 1, 1), (1, 2, 1, 1)]
+    assert broker.skipped[0].reason.startswith("inference_logprobs: required")
+    lanes = [lane for one in broker.skipped for lane in one.scores]
+    assert [(lane.env, lane.groups, lane.flat, lane.mean) for lane in lanes] == [
+        ("math", 1, 1, 1.0),
+        ("math", 1, 1, 3.0),
+    ]
 
 
 def test_the_wait_for_a_batch_is_told_whole_however_many_pulls_it_took(
@@ -491,6 +511,8 @@ def test_a_run_that_can_learn_nothing_fails_and_says_why(
     with pytest.raises(NothingToLearnError, match="3 batches in a row had nothing to learn from"):
         train(run_config(), layout, Stop(), broker.connect)
     assert len(broker.settled) == 2
+    assert [one.filtered for one in broker.skipped] == [1, 1, 1]  # the last one too
+    assert broker.events == []
 
 
 def test_groups_that_cannot_be_used_are_rejected_with_a_reason(layout: RunLayout) -> None:
@@ -518,6 +540,9 @@ def test_a_gradient_that_is_no_number_rejects_the_batch(
     assert train(run_config(steps=2), layout, Stop(), broker.connect) == PolicyVersion(0, 2)
     assert [one["version"].step for one in broker.settled] == [1, 1, 2]
     assert {one.reason for one in broker.settled[1]["rejected"]} == {"the gradient of its step is not finite"}
+    (skipped,) = broker.skipped
+    assert (skipped.step, skipped.reason) == (1, "the gradient of its step is not finite")
+    assert skipped.rejected == skipped.groups == len(broker.settled[1]["rejected"])
     assert all(torch.isfinite(tensor).all() for tensor in weights(layout).values())
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 from tests.trainer.support.rank_player import STEPS, UNEVEN, config_of, groups_of, taught_by
@@ -193,6 +195,20 @@ def test_ranks_that_were_killed_go_on_exactly_and_one_rank_can_go_on_from_them(t
     longer = config_of("float32", ranks=1)
     longer = longer.model_copy(update={"trainer": longer.trainer.model_copy(update={"steps": STEPS + 1})})
     assert train(longer, layout, Stop(), MemoryBroker(groups_of(0, 1)).connect) == PolicyVersion(2, STEPS + 1)
+
+
+def test_no_rank_listens_beyond_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the store nor gloo, whatever interface the user's environment names for trainers of several hosts."""
+    outside = next((name for name in psutil.net_if_addrs() if name != meeting.LOOPBACK), "absent0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", outside)
+    with ExitStack() as stack:
+        words = "tests.trainer.support.rank_sockets", tmp_path
+        ranks = [stack.enter_context(process(*words, rank)) for rank in range(2)]
+        assert [one.wait(PATIENCE_S) for one in ranks] == [0, 0]
+    hosts = [msgspec.json.decode((tmp_path / f"rank{rank}.listens").read_bytes()) for rank in range(2)]
+    assert all(hosts), "each rank has at least the socket of gloo"
+    assert len(hosts[0]) > len(hosts[1]), "the first rank has the store, too"
+    assert {ip_address(host).is_loopback for each in hosts for host in each} == {True}, hosts
 
 
 @pytest.mark.extended

@@ -62,5 +62,5 @@ def _metrics(objective: Objective, inputs: LossInputs, weight: Tensor) -> dict[s
         "masked": (weight == 0).to(ratio.dtype),
     }
     if inputs.ref_logprobs is not None:
-        parts["kl_ref"] = k3(bounded(inputs.logprobs - inputs.ref_logprobs))
+        parts["kl_ref"] = k3(inputs.logprobs - inputs.ref_logprobs)
     return {name: part.sum() / inputs.step.tokens for name, part in parts.items()}

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from rolloutmq.bus.files import make_private, write_private
 from rolloutmq.schemas.config.trainer import LoraConfig
 from rolloutmq.schemas.errors import ConfigError, MissingError, install_remedy
 from rolloutmq.trainer.policy.device import device_of
@@ -153,9 +154,10 @@ class Adapters:
             for key, matrix in zip(_keys(name), _matrices(self._learner.get_submodule(name)), strict=True)
         }
         save_file(tensors, directory / ADAPTERS, metadata={"format": "pt"})
+        make_private(directory / ADAPTERS)
         description = self._peft_config().to_dict()
         description["target_modules"] = sorted(self._targets)
-        (directory / DESCRIPTION).write_text(json.dumps(description, indent=2, default=str))
+        write_private(directory / DESCRIPTION, json.dumps(description, indent=2, default=str).encode())
 
 
 def _require_peft() -> None:

@@ -7,7 +7,6 @@ tokenizer in `model/` of the run directory, so that others can build the same po
 
 import copy
 import logging
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
+from rolloutmq.bus.files import PRIVATE_DIRECTORY, copy_private
 from rolloutmq.schemas.config.run import ModelConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.trainer.policy.tokenizer import (
@@ -116,11 +116,11 @@ def write_identity(policy: Policy, config: ModelConfig, directory: Path) -> None
 
     The configuration is written last, so a directory that has one is complete.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     if config.path:
         copy_tokenizer(Path(config.tokenizer or config.path), directory)
         if (generation := Path(config.path) / _GENERATION).is_file():
-            shutil.copyfile(generation, directory / _GENERATION)
+            copy_private(generation, directory / _GENERATION)
     else:
         write_tokenizer(config, directory)
     replace(directory / "config.json", policy.config.to_json_string(use_diff=False))  # type: ignore[union-attr,operator]

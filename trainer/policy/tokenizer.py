@@ -5,12 +5,12 @@ separate file; servers and evaluations still run on version 4. Both read what ru
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from rolloutmq.bus.files import copy_private, write_private
 from rolloutmq.schemas.config.run import ModelConfig
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint, fingerprint
 
@@ -40,7 +40,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy a tokenizer written by any version of transformers."""
     for name in FILES:
         if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
+            copy_private(source / name, directory / name)
     if (source / CONFIG).is_file():
         template = source / TEMPLATE
         settings = json.loads((source / CONFIG).read_bytes())
@@ -100,7 +100,7 @@ def character_tokenizer(alphabet: str) -> Any:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file atomically."""
+    """Write a file of a run atomically."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    write_private(partial, text.encode())
     partial.replace(path)

@@ -4,7 +4,8 @@
 
 For 4,096 tokens and a vocabulary of 32,000 one such table takes half a gigabyte, and the plain computation has several:
 logits, log-probabilities, and the gradients of both. Here only one chunk of logits exists at a time. The backward pass
-recomputes it: one more matrix product, repaid by fewer passes over memory.
+recomputes it: one more matrix product, repaid by fewer passes over memory. Where the policy is coarser than float32,
+the head may still compute in float32 (`policy.head`).
 
 A head that is more than a linear layer (Gemma caps its logits, Cohere scales them) cannot be split that way; the scorer
 probes it with two tokens when it is made. Such a policy runs whole, but its head sees only the hidden states of the
@@ -13,7 +14,7 @@ trained tokens.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -24,6 +25,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rolloutmq.trainer.policy.head import float32_head, wide_logits, widened
+
 logger = logging.getLogger(__name__)
 
 _PROBE: Final = ((0, 1),)
@@ -31,12 +34,23 @@ _PROBE_TOLERANCE: Final = 1e-3
 
 
 class LogprobScorer(nn.Module):
-    """Scores tokens with a causal language model. A module, so that FSDP can wrap it whole."""
+    """Scores tokens with a causal language model. A module, so that FSDP can wrap it whole.
 
-    def __init__(self, policy: nn.Module, logits_bytes: int, *, recompute_blocks: bool = False) -> None:
+    With `fp32_head` the logits of a coarser policy are computed in float32.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        logits_bytes: int,
+        *,
+        recompute_blocks: bool = False,
+        fp32_head: bool = False,
+    ) -> None:
         super().__init__()
         self.policy = policy
         self._logits_bytes = logits_bytes
+        self._fp32_head = fp32_head
         self._takes_head_apart = _has_plain_head(policy)
         self.packs = _can_share_rows(policy)
         """Whether the policy keeps sequences that share a row apart."""
@@ -78,11 +92,14 @@ class LogprobScorer(nn.Module):
             asked = torch.cat([asked[:, None], also], -1)  # (N, 1 + K)
         head = self.policy.get_output_embeddings()  # type: ignore[operator]
         if not self._takes_head_apart:
-            with _shown_only(head, rows, before):
+            wide = float32_head(self.policy) if self._fp32_head else nullcontext()
+            with wide, _shown_only(head, rows, before):
                 (logits,) = self.policy(**inputs).logits  # (N, V)
             return score_logits(logits, asked, temperatures)
         hidden = self.policy.base_model(**inputs).last_hidden_state  # type: ignore[operator]  # (B, T - 1, H)
-        return score_hidden(hidden[rows, before], head, asked, self._logits_bytes, temperatures)
+        return score_hidden(
+            hidden[rows, before], head, asked, self._logits_bytes, temperatures, fp32_head=self._fp32_head
+        )
 
     def idle(self) -> None:
         """Take part in a pass without trained tokens: its gradients are zero."""
@@ -131,7 +148,7 @@ def _table(asked: Tensor) -> Tensor:
 
 
 def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(widened(logits.dtype))
 
 
 def _has_plain_head(policy: nn.Module) -> bool:
@@ -174,15 +191,23 @@ def _can_share_rows(policy: nn.Module) -> bool:
 
 
 def score_hidden(
-    hidden: Tensor, head: nn.Linear, asked: Tensor, logits_bytes: int, temperatures: Tensor | None = None
+    hidden: Tensor,
+    head: nn.Linear,
+    asked: Tensor,
+    logits_bytes: int,
+    temperatures: Tensor | None = None,
+    *,
+    fp32_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Score tokens `(N,)` or `(N, A)` by the hidden states `(N, H)` before them.
 
-    At most `logits_bytes` of logits exist at once.
+    At most `logits_bytes` of logits exist at once. With `fp32_head` they are never rounded to a coarser type.
     """
     each = head.out_features * max(hidden.element_size(), torch.float32.itemsize)
     chunk = max(1, logits_bytes // each)
-    return _ChunkedScores.apply(hidden, head.weight, head.bias, asked, temperatures, chunk)  # type: ignore[no-any-return,no-untyped-call]
+    return _ChunkedScores.apply(  # type: ignore[no-any-return,no-untyped-call]
+        hidden, head.weight, head.bias, asked, temperatures, chunk, fp32_head
+    )
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -204,14 +229,15 @@ class _ChunkedScores(torch.autograd.Function):
         asked: Tensor,
         temperatures: Tensor | None,
         chunk: int,
+        fp32_head: bool,
     ) -> tuple[Tensor, Tensor]:
-        kind = torch.promote_types(hidden.dtype, torch.float32)
+        kind = widened(hidden.dtype)
         table = _table(asked)  # (N, A)
         sums, entropy = (hidden.new_empty(len(asked), dtype=kind) for _ in range(2))
         chosen = hidden.new_empty(asked.shape, dtype=kind)
         by_place = _table(chosen)  # (N, A)
         for part in _cuts(len(asked), chunk):
-            logits = _logits(hidden, weight, bias, temperatures, part)
+            logits = _logits(hidden, weight, bias, temperatures, part, fp32_head)
             highest = logits.amax(-1, keepdim=True)
             by_place[part] = logits.gather(-1, table[part])
             weights = logits.sub_(highest).exp()
@@ -221,7 +247,7 @@ class _ChunkedScores(torch.autograd.Function):
             entropy[part] = total.log() - inner / total
         by_place -= sums[:, None]
         ctx.save_for_backward(hidden, weight, bias, asked, temperatures, sums, entropy)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.fp32_head = chunk, fp32_head
         return chosen, entropy
 
     @staticmethod
@@ -238,7 +264,8 @@ class _ChunkedScores(torch.autograd.Function):
         undecided = bool(to_entropy.any())
         table, to_table = _table(asked), to_chosen.reshape(len(asked), -1)  # (N, A)
         for part in _cuts(len(asked), ctx.chunk):
-            logprobs = _logits(hidden, weight, bias, temperatures, part).sub_(sums[part, None])  # (C, V)
+            logits = _logits(hidden, weight, bias, temperatures, part, ctx.fp32_head)
+            logprobs = logits.sub_(sums[part, None])  # (C, V)
             pull = to_table[part].sum(-1, keepdim=True)
             if undecided:
                 slope = to_entropy[part, None]
@@ -264,14 +291,23 @@ class _ChunkedScores(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None, part: slice
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperatures: Tensor | None,
+    part: slice,
+    fp32_head: bool,
 ) -> Tensor:
     """Return the logits `(C, V)` of a chunk, in new memory."""
-    wide = _wide(functional.linear(hidden[part], weight, bias))
+    if fp32_head and hidden.dtype != widened(hidden.dtype):
+        wide = wide_logits(hidden[part], weight, bias)
+    else:
+        wide = _wide(functional.linear(hidden[part], weight, bias))
     return wide if temperatures is None else wide.div_(temperatures[part, None])
 
 

@@ -76,9 +76,12 @@ def _miscounted(counts: NDArray[np.int64], config: DistillationConfig, vocabular
     """Check the number of entries of each trained token."""
     if config.teacher_logprobs is TeacherLogprobs.SAMPLED:
         return "" if counts.min() else f"{IDS_COLUMN}: a trained token has no entry"
-    wanted = vocabulary if config.teacher_logprobs is TeacherLogprobs.FULL else min(config.top_k, vocabulary)
-    wrong = counts[counts != wanted]
-    return f"{IDS_COLUMN}: a trained token has {wrong[0]} entries, {wanted} expected" if wrong.size else ""
+    if config.teacher_logprobs is TeacherLogprobs.FULL:
+        wrong, expected = counts[counts != vocabulary], f"{vocabulary} expected"
+    else:
+        wanted = min(config.top_k, vocabulary)
+        wrong, expected = counts[counts < wanted], f"at least {wanted} expected (trainer.distillation.top_k)"
+    return f"{IDS_COLUMN}: a trained token has {wrong[0]} entries, {expected}" if wrong.size else ""
 
 
 def _unusable(
@@ -104,6 +107,32 @@ def _entries_of_tokens(group: Group, trained: NDArray[np.bool_]) -> NDArray[np.i
     found = np.full(trained.size, -1, np.int64)
     found[owners[places]] = places
     return found[trained]
+
+
+def likeliest(group: Group, config: DistillationConfig, vocabulary: int) -> Group:
+    """Return the group with the `top_k` likeliest entries of each token, which the loss compares; for other kinds, as
+    it is.
+
+    A server of prompt log-probabilities, such as vLLM, adds the token itself where it is not among them: `top_k + 1`.
+    """
+    if config.teacher_logprobs is not TeacherLogprobs.TOP_K:
+        return group
+    ids, logprobs = group.columns[IDS_COLUMN], group.columns[LOGPROBS_COLUMN]
+    rows, cells = ids.lengths
+    wanted = min(config.top_k, vocabulary)
+    if (cells <= wanted).all():
+        return group
+    owners = np.repeat(np.arange(cells.size), cells)
+    order = np.lexsort((-logprobs.numbers(), owners))
+    ends = np.cumsum(cells, dtype=np.int64)
+    rank = np.arange(owners.size) - (ends - cells)[owners]  # of the entries in that order
+    kept = np.sort(order[rank < wanted])
+    lengths = rows, np.minimum(cells, wanted).astype(cells.dtype)
+    cut = {
+        name: replace(column, values=column.values[kept], lengths=lengths)
+        for name, column in ((IDS_COLUMN, ids), (LOGPROBS_COLUMN, logprobs))
+    }
+    return replace(group, columns={**group.columns, **cut})
 
 
 def shuffled(group: Group, config: DistillationConfig, seed: int) -> Group:

@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from rolloutmq.bus.files import decode_json, read_regular
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.schemas.errors import SegmentInUseError
 from rolloutmq.schemas.files import VERSIONS, DiskAddress, SentAddress
@@ -34,7 +35,7 @@ def directory_of(address_file: Path) -> Path:
 def read_disk(path: Path) -> DiskAddress | None:
     """Read an address file; None if there is none (yet), or if it belongs to another backend."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=DiskAddress)
+        return decode_json(read_regular(path), DiskAddress)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 
@@ -42,7 +43,7 @@ def read_disk(path: Path) -> DiskAddress | None:
 def read_sent(path: Path) -> SentAddress | None:
     """Read an address file; None if there is none (yet), or if it belongs to another backend."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=SentAddress)
+        return decode_json(read_regular(path), SentAddress)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 

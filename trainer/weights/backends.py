@@ -12,7 +12,7 @@ from rolloutmq.schemas.errors import ConfigError, SegmentGoneError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights import address
-from rolloutmq.trainer.weights.cuda_ipc import CudaShare
+from rolloutmq.trainer.weights.cuda_ipc import CudaShare, share_kind
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.posix_shm import WeightShare
@@ -29,6 +29,7 @@ def owned(
     An orderly end removes everything. After a failure it stays, and the next trainer takes it over.
     """
     tokenizer, backend = directory_fingerprint(layout.model), config.weights.backend
+    fused = config.inference.kind == "vllm"  # the only server with fused tensors
     share: WeightShare | DiskShare | VllmSender
     # Nobody takes over what a dead trainer left with another backend.
     if backend == "disk":
@@ -40,10 +41,11 @@ def owned(
         share = VllmSender.create(policy, layout.weights, layout.vllm, version=version, tokenizer=tokenizer)
     elif backend == "cuda_ipc":
         address.sweep(layout.weights)
-        share = CudaShare.create_or_adopt(policy, layout.weights, version=version, tokenizer=tokenizer)
+        share = CudaShare.create_or_adopt(
+            policy, layout.weights, version=version, fused=fused, tokenizer=tokenizer
+        )
     else:
         address.sweep(layout.weights)
-        fused = config.inference.kind == "vllm"  # the only server with fused tensors
         share = WeightShare.create_or_adopt(
             policy, layout.weights, version=version, fused=fused, tokenizer=tokenizer
         )
@@ -81,10 +83,9 @@ def backend_of(address_file: Path) -> type[SharedWeights]:
     """
     if address.read_disk(address_file) is not None:
         return DiskShare
-    found = segment_file.read_address(address_file)
-    if found is None:
+    if segment_file.read_address(address_file) is None:
         raise SegmentGoneError(str(address_file), "no address has been published yet")
-    return CudaShare if found.path.endswith(f"-{CudaShare.KIND}") else WeightShare
+    return share_kind(address_file)
 
 
 def attach(model: nn.Module, address_file: Path, *, tokenizer: str = "") -> SharedWeights:

@@ -22,6 +22,7 @@ from rolloutmq.trainer.weights.manifest import (
     require_derived,
     require_equal,
 )
+from rolloutmq.trainer.weights.rotation import rotations
 
 
 def bind(model: nn.Module, manifest: WeightManifest, views: Mapping[str, Tensor], *, keep: bool) -> None:
@@ -53,7 +54,10 @@ def manifest_of(model: nn.Module, *, fused: bool = False, tokenizer: str = "") -
     """
     described = describe(model, fused=fused)
     return msgspec.structs.replace(
-        described, derived=digests(derived(model)) | module_facts(model), tokenizer=tokenizer
+        described,
+        derived=digests(derived(model)) | module_facts(model),
+        rotations=rotations(model) if fused else (),
+        tokenizer=tokenizer,
     )
 
 

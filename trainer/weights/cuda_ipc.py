@@ -309,3 +309,9 @@ def _only_device(model: nn.Module) -> Tensor:
                 name, f"is on {tensor.device}, others are on {first.device}; all must be on one"
             )
     return first
+
+
+def share_kind(address_file: Path) -> type[WeightShare]:
+    """Return the kind of share that an address file names: memory of a GPU, or of the host."""
+    found = segment_file.read_address(address_file)
+    return CudaShare if found is not None and found.path.endswith(f"-{CudaShare.KIND}") else WeightShare

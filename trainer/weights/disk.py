@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rolloutmq.bus.fsync import force, sum_of
+from rolloutmq.bus.files import force, make_private, sum_of, write_private
 from rolloutmq.schemas.errors import (
     SegmentGoneError,
     WeightsDamagedError,
@@ -197,7 +197,8 @@ def _write(partial: Path, manifest: bytes, tensors: Mapping[str, Tensor]) -> Non
     """Write the files of a version, and sync them."""
     partial.mkdir(mode=0o700)
     save_file(dict(tensors), partial / TENSORS, metadata={"format": "pt"})
-    (partial / MANIFEST).write_bytes(manifest)
+    make_private(partial / TENSORS)
+    write_private(partial / MANIFEST, manifest)
     for path in (partial / TENSORS, partial / MANIFEST, partial):
         force(path)
 
@@ -227,7 +228,7 @@ def seen(path: Path) -> tuple[int, int] | None:
 def _replace(path: Path, data: bytes) -> None:
     written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        written.write_bytes(data)
+        write_private(written, data)
         force(written)
         written.replace(path)
     except OSError:

@@ -27,10 +27,12 @@ IGNORED: Final = frozenset(
         *("architectures", "auto_map", "transformers_version", "tokenizer_class", "dtype", "torch_dtype"),
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
         *("output_attentions", "output_hidden_states", "return_dict", "use_cache", "initializer_range"),
-        *("pad_token_id", "bos_token_id", "eos_token_id"),
+        *("pad_token_id", "bos_token_id", "eos_token_id", "head_dtype"),
     }
 )
-"""Configuration keys without influence on the logits. Types are checked per tensor, token ids by the tokenizer."""
+"""Configuration keys without influence on the logits. Types are checked per tensor, token ids by the tokenizer.
+`head_dtype` is how finely a side computes the logits, not what they are.
+"""
 
 
 def config_facts(model: "nn.Module") -> dict[str, Any]:

@@ -20,8 +20,19 @@ from rolloutmq.trainer.weights.layout import PhysicalTensor, TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "int8", "bool")
+
+
+class Rotation(msgspec.Struct, frozen=True, kw_only=True):
+    """Cos and sin of each position as one rotary module computes them, see `rotation`."""
+
+    name: str
+    """The module."""
+    layers: str = ""
+    """Kind of layers that use it, as in `layer_types` of the configuration; empty for all."""
+    positions: int
+    digest: str
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +47,9 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     """Relevant configuration as JSON values."""
     derived: dict[str, str] = {}
-    """Digests of computed values (RoPE tables, scalings): both sides must compute the same."""
+    """Digests of computed values (RoPE frequencies, scalings): both sides must compute the same."""
+    rotations: tuple[Rotation, ...] = ()
+    """RoPE tables, for a server with tables; empty without a layout for it."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer; empty if the owner has none."""
 

@@ -14,7 +14,8 @@ vLLM paused until a restore has transferred the weights whole.
 The tensors go through a safetensors file with the names of transformers and the manifest, which vLLM verifies before it
 loads (`services.inference.vllm.weight_transfer`, registered in vLLM under `BACKEND`). The file is written in place,
 tensor by tensor: the library's writer would replace it by a rename, and so lose the lock on it, and needs a second copy
-in memory. vLLM's own backends `ipc` and `nccl` need CUDA and vLLM inside the trainer; they are not used.
+in memory. It goes from any device to any device, and to each of several workers. vLLM's own backends are not used:
+`ipc` sends pickles, and `nccl` needs vLLM in the trainer's environment.
 
 If vLLM dies or refuses a step, the trainer's step stands. Before the next pull, `supply` waits for a vLLM and transfers
 the weights whole. The trainer ends if vLLM has another model, or lives and refuses the weights several times in a row.
@@ -30,7 +31,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlsplit
@@ -242,17 +243,20 @@ class SentWeights:
                 raise WeightsNotSentError(self._url, f"{made.path} could not be written: {error}") from error
             self._post("/pause?mode=keep", {}, patience_s)
             if restoring:
-                self._close_failed(patience_s)
+                self._call("end_update")
             self._post("/start_weight_update", {}, patience_s)
             self._post("/update_weights", {"update_info": {"path": str(made.path)}}, patience_s)
+            self._require_taken()
             self._post("/finish_weight_update", {"weight_version": label}, patience_s)
+            self._require_taken()
             self._post("/resume", {}, patience_s)
         self._torn, self._version = False, version
 
-    def _close_failed(self, patience_s: float) -> None:
-        """End vLLM's failed transfer, if any: it would not begin another."""
-        with suppress(WeightsNotSentError):  # there was none
-            self._post("/finish_weight_update", {}, patience_s)
+    def _require_taken(self) -> None:
+        """Check that no worker of vLLM has failed to take the weights."""
+        for worker in self._call("update_problem"):
+            if problem := worker.get("problem"):
+                raise WeightsNotSentError(self._url, problem)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return each tensor under its first name; ties are transferred once."""
@@ -274,7 +278,11 @@ class SentWeights:
         digests: dict[str, str] = {}
         if level >= Level.DIGESTS:
             digests = self._fused_digests(exact=exact)
-            theirs = self._call("weight_digests", exact)
+            theirs, *others = self._call("weight_digests", exact)
+            if others:
+                raise ValueError(
+                    "level: each worker of vLLM has a part of the weights; compare log-probabilities"
+                )
             for name in sorted(digests.keys() | theirs.keys()):
                 left, right = digests.get(name, "nothing"), theirs.get(name, "nothing")
                 if left != right:
@@ -282,17 +290,20 @@ class SentWeights:
         return Proof(level, self._version, len(self._manifest.tensors), self._manifest.end, None, digests)
 
     def _require_match(self) -> None:
-        difference = self._call("match_weights", msgspec.json.encode(self._manifest).decode())
-        if "tensor" in difference:
-            raise WeightsMismatchError(difference["tensor"], difference["problem"])
+        for difference in self._call("match_weights", msgspec.json.encode(self._manifest).decode()):
+            if "tensor" in difference:
+                raise WeightsMismatchError(difference["tensor"], difference["problem"])
 
-    def _call(self, method: str, *args: Any) -> dict[str, str]:
-        """Call a method of the extension in vLLM."""
+    def _call(self, method: str, *args: Any) -> list[dict[str, str]]:
+        """Call a method of the extension in each worker of vLLM, of which there is one at least."""
         reply = self._post("/collective_rpc", {"method": method, "args": args})
         try:
-            return msgspec.json.decode(reply, type=_Results).results[0]
-        except (msgspec.DecodeError, IndexError) as error:
-            raise WeightsNotSentError(self._url, f"malformed response to {method}: {error}") from error
+            if results := msgspec.json.decode(reply, type=_Results).results:
+                return results
+            why = "no results"
+        except msgspec.DecodeError as error:
+            why = str(error)
+        raise WeightsNotSentError(self._url, f"malformed response to {method}: {why}")
 
     def _fused_digests(self, *, exact: bool) -> dict[str, str]:
         tensors = {name: tensor.cpu() for name, tensor in self._tensors().items()}

@@ -8,9 +8,12 @@ are delivered alone and leave the other ranks without: a suspect, which may cras
 the batch.
 
 The wait for an exact combination is measured per stream, not per request, so it also ends for pulls shorter than it.
+A minimum share holds for every batch, with two exceptions: an environment that cannot meet it is waited for as long as
+for an exact combination, once, until it can again; and a large group of another environment, whose turn has come, may
+leave no room. What an environment misses stays owed to it, up to one batch, and later batches make up for it.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -20,6 +23,7 @@ from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import Pull
 from rolloutmq.services.broker.batches import by_tokens
+from rolloutmq.services.broker.batches.candidates import Candidate, Floors, all_candidates, most_owed
 from rolloutmq.services.broker.batches.drop import GroupDropper
 from rolloutmq.services.broker.batches.exact import Counts, LaneSupply, compose, compose_below
 from rolloutmq.services.broker.batches.staleness import StalenessRule
@@ -27,9 +31,9 @@ from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.groups import Stream
 from rolloutmq.services.broker.state.queues import Lane, Lanes
+from rolloutmq.services.broker.state.split_queue import SplitQueue
 
-Floors = dict[Lane, int]
-"""Least sequences or tokens of each lane in the batch."""
+Candidates = Sequence[Candidate]
 
 
 class BatchPlan(msgspec.Struct):
@@ -54,6 +58,8 @@ class BatchBuilder:
         self._dropper = dropper
         self._staleness = staleness
         self._no_fit_since: dict[Stream, float] = {}
+        self._short_since: dict[Lane, float] = {}
+        """When pulls began to wait for a minimum share; forgotten when the lane can meet it."""
         self.closed = False
         """No batch is ever built: a recorded run is being replayed."""
 
@@ -77,12 +83,21 @@ class BatchBuilder:
             if not stale and not damaged:
                 self._no_fit_since.pop(stream, None)
                 self._staleness.record(plan.groups, pull.version)
-                _update_carry(self._lanes.of_split(pull.split), plan.groups, measure)
+                self._note_shares(pull, plan.groups, measure)
                 return plan
             self._lanes.put_back(plan.groups)
             self._dropper.drop(stale, GroupState.EXPIRED, "stale", wall)
             self._dropper.drop(damaged, GroupState.DEAD, "damaged", wall)
         return Wait.END_OF_REPLAY
+
+    def _note_shares(
+        self, pull: Pull, groups: Iterable[StoredGroup], measure: Callable[[StoredGroup], int]
+    ) -> None:
+        """Note what each lane gave to a batch, and what it is owed from now on."""
+        taken: defaultdict[Lane, int] = defaultdict(int)
+        for group in groups:
+            taken[self._lanes.of(group)] += measure(group)
+        self._lanes.of_split(pull.split).served(taken)
 
     def _take_suspect(self, pull: Pull) -> BatchPlan | None:
         """Take the oldest suspect, if there is one: its next failure must not count against other groups."""
@@ -97,118 +112,180 @@ class BatchBuilder:
     def deadline(self, now: float) -> float:
         """Return when a wait for an exact combination, or for a silent lane, may end."""
         exact = (since + self._config.exact_wait_s for since in self._no_fit_since.values())
-        silent = (lane.arrived_at + self._config.silent_env_s for lane in self._lanes if lane.min_share)
-        return min((at for at in (*exact, *silent) if at > now), default=float("inf"))
+        shares = (self._share_deadline(lane) for lane in self._short_since)
+        return min((at for at in (*exact, *shares) if at > now), default=float("inf"))
+
+    def _share_deadline(self, lane: Lane) -> float:
+        """Return when a wait for a lane's minimum share ends."""
+        since = self._short_since[lane]
+        return min(since + self._config.exact_wait_s, lane.arrived_at + self._config.silent_env_s)
 
     def reset_waits(self) -> None:
         self._no_fit_since.clear()
+        self._short_since.clear()
 
     def _compose(self, stream: Stream, pull: Pull, now: float) -> BatchPlan | Wait:
-        lanes = self._lanes.of_split(pull.split)
-        if _too_few_queued(lanes, pull):
+        queue = self._lanes.of_split(pull.split)
+        if _too_few_queued(queue, pull):
             self._no_fit_since.pop(stream, None)
             return Wait.NO_BATCH
-        floors = self._floors(lanes, pull, now)
+        floors = self._floors(queue.guaranteed, pull, now)
         if floors is None:
             return Wait.MIN_SHARE
-        stocked = {lane: floors[lane] for lane in lanes if lane.sizes}
         if pull.tokens:
-            return self._compose_by_tokens(stocked, pull)
-        plan = self._compose_exact_or_short(stream, stocked, pull, now)
-        return self._take_oversized(stocked, pull.sequences, plan) or plan
+            return self._compose_by_tokens(queue, floors, pull)
+        plan = self._compose_few(queue, floors, pull) or self._compose_exact_or_short(
+            stream, all_candidates(queue, floors), pull, now
+        )
+        return self._take_large(queue, floors, pull, plan) or plan
 
-    def _take_oversized(self, floors: Floors, target: int, plan: BatchPlan | Wait) -> BatchPlan | None:
-        """Take a group of more than `target` sequences, alone, if its turn comes before the plan's.
-
-        No batch will ever hold it, so it does not wait. It goes first if its environment is owed more than those of
-        the plan, or as much and it is older than every group of the plan.
-        """
-        found = [(lane, group) for lane in floors if (group := lane.oldest_above(target)) is not None]
-        if not found:
+    def _compose_few(self, queue: SplitQueue[Lane], floors: Floors, pull: Pull) -> BatchPlan | None:
+        """Take an exact batch from the lanes owed most; None if they have none, or if all lanes are few."""
+        few = most_owed(queue, floors, pull.sequences, _queued_sequences)
+        if few is None:
             return None
-        lane, group = min(found, key=_turn_key)
+        plan = self._compose_exact(few, pull.sequences, pull.world_size)
+        return plan if isinstance(plan, BatchPlan) else None
+
+    def _take_large(
+        self, queue: SplitQueue[Lane], floors: Floors, pull: Pull, plan: BatchPlan | Wait
+    ) -> BatchPlan | None:
+        """Take a group that the minimum shares leave no room for, if its turn comes before the plan's.
+
+        No batch that keeps them will ever hold it, so it does not wait. It goes first if its environment is owed more
+        than those of the plan, or as much and it is older than every group of the plan. A group of more than the batch
+        goes alone.
+        """
+        found = _oldest_large(queue, floors, pull.sequences)
+        if found is None:
+            return None
+        lane, group = found
         if isinstance(plan, BatchPlan):
-            if min(_turn_key((self._lanes.of(one), one)) for one in plan.groups) < _turn_key((lane, group)):
+            if min(_turn_key((self._lanes.of(one), one)) for one in plan.groups) < _turn_key(found):
                 return None
             self._lanes.put_back(plan.groups)
         lane.remove(group)
-        return BatchPlan([group])
+        rest = pull.sequences - group.header.sequences
+        if rest < 0:
+            return BatchPlan([group])
+        others = self._complete(queue, rest, pull.world_size - 1)
+        if others is not None:
+            return BatchPlan(sorted([group, *others], key=lambda one: one.order))
+        self._lanes.put_back([group])
+        if isinstance(plan, BatchPlan):
+            for one in plan.groups:
+                self._lanes.of(one).remove(one)
+        return None
+
+    def _complete(self, queue: SplitQueue[Lane], rest: int, ranks: int) -> list[StoredGroup] | None:
+        """Take groups of exactly `rest` sequences, without regard to minimum shares, and at least one for each rank."""
+        if not rest:
+            return None if ranks else []
+        plan = self._compose_exact(all_candidates(queue, {}), rest, max(1, ranks))
+        return plan.groups if isinstance(plan, BatchPlan) else None
 
     def _compose_exact_or_short(
-        self, stream: Stream, stocked: Floors, pull: Pull, now: float
+        self, stream: Stream, lanes: Candidates, pull: Pull, now: float
     ) -> BatchPlan | Wait:
         """Take exactly `pull.sequences`, or as many as possible below once `exact_wait_s` is over."""
-        plan = self._compose_exact(stocked, pull.sequences, pull.world_size)
+        plan = self._compose_exact(lanes, pull.sequences, pull.world_size)
         if plan is not Wait.NO_EXACT_FIT:
             return plan
         since = self._no_fit_since.setdefault(stream, now)
         if now - since < self._config.exact_wait_s:
             return Wait.NO_EXACT_FIT
-        return self._compose_short(stocked, pull.sequences, pull.world_size)
+        return self._compose_short(lanes, pull.sequences, pull.world_size)
 
-    def _compose_exact(self, floors: Floors, target: int, ranks: int) -> BatchPlan | Wait:
-        counts = compose(_supplies(floors, target), target)
+    def _compose_exact(self, lanes: Candidates, target: int, ranks: int) -> BatchPlan | Wait:
+        counts = compose(_supplies(lanes, target), target)
         if counts is None:
             return Wait.NO_EXACT_FIT
         if _group_count(counts) < ranks:
-            counts = compose(_supplies(floors, target // ranks), target)
-        return Wait.TOO_FEW_GROUPS if counts is None else self._take(floors, counts)
+            counts = compose(_supplies(lanes, target // ranks), target)
+        return Wait.TOO_FEW_GROUPS if counts is None else self._take(lanes, counts)
 
-    def _compose_short(self, floors: Floors, target: int, ranks: int) -> BatchPlan | Wait:
+    def _compose_short(self, lanes: Candidates, target: int, ranks: int) -> BatchPlan | Wait:
         """Take as many sequences as whole groups have, at most `target`."""
-        counts = compose_below(_supplies(floors, target), target)
+        counts = compose_below(_supplies(lanes, target), target)
         if counts is None:
             return Wait.NO_EXACT_FIT
         if _group_count(counts) < ranks:
-            counts = compose_below(_supplies(floors, target // ranks), target)
+            counts = compose_below(_supplies(lanes, target // ranks), target)
             if counts is None or _group_count(counts) < ranks:
                 return Wait.TOO_FEW_GROUPS
-        plan = self._take(floors, counts)
+        plan = self._take(lanes, counts)
         plan.short = sum(map(_sequences, plan.groups)) < target
         return plan
 
-    def _compose_by_tokens(self, floors: Floors, pull: Pull) -> BatchPlan | Wait:
-        """Take whole groups of at most `pull.tokens` tokens."""
-        groups = by_tokens.compose(_offers(floors), pull.tokens)
-        alone = len(groups) == 1 and by_tokens.tokens(groups[0]) > pull.tokens
-        if len(groups) < pull.world_size and not alone:
-            groups = by_tokens.compose(_offers(floors), pull.tokens, pull.tokens // pull.world_size)
-            if len(groups) < pull.world_size:
-                return Wait.TOO_FEW_GROUPS
+    def _compose_by_tokens(self, queue: SplitQueue[Lane], floors: Floors, pull: Pull) -> BatchPlan | Wait:
+        """Take whole groups of at most `pull.tokens` tokens: of the lanes owed most, if they have enough groups."""
+        few = most_owed(queue, floors, pull.tokens, _queued_tokens)
+        groups = _groups_by_tokens(few, pull) if few is not None else []
+        if not groups:
+            groups = _groups_by_tokens(all_candidates(queue, floors), pull)
+        if not groups:
+            return Wait.TOO_FEW_GROUPS
         for group in groups:
             self._lanes.of(group).remove(group)
         groups.sort(key=lambda group: group.order)
         return BatchPlan(groups)
 
-    def _floors(self, lanes: list[Lane], pull: Pull, now: float) -> dict[Lane, int] | None:
-        """Return the floor of each lane; None if a lane cannot meet it yet and is not silent."""
-        floors = dict.fromkeys(lanes, 0)
+    def _floors(self, lanes: Iterable[Lane], pull: Pull, now: float) -> Floors | None:
+        """Return the floors of lanes with a minimum share; None if one cannot meet it yet and is not silent."""
+        floors: dict[Lane, int] = {}
         left = target = pull.tokens or pull.sequences
+        waits = False
         for lane in lanes:
-            if not lane.min_share or lane.silent(now, self._config.silent_env_s):
-                continue
             floor = min(left, int(lane.min_share * target + 1e-6))
             if not pull.tokens:
                 size = max((size for size in lane.sizes if size <= target), default=lane.group_size)
                 floor = floor // size * size
-            if floor > (lane.queued.tokens if pull.tokens else lane.queued.sequences):
-                return None
+            have = lane.queued.tokens if pull.tokens else lane.queued.sequences
+            if floor <= have:
+                self._short_since.pop(lane, None)
+            elif self._waits_for(lane, now):
+                waits = True
+            else:
+                floor = 0
             floors[lane] = floor
             left -= floor
-        return floors
+        return None if waits else floors
 
-    def _take(self, lanes: Iterable[Lane], plan: list[Counts]) -> BatchPlan:
+    def _waits_for(self, lane: Lane, now: float) -> bool:
+        """Return whether a batch waits for a lane that cannot meet its minimum share.
+
+        It waits once, for a short time. What is missing stays owed to the lane.
+        """
+        if lane.silent(now, self._config.silent_env_s):
+            return False
+        since = self._short_since.setdefault(lane, now)
+        return now - since < self._config.exact_wait_s
+
+    def _take(self, lanes: Candidates, plan: list[Counts]) -> BatchPlan:
         groups: list[StoredGroup] = []
-        for lane, counts in zip(lanes, plan, strict=True):
+        for candidate, counts in zip(lanes, plan, strict=True):
             for size, number in counts.items():
                 if number:
-                    groups += lane.take(size, number)
+                    groups += candidate.lane.take(size, number)
         groups.sort(key=lambda group: group.order)
         return BatchPlan(groups)
 
 
 def _sequences(group: StoredGroup) -> int:
     return group.header.sequences
+
+
+def _oldest_large(queue: SplitQueue[Lane], floors: Floors, target: int) -> tuple[Lane, StoredGroup] | None:
+    """Return the group whose turn comes first of those too large for a batch that keeps the other lanes' floors."""
+    kept = sum(floors.values())
+    if max(queue.sizes, default=0) <= target - kept:
+        return None
+    found = (
+        (lane, group)
+        for lane in queue.stocked
+        if (group := lane.oldest_above(target - kept + floors.get(lane, 0))) is not None
+    )
+    return min(found, key=_turn_key, default=None)
 
 
 def _turn_key(candidate: tuple[Lane, StoredGroup]) -> tuple[float, int]:
@@ -221,46 +298,47 @@ def _group_count(counts: list[Counts]) -> int:
     return sum(sum(lane.values()) for lane in counts)
 
 
-def _too_few_queued(lanes: Iterable[Lane], pull: Pull) -> bool:
+def _too_few_queued(queue: SplitQueue[Lane], pull: Pull) -> bool:
     """Return whether the lanes hold less than a batch."""
     if pull.tokens:
-        return sum(lane.queued.tokens for lane in lanes) < pull.tokens
-    return sum(lane.queued.sequences for lane in lanes) < pull.sequences
+        return queue.queued.tokens < pull.tokens
+    return queue.queued.sequences < pull.sequences
 
 
-def _supplies(floors: Floors, largest: int) -> list[LaneSupply]:
+def _queued_sequences(lane: Lane) -> int:
+    return lane.queued.sequences
+
+
+def _queued_tokens(lane: Lane) -> int:
+    return lane.queued.tokens
+
+
+def _groups_by_tokens(lanes: Candidates, pull: Pull) -> list[StoredGroup]:
+    """Choose groups of at most `pull.tokens` tokens, at least one for each rank; none if there are too few."""
+    groups = by_tokens.compose(_offers(lanes), pull.tokens)
+    alone = len(groups) == 1 and by_tokens.tokens(groups[0]) > pull.tokens
+    if len(groups) < pull.world_size and not alone:
+        groups = by_tokens.compose(_offers(lanes), pull.tokens, pull.tokens // pull.world_size)
+        if len(groups) < pull.world_size:
+            return []
+    return groups
+
+
+def _supplies(lanes: Candidates, largest: int) -> list[LaneSupply]:
     """Return the supply of each lane in groups of at most `largest` sequences."""
-    return [_supply(lane, floor, largest) for lane, floor in floors.items()]
+    return [_supply(candidate, largest) for candidate in lanes]
 
 
-def _supply(lane: Lane, floor: int, largest: int) -> LaneSupply:
+def _supply(candidate: Candidate, largest: int) -> LaneSupply:
+    lane = candidate.lane
     counts = lane.counts(largest)
-    return LaneSupply(counts, lambda: map(_sequences, lane.heads(counts)), _weight(lane), floor, lane.carry)
+    return LaneSupply(
+        counts, lambda: map(_sequences, lane.heads(counts)), lane.part, candidate.floor, candidate.carry
+    )
 
 
-def _offers(floors: Floors) -> list[by_tokens.LaneOffer]:
+def _offers(lanes: Candidates) -> list[by_tokens.LaneOffer]:
     return [
-        by_tokens.LaneOffer(lane.heads(lane.sizes), lane.queued.tokens, _weight(lane), floor, lane.carry)
-        for lane, floor in floors.items()
+        by_tokens.LaneOffer(lane.heads(lane.sizes), lane.queued.tokens, lane.part, floor, carry)
+        for lane, floor, carry in lanes
     ]
-
-
-def _weight(lane: Lane) -> float:
-    return lane.weight if lane.connected else 0.0
-
-
-def _update_carry(
-    lanes: Sequence[Lane], groups: Sequence[StoredGroup], measure: Callable[[StoredGroup], int]
-) -> None:
-    """Update the sequences owed to each lane; an empty lane is owed nothing."""
-    if len(lanes) < 2:
-        return
-    taken: Counter[str] = Counter()
-    for group in groups:
-        taken[group.env] += measure(group)
-    target = float(taken.total())
-    weight = sum(lane.weight for lane in lanes if lane.connected) or 1.0
-    for lane in lanes:
-        share = lane.weight / weight if lane.connected else 0.0
-        owed = lane.carry + target * share - taken[lane.env]
-        lane.carry = max(-target, min(target, owed)) if lane.sizes else 0.0

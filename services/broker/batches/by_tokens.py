@@ -11,6 +11,7 @@ lane comes first.
 """
 
 from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
 from typing import Final
 
 import msgspec
@@ -114,10 +115,14 @@ def compose(offers: Sequence[LaneOffer], budget: int, largest: int = 1 << 62) ->
     for picker in [first, *sorted(turns[1:], key=lambda picker: not picker.offer.floor)]:
         picker.fulfil(left)
         left -= picker.total
-    while left and turns:
-        unfilled = min(turns, key=lambda picker: picker.total - picker.wish)
-        got = unfilled.one(left)
+    below = [(picker.total - picker.wish, place) for place, picker in enumerate(turns)]
+    heapify(below)
+    while left and below:
+        _, place = below[0]
+        got = turns[place].one(left)
         left -= got
-        if not got:
-            turns.remove(unfilled)
+        if got:
+            heapreplace(below, (turns[place].total - turns[place].wish, place))
+        else:
+            heappop(below)
     return [group for picker in pickers for group in picker.taken]

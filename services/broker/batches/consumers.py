@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import Pull, RegisterConsumer
 from rolloutmq.services.broker.actions import Route
@@ -27,8 +27,14 @@ class Consumer(msgspec.Struct, eq=False):
     generation: int
     heard_at: float
     progress: int = 0
+    key: str = ""
+    """Attempt that made this registration."""
     trains: bool = False
     """It has pulled from the split `train`."""
+    settled_step: int = -1
+    """Last training step settled by all ranks with this one, in its present life; -1 before the first."""
+    mismatch_since: float | None = None
+    """Since when its pulls name a step that the other ranks have settled."""
 
 
 class WaitingPull(msgspec.Struct, eq=False):
@@ -78,12 +84,19 @@ class Consumers:
         self._consumers[consumer.name] = consumer
 
     def goes_on(self, request: RegisterConsumer) -> bool:
-        """Return whether a registration is that of a known process: only the broker was away."""
+        """Return whether a registration is that of a known process: the broker was away, or the request is repeated."""
         known = self._consumers.get(request.consumer)
-        if known is None or not request.generation:
+        if known is None:
             return False
-        announced = request.generation, request.group, request.rank, request.world_size
-        return announced == (known.generation, known.group, known.rank, known.world_size)
+        place = known.group, known.rank, known.world_size
+        if (request.group, request.rank, request.world_size) != place:
+            return False
+        return request.generation == known.generation or known.key == request.key != ""
+
+    def fenced(self, name: str, generation: int) -> bool:
+        """Return whether a later registration took the name over from the one of this generation; 0 never is."""
+        known = self._consumers.get(name)
+        return known is not None and 0 < generation < known.generation
 
     def resumes(self, request: RegisterConsumer, *, holds: bool) -> bool:
         """Return whether this registration rewinds the consumer group. A rank that joins a rewind does not.
@@ -107,6 +120,23 @@ class Consumers:
     def settled(self, group: str, policy: PolicyVersion) -> None:
         """Note the policy of a trainer after a settled step, or of the checkpoint at which it resumes."""
         self._settled[group] = policy
+
+    @property
+    def settled_policies(self) -> dict[str, PolicyVersion]:
+        """The policy that each consumer group has settled or resumed at."""
+        return self._settled
+
+    def ahead_of(self, pull: Pull, moment: float) -> Consumer | None:
+        """Return a rank of the same group that has settled the pulled step, alive since `moment`.
+
+        A rank that was restarted alone may pull a step of the past. A whole group that starts over may do so too: none
+        of its ranks has settled a step in its present life.
+        """
+        me, policy = self._consumers.get(pull.consumer), self._settled.get(pull.group)
+        if me is None or policy is None or pull.world_size == 1 or pull.version >= policy:
+            return None
+        others = (one for one in self if one.group == pull.group and one.heard_at > moment)
+        return next((one for one in others if one.settled_step >= max(pull.step, me.settled_step + 1)), None)
 
     def settled_by(self, group: str) -> PolicyVersion | None:
         """Return the policy a trainer has settled or resumed at; None if it is not known in this life of the broker."""
@@ -132,11 +162,11 @@ class Consumers:
 
     @property
     def any_unserved(self) -> bool:
-        """Whether a consumer waits for a batch, or polled in vain a moment ago."""
-        return bool(self._waiting or self._polled)
+        """Whether a trainer waits for a batch, or polled in vain a moment ago; a consumer of split `eval` is none."""
+        return bool(self._polled) or any(one.pull.split is Split.TRAIN for one in self._waiting.values())
 
     def polled(self, name: str, now: float) -> None:
-        """Note that a consumer got no batch and does not wait."""
+        """Note that a trainer got no batch and does not wait."""
         self._polled[name] = now
 
     def unserved_since(self, name: str) -> float | None:

@@ -1,5 +1,6 @@
 """Groups that leave untrained: stale, damaged, dead or discarded. Each has its reason in every record."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from rolloutmq.schemas.errors import JournalWaitsError
@@ -35,7 +36,11 @@ class GroupDropper:
     def drop(
         self, groups: Iterable[StoredGroup], state: GroupState, reason: str, wall: float, detail: str = ""
     ) -> None:
-        """End groups in a queue or on the rewind queue."""
+        """End groups in a queue or on the rewind queue; say how many expired of each environment."""
+        groups = list(groups)
+        if state is GroupState.EXPIRED:
+            for lane, count in Counter(map(self._lanes.of, groups)).items():
+                self._outbox.expired(lane.env, count, lane.rule.max_staleness)
         for group in groups:
             self._events.add(Dropped(group.order, state.value, reason))
             if self._rewind_buffer.remove(group):

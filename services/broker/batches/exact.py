@@ -9,6 +9,7 @@ of a lane's share: weights set the order, floors are kept.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from math import gcd
 from typing import Final, Protocol
@@ -132,20 +133,30 @@ class _OldestFirst:
 
 
 def greedy(supplies: Sequence[LaneSupply], target: int) -> tuple[list[Counts], int]:
-    """Meet the wishes with the oldest groups; return the counts and the number of missing sequences."""
+    """Meet the wishes with the oldest groups; return the counts and the number of missing sequences.
+
+    What the wishes leave goes to the supply furthest below its wish, one group at a time. Of equals the one that was
+    served last goes on: its place in the heap is moved ahead by one whole round.
+    """
     wishes = quotas(supplies, target) if len(supplies) > 1 else [float(target)]
     walks = [_OldestFirst(supply) for supply in supplies]
     left = target
     for walk, wish in zip(walks, wishes, strict=True):
         walk.up_to(min(left, int(wish + 1e-6)))
         left -= walk.total
-    unfilled = list(zip(walks, wishes, strict=True))
-    while left and unfilled:
-        unfilled.sort(key=lambda pair: pair[0].total - pair[1])
-        got = unfilled[0][0].one(left)
+    number, served = len(walks), 0
+    turns = [(walks[place].total - wishes[place], place) for place in range(number)]
+    heapify(turns)
+    while left and turns:
+        place = turns[0][1] % number
+        walk = walks[place]
+        got = walk.one(left)
         left -= got
-        if not got:
-            unfilled.pop(0)
+        if got:
+            served += 1
+            heapreplace(turns, (walk.total - wishes[place], place - served * number))
+        else:
+            heappop(turns)
     return [dict(walk.taken) for walk in walks], left
 
 
@@ -158,6 +169,8 @@ def compose(supplies: Sequence[LaneSupply], target: int) -> list[Counts] | None:
     if target % unit:
         return None
     supplies = _bounded(supplies, target)
+    if largest_below(supplies, target) < target:
+        return None
     totals = _lane_totals(supplies, plan, target, unit)
     if totals is None:
         return None

@@ -3,14 +3,18 @@
 A lease fixes composition and shards. It ends in one of two ways. Settled: every rank has reported the outcome of its
 shard. Lost: its groups return to their places in the queue, and later reports of its ranks are fenced by the
 generation. Every rank must send heartbeats and make progress; a hung rank cannot hold the others for ever.
+
+A rank settles provisionally while others have yet to settle. If the lease is lost in between, the rank's next pull
+tells it so.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
 
+from rolloutmq.schemas.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import Pull, Settle
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -18,6 +22,8 @@ from rolloutmq.services.broker.state.groups import Stream
 
 REMEMBERED: Final = 64
 """Number of remembered ended leases, so a repeated request gets the same answer."""
+VOID_LIMIT: Final = 4096
+"""Most remembered void settlements: a lease has one for each rank."""
 
 
 class RankShard(msgspec.Struct, eq=False):
@@ -52,6 +58,8 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
     """Its groups were settled before, or were leased when their trainer was rewound."""
     over: bool = False
     """It has more than was requested; see `measure`."""
+    moments: dict[str, Moments] = {}
+    """Moments of the scores of each environment, as of the first lease of the batch."""
 
     @property
     def split(self) -> Split:
@@ -94,6 +102,23 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
         pending = (part.progress_at for part in self.parts if part.settle is None)
         return min(pending, default=float("inf")) + lease_s
 
+    def missing(self, now: float, lease_s: float) -> int | None:
+        """Return a rank that has not pulled its shard for the time of a lease; None if there is none."""
+        parts = enumerate(self.parts)
+        return next((r for r, part in parts if not part.consumer and part.progress_at + lease_s <= now), None)
+
+
+class VoidSettlement(msgspec.Struct):
+    """A provisional settlement whose lease was lost; the answer to one pull tells it."""
+
+    lease: int
+    generation: int
+    """That of the lease; a consumer with a higher one has registered since, and is told nothing."""
+    step: int
+    request_id: str = ""
+    """That pull, or a repeated settlement; empty before. A restart forgets it, and a rank without a new shard is told
+    again."""
+
 
 class EndedLease(msgspec.Struct, frozen=True):
     """A remembered settled lease."""
@@ -111,6 +136,10 @@ class Leases:
         self._open: dict[int, Lease] = {}
         self._of_stream: dict[Stream, Lease] = {}
         self._ended: OrderedDict[int, EndedLease] = OrderedDict()
+        self.void: dict[tuple[str, Split], VoidSettlement] = {}
+        """Void settlements by consumer and split."""
+        self._lost: dict[Stream, PolicyVersion] = {}
+        """The earliest policy of the leases of a stream that were lost since its last settled one."""
         self.last_number = 0
         self.generation = 0
         """Highest number given to a lease or to a registration of a consumer."""
@@ -147,7 +176,8 @@ class Leases:
 
     def end(self, lease: Lease) -> None:
         """Close a settled lease and remember its outcome."""
-        self.lose(lease)
+        self._close(lease)
+        self._lost.pop(lease.stream, None)
         settles = tuple(part.settle for part in lease.parts if part.settle is not None)
         requests = frozenset((part.consumer, part.request_id) for part in lease.parts)
         self.remember(lease.number, EndedLease(lease.generation, lease.step, settles, requests))
@@ -159,9 +189,53 @@ class Leases:
             self._ended.popitem(last=False)
 
     def lose(self, lease: Lease) -> None:
-        """Close a lease without an outcome. Nothing of it is remembered, so its ranks are fenced."""
+        """Close a lease without an outcome. It is not remembered, so its ranks are fenced; settlements are void."""
+        self._close(lease)
+        before = self._lost.pop(lease.stream, lease.version)
+        self._lost[lease.stream] = min(lease.version, before, key=lambda policy: policy.step)
+        for part in lease.parts:
+            if part.settle is not None:
+                self.void[part.consumer, lease.split] = VoidSettlement(
+                    lease.number, lease.generation, lease.step
+                )
+        while len(self.void) > VOID_LIMIT:
+            del self.void[next(iter(self.void))]
+        while len(self._lost) > VOID_LIMIT:
+            del self._lost[next(iter(self._lost))]
+
+    def _close(self, lease: Lease) -> None:
         del self._open[lease.number]
         del self._of_stream[lease.stream]
+
+    def void_for(self, pull: Pull, generation: int) -> VoidSettlement | None:
+        """Return the void settlement to tell this pull of a consumer's life; a later pull is told nothing."""
+        void = self.void.get((pull.consumer, pull.split))
+        if void is None or void.generation < generation:
+            return None
+        void.request_id = void.request_id or pull.request_id
+        return void if void.request_id == pull.request_id else None
+
+    def told(self, settle: Settle) -> None:
+        """Note that the answer to a repeated settlement tells its loss: no pull is told it once more."""
+        for split in Split:
+            void = self.void.get((settle.consumer, split))
+            if void is not None and void.lease == settle.lease:
+                void.request_id = void.request_id or f"settlement of lease {settle.lease}"
+
+    def lost_policy(self, stream: Stream) -> PolicyVersion | None:
+        """Return the earliest policy of the leases lost since the stream's last settled one."""
+        return self._lost.get(stream)
+
+    def forget_void(self, consumer: str, splits: Iterable[Split] = tuple(Split)) -> None:
+        """Forget the void settlements of a consumer: it registered anew, or pulled its next shard."""
+        for split in splits:
+            self.void.pop((consumer, split), None)
+
+    def hand_out(self, lease: Lease, rank: int, consumer: str, request_id: str) -> None:
+        """Note which consumer pulled a shard, by which request."""
+        part = lease.parts[rank]
+        part.consumer, part.request_id = consumer, request_id
+        self.forget_void(consumer, (lease.split,))
 
     def ended(self) -> Iterator[tuple[int, EndedLease]]:
         """Yield the remembered leases, oldest first."""
@@ -176,6 +250,8 @@ class Leases:
 
     def clear(self) -> None:
         """Forget everything but the numbers."""
+        self.void.clear()
+        self._lost.clear()
         self._open.clear()
         self._of_stream.clear()
         self._ended.clear()

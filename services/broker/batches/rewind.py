@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from rolloutmq.schemas.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -29,6 +30,7 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
     Attributes:
         stepped: The trainer took a step with it. A batch without a signal is retained for the order only.
         states: The state of each group of `shards`, in their order.
+        moments: Moments that the batch brought; see `Lease`.
     """
 
     version: PolicyVersion
@@ -37,6 +39,7 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
     shards: list[list[StoredGroup]]
     states: list[list[GroupState]]
     short: bool = False
+    moments: dict[str, Moments] = {}
 
     def members(self) -> Iterator[tuple[StoredGroup, GroupState]]:
         for groups, states in zip(self.shards, self.states, strict=True):
@@ -52,11 +55,13 @@ class RewoundBatch(msgspec.Struct, eq=False):
 
     shards: list[list[StoredGroup]]
     short: bool
+    moments: dict[str, Moments] = {}
+    """Moments that the batch brought and brings again: the repeated step is then the same."""
 
     def split_groups(self) -> "list[RewoundBatch]":
         """Return a batch for each group, in their order: one of them may be poison."""
         ordered = sorted(self.groups, key=lambda group: group.order)
-        return [RewoundBatch([[group]], short=True) for group in ordered]
+        return [RewoundBatch([[group]], short=True, moments=self.moments) for group in ordered]
 
     @property
     def groups(self) -> list[StoredGroup]:

@@ -8,8 +8,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from rolloutmq.bus.policy_lineage import PolicyLineage
 from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.policy_lineage import PolicyLineage
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.services.broker.batches.leases import Lease

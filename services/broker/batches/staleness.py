@@ -4,12 +4,12 @@ Staleness is the number of optimizer steps from the oldest policy that sampled a
 group of a newer policy than that is not stale.
 Each environment bounds it with `max_staleness`. Above the bound, `stale = "drop"` expires the group and
 `stale = "pass"` delivers it and counts it in the ledger as `passed(stale)`. A group an operator requeued is never
-dropped for its age.
+dropped for its age. A group of the split `eval` is trained on by nobody, so no bound holds for it.
 """
 
 from collections.abc import Iterable
 
-from rolloutmq.bus.policy_lineage import PolicyLineage
+from rolloutmq.schemas.policy_lineage import PolicyLineage
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.ledger import Ledger
@@ -49,4 +49,6 @@ class StalenessRule:
         return drops and not group.requeued and self._exceeds_bound(group, version)
 
     def _exceeds_bound(self, group: StoredGroup, version: PolicyVersion) -> bool:
+        if group.split is Split.EVAL:
+            return False
         return self.staleness(group, version) > self._lanes.of(group).rule.max_staleness

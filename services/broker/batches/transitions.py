@@ -116,7 +116,7 @@ class GroupTransitions:
         if isinstance(again, Wait):
             return again
         if again is not None:
-            shards, short = again.shards, again.short
+            shards, short, moments = again.shards, again.short, again.moments
             if len(shards) != pull.world_size:
                 shards = shard(again.groups, pull.world_size)
         else:
@@ -124,6 +124,7 @@ class GroupTransitions:
             if isinstance(plan, Wait):
                 return plan
             shards, short = shard(plan.groups, pull.world_size), plan.short
+            moments = {group.env: self._lanes.of(group).rewards for group in plan.groups}
         lease = Lease(
             number=self._leases.next_number(),
             generation=self._leases.next_generation(),
@@ -135,6 +136,7 @@ class GroupTransitions:
             parts=[RankShard(groups, now) for groups in shards],
             short=short,
             rewound=again is not None,
+            moments=moments,
         )
         self._events.add(_leased(lease))
         self.apply_lease(lease)
@@ -213,6 +215,7 @@ class GroupTransitions:
             shards=[[group for group, _ in alive] for alive in shards],
             states=[[state for _, state in alive] for alive in shards],
             short=lease.short,
+            moments=lease.moments,
         )
         if any(batch.shards):
             self._rewind_buffer.retain(lease.stream[0], batch)
@@ -346,7 +349,7 @@ class GroupTransitions:
         covered, after = self._rewind_buffer.pop_after(consumer_group, version)
         self._commit(covered)
         for split in Split:
-            batches = [RewoundBatch(b.shards, b.short) for b in after if b.split is split]
+            batches = [RewoundBatch(b.shards, b.short, b.moments) for b in after if b.split is split]
             self._requeue_rewound((consumer_group, split), batches)
         for batch in after:
             for group, state in batch.members():
@@ -381,7 +384,7 @@ class GroupTransitions:
 
 
 def _rewound_batches(lease: Lease, *, split_up: bool) -> list[RewoundBatch]:
-    batch = RewoundBatch([part.groups for part in lease.parts], lease.short)
+    batch = RewoundBatch([part.groups for part in lease.parts], lease.short, lease.moments)
     return batch.split_groups() if split_up else [batch]
 
 
@@ -398,6 +401,7 @@ def _leased(lease: Lease) -> Leased:
         short=lease.short,
         again=lease.rewound,
         tokens=lease.tokens,
+        moments=lease.moments,
     )
 
 

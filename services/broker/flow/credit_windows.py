@@ -3,7 +3,7 @@
 The windows of all live producers together leave half of the high-water mark to the queue, unless their groups are too
 large for that. Rollouts are bounded by a quarter of the mark in groups. Two parts of the mark are reserved: `spare`
 for one stalled producer at a time, `drains` for draining ones. All producers of a lane have the same window. It is
-recomputed when the live producers, the marks, or the lane's largest group change.
+recomputed when the live producers, the marks, the spare, or the lane's largest group change.
 """
 
 from collections.abc import Mapping, Sized
@@ -32,6 +32,8 @@ WORTH_GROUPS: Final = 4
 """Neither is a grant below this many groups, unless the window is smaller."""
 MUCH_LARGER: Final = 16
 """A group this many times as large as any before is unusual."""
+SPARE_GROUPS: Final = 2
+"""Room for one stalled producer at a time, in groups of the largest size so far. Before the first group: any group."""
 DRAINS_BYTES: Final = 64 << 20
 """Reserved for draining producers: the whole spool of a producer, at its default size."""
 DRAINS_PART: Final = 4
@@ -56,6 +58,7 @@ class CreditWindows:
         self._windows: dict[Lane, tuple[int, int]] = {}
         """The largest group of each lane, and the window computed from it."""
         self.largest = 1
+        self._seen = 0
         self.adopt(config)
 
     def adopt(self, config: BrokerConfig) -> None:
@@ -63,9 +66,24 @@ class CreditWindows:
         high = config.high_bytes
         self._high_bytes, self._high_groups = high, config.high_groups
         self.largest = max(self.largest, min(config.max_group_bytes, high // 2))
-        self.spare = min(self.largest, high // 2)
+        self._set_spare()
         self.drains = min(DRAINS_BYTES, high // DRAINS_PART)
         self._windows.clear()
+
+    def seen(self, nbytes: int) -> bool:
+        """Note the size of a group; return whether the windows have changed."""
+        if nbytes <= self._seen:
+            return False
+        self._seen = nbytes
+        before = self.spare
+        self._set_spare()
+        if self.spare != before:
+            self._windows.clear()
+        return self.spare != before
+
+    def _set_spare(self) -> None:
+        most = min(self.largest, self._high_bytes // 2)
+        self.spare = min(most, SPARE_GROUPS * self._seen) if self._seen else most
 
     def changed(self) -> None:
         """Note that the live producers have changed."""

@@ -8,9 +8,15 @@ spool.
 The windows of all live producers together leave half of the high-water mark to the queue, unless their groups are too
 large for that. A lane may have a mark of its own; it binds the lane's producers in the same way.
 
-Two parts of the mark are reserved. `spare` is for one stalled producer at a time, whose next group may have the
-largest size, while a trainer trains. `drains` is for draining producers, so they can always empty their spools;
-no mark of a lane holds them. Only a trainer that waits for a batch while nothing is leased may use all of the mark.
+A part of the mark is reserved while a trainer trains. `spare` is for one stalled producer at a time: two groups of the
+largest size seen so far. `drains` is for draining producers, so they can always empty their spools; no mark of a lane
+holds them. Producers of the split `eval` may use both: their groups wait for no trainer, and a trainer may wait for
+them. A trainer that waits for a batch while nothing is leased starves: then nothing is reserved, and all room is
+granted at once, to those that send before those that are idle.
+
+A group may be larger than all before. A silent producer with a full window is allowed to send one, without room for it.
+If it does, the group is refused, and its size is known: room that comes free is kept for it (a claim), and the producer
+sends it again.
 
 The sums of granted bytes and rollouts are kept here, in one place: `charge`.
 """
@@ -20,6 +26,9 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
+import msgspec
+
+from rolloutmq.bus.producer.spool import RESEND_MAX_S
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.wire.envelope import GroupHeader, Split
 from rolloutmq.schemas.wire.replies import Wait
@@ -31,6 +40,8 @@ STALL_S: Final = 0.5
 """A producer with credit that sends nothing for this long may hold a group larger than its window."""
 IDLE_S: Final = 1.0
 """A grant unused for this long may be reclaimed when another producer needs the room."""
+CLAIM_S: Final = 2 * RESEND_MAX_S
+"""Room is kept this long for a refused group: its producer sends it again in this time."""
 
 
 class TrainerDemand(Enum):
@@ -41,6 +52,29 @@ class TrainerDemand(Enum):
     CONSUMING = auto()
     STARVED = auto()
     """A trainer waits for a batch while nothing is leased: all room may go into it."""
+
+
+class RoomClaim(msgspec.Struct, eq=False):
+    """A group refused for want of room.
+
+    Attributes:
+        end: The byte limit that covers it.
+        since: When it was refused, in monotonic seconds.
+    """
+
+    session: ProducerSession
+    end: int
+    since: float
+
+    @property
+    def need(self) -> int:
+        """Bytes it lacks."""
+        return max(0, self.end - self.session.granted_bytes)
+
+    def over(self, now: float) -> bool:
+        """Return whether the group has come, or will not."""
+        session = self.session
+        return not session.alive or session.window.nbytes >= self.end or now - self.since > CLAIM_S
 
 
 class ByteCredits:
@@ -60,6 +94,8 @@ class ByteCredits:
         self._live: dict[int, ProducerSession] = {}
         self._of_lane: dict[Lane, dict[int, ProducerSession]] = {}
         self._credit_queue: dict[int, ProducerSession] = {}
+        self._claims: dict[int, RoomClaim] = {}
+        """At most one of each session, the oldest first."""
         self._excess = False
         """Windows have shrunk: a session may hold more than its window."""
         self._topped: tuple[ProducerSession, float] | None = None
@@ -114,12 +150,15 @@ class ByteCredits:
 
     def exhausted(self, split: Split) -> bool:
         """Return whether no lane of a split with producers can take another group before a batch is settled."""
-        lanes = self._lanes.of_split(split)
-        largest = max((lane.largest_bytes for lane in lanes), default=0)
-        if self.full() or self._lanes.held_bytes + largest > self._config.high_bytes:
+        queue = self._lanes.of_split(split)
+        if self.full() or self._lanes.held_bytes + queue.largest_bytes > self._config.high_bytes:
             return True
-        fed = [lane for lane in lanes if lane.connected and self._of_lane.get(lane)]
-        return bool(fed) and all(lane.full for lane in fed)
+        fed = (lane for lane in queue.lanes if self._is_fed(lane))
+        first = next(fed, None)
+        return first is not None and first.full and all(lane.full for lane in fed)
+
+    def _is_fed(self, lane: Lane) -> bool:
+        return lane.connected and bool(self._of_lane.get(lane))
 
     def revive(self, session: ProducerSession, now: float) -> None:
         """Count a session as alive; its old grants are backed as far as there is room."""
@@ -146,6 +185,11 @@ class ByteCredits:
         session.granted_bytes = min(session.granted_bytes, session.window.nbytes)
         self.charge(session)
 
+    def forget(self, lane: Lane) -> None:
+        """Forget a lane without live sessions."""
+        self._of_lane.pop(lane, None)
+        self._windows.changed()
+
     def charge(self, session: ProducerSession) -> None:
         """Update the sums to the session's present grants."""
         starts = session.starts_out if session.alive else 0
@@ -160,6 +204,8 @@ class ByteCredits:
         """Return why credit does not cover a group, or an empty string; makes room if it must."""
         if header.nbytes > self.largest:
             return "too_large"
+        if self._lanes.held_groups >= self._config.high_groups:
+            return "no_room"  # its producer was silent, and others got the room of its permits
         if header.position > session.promised_bytes:
             return "beyond_credit"
         end = max(header.position, session.window.nbytes + header.nbytes)
@@ -167,8 +213,8 @@ class ByteCredits:
             return ""
         if end > session.promised_bytes:
             return "position"
-        room = self.room if session.draining else min(self.room - self._windows.drains, session.lane.room)
-        if end - session.granted_bytes > room:
+        if end - session.granted_bytes > self._claimable_room(session):
+            self._claims.setdefault(session.number, RoomClaim(session, end, session.heard_at))
             return "no_room"
         session.granted_bytes = end
         self.charge(session)
@@ -177,8 +223,10 @@ class ByteCredits:
     def arrived(self, session: ProducerSession, now: float) -> None:
         """Update the grants after an accepted group."""
         session.accepted_at = now
+        if self._windows.seen(session.lane.largest_bytes):
+            self._excess = True
         self.charge(session)
-        self._grant_window(session, now, last=False)
+        self._grant_window(session, now, last=self.starved)
 
     def open_window(self, session: ProducerSession) -> int:
         """Return how many rollouts a session may have under way without pacing."""
@@ -199,15 +247,33 @@ class ByteCredits:
         """Return the room for ordinary grants to a session; below 0 if the reserve is in use."""
         if session.draining:
             return self.room
-        return min(self.room - self._reserved, session.lane.room)
+        return min(self.room - (0 if session.evaluates else self._reserved), session.lane.room)
+
+    def _claimable_room(self, session: ProducerSession) -> int:
+        """Return the room for a group that has come, or that is known to come."""
+        if session.draining:
+            return self.room
+        kept = 0 if self.starved or session.evaluates else self._windows.drains
+        return min(self.room - kept, session.lane.room)
+
+    @property
+    def starved(self) -> bool:
+        """Whether a trainer waits for a batch while nothing is leased."""
+        return self._trainer_demand() is TrainerDemand.STARVED
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that ordinary grants leave free at present."""
+        return max(0, min(self._reserved, self._config.high_bytes))
 
     @property
     def _reserved(self) -> int:
         """Bytes reserved from ordinary grants; a topped-up session already has its part of the spare."""
-        return (
-            max(0, self._windows.spare - (self._topped[0].bytes_out if self._topped else 0))
-            + self._windows.drains
-        )
+        if self.starved:
+            return 0
+        claimed = next((claim.need for claim in self._claims.values() if claim.need), 0)
+        topped = self._topped[0].bytes_out if self._topped else 0
+        return max(0, self._windows.spare - topped, claimed) + self._windows.drains
 
     def _grant_window(self, session: ProducerSession, now: float, *, last: bool = True) -> None:
         """Grant up to a whole window, as far as there is room; queue the session if it still has too little.
@@ -240,24 +306,50 @@ class ByteCredits:
         """Grant freed room: to draining sessions, then to the queue. The cost depends on the grants made, not on the
         sessions.
         """
-        self._serve_queue(now, last=False)
+        self._serve_claims(now)
+        self._serve_queue(now, last=self.starved)
 
     def grant_all(self, now: float) -> None:
         """Reclaim idle grants for the queue, grant room to the last byte, then top up one stalled session."""
+        self._serve_claims(now)
         if self._credit_queue:
             self._shrink_all()
             self._reclaim_idle(now)
             self._serve_queue(now, last=True)
         self._top_up(now)
 
+    def _serve_claims(self, now: float) -> None:
+        """Grant room for refused groups, the oldest first."""
+        for claim in list(self._claims.values()):
+            session = claim.session
+            if claim.over(now):
+                del self._claims[session.number]
+            elif need := claim.need:
+                if need > self._claimable_room(session):
+                    return
+                self._grant_bytes(session, need, now)
+
     def _serve_queue(self, now: float, *, last: bool) -> None:
-        for session in [s for s in self._credit_queue.values() if s.draining]:
+        """Grant in the order of the queue: to draining and evaluating sessions first.
+
+        While a trainer starves, nothing goes to an idle session that may send its next group anyway: it gets room for
+        it on the spot.
+        """
+        for session in [s for s in self._credit_queue.values() if s.draining or s.evaluates]:
             self._grant_window(session, now, last=last)
+        starved = self.starved
         for session in list(self._credit_queue.values()):
+            if starved and self._may_rest(session, now):
+                continue
             least = 1 if last else self._windows.worth(session.lane)
             if self.room - self._reserved < least:
                 return
             self._grant_window(session, now, last=last)
+
+    def _may_rest(self, session: ProducerSession, now: float) -> bool:
+        """Return whether a session is idle and its promise covers a group of its environment."""
+        covered = session.promised_bytes - session.window.nbytes >= max(1, session.lane.largest_bytes)
+        return covered and not session.draining and now - session.accepted_at > IDLE_S
 
     def _shrink_all(self) -> None:
         """Reclaim grants above each session's window, if windows have shrunk."""
@@ -298,7 +390,8 @@ class ByteCredits:
     def _idle(self, session: ProducerSession, now: float) -> bool:
         """Return whether a session has a grant and has not used it for long."""
         unused = now - session.accepted_at > IDLE_S and now - session.granted_at > IDLE_S
-        return unused and session.bytes_out > 0 and session.number not in self._credit_queue
+        queued = session.number in self._credit_queue or session.number in self._claims
+        return unused and session.bytes_out > 0 and not queued
 
     def _reclaim(self, session: ProducerSession) -> None:
         session.granted_bytes = session.window.nbytes
@@ -310,24 +403,42 @@ class ByteCredits:
         if self._topped is not None:
             session, since = self._topped
             used = session.accepted_at > since or not session.alive
-            if not used and now - since < IDLE_S:
+            short = self.starved and self._credit_queue and not self.waits(session)
+            if not used and now - since < IDLE_S and not short:
                 return
             self._shrink(session)
             self._topped = None
+        demand = self._trainer_demand()
         stalled = [s for s in self._live.values() if self._stalled(s, now)]
-        for session in sorted(stalled, key=lambda s: (not s.draining, s.topped_at)):
-            if give := self._top_up_bytes(session, now):
-                session.topped_at = now
+        if demand is TrainerDemand.STARVED and self._credit_queue:
+            stalled = [s for s in stalled if self.waits(s)]  # the room is for those that send
+        stalled.sort(key=lambda s: (not s.draining, s.topped_at))
+        for session in stalled:
+            if give := self._top_up_bytes(session, demand, now):
                 self._grant_bytes(session, give, now)
                 if session.bytes_out >= self._windows.window(session.lane):
                     self._credit_queue.pop(session.number, None)
                 self._topped = session, now
+                session.topped_at = now
+                return
+        if demand is not TrainerDemand.NONE:
+            self._promise(stalled, now)
+
+    def _promise(self, stalled: list[ProducerSession], now: float) -> None:
+        """Let one silent session with a full window send a larger group; there is no room for it yet."""
+        for session in stalled:
+            if self.waits(session) or session.draining or now - session.topped_at < IDLE_S:
+                continue
+            promised = session.window.nbytes + self._windows.due(session, queued=False)
+            session.topped_at = now
+            if promised > session.promised_bytes:
+                session.promised_bytes = promised
+                session.touch()
                 return
 
-    def _top_up_bytes(self, session: ProducerSession, now: float) -> int:
+    def _top_up_bytes(self, session: ProducerSession, demand: TrainerDemand, now: float) -> int:
         """Return the bytes for the next group of a stalled session; 0 if there is not enough room."""
         want = self._windows.due(session, queued=self.waits(session)) - session.bytes_out
-        demand = self._trainer_demand()
         reserve = {
             TrainerDemand.NONE: self._windows.spare + self._windows.drains,
             TrainerDemand.CONSUMING: self._windows.drains,
@@ -375,6 +486,7 @@ class ByteCredits:
         self._of_lane.clear()
         self._windows.changed()
         self._credit_queue.clear()
+        self._claims.clear()
         self._topped = None
         self.granted_bytes = self.granted_groups = 0
 

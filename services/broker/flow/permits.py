@@ -14,7 +14,7 @@ The share is by weight among the environments that deliver. A silent environment
 fill whole batches.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from heapq import heapify, heappop, heapreplace
 from math import ceil
 
@@ -41,39 +41,63 @@ class RolloutPermits:
         """Some lanes were left out since the last `pace_all`."""
         self._short: set[Lane] = set()
         """Lanes without pacing whose producers have fewer permits than due: the marks left no more."""
+        self._due: set[Lane] = set()
+        """Lanes that may have more permits than when they were paced."""
+        self._paced_for: object = None
+        """What all shares depend on, at the last `pace_all`."""
+        self._active: dict[Split, _ActiveLanes] = {}
 
     def pace_all(self, now: float) -> None:
         """Grant permits in every lane."""
         self.behind = False
         self._short.clear()
-        for lane, share in self._shares(now):
-            self._pace(lane, share, now)
+        self._paced_for = self._conditions()
+        self._active = {split: self._active_lanes(split, now) for split in Split}
+        self._take_due()
+        for lane in self._lanes:
+            self._pace(lane, self._active[lane.split].share(lane), now)
 
     def pace_urgent(self, now: float) -> None:
-        """Grant permits where a producer may wait for them; elsewhere arrivals refill the windows."""
-        for lane, share in self._shares(now):
-            if lane.rule.pacing or lane in self._short:
-                self._pace(lane, share, now)
-            else:
-                self.behind = True
+        """Grant permits where a producer may wait for them; elsewhere arrivals refill the windows.
 
-    def _shares(self, now: float) -> Iterator[tuple[Lane, float]]:
-        for split in Split:
-            lanes = self._lanes.of_split(split)
-            active = [lane for lane in lanes if self._delivers(lane, now)]
-            weight, peers = sum(lane.weight for lane in active), len(active)
-            for lane in lanes:
-                extra = not self._delivers(lane, now)
-                own = lane.weight if extra and lane.connected else 0.0
-                yield lane, _share(lane, weight + own, peers + extra)
+        These are the lanes with arrivals or settled groups, and those that the marks held back. All lanes follow soon,
+        or at once if the conditions of all shares have changed.
+        """
+        if self._paced_for != self._conditions():
+            self.pace_all(now)
+            return
+        self.behind = True
+        for lane in sorted(self._take_due() | self._short, key=lambda lane: lane.number):
+            if lane.rule.pacing or lane in self._short:
+                self._pace(lane, self._active[lane.split].share(lane), now)
+
+    def note(self, lane: Lane) -> None:
+        """Note that a lane may have more permits."""
+        self._due.add(lane)
+
+    def _take_due(self) -> set[Lane]:
+        due = self._due | self._lanes.settled
+        self._due.clear()
+        self._lanes.settled.clear()
+        return due
+
+    def _conditions(self) -> object:
+        versions = tuple(self._lanes.of_split(split).version for split in Split)
+        return self.batch_sequences, self.batch_tokens, self.stalled, self._silent_env_s, versions
+
+    def _active_lanes(self, split: Split, now: float) -> "_ActiveLanes":
+        return _ActiveLanes(lane for lane in self._lanes.of_split(split).lanes if self._delivers(lane, now))
 
     def pace(self, lane: Lane, now: float) -> None:
         """Grant permits in one lane."""
-        peers = [
-            peer for peer in self._lanes.of_split(lane.split) if peer is lane or self._delivers(peer, now)
-        ]
-        weight = sum(peer.weight for peer in peers if peer.connected)
-        self._pace(lane, _share(lane, weight, len(peers)), now)
+        self._pace(lane, self._active_lanes(lane.split, now).share(lane), now)
+
+    def clear(self) -> None:
+        """Forget all lanes."""
+        self._short.clear()
+        self._due.clear()
+        self._active.clear()
+        self._paced_for = None
 
     def adopt(self, silent_env_s: float) -> None:
         """Apply another time limit for silent environments."""
@@ -132,6 +156,8 @@ class RolloutPermits:
             return False
         if not paced and not self.stalled:
             self._grant([session], self._credits.starts(session.lane)[0], paced=False)
+        if paced:
+            self._due.add(session.lane)
         return paced
 
     def _grant(self, sessions: Iterable[ProducerSession], free: int, *, paced: bool) -> None:
@@ -161,8 +187,17 @@ class RolloutPermits:
             session.touch()
 
 
-def _share(lane: Lane, weight: float, peers: int) -> float:
-    """Return the lane's part of every batch."""
-    own = lane.weight if lane.connected else 0.0
-    part = own / weight if weight else 1.0 / max(1, peers)
-    return min(1.0, max(part, lane.min_share))
+class _ActiveLanes:
+    """The lanes of a split that deliver, and their weight."""
+
+    def __init__(self, lanes: Iterable[Lane]) -> None:
+        self._lanes = set(lanes)
+        self._weight = sum(lane.weight for lane in self._lanes)
+
+    def share(self, lane: Lane) -> float:
+        """Return a lane's part of every batch, as if it delivered."""
+        extra = lane not in self._lanes
+        own = lane.weight if lane.connected else 0.0
+        weight = self._weight + own * extra
+        part = own / weight if weight else 1.0 / max(1, len(self._lanes) + extra)
+        return min(1.0, max(part, lane.min_share))

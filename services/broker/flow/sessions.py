@@ -6,10 +6,10 @@ session of a producer is current; opening another fences it. The last `IDLE_SESS
 fenced by their number alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Final
 
-from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable, ErrorCode
+from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable, ErrorCode, Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.services.broker.flow.arenas import ProducerArena
@@ -133,6 +133,11 @@ class ProducerSession:
     def touch_later(self, now: float) -> None:
         """Publish an ack soon, together with later changes."""
         self._touched.later.setdefault(self.number, (now, self))
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether its groups are for evaluation: no trainer consumes them."""
+        return self.lane.split is Split.EVAL
 
     @property
     def used(self) -> int:
@@ -293,6 +298,16 @@ class ProducerSessions:
                     self._collapse(self._sessions[number])
                 del self._producers[name]
                 return
+
+    def forget(self, lanes: Container[Lane]) -> None:
+        """Forget the sessions of lanes; none of them is alive. Their producers are unknown, not fenced."""
+        for session in [session for session in self if session.lane in lanes]:
+            known = self._producers[session.producer]
+            if session.number in known.idle:
+                known.idle.remove(session.number)
+            self._collapse(session)
+            if not known.idle and known.current not in self._sessions:
+                del self._producers[session.producer]
 
     def full(self, producer: str) -> bool:
         """Return whether the broker can remember no further producer: all remembered ones are alive."""

@@ -7,7 +7,7 @@
 
 Limits are checked before a message is decoded. A message that fails is counted by reason and dropped. State of the
 run lives in the core alone. Above the high-water mark `ingest` is not polled: its pipes fill and the producers block.
-The same holds while the journal is far behind.
+The same holds while the journal is far behind, or has no room for the next group.
 """
 
 import errno
@@ -27,14 +27,17 @@ from rolloutmq.bus.transport.sockets import Socket
 from rolloutmq.schemas.errors import MalformedError, WireError
 from rolloutmq.schemas.files import DroppedGroup
 from rolloutmq.schemas.wire.control import Requeue
+from rolloutmq.schemas.wire.envelope import GroupHeader
 from rolloutmq.schemas.wire.replies import ErrorReply
 from rolloutmq.schemas.wire.replies import Reply as ReplyMessage
-from rolloutmq.services.broker.actions import Action, Bury, Dropped, Publish, Reply, Route, Unbury
+from rolloutmq.services.broker.actions import Action, Bury, Dropped, Expired, Publish, Reply, Route, Unbury
 from rolloutmq.services.broker.core import BrokerCore
+from rolloutmq.services.broker.io.admission import Admission
 from rolloutmq.services.broker.io.deferred_replies import DeferredReplies
 from rolloutmq.services.broker.io.fd_guard import FdGuard
 from rolloutmq.services.broker.io.memory_guard import MemoryGuard
 from rolloutmq.services.broker.io.receive import discard, receive, receive_small, route_of
+from rolloutmq.services.broker.io.stale_log import StaleLog
 from rolloutmq.services.broker.journal.dead_letters import DeadGroup, DeadLetterStore
 from rolloutmq.services.broker.journal.journal import Journal
 from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
@@ -148,10 +151,12 @@ class DataPlane:
         self.pauses: dict[str, int] = {}
         """How often reading `ingest` paused, by reason."""
         self._sockets = sockets
+        self._stale_log = StaleLog()
         self._fd_guard = FdGuard(sockets.all)
         self._memory_guard = memory_guard
         self._dropped = dropped
         self._max_group_bytes = max_group_bytes
+        self._admission = Admission(journal, max_group_bytes)
         self._wake = wake
         self._stopping = False
         self._poller = zmq.Poller()
@@ -180,6 +185,7 @@ class DataPlane:
             self._guard_memory(time.monotonic())
         self._fd_guard.close()
         self._drain()
+        self._warn(self._stale_log.rest())
         logger.info("data plane ended rejected=%s unsent=%s", self.rejections, self.unsent)
 
     def _wait(self, due: float) -> set[object]:
@@ -193,6 +199,8 @@ class DataPlane:
             self._reading = reading
         if self._journal is not None:
             due = min(due, self._journal.next_deadline())
+        if self._admission and reading:
+            due = -math.inf
         due = min(
             due, self._fd_guard.due, self._memory_guard.due if self._memory_guard is not None else math.inf
         )
@@ -204,7 +212,7 @@ class DataPlane:
         return self.core.reading() and not self._journal_full()
 
     def _journal_full(self) -> bool:
-        return self._journal is not None and self._journal.full
+        return self._journal is not None and (self._journal.full or self._admission.blocked)
 
     def _pause_reason(self) -> str:
         return "journal_slow" if self._journal_full() else "global_full"
@@ -218,7 +226,7 @@ class DataPlane:
             self._burst(self._events_one)
         if sockets.publish in readable:
             self._burst(self._publish_one)
-        if sockets.ingest in readable:
+        if sockets.ingest in readable or self._admission:
             self._ingest(BURST_MESSAGES, BURST_BYTES)
 
     def _tick(self, due: float) -> None:
@@ -229,6 +237,11 @@ class DataPlane:
                 self._health_due = now + HEALTH_S
                 self.core.journaled(self._journal.status(), now)
             self._perform(self.core.tick(now, time.time()))
+            self._warn(self._stale_log.warnings(now))
+
+    def _warn(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            logger.warning("%s", line)
 
     def _guard_memory(self, now: float) -> None:
         """Free memory that peers fill with unfinished messages; honest peers resend."""
@@ -275,15 +288,18 @@ class DataPlane:
         try:
             while messages > 0 and nbytes > 0 and self._accepts_groups() and time.monotonic() < until:
                 messages -= 1
-                try:
-                    message = receive(self._sockets.ingest, self._max_group_bytes)
-                    nbytes -= message.nbytes
-                    envelope = codec.decode_envelope(message.first, len(message.frames), message.nbytes)
-                except WireError as error:
-                    self._reject(f"ingest: {error.code.value}")
-                    continue
-                messages -= len(envelope.offsets)
-                self._perform(self.core.ingest(envelope, message.frames, time.monotonic(), time.time()))
+                if not self._admission:
+                    try:
+                        message = receive(self._sockets.ingest, self._max_group_bytes)
+                        nbytes -= message.nbytes
+                        envelope = codec.decode_envelope(message.first, len(message.frames), message.nbytes)
+                    except WireError as error:
+                        self._reject(f"ingest: {error.code.value}")
+                        continue
+                    messages -= len(envelope.offsets)
+                    self._admission.put(envelope, message.frames)
+                for admitted, frames in self._admission.take():
+                    self._perform(self.core.ingest(admitted, frames, time.monotonic(), time.time()))
         except zmq.Again:
             return
 
@@ -320,14 +336,20 @@ class DataPlane:
             entries = list(self._dead.entries())
             groups = [self._dead.open(entry.order) for entry in entries if entry.letter is not None]
             refused = {entry.path.name: entry.problem for entry in entries if entry.letter is None}
-        dead = []
+        dead: list[StoredGroup] = []
         for group in groups:
             if group is not None and group.frames is None:
                 refused[group.meta.header.group_id] = "its contents were not kept, or are damaged"
+            elif group is not None and self._lacks_room([*(one.header for one in dead), group.meta.header]):
+                refused[group.meta.header.group_id] = "the disk is full; requeue it when there is room"
             elif group is not None:
                 dead.append(self._stored(group))
         actions, queued = self.core.requeue(route, dead, refused, time.monotonic(), time.time())
         self._perform([*actions, *map(Unbury, queued)])
+
+    def _lacks_room(self, groups: list[GroupHeader]) -> bool:
+        journal = self._journal
+        return journal is not None and journal.tight and not journal.admits(groups)
 
     def _stored(self, dead: DeadGroup) -> StoredGroup:
         meta = dead.meta
@@ -385,6 +407,8 @@ class DataPlane:
                 self._sockets.events.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
             case Dropped(record):
                 self._note_dropped(record)
+            case Expired():
+                self._stale_log.note(action)
             case Bury(group, frames, reason):
                 self._dead.bury(group, frames, reason, time.time())
             case Unbury(order):
@@ -403,13 +427,24 @@ class DataPlane:
         except zmq.ZMQError as error:
             if error.errno not in {errno.EHOSTUNREACH, errno.EAGAIN}:
                 raise
-            self._count(self.unsent, f"{type(message).__name__}: {error.strerror}")
+            reply = type(message).__name__
+            if error.errno == errno.EHOSTUNREACH:
+                # Nothing is lost: what the reply hands out stays leased until the lease ends.
+                self._count(self.unsent, f"{reply}: the peer is gone", "reply not sent", logging.INFO)
+            else:
+                self._count(self.unsent, f"{reply}: {error.strerror}", "reply not sent")
 
     def _reject(self, reason: str) -> None:
         self.core.rejected(reason)
         self._count(self.rejections, reason)
 
-    def _count(self, counts: dict[str, int], reason: str, what: str = "message dropped") -> None:
+    def _count(
+        self,
+        counts: dict[str, int],
+        reason: str,
+        what: str = "message dropped",
+        level: int = logging.WARNING,
+    ) -> None:
         count = counts[reason] = counts.get(reason, 0) + 1
         if count & (count - 1) == 0:  # a repeating peer must not fill the log
-            logger.warning("%s reason=%s count=%d", what, reason, count)
+            logger.log(level, "%s reason=%s count=%d", what, reason, count)

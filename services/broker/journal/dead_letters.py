@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from rolloutmq.bus.fsync import force
+from rolloutmq.bus.files import force, open_regular, private_file, read_regular
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.services.broker.journal.format.events import GroupMeta
 from rolloutmq.services.broker.journal.format.records import (
@@ -136,7 +136,7 @@ class DeadLetterStore:
     def open(self, order: int) -> DeadGroup | None:
         """Return the dead group of an order, with its contents; None if there is none, or its letter is unreadable."""
         try:
-            data = self._path(order).read_bytes()
+            data = read_regular(self._path(order))
         except OSError:
             return None
         records = list(scan(data, sealed=True))
@@ -155,7 +155,7 @@ class DeadLetterStore:
         for path in sorted(self._directory.glob("*.rmq"), key=lambda path: (len(path.stem), path.stem)):
             order = int(path.stem) if path.stem.isdecimal() else 0
             try:
-                with path.open("rb") as file:
+                with open_regular(path) as file:
                     nbytes = os.fstat(file.fileno()).st_size
                     head = file.read(HEAD_BYTES)
             except FileNotFoundError:
@@ -210,7 +210,7 @@ class DeadLetterStore:
         nonce = os.urandom(NONCE_BYTES)
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         try:
-            with unfinished.open("wb") as file:
+            with private_file(unfinished, "wb") as file:
                 file.write(file_header(nonce))
                 meta = msgspec.msgpack.encode(letter)
                 file.writelines(encode_record(nonce, file.tell(), LETTER, meta, ()))

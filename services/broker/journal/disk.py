@@ -57,8 +57,8 @@ class Disk:
         return _opened(path, os.O_RDWR)
 
     def open(self, path: Path) -> int:
-        """Open a file for reading and return its descriptor."""
-        return _opened(path, os.O_RDONLY)
+        """Open a file for reading and return its descriptor; a pipe of that name is not waited for."""
+        return _opened(path, os.O_RDONLY | os.O_NONBLOCK)
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size

@@ -18,19 +18,21 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.shm.arena_allocator import PAGED_BYTES
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.errors import JournalFailedError, JournalWaitsError
 from rolloutmq.schemas.wire.control import JournalStatus
+from rolloutmq.schemas.wire.envelope import GroupHeader
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.disk import Disk, passes
 from rolloutmq.services.broker.journal.event_buffer import Entry, SnapshotRecord
+from rolloutmq.services.broker.journal.format.records import BLOCK_BYTES
 from rolloutmq.services.broker.journal.read.recovery import Recovered, recover
 from rolloutmq.services.broker.journal.read.segments import SegmentStore
 from rolloutmq.services.broker.journal.stored_group import BodyMemory, StoredGroup
 from rolloutmq.services.broker.journal.write.commit_thread import (
     CommitBatch,
     CommitThread,
-    FinishedCommit,
     LogRotation,
 )
 from rolloutmq.services.broker.journal.write.priority_lane import PriorityLane
@@ -61,6 +63,22 @@ PATIENCE_S: Final = 5.0
 """How long a full disk is waited for at the end."""
 _EVENT_BYTES: Final = 200
 """Typical size of an event."""
+META_BYTES: Final = 4096
+"""Most bytes of a group's record beside its frames: header, names and column table."""
+FLUSH_BYTES: Final = 4 * BLOCK_BYTES
+"""Room for the end of a write behind the last group."""
+
+
+def room_of(group: GroupHeader) -> int:
+    """Return the most bytes a group takes in a segment among others; see `write.direct_writer`."""
+    large = 2 * BLOCK_BYTES if group.nbytes >= PAGED_BYTES else group.nbytes // 64
+    return group.nbytes + large + META_BYTES + group.frames * 8
+
+
+def _room_of(groups: Iterable[GroupHeader]) -> int:
+    """Return the most bytes these groups take at the end of the others; 0 for none."""
+    need = sum(map(room_of, groups))
+    return need and need + FLUSH_BYTES
 
 
 class Journal:
@@ -86,6 +104,10 @@ class Journal:
         self.ticket = self.priority_ticket = 0
         self.done = self.priority_done = 0
         self.behind_bytes = 0
+        self._behind_room = 0
+        """Room that the undurable groups may take in segments."""
+        self._leaving = False
+        """The present segment is being left: no group may be accepted into its rest."""
         self._directory = directory
         self._config = config
         self._ram = ram
@@ -126,15 +148,14 @@ class Journal:
         previous = self._recovered or self.recover()
         items = list(snapshot)
         self._report_missing(items)
-        patience = self._commit_thread.patience
-        patience.hurry(START_PATIENCE_S)
+        self._commit_thread.hurry(START_PATIENCE_S)
         try:
             self._sync_recovered(previous)
             self._commit_thread.begin(previous.log_number + 1, previous.segment_number + 1, items)
         except OSError as error:
             failed = JournalWaitsError if passes(error) else JournalFailedError
             raise failed(str(self._directory), str(error)) from error
-        patience.relax()
+        self._commit_thread.relax()
         for item in items:
             if isinstance(item, tuple):
                 item[1].settled_on_disk()
@@ -172,17 +193,19 @@ class Journal:
 
     def _join(self, batch: CommitBatch, entries: Sequence[Entry | LogRotation]) -> None:
         self._begin(batch)
-        nbytes = 0
+        nbytes, room_before = 0, batch.room_bytes
         for entry in entries:
             if isinstance(entry, StoredGroup):
                 batch.bodies.append((entry.body.frames, entry.body.in_blocks))
                 nbytes += entry.body.nbytes
+                batch.room_bytes += room_of(entry.header)
             else:
                 batch.sync_log = True
                 nbytes += _EVENT_BYTES
         batch.entries += entries
         batch.nbytes += nbytes
         self.behind_bytes += nbytes
+        self._behind_room += batch.room_bytes - room_before
         self.ticket = max(self.ticket, batch.number)
 
     def _begin(self, batch: CommitBatch) -> None:
@@ -201,12 +224,13 @@ class Journal:
             JournalFailedError: The disk failed: batches that are not done by now never will be.
         """
         self._collect()
-        failure = self._commit_thread.failure
-        if failure is not None:
-            raise JournalFailedError(str(self._directory), str(failure))
+        self.require_sound()
         if self._segments.dead:  # the open batch comes after the events that released them
             self._batches[-1].dead += self._segments.dead
             self._segments.dead.clear()
+        if not (self._leaving or self._behind_room) and self._commit_thread.cramped:
+            self._leaving = True
+            self._commit_thread.leave_segment()
         if not self._priority_handed:
             self._hand_over_priority()
         while self._ready(now, urgent):
@@ -228,7 +252,7 @@ class Journal:
         thread = self._commit_thread
         health = "slow" if self.behind_bytes > BEHIND_SLOW_BYTES else "ok"
         return JournalStatus(
-            health="full" if thread.patience.full or self.tight else health,
+            health="full" if thread.waits or self.tight else health,
             segments=len(self._segments),
             nbytes=self._segments.nbytes,
             behind_bytes=self.behind_bytes,
@@ -237,13 +261,21 @@ class Journal:
             quarantined=self._segments.quarantine.count,
         )
 
+    def admits(self, groups: Iterable[GroupHeader]) -> bool:
+        """Return whether room is reserved for these groups, too.
+
+        A group without room would be waited for by every event behind it, also by those that make room.
+        """
+        return not self._leaving and self._behind_room + _room_of(groups) <= self._commit_thread.room_bytes()
+
+    def want(self, groups: Iterable[GroupHeader]) -> None:
+        """Reserve room for these groups as soon as the disk has it."""
+        self._commit_thread.want(_room_of(groups))
+
     @property
     def full(self) -> bool:
-        """Whether no more groups should be appended now.
-
-        Undurable groups must fit into the present segment, even if there is no room for another.
-        """
-        return self.tight or self.behind_bytes > min(BEHIND_LIMIT_BYTES, self._config.segment_bytes // 2)
+        """Whether no more groups should be appended now. Whether there is room for them, `admits` decides."""
+        return self.behind_bytes > min(BEHIND_LIMIT_BYTES, self._config.segment_bytes // 2)
 
     @property
     def tight(self) -> bool:
@@ -252,9 +284,13 @@ class Journal:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether the event log has grown so much that a new one pays."""
+        """Whether the event log has grown so much that a new one pays. On a full disk none does: it takes room."""
         snapshot_bytes, events_bytes = self._commit_thread.log_bytes
-        return not self._rotating and events_bytes > max(SNAPSHOT_AFTER_BYTES, 2 * snapshot_bytes)
+        return (
+            not self._rotating
+            and not self.tight
+            and events_bytes > max(SNAPSHOT_AFTER_BYTES, 2 * snapshot_bytes)
+        )
 
     def rotate(self, snapshot: Iterable[SnapshotRecord]) -> None:
         """Start a new event log with the state after everything appended so far."""
@@ -270,7 +306,7 @@ class Journal:
         if self._commit_thread.running:
             if snapshot is not None:
                 self.rotate(snapshot)
-            self._commit_thread.patience.hurry(PATIENCE_S)
+            self._commit_thread.hurry(PATIENCE_S)
             self._hand_over_priority()
             while self._waiting():
                 self._hand_over()
@@ -278,6 +314,11 @@ class Journal:
             self._commit_thread.join()
         self._collect()
         self._segments.close()
+
+    def require_sound(self) -> None:
+        """Raise JournalFailedError if the disk has failed: what was handed over since is in no file."""
+        if (failure := self._commit_thread.failure) is not None:
+            raise JournalFailedError(str(self._directory), str(failure))
 
     def _waiting(self) -> bool:
         return bool(self._batches[0].entries or self._batches[0].dead)
@@ -305,26 +346,29 @@ class Journal:
         finished = self._commit_thread.finished
         while finished:
             commit = finished.popleft()
-            self._take_in(commit)
-            number = commit.batch.number
-            del self._unfinished[number]
-            if commit.batch.priority:
-                self._priority_handed -= 1
-                self.priority_done = number
+            if commit.batch is not None:
+                self._take_in(commit.batch)
             else:
-                self._handed -= 1
-                self._lane.finished(number)
-            self.done = next(iter(self._unfinished), self._last_number + 1) - 1
+                self._leaving = False
+            for segment in commit.sealed:  # only now: its groups have been counted
+                segment.seal()
 
-    def _take_in(self, commit: FinishedCommit) -> None:
-        for entry in commit.batch.entries:
+    def _take_in(self, batch: CommitBatch) -> None:
+        for entry in batch.entries:
             if isinstance(entry, StoredGroup):
                 entry.body.settled_on_disk()
             elif isinstance(entry, LogRotation):
                 self._rotating = False
-        for segment in commit.sealed:
-            segment.seal()
-        self.behind_bytes -= commit.batch.nbytes
+        self.behind_bytes -= batch.nbytes
+        self._behind_room -= batch.room_bytes
+        del self._unfinished[batch.number]
+        if batch.priority:
+            self._priority_handed -= 1
+            self.priority_done = batch.number
+        else:
+            self._handed -= 1
+            self._lane.finished(batch.number)
+        self.done = next(iter(self._unfinished), self._last_number + 1) - 1
 
     def _report_missing(self, items: list[SnapshotRecord]) -> None:
         """Log the groups of the state without a record; reading each one decides its outcome."""

@@ -205,7 +205,7 @@ def _copied(frames: Frames) -> Frames:
     return tuple(map(bytes, frames))
 
 
-class StoredGroup(msgspec.Struct, kw_only=True, eq=False, weakref=True):
+class StoredGroup(msgspec.Struct, kw_only=True, eq=False):
     """One accepted group, from its acceptance until its checkpoint.
 
     Attributes:
@@ -215,6 +215,7 @@ class StoredGroup(msgspec.Struct, kw_only=True, eq=False, weakref=True):
         failures: How many of its leases were lost.
         requeued: It was dead, and an operator queued it again; it is never too stale.
         order: Number of its acceptance, unique in the run. A returned group takes its old place.
+        identity: See `state.groups.identity`; 0 until it is computed.
     """
 
     header: GroupHeader
@@ -231,6 +232,7 @@ class StoredGroup(msgspec.Struct, kw_only=True, eq=False, weakref=True):
     failures: int = 0
     requeued: bool = False
     order: int = 0
+    identity: int = 0
 
     def accepted(self) -> Accepted:
         """Return its `Accepted` event, without a place: only the commit thread knows that."""

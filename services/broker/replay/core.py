@@ -1,9 +1,9 @@
 """The replay core: a broker with every batch of a recording on its rewind queue. It accepts no groups.
 
-Batches keep the order, composition and shards of the recording, whatever size the pulls name; for another number of
-ranks each batch is sharded anew. A lost batch is redelivered as often as it takes. After the last one, pulls get
-`end_of_replay`. When all batches are settled and every consumer has left, the broker ends. It keeps nothing on disk:
-a restart begins at the first batch.
+Batches keep the order, composition, shards and moments of the recording, whatever size the pulls name; for another
+number of ranks each batch is sharded anew. A lost batch is redelivered as often as it takes. After the last one, pulls
+get `end_of_replay`. When all batches are settled and every consumer has left, the broker ends. It keeps nothing on
+disk: a restart begins at the first batch.
 """
 
 from typing import Final
@@ -37,7 +37,9 @@ def replay_config(config: RunConfig) -> RunConfig:
         }
     )
     orchestrator = config.orchestrator.model_copy(update={"enabled": False})
-    return config.model_copy(update={"broker": broker, "orchestrator": orchestrator})
+    evaluation = config.evaluation.model_copy(update={"enabled": False})  # no worker would answer
+    update = {"broker": broker, "orchestrator": orchestrator, "evaluation": evaluation}
+    return config.model_copy(update=update)
 
 
 class ReplayCore(BrokerCore):

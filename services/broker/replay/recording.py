@@ -7,12 +7,13 @@ writes to the recorded run, which may even be live.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from rolloutmq.schemas.errors import DamagedJournalError, MissingError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.moments import Moments
 from rolloutmq.schemas.wire.envelope import ColumnTable, PolicyVersion
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.format import events as f
@@ -36,6 +37,7 @@ class RecordedBatch(NamedTuple):
     step: int
     shards: tuple[tuple[int, ...], ...]
     short: bool
+    moments: Mapping[str, Moments]
 
     @property
     def groups(self) -> Iterator[int]:
@@ -102,7 +104,9 @@ class Transcript:
             number=self._count,
             after=max(settle.version for settle in reports),
             stepped=any(settle.trained for settle in reports),
-            batch=RecordedBatch((lease.group, lease.split), lease.step, lease.shards, lease.short),
+            batch=RecordedBatch(
+                (lease.group, lease.split), lease.step, lease.shards, lease.short, lease.moments
+            ),
         )
         if any(settle.trained or settle.filtered for settle in reports):
             self._uncommitted.setdefault(lease.group, deque()).append(one)
@@ -189,7 +193,9 @@ class Recording:
         """Return the snapshot of a broker with every batch on the rewind queue."""
         orders = sorted(order for batch in self.batches for order in batch.groups)
         accepted = [self._accepted[order] for order in orders]
-        returning = [f.RewoundBatchSnapshot(*b.stream, b.shards, b.short) for b in self.batches]
+        returning = [
+            f.RewoundBatchSnapshot(*b.stream, b.shards, b.short, dict(b.moments)) for b in self.batches
+        ]
         return [
             f.Numbers(orders[-1] + 1, 0, 0),
             *map(f.Table, self._tables.values()),

@@ -34,7 +34,9 @@ from rolloutmq.services.broker.journal.format.events import (
 from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
 from rolloutmq.services.broker.requests.consumers import ConsumerRequests
 from rolloutmq.services.broker.requests.live_settings import LiveSettings
-from rolloutmq.services.broker.requests.producers import LANES_LIMIT, ProducerRequests
+from rolloutmq.services.broker.requests.producers import ProducerRequests
+from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT
+from rolloutmq.services.broker.state.groups import identity
 
 
 class AdminRequests:
@@ -88,6 +90,7 @@ class AdminRequests:
         if session is not None and session.alive:
             session.draining = True
             session.touch()
+            state.permits.note(session.lane)
             state.permits_due = True
         return Ok()
 
@@ -168,8 +171,7 @@ class AdminRequests:
         state = self._state
         if state.credits.full() or group.header.nbytes > state.credits.room:
             return "the queue is full; try again after the next batch"
-        held = state.known.get(group.header.group_id)
-        if held is not None and state.groups.find(held.order) is held:
+        if state.groups.present(identity(group.env, group.split, group.header)) is not None:
             return "the group is not dead"
         group.body = GroupBody(group.body.frames, group.header.nbytes, state.ram)
         state.events.add(Requeued(group.order))
@@ -195,6 +197,7 @@ class AdminRequests:
         state.consumers.clear()
         state.ledger.lost += lost
         state.credits.clear()
+        state.permits.clear()
         state.ack_schedule.clear()
         state.sessions.clear()
         state.transitions.reset(wall)

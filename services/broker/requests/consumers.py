@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 from rolloutmq.schemas.errors import JournalWaitsError
-from rolloutmq.schemas.wire.envelope import ArenaRef, ErrorCode, Split
+from rolloutmq.schemas.wire.envelope import ArenaRef, ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import (
     Batch,
     ConsumerRegistered,
@@ -29,6 +29,8 @@ from rolloutmq.services.broker.flow.arenas import ArenaSlot
 from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 
+MISMATCH_S: Final = 3.0
+"""How long a rank pulls a step that another, living rank has settled before it is refused."""
 STARVING: Final = frozenset({Wait.NO_BATCH, Wait.NO_EXACT_FIT, Wait.MIN_SHARE, Wait.TOO_FEW_GROUPS})
 """Waits that more groups would end."""
 
@@ -52,8 +54,8 @@ class ConsumerRequests:
         if state.consumers.full(request.consumer):
             return refuse(ErrorCode.LIMIT, "consumer: the broker can register no further consumer")
         if state.consumers.goes_on(request):
-            state.consumers.heard(request.consumer, now)
-            return self._registered(request.group, request.generation)
+            known = state.consumers.heard(request.consumer, now)
+            return self._registered(request.group, known.generation if known else request.generation)
         self._dismiss(request.consumer, now)
         joined = Joined(
             request.consumer,
@@ -63,29 +65,35 @@ class ConsumerRequests:
             state.leases.next_generation(),
             request.info,
         )
-        self.join(joined, now)
+        self.join(joined, now, request.key)
         holds = any(any(lease.held_by(request.consumer)) for lease in state.leases)
         if state.consumers.resumes(request, holds=holds) and request.resume is not None:
             state.transitions.rewind(request.group, request.resume, request.consumer, wall)
             state.run.resumed(request.resume)
             state.consumers.settled(request.group, request.resume)
         self._release(request.consumer, wall, failed=True, why="registered again")
+        self._void(request.consumer, wall)
         self._rebatch()
         self.serve(now, wall)
         return self._registered(joined.group, joined.generation)
 
     def _registered(self, group: str, generation: int) -> ConsumerRegistered:
         state = self._state
-        policy = state.consumers.settled_by(group) or state.run.present
+        stream = group, Split.TRAIN
+        lease = state.leases.of(stream)
+        # A rank that settled in vain may already have asked for the step behind it, whose policy will never be.
+        known = (lease and lease.version, state.consumers.settled_by(group), state.leases.lost_policy(stream))
+        policy = min((one for one in known if one), key=lambda one: one.step, default=state.run.present)
         return ConsumerRegistered(
             epoch=state.epoch, generation=generation, info=state.run.info, policy=policy
         )
 
-    def join(self, joined: Joined, now: float) -> None:
+    def join(self, joined: Joined, now: float, key: str = "") -> None:
         """Apply a registration."""
         state = self._state
         state.events.add(joined)
         state.leases.generation = max(state.leases.generation, joined.generation)
+        state.leases.forget_void(joined.consumer)
         state.consumers.register(
             Consumer(
                 name=joined.consumer,
@@ -94,6 +102,7 @@ class ConsumerRequests:
                 world_size=joined.world_size,
                 generation=joined.generation,
                 heard_at=now,
+                key=key,
             )
         )
         state.run.registered(joined.consumer, joined.info)
@@ -115,23 +124,29 @@ class ConsumerRequests:
         if (error := self._unpullable(pull, now)) is not None:
             state.outbox.reply(route, error)
             return
-        if pull.split is Split.TRAIN:
-            self._note_policy(pull)
+        if pull.split is Split.TRAIN and state.run.pulled(pull.sequences, pull.tokens):
+            self._rebatch()
         self._dismiss(pull.consumer, now)
         waiting = WaitingPull(route, pull, (pull.group, pull.split), now + pull.wait_s, now)
         self._count_poll(pull, now)
         if self._answered(waiting, now, wall):
             return
+        self._note_policy(waiting)
         if pull.wait_s > 0 and waiting.wait is not Wait.END_OF_REPLAY:
             state.consumers.wait(waiting)
         else:
             self._give_up(waiting, now)
 
-    def _note_policy(self, pull: Pull) -> None:
-        """Adopt the size of a trainer's batch, and its policy: producers sample from it before it gets a batch."""
-        run = self._state.run
-        changed = run.pulled(pull.sequences, pull.tokens)
-        if run.advanced(pull.version) or changed:
+    def _note_policy(self, waiting: WaitingPull) -> None:
+        """Adopt the policy of a trainer whose pull waits: producers sample from it before it gets a batch.
+
+        While a step is leased, the policy after it is provisional. A pull that is refused or at another step than the
+        other ranks' tells none: the policy it names may never be settled.
+        """
+        state, pull = self._state, waiting.pull
+        if pull.split is not Split.TRAIN or waiting.wait is Wait.STEP_MISMATCH:
+            return
+        if state.leases.of(waiting.stream) is None and state.run.advanced(pull.version):
             self._rebatch()
 
     def _count_poll(self, pull: Pull, now: float) -> None:
@@ -140,8 +155,18 @@ class ConsumerRequests:
         if since is not None and pull.split is Split.TRAIN:
             self._state.starved_s += (now - since) / pull.world_size
 
+    def _fenced(self, request: Pull | Release | ConsumerBeat) -> ErrorReply | None:
+        """Refuse a process whose name another one has taken over: it must neither get nor release its batches."""
+        if not self._state.consumers.fenced(request.consumer, request.generation):
+            return None
+        return refuse(
+            ErrorCode.FENCED, f"consumer {request.consumer}: another process registered under this name"
+        )
+
     def _unpullable(self, pull: Pull, now: float) -> ErrorReply | None:
         state = self._state
+        if (fenced := self._fenced(pull)) is not None:
+            return fenced
         consumer = state.consumers.heard(pull.consumer, now)
         if consumer is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {pull.consumer} is not registered")
@@ -180,6 +205,12 @@ class ConsumerRequests:
 
     def _answered(self, waiting: WaitingPull, now: float, wall: float) -> bool:
         state, pull = self._state, waiting.pull
+        if (error := self._contradiction(waiting, now, wall)) is not None:
+            self._count(waiting, now)
+            state.outbox.reply(waiting.route, error)
+            return True
+        if waiting.wait is Wait.STEP_MISMATCH:
+            return False
         lease = state.leases.of(waiting.stream)
         if lease is None:
             found = state.transitions.lease(waiting.stream, pull, now, wall)
@@ -206,6 +237,110 @@ class ConsumerRequests:
         self._hand_out(waiting, lease, part, now)
         return True
 
+    def _contradiction(self, waiting: WaitingPull, now: float, wall: float) -> ErrorReply | None:
+        """Refuse a pull that cannot be of the same step as those of the other ranks.
+
+        A rank whose settlement was lost goes back. A rank that pulls a step of the past waits first: the whole group
+        may be starting over, and the other ranks register in a moment.
+        """
+        state, pull = self._state, waiting.pull
+        consumer = state.consumers.find(pull.consumer)
+        assert consumer is not None
+        if (void := state.leases.void_for(pull, consumer.generation)) is not None:
+            return refuse(
+                ErrorCode.LEASE_LOST,
+                f"lease {void.lease} of step {void.step} was lost after this rank had settled it and before all others "
+                "had; its groups are queued again",
+            )
+        if pull.world_size == 1 or pull.split is not Split.TRAIN:
+            return None
+        ahead = state.consumers.ahead_of(pull, now - state.config.broker.silence_s) or self._moved_on_to(pull)
+        missed = self._missed_lease(pull)
+        if ahead is None and missed is None:
+            consumer.mismatch_since = None
+            waiting.wait = Wait.NO_BATCH if waiting.wait is Wait.STEP_MISMATCH else waiting.wait
+            self._lose_unsettled_step(pull, wall)
+            return self._unsettled_step(pull)
+        return self._mismatched(waiting, consumer, ahead, missed, now)
+
+    def _missed_lease(self, pull: Pull) -> Lease | None:
+        """Return the open lease of an earlier step of which this rank has not pulled its shard: it never would."""
+        lease = self._state.leases.of((pull.group, pull.split))
+        if lease is None or lease.step >= pull.step or pull.rank >= len(lease.parts):
+            return None
+        return None if lease.parts[pull.rank].consumer else lease
+
+    def _moved_on_to(self, pull: Pull) -> Consumer | None:
+        """Return a rank that has pulled a later step, after all ranks had settled the pulled one."""
+        state = self._state
+        lease = state.leases.of((pull.group, pull.split))
+        if lease is None or lease.step <= pull.step or not self._is_settled(pull.group, lease.version):
+            return None
+        if pull.rank < len(lease.parts) and lease.parts[pull.rank].consumer:
+            return None
+        return next((found for part in lease.parts if (found := state.consumers.find(part.consumer))), None)
+
+    def _mismatched(
+        self,
+        waiting: WaitingPull,
+        consumer: Consumer,
+        ahead: Consumer | None,
+        missed: Lease | None,
+        now: float,
+    ) -> ErrorReply | None:
+        """Let the pull of a step of the past or of the future wait, and refuse it if it stays."""
+        pull, first = waiting.pull, consumer.mismatch_since is None
+        since = consumer.mismatch_since = now if consumer.mismatch_since is None else consumer.mismatch_since
+        if ahead is None and first and missed is not None:
+            return _unsettled(
+                missed.step, "another rank"
+            )  # a rank that has settled it provisionally goes back
+        heard_at = now if ahead is None else ahead.heard_at
+        if min(now, heard_at) - since < MISMATCH_S:
+            self._hold(waiting, Wait.STEP_MISMATCH, now)
+            return None
+        policy = self._state.consumers.settled_by(pull.group)
+        if ahead is not None:
+            problem = (
+                f"is settled, and {ahead.name} is past it, with {ahead.settled_step} as its last settled step"
+            )
+        else:
+            assert missed is not None
+            problem = f"follows step {missed.step}, which this rank has not pulled"
+        return refuse(
+            ErrorCode.CONFLICT,
+            f"pull: step {pull.step} {problem}; continue at policy {policy}, as a registration says",
+        )
+
+    def _unsettled_step(self, pull: Pull) -> ErrorReply | None:
+        """Refuse a rank ahead of the others: the broker forgot its last settlement before all ranks had settled."""
+        state = self._state
+        if state.leases.of((pull.group, pull.split)) is not None or self._is_settled(
+            pull.group, pull.version
+        ):
+            return None
+        waiting = (one.pull for one in state.consumers.waiting() if one.stream == (pull.group, pull.split))
+        other = next((one for one in waiting if one.step < pull.step and one.consumer != pull.consumer), None)
+        if other is None:
+            return None
+        return _unsettled(other.step, other.consumer)
+
+    def _lose_unsettled_step(self, pull: Pull, wall: float) -> None:
+        """Take back a step that was leased to a rank ahead of this one, which will never pull its shard of it."""
+        state = self._state
+        lease = state.leases.of((pull.group, pull.split))
+        if lease is None or lease.step <= pull.step:
+            return
+        if pull.rank < len(lease.parts) and lease.parts[pull.rank].consumer:
+            return
+        if not self._is_settled(pull.group, lease.version):
+            why = f"{pull.consumer} pulls step {pull.step}, which not every rank has settled"
+            state.transitions.lose(lease, wall, failed=False, why=why)
+
+    def _is_settled(self, group: str, policy: PolicyVersion) -> bool:
+        """Return whether the policy is the last one of a consumer group, as far as this broker knows."""
+        return self._state.consumers.settled_by(group) == policy
+
     def _readable(self, lease: Lease, part: RankShard, wall: float) -> bool:
         """Load a shard into memory; if groups are damaged, the lease is lost and they are dropped."""
         damaged = [group for group in part.groups if not group.body.load()]
@@ -219,9 +354,11 @@ class ConsumerRequests:
         waiting.wait, waiting.counted_at = wait, now
 
     def _count(self, waiting: WaitingPull, now: float) -> None:
+        if waiting.pull.split is not Split.TRAIN:
+            return
         seconds = now - waiting.counted_at
         self._state.trainer_waited(waiting.wait, seconds)
-        if waiting.pull.split is Split.TRAIN and waiting.wait in STARVING:
+        if waiting.wait in STARVING:
             self._state.starved_s += seconds / waiting.pull.world_size
 
     def _cap(self, wait: Wait, split: Split) -> Wait:
@@ -237,7 +374,7 @@ class ConsumerRequests:
     def _hand_out(self, waiting: WaitingPull, lease: Lease, part: RankShard, now: float) -> None:
         pull = waiting.pull
         if (part.consumer, part.request_id) != (pull.consumer, pull.request_id):
-            part.consumer, part.request_id = pull.consumer, pull.request_id
+            self._state.leases.hand_out(lease, pull.rank, pull.consumer, pull.request_id)
             self._state.events.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
         part.progress_at = now
         tables = {group.table.id: group.table for group in part.groups}
@@ -252,6 +389,7 @@ class ConsumerRequests:
             short=lease.short,
             rewound=lease.rewound,
             over=lease.over,
+            moments=lease.moments,
         )
         self._state.outbox.reply(waiting.route, batch, contents.frames, durable=True)
         self._state.consumers.served(pull.consumer)
@@ -261,7 +399,8 @@ class ConsumerRequests:
     def _give_up(self, waiting: WaitingPull, now: float) -> None:
         state = self._state
         self._count(waiting, now)
-        state.consumers.polled(waiting.pull.consumer, now)
+        if waiting.pull.split is Split.TRAIN:
+            state.consumers.polled(waiting.pull.consumer, now)
         queued = state.lanes.queued_sequences(waiting.pull.split)
         state.outbox.reply(waiting.route, NoBatch(wait=waiting.wait, queued_sequences=queued))
 
@@ -271,12 +410,13 @@ class ConsumerRequests:
         state.consumers.heard(settle.consumer, now)
         lease = state.leases.find(settle.lease, settle.generation)
         if lease is None:
+            state.leases.told(settle)
             return refuse(
                 ErrorCode.LEASE_LOST, f"lease {settle.lease} was lost, and its groups are queued again"
             )
         if isinstance(lease, EndedLease):
             if settle in lease.settles:
-                return self._settled(lease.step)
+                return self._settled(lease.step, provisional=False)
             return refuse(ErrorCode.CONFLICT, f"lease {settle.lease} was settled with another outcome")
         part = lease.parts[settle.rank] if settle.rank < len(lease.parts) else None
         if part is None or part.consumer != settle.consumer:
@@ -299,12 +439,12 @@ class ConsumerRequests:
                 self._end(lease, now, wall)
         elif part.settle != settle:
             return refuse(ErrorCode.CONFLICT, f"rank {settle.rank} has settled with another outcome")
-        return self._settled(lease.step)
+        return self._settled(lease.step, provisional=not lease.settled)
 
-    def _settled(self, step: int) -> Settled:
+    def _settled(self, step: int, *, provisional: bool) -> Settled:
         state = self._state
         wanted = state.rewind_buffer.nbytes > state.config.broker.retain_bytes
-        return Settled(step=step, commit_wanted=wanted)
+        return Settled(step=step, commit_wanted=wanted, provisional=provisional)
 
     def _end(self, lease: Lease, now: float, wall: float) -> None:
         self._state.transitions.settle(lease, now, wall)
@@ -320,6 +460,9 @@ class ConsumerRequests:
             policy = max(part.settle.version for part in lease.parts if part.settle is not None)
             state.run.policy = policy
             state.consumers.settled(lease.stream[0], policy)
+            for part in lease.parts:
+                if (consumer := state.consumers.find(part.consumer)) is not None:
+                    consumer.settled_step = lease.step
 
     def commit(self, request: Commit, now: float) -> Ok | ErrorReply:
         """Forget the batches covered by a checkpoint."""
@@ -332,6 +475,8 @@ class ConsumerRequests:
 
     def release(self, request: Release, now: float, wall: float) -> Ok | ErrorReply:
         """Queue the lease of a consumer again. The consumer stopped by itself, so it is no failure of a group."""
+        if (fenced := self._fenced(request)) is not None:
+            return fenced
         if self._state.consumers.heard(request.consumer, now) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
         self._dismiss(request.consumer, now)
@@ -339,6 +484,15 @@ class ConsumerRequests:
         self._release(request.consumer, wall, failed=False, why=f"given back: {request.reason}")
         self.serve(now, wall)
         return Ok()
+
+    def _void(self, consumer: str, wall: float) -> None:
+        """Take back the steps that an earlier life of a consumer had settled and the other ranks have not.
+
+        The new life knows nothing of that settlement and would pull the step again.
+        """
+        for lease in list(self._state.leases):
+            if any(part.consumer == consumer for part in lease.parts):
+                self._state.transitions.lose(lease, wall, failed=False, why=f"{consumer} registered again")
 
     def _release(self, consumer: str, wall: float, *, failed: bool, why: str) -> None:
         for lease in self._state.leases:
@@ -348,6 +502,8 @@ class ConsumerRequests:
 
     def beat(self, beat: ConsumerBeat, now: float) -> Ok | ErrorReply:
         """Note that a consumer lives, and whether it makes progress."""
+        if (fenced := self._fenced(beat)) is not None:
+            return fenced
         consumer = self._state.consumers.heard(beat.consumer, now)
         if consumer is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {beat.consumer} is not registered")
@@ -376,8 +532,17 @@ class ConsumerRequests:
             holders = {p.consumer for p in lease.parts if p.consumer and p.settle is None}
             gone = [name for name in holders if state.consumers.silent_since(name, moment)]
             if gone or lease.expires_at(state.config.broker.lease_s) <= now:
-                why = f"{gone[0]} fell silent" if gone else "no progress"
-                state.transitions.lose(lease, wall, failed=True, why=why)
+                missing = lease.missing(now, state.config.broker.lease_s)
+                # The ranks that wait for a missing one show no progress either, and no group is to blame.
+                failed = bool(gone) or missing is None
+                why = (
+                    f"{gone[0]} fell silent"
+                    if gone
+                    else "no progress"
+                    if failed
+                    else f"rank {missing} is missing"
+                )
+                state.transitions.lose(lease, wall, failed=failed, why=why)
                 state.permits_due = True
 
     def sweep(self, now: float) -> None:
@@ -446,3 +611,10 @@ def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliver
             )
         )
     return GroupDeliveries(tuple(listed), tuple(arenas), tuple(frames))
+
+
+def _unsettled(step: int, by: str) -> ErrorReply:
+    return refuse(
+        ErrorCode.LEASE_LOST,
+        f"step {step} is not settled by every rank, {by} pulls it; its groups are queued again",
+    )

@@ -17,12 +17,12 @@ from rolloutmq.services.broker.flow.credit_windows import OPEN_WINDOW
 from rolloutmq.services.broker.flow.sessions import TABLES_LIMIT, ProducerSession
 from rolloutmq.services.broker.journal.format.events import Declared, Opened, Produced, Skipped, Told
 from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
+from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT, Vacancies
+from rolloutmq.services.broker.state.groups import identity
 from rolloutmq.services.broker.state.queues import Lane
 
 BEGUN_LIMIT: Final = 1 << 40
 """Most rollouts one session can have started; no process lives that long."""
-LANES_LIMIT: Final = 1024
-"""Environments of one broker; their names come from peers."""
 
 
 class ProducerRequests:
@@ -30,6 +30,7 @@ class ProducerRequests:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
+        self.vacancies = Vacancies(state)
         self.on_left: Callable[[ProducerSession, str, float], object] = lambda *_: None
         """Called with a session that has ended, the reason, and the time."""
 
@@ -41,7 +42,7 @@ class ProducerRequests:
             # The reply was slow and the request was repeated: a new session would fence the one in use.
             self.alive(previous, now)
             return Registered(ack=state.ack_schedule.of(previous), info=state.run.info)
-        if (error := self._unacceptable(request)) is not None:
+        if (error := self._unacceptable(request, now)) is not None:
             return error
         lane = self.lane(request, now)
         keeps_draining = previous is not None and previous.draining and request.pid == previous.pid != 0
@@ -87,7 +88,7 @@ class ProducerRequests:
         if self._state.workers.end_drain(worker):
             self._state.events.add(Told(worker, "", told=False))
 
-    def _unacceptable(self, request: RegisterProducer) -> ErrorReply | None:
+    def _unacceptable(self, request: RegisterProducer, now: float) -> ErrorReply | None:
         state = self._state
         if not math.isfinite(request.weight):
             return refuse(ErrorCode.INVALID, f"weight: must be a finite number (got {request.weight})")
@@ -95,11 +96,12 @@ class ProducerRequests:
             return refuse(ErrorCode.INVALID, f"this broker serves run {state.run.name}")
         if state.sessions.full(request.producer):
             return refuse(ErrorCode.LIMIT, "producer: the broker can register no further producer")
-        lanes = state.lanes
-        if lanes.find(request.env, request.split) is None and len(lanes) >= LANES_LIMIT:
+        known = state.lanes.find(request.env, request.split) is not None
+        if not known and not self.vacancies.make_room(now):
             return refuse(
                 ErrorCode.LIMIT,
-                f"env: the broker has {LANES_LIMIT} environments, the limit (got {request.env})",
+                f"env: {LANES_LIMIT} environments hold groups or have live producers, the limit "
+                f"(got {request.env}); end some of them, or reuse their names",
             )
         return None
 
@@ -149,6 +151,7 @@ class ProducerRequests:
         session.closed = True
         state.events.add(Produced(session.number, session.produced, session.abandoned, closed=True))
         state.credits.retire(session)
+        state.permits.note(session.lane)
         state.permits_due = True
         self.on_left(session, "closed its session", now)
         return Ok()
@@ -230,7 +233,8 @@ class ProducerRequests:
     ) -> None:
         state, lane = self._state, session.lane
         session.window.accept(header.seq, header.position, header.nbytes)
-        if self._held_already(session, header):
+        key = identity(lane.env, lane.split, header)
+        if state.groups.known(key):
             state.events.add(
                 Skipped(session.number, header.seq, header.position, header.nbytes, header.group_id)
             )
@@ -254,6 +258,7 @@ class ProducerRequests:
             body=GroupBody(frames, header.nbytes, state.ram, slot),
             accepted_at=now,
             accepted_wall=wall,
+            identity=key,
         )
         state.admit(group, lane, now)
         state.events.add(group)
@@ -261,26 +266,23 @@ class ProducerRequests:
             state.produced.add(header.sequences, now)
         state.newest[lane.env] = group, frames
         state.credits.arrived(session, now)
-        state.permits_due |= state.permits.arrived(session) or header.sequences != lane.group_size
-
-    def _held_already(self, session: ProducerSession, header: GroupHeader) -> bool:
-        """Return whether the same group came under another session of the producer and still exists."""
-        held = self._state.known.get(header.group_id)
-        return (
-            held is not None
-            and self._state.groups.find(held.order) is held
-            and held.producer == session.producer
-            and held.session != session.number
-            and (held.header.crc, held.header.nbytes) == (header.crc, header.nbytes)
-        )
+        state.permits_due |= state.permits.arrived(session)
+        if header.sequences != lane.group_size:
+            state.permits.note(lane)
+            state.permits_due = True
 
     def sweep(self, now: float) -> None:
-        """Reclaim the grants of silent producers and close their arenas; a producer that returns gets both again."""
+        """Reclaim the grants of silent producers and close their arenas; a producer that returns gets both again.
+
+        Then forget lanes that have been vacant for long.
+        """
         moment = now - self._state.config.broker.silence_s
         for session in list(self._state.sessions):
             if session.alive and session.heard_at <= moment:
                 self._state.credits.retire(session)
+                self._state.permits.note(session.lane)
                 self._state.permits_due = True
+        self.vacancies.sweep(now)
         arenas = self._state.arenas
         if len(arenas):
             arenas.sweep(

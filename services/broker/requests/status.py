@@ -9,6 +9,7 @@ from rolloutmq.services.broker.broker_state import BrokerState
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.requests.consumers import ConsumerRequests
 from rolloutmq.services.broker.requests.live_settings import LiveSettings
+from rolloutmq.services.broker.requests.vacancies import Vacancies
 from rolloutmq.services.broker.state.queues import Lane
 
 UNCOUNTED = frozenset({"duplicate"})
@@ -18,8 +19,15 @@ UNCOUNTED = frozenset({"duplicate"})
 class StatusReporter:
     """Reads all state; changes only the clocks of the waits."""
 
-    def __init__(self, state: BrokerState, consumers: ConsumerRequests, live_settings: LiveSettings) -> None:
+    def __init__(
+        self,
+        state: BrokerState,
+        consumers: ConsumerRequests,
+        live_settings: LiveSettings,
+        vacancies: Vacancies,
+    ) -> None:
         self._state = state
+        self._vacancies = vacancies
         self._consumers = consumers
         self._live_settings = live_settings
         self._started_at: float | None = None
@@ -38,7 +46,7 @@ class StatusReporter:
         trainer_wait = self._consumers.waits(now)
         self._count_waits(now)
         lanes = list(state.lanes)
-        train = state.lanes.of_split(Split.TRAIN)  # eval groups feed no trainer
+        train = state.lanes.of_split(Split.TRAIN).lanes  # eval groups feed no trainer
         queued = sum(lane.queued.sequences + lane.rewinding.sequences for lane in train)
         again = [lease for lease in state.leases if lease.rewound and lease.split is Split.TRAIN]
         leased_again = sum(group.header.sequences for lease in again for group in lease.groups)
@@ -70,13 +78,16 @@ class StatusReporter:
             wanted=dict(state.wanted),
             gpu_orders=state.gpu_orders.current(),
             granted_bytes=state.credits.granted_bytes,
+            reserved_bytes=state.credits.reserved,
             high_groups=state.config.broker.high_groups,
             silent_env_s=state.config.broker.silent_env_s,
+            exact_wait_s=state.config.broker.exact_wait_s,
             tasks=state.tasks.counts(),
             late_members=dict(state.workers.late_members),
             trainers=state.consumers.trainers(now - state.config.broker.silence_s),
             starved_s=state.starved_s,
             blocked_s=dict(state.workers.blocked_s),
+            free_environments=self._vacancies.free(),
         )
 
     def report(self, now: float, wall: float) -> StatusReply:
@@ -105,7 +116,7 @@ class StatusReporter:
     def _lane(self, lane: Lane, now: float) -> LaneStatus:
         producers = self._state.credits.producers(lane)
         oldest = lane.oldest()
-        waits = Counter(session.wait.value for session in producers if session.wait is not Wait.NONE)
+        waits = [session.wait.value for session in producers if session.wait is not Wait.NONE]
         return LaneStatus(
             env=lane.env,
             split=lane.split,
@@ -121,12 +132,15 @@ class StatusReporter:
             trained_groups=lane.trained_groups,
             oldest_age_s=max(0.0, now - oldest.accepted_at) if oldest else 0.0,
             accepted_per_s=lane.arrivals.per_s(now),
-            wait=waits.most_common(1)[0][0] if waits else "",
+            wait=Counter(waits).most_common(1)[0][0] if waits else "",
             held_bytes=lane.held_bytes,
             high_bytes=lane.rule.high_bytes,
             max_staleness=lane.rule.max_staleness,
-            waiting=waits.total(),
+            waiting=len(waits),
             accepted_sequences=lane.accepted_sequences,
             settled_sequences=lane.settled_sequences,
             rollout_s=lane.rollout_s,
+            reward_mean=lane.rewards.mean if lane.rewards.groups else None,
+            reward_deviation=lane.rewards.deviation if lane.rewards.groups else None,
+            reward_groups=lane.rewards.groups,
         )

@@ -1,8 +1,8 @@
 """Requests about tasks: from the trainer that submits them and the workers that take them.
 
 Two kinds of requests wait: a take until there is a task, and an await until enough of its tasks have ended. Each is
-answered once; a repetition replaces the waiting one. Beyond the limits below, a request is answered at once instead
-of waiting.
+answered once; a repetition replaces the waiting one and keeps its deadline. Beyond the limits below, a request is
+answered at once instead of waiting.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.envelope import ErrorCode, Split
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.schemas.wire.tasks import (
     AwaitTasks,
@@ -111,7 +111,8 @@ class TaskRequests:
         section = state.config.environment.get(new.env)
         if lane is None and section is None and state.config.environment:
             return refuse(ErrorCode.UNKNOWN, f"task {new.id}: there is no environment {new.env}")
-        if lane is None and section is not None and section.split != new.split.name.lower():
+        evaluates = new.split is Split.EVAL and new.env in state.config.evaluated
+        if lane is None and section is not None and section.split != new.split.name.lower() and not evaluates:
             return refuse(
                 ErrorCode.INVALID, f"task {new.id}: environment {new.env} is of split {section.split}"
             )
@@ -150,6 +151,8 @@ class TaskRequests:
         tasks = self._state.tasks
         missing = {name for name in request.ids if not tasks.status(name).over}
         ask = _Ask(request, missing, now + request.wait_s)
+        if (previous := self._asks.get(route)) is not None and previous.request == request:
+            ask.deadline = min(ask.deadline, previous.deadline)
         waits = request.wait_s > 0 and not math.isnan(request.wait_s)
         if ask.answered or not waits or (len(self._asks) >= ASKS_LIMIT and route not in self._asks):
             self._asks.pop(route, None)
@@ -193,8 +196,12 @@ class TaskRequests:
             self._state.outbox.reply(
                 route, refuse(ErrorCode.LIMIT, f"take: {TAKERS_LIMIT} takers are known, the limit")
             )
-        elif not self._taken(_Take(route, request, now + request.wait_s), session, now):
-            self._wait(key, line, _Take(route, request, now + request.wait_s), session, now)
+        else:
+            take = _Take(route, request, now + request.wait_s)
+            if previous is not None and previous.request.number == request.number:
+                take.deadline = min(take.deadline, previous.deadline)
+            if not self._taken(take, session, now):
+                self._wait(key, line, take, session, now)
 
     def _wait(
         self, key: tuple[int, int], line: Line, take: _Take, session: ProducerSession, now: float
@@ -336,5 +343,11 @@ def _as_taken(task: StoredTask, now: float) -> TakenTask:
     left = max(TASK_TICK_S, task.deadline_at - now) if task.deadline_at < math.inf else 0.0
     about = task.submitted
     return TakenTask(
-        id=task.id, payload=about.payload, size=about.size, left_s=left, deliveries=task.deliveries
+        id=task.id,
+        payload=about.payload,
+        size=about.size,
+        left_s=left,
+        deliveries=task.deliveries,
+        index=about.index,
+        greedy=about.greedy,
     )

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from rolloutmq.services.broker.journal.event_buffer import SnapshotRecord
-from rolloutmq.services.broker.journal.format.events import Accepted, Event, GroupSnapshot
+from rolloutmq.services.broker.journal.format.events import Accepted, Event, GroupSnapshot, LedgerSnapshot
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent, decode_events, encode
 from rolloutmq.services.broker.journal.format.records import Damage, read_segment, write_segment
 from rolloutmq.services.broker.journal.stored_group import Frames, GroupBody
@@ -50,7 +50,7 @@ class MemorySnapshot(NamedTuple):
 
 
 def save(path: Path, snapshot: Iterable[SnapshotRecord]) -> int:
-    """Write a state with its groups and return how many groups; without groups no file is left."""
+    """Write a state with its groups and return how many groups; a state without any history leaves no file."""
     items: list[Event] = []
     bodies: list[tuple[int, GroupBody]] = []
     for item in snapshot:
@@ -60,7 +60,7 @@ def save(path: Path, snapshot: Iterable[SnapshotRecord]) -> int:
             bodies.append((group.accepted.order, body))
         else:
             items.append(item)
-    if not bodies:
+    if not any(isinstance(item, LedgerSnapshot) and item.accepted for item in items):
         path.unlink(missing_ok=True)
         return 0
     write_segment(path, _records(items, bodies))
@@ -73,7 +73,8 @@ def _records(
     for start in range(0, len(items), ITEMS):
         yield STATE, b"", [encode(items[start : start + ITEMS])]
     for order, body in bodies:
-        yield BODY, encode(order), body.frames
+        if body.in_memory:  # one that an earlier file had lost is lost in this one, too
+            yield BODY, encode(order), body.frames
 
 
 def load(path: Path) -> MemorySnapshot:

@@ -12,7 +12,7 @@ from rolloutmq.schemas.wire.control import Drain
 from rolloutmq.schemas.wire.envelope import ColumnTable
 from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.services.broker.batches.consumers import Consumer
-from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard
+from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard, VoidSettlement
 from rolloutmq.services.broker.batches.rewind import RetainedBatch, RewoundBatch
 from rolloutmq.services.broker.batches.transitions import orders, outcomes
 from rolloutmq.services.broker.broker_state import BrokerState
@@ -75,7 +75,7 @@ def _require_sound(state: BrokerState) -> None:
     """Raise DamagedJournalError if the state contradicts itself."""
     try:
         check_invariants(state)
-    except AssertionError as error:
+    except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise DamagedJournalError(f"the remaining events contradict each other: {error}") from None
 
 
@@ -131,6 +131,7 @@ class StateRestorer:
             f.GpuAsked: state.gpu_orders.apply,
             f.Told: self._told,
             f.Tuned: lambda event: self._admin.live_settings.restore(event.values, self._now),
+            f.Vacated: self._producers.vacancies.apply,
             f.Began: lambda _: None,
             **dict.fromkeys(TASK_EVENTS, lambda event: state.tasks.apply(event, self._now, self._wall)),
         }
@@ -227,6 +228,7 @@ class StateRestorer:
             parts=[RankShard(groups, self._now) for groups in state.transitions.take_leased(event)],
             short=event.short,
             rewound=event.again,
+            moments=event.moments,
         )
         state.transitions.apply_lease(lease)
         if not event.again:
@@ -242,8 +244,8 @@ class StateRestorer:
         return found
 
     def _pulled(self, event: f.Pulled) -> None:
-        part = self._find(event.lease).parts[event.rank]
-        part.consumer, part.request_id = event.consumer, event.request_id
+        lease = self._find(event.lease)
+        self._state.leases.hand_out(lease, event.rank, event.consumer, event.request_id)
 
     def _settles(self, event: f.Settles) -> None:
         lease = self._find(event.settle.lease)
@@ -288,6 +290,7 @@ class StateRestorer:
             workers.end_drain(event.worker)
 
     def _record_handlers(self) -> dict[type[f.Event], Callable[[Any], object]]:
+        state = self._state
         return {
             f.Numbers: self._numbers,
             f.Table: lambda item: self._tables.update({item.table.id: item.table}),
@@ -301,6 +304,7 @@ class StateRestorer:
             f.LedgerSnapshot: self._ledger,
             f.ConsumerSnapshot: self._consumer,
             f.RunSnapshot: self._run,
+            f.EndedGroupsSnapshot: lambda item: state.groups.remember(item.identities),
         }
 
     def queue_unplaced(self) -> None:
@@ -327,7 +331,8 @@ class StateRestorer:
         if not configured or not item.connected:
             lane.weight, lane.min_share = item.weight, item.min_share
         lane.accepted_groups, lane.trained_groups = item.accepted_groups, item.trained_groups
-        lane.largest_bytes = item.largest_bytes
+        lane.rewards = item.rewards
+        lane.note_size(item.largest_bytes)
 
     def _session(self, item: f.SessionSnapshot) -> None:
         state = self._state
@@ -353,7 +358,6 @@ class StateRestorer:
         group.deliveries, group.failures = item.deliveries, item.failures
         self._state.lanes.open(group.env, group.split, self._now)
         self._state.groups.add(group)
-        self._state.known[group.header.group_id] = group
         self._unplaced[group.order] = group
 
     def _table(self, event: f.Accepted) -> ColumnTable:
@@ -403,6 +407,7 @@ class StateRestorer:
             parts=[RankShard(groups, self._now) for groups in shards],
             short=item.short,
             rewound=item.rewound,
+            moments=item.moments,
         )
         for part, (consumer, request_id, settle) in zip(lease.parts, item.parts, strict=True):
             part.consumer, part.request_id, part.settle = consumer, request_id, settle
@@ -420,13 +425,21 @@ class StateRestorer:
         self._state.leases.remember(item.number, ended)
 
     def _retained(self, item: f.RetainedBatchSnapshot) -> None:
+        """Retain the batch with those of its groups that are left; without any there is nothing to retain."""
+        states = [
+            [GroupState(state) for order, state in zip(rank, named, strict=True) if order in self._unplaced]
+            for rank, named in zip(item.shards, item.states, strict=True)
+        ]
+        if not any(states):
+            return
         batch = RetainedBatch(
             version=item.version,
             stepped=item.stepped,
             split=item.split,
             shards=self._place(item.shards),
-            states=[[GroupState(state) for state in states] for states in item.states],
+            states=states,
             short=item.short,
+            moments=item.moments,
         )
         self._state.rewind_buffer.retain(item.group, batch)
         self._state.rewind_buffer.charge(batch.nbytes)
@@ -434,7 +447,7 @@ class StateRestorer:
     def _rewound_batch(self, item: f.RewoundBatchSnapshot) -> None:
         stream, shards = (item.group, item.split), self._place(item.shards)
         self._rewinding(shards)
-        self._state.rewind_buffer.append(stream, RewoundBatch(shards, item.short))
+        self._state.rewind_buffer.append(stream, RewoundBatch(shards, item.short, item.moments))
 
     def _ledger(self, item: f.LedgerSnapshot) -> None:
         self._state.ledger.restore(item)
@@ -450,6 +463,7 @@ class StateRestorer:
                 generation=item.generation,
                 heard_at=self._now,
                 progress=item.progress,
+                settled_step=item.settled_step,
             )
         )
 
@@ -459,6 +473,9 @@ class StateRestorer:
         state.rewind_buffer.checkpointing.update(item.checkpointing)
         for group, version, joined in item.resumed:
             state.consumers.resumptions[group] = version, set(joined)
+        state.consumers.settled_policies.update(item.settled)
+        for consumer, split, lease, generation, step in item.void:
+            state.leases.void[consumer, split] = VoidSettlement(lease, generation, step)
         self.queue_unplaced()
 
 

@@ -1,6 +1,7 @@
 """The snapshot: the whole state of a broker as records, in the order that `restore` needs."""
 
 from collections.abc import Iterator
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -13,6 +14,7 @@ from rolloutmq.services.broker.flow.sessions import ProducerSession
 from rolloutmq.services.broker.journal.event_buffer import SnapshotRecord
 from rolloutmq.services.broker.journal.format.events import (
     ConsumerSnapshot,
+    EndedGroupsSnapshot,
     EndedLeaseSnapshot,
     Event,
     GroupSnapshot,
@@ -31,6 +33,9 @@ from rolloutmq.services.broker.journal.format.events import (
 from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
 from rolloutmq.services.broker.state.queues import Lane
 
+IDENTITIES: Final = 10_000
+"""Ended groups in one record."""
+
 
 def snapshot(state: BrokerState) -> Iterator[SnapshotRecord]:
     """Yield the state; nothing may change meanwhile."""
@@ -41,7 +46,8 @@ def snapshot(state: BrokerState) -> Iterator[SnapshotRecord]:
         state.staleness.max_delivered,
     )
     yield from _tables(state)
-    yield from map(_lane, state.lanes)
+    half_life = state.config.trainer.rewards.half_life_groups
+    yield from (_lane(lane, half_life) for lane in state.lanes)
     yield from (_session(session, current=current) for session, current in state.sessions.remembered())
     yield from map(_group, sorted(state.groups, key=lambda group: group.order))
     yield from map(_lease, state.leases)
@@ -59,7 +65,11 @@ def snapshot(state: BrokerState) -> Iterator[SnapshotRecord]:
             consumer.world_size,
             consumer.generation,
             consumer.progress,
+            consumer.settled_step,
         )
+    identities = state.groups.ended
+    for start in range(0, len(identities), IDENTITIES):
+        yield EndedGroupsSnapshot(identities[start : start + IDENTITIES])
     yield _run(state)
     if state.changed_settings:
         yield Tuned(dict(state.changed_settings))
@@ -77,7 +87,7 @@ def _tables(state: BrokerState) -> Iterator[Event]:
     return map(Table, tables.values())
 
 
-def _lane(lane: Lane) -> LaneSnapshot:
+def _lane(lane: Lane, half_life_groups: int | None) -> LaneSnapshot:
     return LaneSnapshot(
         env=lane.env,
         split=lane.split,
@@ -89,6 +99,8 @@ def _lane(lane: Lane) -> LaneSnapshot:
         accepted_groups=lane.accepted_groups,
         trained_groups=lane.trained_groups,
         largest_bytes=lane.largest_bytes,
+        rewards=lane.rewards,
+        half_life_groups=half_life_groups,
     )
 
 
@@ -130,18 +142,26 @@ def _lease(lease: Lease) -> LeaseSnapshot:
         rewound=lease.rewound,
         parts=tuple((part.consumer, part.request_id, part.settle) for part in lease.parts),
         tokens=lease.tokens,
+        moments=lease.moments,
     )
 
 
 def _retained(group: str, batch: RetainedBatch) -> RetainedBatchSnapshot:
     states = tuple(tuple(state.value for state in states) for states in batch.states)
     return RetainedBatchSnapshot(
-        group, batch.version, batch.stepped, batch.split, orders(batch.shards), states, batch.short
+        group,
+        batch.version,
+        batch.stepped,
+        batch.split,
+        orders(batch.shards),
+        states,
+        batch.short,
+        batch.moments,
     )
 
 
 def _rewound(group: str, split: Split, batch: RewoundBatch) -> RewoundBatchSnapshot:
-    return RewoundBatchSnapshot(group, split, orders(batch.shards), batch.short)
+    return RewoundBatchSnapshot(group, split, orders(batch.shards), batch.short, batch.moments)
 
 
 def _ledger(state: BrokerState) -> LedgerSnapshot:
@@ -163,4 +183,9 @@ def _run(state: BrokerState) -> Event:
         for group, (version, joined) in state.consumers.resumptions.items()
     )
     checkpointing = tuple(sorted(state.rewind_buffer.checkpointing))
-    return replace(state.run.item(), checkpointing=checkpointing, resumed=resumed)
+    void = tuple(
+        (consumer, split, one.lease, one.generation, one.step)
+        for (consumer, split), one in state.leases.void.items()
+    )
+    settled = tuple(state.consumers.settled_policies.items())
+    return replace(state.run.item(), checkpointing=checkpointing, resumed=resumed, settled=settled, void=void)

@@ -1,20 +1,44 @@
-"""Stored groups by order. Their bodies stay opaque."""
+"""Stored groups by order, and the identities of those that ended. The bodies stay opaque.
 
-from collections.abc import Iterator
+Two groups are the same if environment, split, id, size and checksum of the contents are equal. The same group is
+accepted once: as long as it exists, and after its end as long as its identity is among the last remembered ones.
+"""
 
-from rolloutmq.schemas.wire.envelope import Split
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+
+from rolloutmq.schemas.wire.envelope import GroupHeader, Split
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 
 Stream = tuple[str, Split]
 """A consumer group and a split: one step of it is leased at a time."""
 
 
-class Groups:
-    """Every group that still exists, by its order: the contents of a snapshot."""
+def identity(env: str, split: Split, header: GroupHeader) -> int:
+    """Return 64 bits that name a group: fewer than 1 in 10^13 new groups have those of one of a million others."""
+    name = f"{env}\0{split.value}\0{header.nbytes}\0{header.crc}\0{header.group_id}"
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
 
-    def __init__(self) -> None:
+
+class Groups:
+    """Every group that still exists, by its order: the contents of a snapshot.
+
+    Args:
+        remembered: Number of ended groups to recognize.
+    """
+
+    def __init__(self, remembered: int) -> None:
         self.next_order = 1
         self._groups: dict[int, StoredGroup] = {}
+        self._of_lane: Counter[tuple[str, Split]] = Counter()
+        self._present: dict[int, StoredGroup] = {}
+        """Existing groups by identity."""
+        self._remembered = remembered
+        self._ended: deque[int] = deque()
+        """Identities of ended groups, oldest first."""
+        self._seen: set[int] = set()
+        """The same ones."""
 
     def __iter__(self) -> Iterator[StoredGroup]:
         """Yield the groups in no certain order."""
@@ -28,17 +52,65 @@ class Groups:
         if not group.order:
             group.order = self.next_order
         self.next_order = max(self.next_order, group.order + 1)
+        self._of_lane[group.env, group.split] += group.order not in self._groups
         self._groups[group.order] = group
+        self._present[_key(group)] = group
 
     def find(self, order: int) -> StoredGroup | None:
         return self._groups.get(order)
 
     def gone(self, group: StoredGroup) -> None:
         """Remove a group for good and release its frames; a second call changes nothing."""
-        if self._groups.pop(group.order, None) is not None:
-            group.body.release()
+        if self._groups.pop(group.order, None) is None:
+            return
+        self._let_go_of_lane(group)
+        group.body.release()
+        key = _key(group)
+        if self._present.get(key) is group:
+            del self._present[key]
+        self.remember((key,))
+
+    def _let_go_of_lane(self, group: StoredGroup) -> None:
+        lane = group.env, group.split
+        self._of_lane[lane] -= 1
+        if not self._of_lane[lane]:
+            del self._of_lane[lane]
+
+    def of_lane(self, env: str, split: Split) -> int:
+        """Return how many groups of an environment and split exist, in any place."""
+        return self._of_lane.get((env, split), 0)
+
+    def present(self, key: int) -> StoredGroup | None:
+        """Return the existing group of an identity."""
+        return self._present.get(key)
+
+    def known(self, key: int) -> bool:
+        """Return whether the group of an identity exists, or ended and is remembered."""
+        return key in self._present or key in self._seen
+
+    def remember(self, identities: Iterable[int]) -> None:
+        """Remember ended groups, and forget the ones that ended first."""
+        for key in identities:
+            if key not in self._seen:
+                self._seen.add(key)
+                self._ended.append(key)
+        while len(self._ended) > self._remembered:
+            self._seen.remove(self._ended.popleft())
+
+    @property
+    def ended(self) -> tuple[int, ...]:
+        """Identities of the remembered groups, in the order of their end."""
+        return tuple(self._ended)
 
     def clear(self) -> None:
-        """Remove all groups; the numbers go on."""
+        """Remove all groups, also the remembered ones; the numbers go on."""
         for group in list(self._groups.values()):
             self.gone(group)
+        self._ended.clear()
+        self._seen.clear()
+
+
+def _key(group: StoredGroup) -> int:
+    if not group.identity:
+        group.identity = identity(group.env, group.split, group.header)
+    return group.identity

@@ -19,10 +19,12 @@ from operator import attrgetter
 from typing import Any, Final
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.rates import Rate
+from rolloutmq.services.broker.state.split_queue import Load, SplitQueue
 
 UNCONFIGURED: Final = EnvironmentConfig(entry="unknown:Unknown")
 """Rule of an environment without a configuration section."""
@@ -39,44 +41,35 @@ def _deadline(group: StoredGroup) -> tuple[PolicyVersion, int]:
     return group.header.oldest, group.order
 
 
-class Load:
-    """Groups, sequences, tokens and bytes together."""
-
-    __slots__ = ("groups", "nbytes", "sequences", "tokens")
-
-    def __init__(self) -> None:
-        self.groups = 0
-        self.sequences = 0
-        self.tokens = 0
-        self.nbytes = 0
-
-    def add(self, group: StoredGroup, sign: int = 1) -> None:
-        """Count one group in, or out with `sign` -1."""
-        self.groups += sign
-        self.sequences += sign * group.header.sequences
-        self.tokens += sign * group.header.tokens
-        self.nbytes += sign * group.header.nbytes
-
-    def as_tuple(self) -> tuple[int, int, int, int]:
-        return self.groups, self.sequences, self.tokens, self.nbytes
-
-
 class Lane:
     """One environment's queue and its share of batches."""
 
     def __init__(
-        self, env: str, split: Split, rule: EnvironmentConfig, now: float, last_chance: int = 1 << 30
+        self,
+        env: str,
+        split: Split,
+        rule: EnvironmentConfig,
+        now: float,
+        last_chance: int = 1 << 30,
+        all_: SplitQueue[Any] | None = None,
     ) -> None:
         self.env = env
         self._last_chance = last_chance
         self.split = split
         self.rule = rule
         self._key: Callable[[StoredGroup], Any] = _deadline if rule.stale == "drop" else _order
-        self.weight = rule.weight
-        self.min_share = rule.min_share
+        self._all: SplitQueue[Lane] = SplitQueue() if all_ is None else all_
+        self._weight = rule.weight
+        self._min_share = rule.min_share
+        self._connected = True
+        self._carry = 0.0
+        self._carry_at = self._all.fair_clock
+        self.part = 0.0
+        """Its part of every batch, by weight or minimum share; see `SplitQueue`."""
+        self.number = self._all.add(self)
+        """Place among the lanes of its split, in the order of their first use."""
         self.group_size = rule.group_size
-        self.connected = True
-        self.queued = Load()
+        self.queued = Load(self._all.queued)
         self.leased = Load()
         self.rewinding = Load()
         """Groups of rewound batches, waiting or leased again."""
@@ -84,13 +77,13 @@ class Lane:
         """Bytes live producers may send, not yet arrived."""
         self.granted = 0
         """Rollouts live producers may start or have started, not yet arrived."""
-        self.carry = 0.0
-        """Sequences that batches still owe the lane; negative if it had more than its share."""
         self.accepted_groups = 0
         self.trained_groups = 0
         self.accepted_sequences = 0
         self.settled_sequences = 0
         """Both in this life of the broker."""
+        self.rewards = Moments()
+        """Moments of the scores of every group that it accepted. A requeued group was counted before."""
         self.rollout_s = 0.0
         """Mean rollout time of a group; 0 until a group reports one."""
         self.largest_bytes = 0
@@ -100,6 +93,83 @@ class Lane:
         self.sizes: dict[int, deque[StoredGroup]] = {}
         self.suspects: list[StoredGroup] = []
         """Queued groups with one delivery left, oldest first; not in `sizes`."""
+
+    @property
+    def weight(self) -> float:
+        """Share of the batches, relative to the other connected lanes."""
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._weight = weight
+        self._all.version += 1
+
+    @property
+    def min_share(self) -> float:
+        """Part of every batch reserved for the lane."""
+        return self._min_share
+
+    @min_share.setter
+    def min_share(self, min_share: float) -> None:
+        self._min_share = min_share
+        self._all.version += 1
+
+    @property
+    def connected(self) -> bool:
+        """Whether its environment was not disconnected."""
+        return self._connected
+
+    @connected.setter
+    def connected(self, connected: bool) -> None:
+        self._connected = connected
+        self._all.version += 1
+
+    @property
+    def carry(self) -> float:
+        """Sequences (or tokens) that batches still owe the lane; negative if it had more than its part.
+
+        A lane that was empty at a batch is owed nothing, unless it has a minimum share.
+        """
+        passed = self._all.fair_clock - self._carry_at
+        if passed and not self.sizes and not self._min_share:
+            return 0.0
+        return min(self._all.batch, self._carry + self.part * passed)
+
+    @carry.setter
+    def carry(self, carry: float) -> None:
+        self._carry, self._carry_at = carry, self._all.fair_clock
+
+    def owed_after(self, batch: int) -> float:
+        """Return the carry of a lane with groups, and its part of one more batch."""
+        grown = self._carry + self.part * (self._all.fair_clock - self._carry_at)
+        return min(self._all.batch, grown) + self.part * batch
+
+    def set_part(self, part: float) -> None:
+        """Change its part of every batch from now on."""
+        self.carry, self.part = self.carry, part
+
+    def _queue(self, size: int) -> deque[StoredGroup]:
+        """Return the queue of a size, made on first use."""
+        queue = self.sizes.get(size)
+        if queue is None:
+            if not self.sizes:
+                self.carry = self.carry  # nothing for the batches while it was empty
+            queue = self.sizes[size] = deque()
+            self._all.size_came(self, size)
+        return queue
+
+    def _emptied(self, size: int) -> None:
+        """Remove the queue of a size."""
+        if len(self.sizes) == 1:
+            self.carry = self.carry
+        del self.sizes[size]
+        self._all.size_went(self, size)
+
+    def _note_suspects(self) -> None:
+        if self.suspects:
+            self._all.suspected[self] = None
+        else:
+            self._all.suspected.pop(self, None)
 
     def adopt(self, rule: EnvironmentConfig, fixed: Container[str]) -> None:
         """Apply another rule; a weight or minimum share that is not `fixed` stays as its producer set it."""
@@ -122,15 +192,21 @@ class Lane:
             self.rollout_s += (took_s - self.rollout_s) * (NEW_PART if self.rollout_s else 1.0)
         self.arrived_at = now
         self.arrivals.add(1, now)
-        self.largest_bytes = max(self.largest_bytes, header.nbytes)
+        self.note_size(header.nbytes)
         self.append(group)
+
+    def note_size(self, nbytes: int) -> None:
+        """Note the size of a group in bytes."""
+        if nbytes > self.largest_bytes:
+            self.largest_bytes = nbytes
+            self._all.largest_bytes = max(self._all.largest_bytes, nbytes)
 
     def append(self, group: StoredGroup) -> None:
         """Queue a group in its order among groups of its size; quick near both ends."""
         if self.suspected(group):
             self.put_back([group])
             return
-        queue = self.sizes.setdefault(group.header.sequences, deque())
+        queue = self._queue(group.header.sequences)
         if queue and self._key(queue[-1]) > self._key(group):
             queue.insert(bisect_right(queue, self._key(group), key=self._key), group)
         else:
@@ -155,12 +231,13 @@ class Lane:
         """Remove one queued group; quick near the head."""
         if self.suspected(group):
             self.suspects.remove(group)
+            self._note_suspects()
         else:
             size = group.header.sequences
             queue = self.sizes[size]
             queue.remove(group)
             if not queue:
-                del self.sizes[size]
+                self._emptied(size)
         self.queued.add(group, -1)
 
     def take(self, size: int, count: int) -> list[StoredGroup]:
@@ -168,7 +245,7 @@ class Lane:
         queue = self.sizes[size]
         taken = [queue.popleft() for _ in range(count)]
         if not queue:
-            del self.sizes[size]
+            self._emptied(size)
         for group in taken:
             self.queued.add(group, -1)
         return taken
@@ -181,11 +258,12 @@ class Lane:
             if self.suspected(group):
                 self.suspects.append(group)
                 self.suspects.sort(key=self._key)
+                self._note_suspects()
             else:
                 back.setdefault(group.header.sequences, []).append(group)
         for size, returned in back.items():
             returned.sort(key=self._key)
-            queue = self.sizes.setdefault(size, deque())
+            queue = self._queue(size)
             if queue and self._key(queue[0]) < self._key(returned[-1]):
                 self.sizes[size] = deque(merge(returned, queue, key=self._key))
             else:
@@ -278,6 +356,15 @@ class Lane:
         assert min(self.granted, self.granted_bytes) >= 0, self.env
 
 
+def _rule(env: EnvironmentConfig, split: Split) -> EnvironmentConfig:
+    """Return the rule of a lane.
+
+    Groups that a training environment makes for evaluation are not paced: they wait for no step.
+    """
+    aside = split is Split.EVAL and env.split == "train"
+    return env.model_copy(update={"pacing": False}) if aside else env
+
+
 class Lanes:
     """All lanes, and their sums."""
 
@@ -295,6 +382,9 @@ class Lanes:
         self._groups = groups
         self._last_chance = last_chance
         self._lanes: dict[tuple[str, Split], Lane] = {}
+        self._splits: dict[Split, SplitQueue[Lane]] = {split: SplitQueue() for split in Split}
+        self.settled: set[Lane] = set()
+        """Lanes that let a group go since the set was cleared."""
         self.held_groups = 0
         """Groups queued or leased, without rewound batches."""
         self.held_bytes = 0
@@ -312,9 +402,16 @@ class Lanes:
         """Return the lane, made on first use by the configuration's rule."""
         lane = self._lanes.get((env, split))
         if lane is None:
-            rule = self._rules.get(env, self._other)
-            lane = self._lanes[env, split] = Lane(env, split, rule, now, self._last_chance)
+            rule = _rule(self._rules.get(env, self._other), split)
+            lane = Lane(env, split, rule, now, self._last_chance, self._splits[split])
+            self._lanes[env, split] = lane
         return lane
+
+    def remove(self, lane: Lane) -> None:
+        """Forget a lane without groups; a later group of its environment opens a new one."""
+        del self._lanes[lane.env, lane.split]
+        self._splits[lane.split].remove(lane)
+        self.settled.discard(lane)
 
     def configured(self, env: str) -> bool:
         """Return whether the configuration has a section for the environment; it then wins over a producer."""
@@ -331,7 +428,7 @@ class Lanes:
         self._fixed |= {env: fields for env, fields in fixed.items() if env not in self._configured}
         for lane in self:
             if lane.env in environments:
-                lane.adopt(environments[lane.env], self._fixed.get(lane.env, ()))
+                lane.adopt(_rule(environments[lane.env], lane.split), self._fixed.get(lane.env, ()))
 
     def apply_producer_settings(self, lane: Lane, weight: float, min_share: float, group_size: int) -> None:
         """Adopt a producer's values for its environment, where the configuration and live settings have none."""
@@ -345,8 +442,9 @@ class Lanes:
         """Return the lane a stored group belongs to."""
         return self._lanes[group.env, group.split]
 
-    def of_split(self, split: Split) -> list[Lane]:
-        return [lane for lane in self._lanes.values() if lane.split is split]
+    def of_split(self, split: Split) -> SplitQueue[Lane]:
+        """Return the lanes of a split and their totals."""
+        return self._splits[split]
 
     def accept(self, lane: Lane, group: StoredGroup, now: float) -> None:
         """Queue a new group and give it its order."""
@@ -362,7 +460,7 @@ class Lanes:
 
     def suspect(self, split: Split) -> StoredGroup | None:
         """Return the oldest suspect."""
-        found = (group for lane in self.of_split(split) for group in lane.suspects)
+        found = (group for lane in self.of_split(split).suspected for group in lane.suspects)
         return min(found, key=_order, default=None)
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:
@@ -377,18 +475,28 @@ class Lanes:
         """Count out the bytes of a group that is neither queued nor leased any more."""
         self.held_groups -= 1
         self.held_bytes -= group.header.nbytes
+        self.settled.add(self.of(group))
 
     def queued_sequences(self, split: Split) -> int:
-        return sum(lane.queued.sequences for lane in self._lanes.values() if lane.split is split)
+        return self._splits[split].queued.sequences
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest group that any of the lanes has had."""
+        return max(queue.largest_bytes for queue in self._splits.values())
 
     def clear(self) -> None:
         """Remove every lane and its groups."""
         self._lanes.clear()
+        self._splits = {split: SplitQueue() for split in Split}
+        self.settled.clear()
         self.held_groups = self.held_bytes = 0
 
     def validate(self) -> None:
         for lane in self:
             lane.validate()
+        for queue in self._splits.values():
+            queue.validate()
         loads = [(lane.queued, lane.leased) for lane in self]
         assert self.held_groups == sum(q.groups + leased.groups for q, leased in loads)
         assert self.held_bytes == sum(q.nbytes + leased.nbytes for q, leased in loads)

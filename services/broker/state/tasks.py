@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.envelope import RewardSummary, Split
 from rolloutmq.schemas.wire.tasks import REASON_CHARS, NewTask, TaskCounts, TaskState, TaskStatus
 from rolloutmq.services.broker.journal.event_buffer import EventBuffer
 from rolloutmq.services.broker.journal.format.events import (
@@ -65,6 +65,8 @@ class StoredTask(msgspec.Struct, kw_only=True, eq=False):
     lease_until: float = math.inf
     group_id: str = ""
     reason: str = ""
+    sequences: int = 0
+    rewards: RewardSummary = RewardSummary()
 
     @property
     def id(self) -> str:
@@ -91,6 +93,8 @@ class StoredTask(msgspec.Struct, kw_only=True, eq=False):
             deliveries=self.deliveries,
             group_id=self.group_id,
             reason=self.reason,
+            sequences=self.sequences,
+            rewards=self.rewards,
         )
 
     def item(self) -> TaskSnapshot:
@@ -107,6 +111,8 @@ class StoredTask(msgspec.Struct, kw_only=True, eq=False):
             lease_s=self.lease_s,
             group_id=self.group_id,
             reason=self.reason,
+            sequences=self.sequences,
+            rewards=self.rewards,
         )
 
 
@@ -117,7 +123,16 @@ def digest_of(new: NewTask) -> bytes:
 
 def event_of(new: NewTask, wall: float) -> TaskSubmitted:
     return TaskSubmitted(
-        new.id, new.env, new.split, new.payload, new.size, new.deadline_s, new.priority, wall
+        new.id,
+        new.env,
+        new.split,
+        new.payload,
+        new.size,
+        new.deadline_s,
+        new.priority,
+        wall,
+        new.index,
+        new.greedy,
     )
 
 
@@ -130,6 +145,8 @@ def new_of(event: TaskSubmitted) -> NewTask:
         size=event.size,
         deadline_s=event.deadline_s,
         priority=event.priority,
+        index=event.index,
+        greedy=event.greedy,
     )
 
 
@@ -298,6 +315,7 @@ class Tasks:
             self._counts["unmatched"] += 1
         elif name in self._open:
             task.group_id, task.worker = group_id, group.producer
+            task.sequences, task.rewards = group.header.sequences, group.header.rewards
             self._end(task, TaskState.DONE, "")
         elif task.group_id != group_id:
             self._counts["extra" if task.state is TaskState.DONE else "late"] += 1

@@ -17,6 +17,7 @@ from torch import Tensor
 from rolloutmq.schemas.errors import TokenizerMismatchError, VocabularyMismatchError
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs, TeachRequest
 from rolloutmq.services.inference.openai.requests import ApiError
+from rolloutmq.trainer.policy.head import float32_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,8 @@ class TeacherScorer:
         places = torch.from_numpy(np.concatenate(wanted))
         given = torch.from_numpy(tokens)
         # Right padding needs no attention mask: a causal model looks back only.
-        logits = self._model(input_ids=given[:, :-1], use_cache=False).logits  # (B, T - 1, V)
+        with float32_head(self._model):
+            logits = self._model(input_ids=given[:, :-1], use_cache=False).logits  # (B, T - 1, V)
         logprobs = logits[rows, places - 1].float().log_softmax(-1)  # (N, V)
         if teacher_logprobs is TeacherLogprobs.TOP_K:
             best = logprobs.topk(k, -1)

@@ -28,7 +28,7 @@ from rolloutmq.bus.tokenizer_fingerprint import (
     student_model,
     vocabulary,
 )
-from rolloutmq.bus.transport.endpoint import http_url
+from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.distillation import TeacherConfig
 from rolloutmq.schemas.config.run import ModelConfig, RunConfig
 from rolloutmq.schemas.errors import ConfigError, TokenizerMismatchError, VocabularyMismatchError
@@ -36,6 +36,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.distillation import TEACH_PATH, TeachReply, TeachRequest
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.http_access import HttpAccess, access_of
 from rolloutmq.services.inference.app import first
 from rolloutmq.services.inference.batcher import Batcher
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
@@ -83,8 +84,8 @@ class TeacherServer:
             "/health": ("GET", self._health),
         }
 
-    def app(self) -> web.Application:
-        return application(self._routes)
+    def app(self, access: HttpAccess) -> web.Application:
+        return application(self._routes, access)
 
     async def _teach(self, request: web.Request) -> web.Response:
         try:
@@ -175,13 +176,15 @@ async def serve(run_dir: Path, stop: Stop) -> None:
             raise TokenizerMismatchError.of(mine.tokenizer, theirs)
         known = vocabulary(student_model(run, layout))
         VocabularyMismatchError.check(run.trainer.distillation.teacher_logprobs, mine.vocabulary, known)
-        await _serve(server, config, layout, stop)
+        await _serve(server, run, layout, stop)
 
 
-async def _serve(server: TeacherServer, config: TeacherConfig, layout: RunLayout, stop: Stop) -> None:
+async def _serve(server: TeacherServer, run: RunConfig, layout: RunLayout, stop: Stop) -> None:
+    config = run.teacher
+    app = server.app(access_of(run, config.host))
     async with asyncio.TaskGroup() as tasks:
         work = tasks.create_task(server.source.run())
-        async with listening(server.app(), config.host, config.port, port_before(layout.teacher)) as port:
+        async with listening(app, config.host, config.port, port_before(layout.teacher)) as port:
             url = http_url(config.host, port)
             heartbeat = EngineHeartbeat(
                 layout.teacher,

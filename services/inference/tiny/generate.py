@@ -10,7 +10,8 @@ recomputed. Blocks; one thread at a time.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from transformers import DynamicCache
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.inference.jobs import Continuation, Job, Span
 from rolloutmq.services.inference.sampling import Sampler
+from rolloutmq.trainer.policy.head import float32_head
 
 
 class Weights(Protocol):
@@ -38,6 +40,7 @@ class Generator:
         end_ids: Tokens that end a sequence.
         decode: Returns the text of token ids; used for jobs with stop texts only.
         seed: Seed of the noise for jobs without one.
+        fp32_head: Compute the logits of a coarser policy in float32, as the trainer does.
     """
 
     def __init__(
@@ -47,8 +50,11 @@ class Generator:
         end_ids: Sequence[int],
         decode: Callable[[list[int]], str],
         seed: int = 0,
+        *,
+        fp32_head: bool = False,
     ) -> None:
         self._policy = policy
+        self._head = partial(float32_head, policy) if fp32_head else nullcontext
         self._weights = weights
         self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.long)
         self._decode = decode
@@ -96,7 +102,7 @@ class Generator:
         return self._forward(batch, batch.last[:, None], batch.mask, batch.positions)
 
     def _forward(self, batch: "_Batch", tokens: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        with self._weights.reading() as version:
+        with self._weights.reading() as version, self._head():
             logits: Tensor = self._policy(
                 input_ids=tokens,
                 attention_mask=mask,

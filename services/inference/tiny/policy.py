@@ -85,7 +85,9 @@ class ServedPolicy:
         text = TextTokenizer(layout.model)
         sizes = config.get_text_config()
         limits = Limits(run.model.name, int(sizes.max_position_embeddings), int(sizes.vocab_size), max_rows)
-        generator = Generator(policy, share, end_ids(layout, config), text.decode, seed)
+        generator = Generator(
+            policy, share, end_ids(layout, config), text.decode, seed, fp32_head=run.trainer.fp32_head
+        )
         return cls(policy, share, text, limits, generator)
 
     @property

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,17 +125,45 @@ class VllmClient:
         Raises:
             EngineFailedError: vLLM refuses, is gone, or does not answer.
         """
+        return (await self._call_all(method, *args))[0]
+
+    async def _call_all(self, method: str, *args: Any) -> list[dict[str, Any]]:
+        """Call a method of the extension; return the results of all workers, of which there is one at least."""
+        status, body = await self._within(
+            method, self._post("/collective_rpc", {"method": method, "args": args})
+        )
+        with suppress(msgspec.MsgspecError):
+            if status == 200 and (results := _results.decode(body).results):
+                return results
+        raise EngineFailedError(f"{method}: status {status}, {_short(body)}")
+
+    async def _within(self, what: str, answer: Awaitable[tuple[int, bytes]]) -> tuple[int, bytes]:
         try:
             async with asyncio.timeout(CALL_S):
-                status, body = await self._post("/collective_rpc", {"method": method, "args": args})
+                return await answer
         except TimeoutError:
-            raise EngineSilentError(f"{method}: vLLM did not answer within {CALL_S:g} s") from None
-        try:
+            raise EngineSilentError(f"{what}: vLLM did not answer within {CALL_S:g} s") from None
+
+    async def sent_version(self) -> str | None:
+        """Return the version of weights that have arrived whole in each worker; None if there are none.
+
+        They count once vLLM samples again: a sender may die after the weights are whole and before it resumes vLLM.
+
+        Raises:
+            EngineFailedError: vLLM refuses, is gone, or does not answer.
+        """
+        if not all(one.get("whole") for one in await self._call_all("sent_weights")):
+            return None
+        if await self._state("/is_paused", "is_paused"):
+            return None
+        return str(await self._state("/weight_info", "weight_version"))
+
+    async def _state(self, path: str, key: str) -> Any:
+        status, body = await self._within(path, self._get(path))
+        with suppress(msgspec.MsgspecError, KeyError, TypeError):
             if status == 200:
-                return _results.decode(body).results[0]
-        except (msgspec.MsgspecError, IndexError):
-            pass
-        raise EngineFailedError(f"{method}: status {status}, {_short(body)}")
+                return msgspec.json.decode(body)[key]
+        raise EngineFailedError(f"{path}: status {status}, {_short(body)}")
 
     async def steps(self) -> int:
         """Return the number of steps vLLM has taken; it answers between two of them.
@@ -168,8 +196,14 @@ class VllmClient:
         raise EngineFailedError(f"vLLM: status {status}, {_short(body)}")
 
     async def _post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        return await self._ask("POST", path, _encode(body))
+
+    async def _get(self, path: str) -> tuple[int, bytes]:
+        return await self._ask("GET", path, None)
+
+    async def _ask(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         try:
-            async with self._session.post(path, data=_encode(body)) as response:
+            async with self._session.request(method, path, data=body) as response:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
             raise EngineFailedError(f"vLLM is unavailable: {type(error).__name__} {error}") from None

@@ -1,11 +1,15 @@
 """vLLM worker extension: vLLM's weights become views of the trainer's memory, not a copy. Runs inside vLLM.
 
-`--worker-extension-cls` loads it into the engine process, where scheduler and worker live together (the executor is
-`UniProcExecutor`), in vLLM's own environment. It imports only modules that need msgspec and torch, which vLLM has:
-segment, lock and manifest are the code that the trainer uses.
+`--worker-extension-cls` loads it into vLLM's workers, in vLLM's own environment. It imports only modules that need
+msgspec and torch, which vLLM has: segment, lock and manifest are the code that the trainer uses.
 
-`attach_weights` maps the segment read-only and makes each parameter of vLLM a view of it, in the fused layout of the
-manifest (`trainer.weights.layout`). It fails closed: on a mismatch it names the tensor and changes nothing.
+Weights that are sent are vLLM's own (`weight_transfer`): it may have several workers, in processes of their own, and
+take several steps at a time. The rest of this page is about weights that are mapped. Those need scheduler and worker in
+one process (the executor is `UniProcExecutor`), and one step at a time.
+
+`attach_weights` maps the segment read-only, or opens the owner's memory on this GPU (`trainer.weights.cuda_ipc`), and
+makes each parameter of vLLM a view of it, in the fused layout of the manifest (`trainer.weights.layout`). It fails
+closed: on a mismatch it names the tensor and changes nothing.
 
 From then on each engine step is one read of the weights. The step takes the lock before scheduling and releases it
 after recording the tokens. So no token comes from half-written weights, and the version read is the version of all
@@ -28,6 +32,7 @@ from vllm.logger import init_logger  # pyright: ignore[reportMissingImports]
 from vllm.model_executor.layers import utils as layers  # pyright: ignore[reportMissingImports]
 from vllm.v1.engine.core import EngineCore  # pyright: ignore[reportMissingImports]
 from vllm.v1.request import RequestStatus  # pyright: ignore[reportMissingImports]
+from vllm.v1.worker.gpu_worker import Worker  # pyright: ignore[reportMissingImports]
 
 from rolloutmq.schemas.errors import (
     RolloutMQError,
@@ -39,6 +44,7 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.inference.vllm import version_label, weight_matching
 from rolloutmq.services.inference.vllm.weight_transfer import SHARED, received
+from rolloutmq.trainer.weights.cuda_ipc import share_kind
 from rolloutmq.trainer.weights.fingerprint import require_same_tokenizer
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S
 from rolloutmq.trainer.weights.manifest import WeightManifest
@@ -60,13 +66,23 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_parent() -> None:
-    """Die with the API server: a killed one would leave its engine behind, with all its memory."""
+    """Die with the API server: a killed one would leave its engine behind, with all its memory.
+
+    A worker in a process of its own dies with the engine, which vLLM ends with the server.
+    """
     expected = os.environ.get(SERVER)
     if expected is None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(expected):
+    if int(expected) not in {os.getppid(), _parent(os.getppid())}:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def keep_the_matrix(layer: torch.nn.Module, remove_weight: bool) -> None:  # noqa: ARG001
@@ -88,7 +104,9 @@ class Reader:
         self._address = Path()
         self._tokenizer = ""
         self.steps = 0
-        """Steps begun, including postponed ones: an engine that waits for the weights does not hang."""
+        """Steps begun, including postponed ones: an engine that waits for the weights does not hang. A worker in a
+        process of its own counts its forward passes.
+        """
         self._seen: tuple[str, PolicyVersion] | None = None
         self._look_at = 0.0
         self._busy_since: float | None = None
@@ -106,15 +124,17 @@ class Reader:
             SegmentGoneError: There is no segment, or its owner is dead.
             WeightsMismatchError: It belongs to another model or tokenizer; names the tensor or the key.
         """
-        share = WeightShare.open(address)
+        share = share_kind(address).open(address)
         try:
             if not share.owner_lives():
                 raise SegmentGoneError(str(share.path), "its owner is dead")
             manifest = share.manifest()
             require_same_tokenizer(manifest.tokenizer, tokenizer)
-            weight_matching.require_match(model, config, manifest)
+            views = share.physical_views()
+            device = next((one.device for one in views.values()), torch.device("cpu"))
+            weight_matching.require_match(model, config, manifest, mapped=device)
             received.shared = True
-            weight_matching.bind(model, manifest, share.physical_views())
+            weight_matching.bind(model, manifest, views)
         except BaseException:
             share.close()
             raise
@@ -161,6 +181,8 @@ reader: Final = Reader()
 engines: Final[list[Any]] = []
 """vLLM's engine cores in this process, once seen."""
 _plain_step: Final = EngineCore.step
+_plain_batched_step: Final = EngineCore.step_with_batch_queue
+_plain_execute: Final = Worker.execute_model
 _plain_call: Final = EngineCore.collective_rpc
 
 
@@ -176,9 +198,22 @@ def called(
     return found
 
 
-def refused_step(_core: EngineCore) -> None:
-    """End the engine; replaces `EngineCore.step_with_batch_queue`, whose batches span several reads."""
-    raise RuntimeError(f"vLLM batches several steps: {IN_PARTS}")
+def batched_step(core: EngineCore) -> tuple[dict[int, Any] | None, bool]:
+    """Take a step of an engine with several at a time; replaces `EngineCore.step_with_batch_queue`.
+
+    Its batches span several reads, so `attach_weights` refuses it. Weights that were sent change only while it is
+    paused.
+    """
+    if not received.whole and core.scheduler.has_requests():
+        _end_all(core, SegmentGoneError("weights", "no weights were received"))
+    outputs: tuple[dict[int, Any] | None, bool] = _plain_batched_step(core)
+    return outputs
+
+
+def executed(worker: Worker, scheduled: Any) -> Any:
+    """Count a forward pass; replaces `Worker.execute_model`."""
+    reader.steps += 1
+    return _plain_execute(worker, scheduled)
 
 
 def in_parts() -> bool:
@@ -252,24 +287,26 @@ class SharedWeights:
             return {"tensor": "weights", "problem": SHARED}
         manifest = msgspec.json.decode(encoded, type=WeightManifest)
         try:
-            weight_matching.require_match(self.model_runner.get_model(), _config(self), manifest)
+            weight_matching.require_match(
+                self.model_runner.get_model(), _config(self), manifest, shards=_shards(self)
+            )
         except WeightsMismatchError as error:
             return {"tensor": error.tensor, "problem": error.problem}
         return {}
 
-    def sent_weights(self: Any) -> dict[str, Any]:
-        """Return whether a transfer has completed, and the version of the weights.
+    def sent_weights(self: Any) -> dict[str, bool]:
+        """Return whether the weights of this worker are those of a completed transfer."""
+        return {"whole": received.whole}
 
-        A transfer is complete once vLLM samples again: a sender may die after the weights are whole and
-        before it resumes vLLM.
-        """
-        if not engines:
-            return {"whole": False, "version": ""}
-        core = engines[0]
-        return {
-            "whole": received.whole and not core.is_scheduler_paused(),
-            "version": core._weight_version,
-        }
+    def end_update(self: Any) -> dict[str, str]:
+        """End a transfer that failed, if there is one: vLLM would not begin another."""
+        if self._weight_update_active:
+            self.finish_weight_update()
+        return {}
+
+    def update_problem(self: Any) -> dict[str, str]:
+        """Return why the last transfer failed, or an empty text."""
+        return {"problem": received.problem}
 
     def weight_digests(self: Any, exact: bool = False) -> dict[str, str]:
         """Return digests of vLLM's tensors; the weights must not change meanwhile."""
@@ -282,8 +319,14 @@ def _config(worker: Any) -> dict[str, Any]:
     return config
 
 
+def _shards(worker: Any) -> int:
+    """Return how many workers share each tensor."""
+    return int(worker.vllm_config.parallel_config.tensor_parallel_size)
+
+
 end_with_parent()
 layers.dispatch_cpu_unquantized_gemm = keep_the_matrix
 EngineCore.step = step
-EngineCore.step_with_batch_queue = refused_step
+EngineCore.step_with_batch_queue = batched_step
 EngineCore.collective_rpc = called
+Worker.execute_model = executed

@@ -23,6 +23,7 @@ from rolloutmq.services.inference.tokenizer import TextTokenizer
 from rolloutmq.services.inference.vllm import version_label
 from rolloutmq.services.inference.vllm.client import EngineFailedError, EngineSilentError, VllmClient
 from rolloutmq.trainer.weights.address import owner_lives
+from rolloutmq.trainer.weights.cuda_ipc import share_kind
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S
 from rolloutmq.trainer.weights.posix_shm import WeightShare
@@ -99,7 +100,7 @@ class SharedWeightsPolicy(VllmPolicy):
                 return None
             raise WeightsMismatchError("vLLM", answer["error"])
         try:
-            share = WeightShare.open(layout.weights)
+            share = share_kind(layout.weights).open(layout.weights)
         except SegmentGoneError:
             return None
         if share.path.name != answer["segment"]:  # replaced meanwhile, and vLLM has not verified the new one
@@ -205,5 +206,5 @@ class SentWeightsPolicy(VllmPolicy):
 
 async def _version_of(client: VllmClient) -> PolicyVersion | None:
     """Return the version of vLLM's weights; None if they are incomplete or were never transferred."""
-    answer = await client.call("sent_weights")
-    return version_label.version(str(answer.get("version"))) if answer.get("whole") else None
+    label = await client.sent_version()
+    return None if label is None else version_label.version(label)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import rolloutmq
+from rolloutmq.bus.files import PRIVATE_DIRECTORY
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ResourceError
 from rolloutmq.schemas.files import RunLayout
@@ -122,7 +123,15 @@ async def _running(
     spec = ProcessSpec(
         name=name,
         role=Role.INFERENCE,
-        argv=command.arguments(config.inference, layout.model, socket, os.getpid(), seed),
+        argv=command.arguments(
+            config.inference,
+            layout.model,
+            socket,
+            os.getpid(),
+            seed,
+            mapped=config.weights.backend != "vllm_http",
+            fp32_head=config.trainer.fp32_head,
+        ),
         env=dict(command.variables(config.inference, path)),
         log=str(layout.log(f"{name}-vllm")),
     )
@@ -141,7 +150,7 @@ async def _running(
 
 def _link(path: Path) -> None:
     """Make a directory with a link to this package only, so that vLLM sees no other package of this environment."""
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
     link, package = path / "rolloutmq", Path(rolloutmq.__file__).parent
     link.unlink(missing_ok=True)
     link.symlink_to(package)

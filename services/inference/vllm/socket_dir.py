@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.bus.transport.endpoint import IPC_PATH_LIMIT_BYTES, private_directory
+from rolloutmq.bus.transport.bindings import IPC_PATH_LIMIT_BYTES, private_directory
 from rolloutmq.schemas.errors import AddressInUseError
 from rolloutmq.schemas.files import RunLayout
 

@@ -1,9 +1,12 @@
 """Weight transfer into vLLM through a file; the counterpart of `trainer.weights.vllm_http`. Runs inside vLLM.
 
-vLLM's own transfers `ipc` and `nccl` need CUDA. This one works anywhere: the trainer writes a file with the tensor
-names of transformers, and vLLM's loaders fuse and pad. The file carries the manifest. The transfer verifies vLLM's
-model against it before loading (`weight_matching`), and again afterwards, because a load that copies matrices or breaks
-a tie reports no error.
+vLLM's own transfers `ipc` and `nccl` need vLLM or pickles in the trainer. This one works anywhere: the trainer writes a
+file with the tensor names of transformers, and vLLM's loaders fuse and pad, cut for several workers, and move to any
+device. The file carries the manifest. The transfer verifies vLLM's model against it before loading
+(`weight_matching`), and again afterwards, because a load that copies matrices or breaks a tie reports no error.
+
+A failure is kept for the sender's question (`Received.problem`), not raised: of several workers vLLM reads the error of
+the first, and takes that of the second for the answer to its next call.
 """
 
 import logging
@@ -41,6 +44,8 @@ class Received:
     def __init__(self) -> None:
         self.whole = False
         """They come from a completed transfer."""
+        self.problem = ""
+        """Why the last transfer failed."""
         self.shared = False
         """They are the trainer's own memory, mapped read-only, so no transfer is possible."""
 
@@ -78,35 +83,42 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
         """
         if received.shared:
             raise WeightsMismatchError("weights", SHARED)
-        received.whole = False
+        received.whole, received.problem = False, ""
         self._manifest: WeightManifest | None = None
 
     def receive_weights(self, update_info: Parcel) -> None:
-        """Verify the file, then load it.
+        """Verify the file, then load it. If it belongs to another model, nothing is loaded."""
+        try:
+            self._manifest = self._loaded(Path(update_info.path))
+        except Exception as error:
+            received.problem = f"{type(error).__name__}: {error}"
+            logger.exception("weights not received")
 
-        Raises:
-            WeightsMismatchError: It belongs to another model; nothing was loaded.
-        """
-        with safe_open(Path(update_info.path), framework="pt") as file:
+    def _loaded(self, path: Path) -> WeightManifest:
+        with safe_open(path, framework="pt") as file:
             manifest = _manifest(file.metadata())
             names = {spec.name for spec in manifest.tensors}
             if strange := sorted(names ^ set(file.keys())):
                 raise WeightsMismatchError(strange[0], "must be in both the file and its manifest")
-            weight_matching.require_match(self.model, self._config(), manifest)
+            weight_matching.require_match(self.model, self._config(), manifest, shards=self._shards())
             initialize_layerwise_reload(self.model)
             self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
             finalize_layerwise_reload(self.model, self.model_config)
-        self._manifest = manifest
+        return manifest
 
     def finish_weight_update(self) -> None:
-        """Verify the model again. If nothing was loaded the weights stay incomplete, and nothing is sampled.
+        """Verify the model again: loading may have changed its tensors.
 
-        Raises:
-            WeightsMismatchError: Loading changed the tensors of the model. A second call ends the update.
+        If it has, or if nothing was loaded, the weights stay incomplete, and nothing is sampled.
         """
         manifest, self._manifest = self._manifest, None
-        if manifest is not None:
-            weight_matching.require_match(self.model, self._config(), manifest)
+        if manifest is None:
+            return
+        try:
+            weight_matching.require_match(self.model, self._config(), manifest, shards=self._shards())
+        except WeightsMismatchError as error:
+            received.problem = str(error)
+        else:
             received.whole = True
 
     def shutdown(self) -> None:
@@ -115,6 +127,9 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _config(self) -> dict[str, Any]:
         config: dict[str, Any] = self.model_config.hf_config.to_dict()
         return config
+
+    def _shards(self) -> int:
+        return int(self.parallel_config.tensor_parallel_size)
 
 
 def _manifest(metadata: dict[str, str] | None) -> WeightManifest:

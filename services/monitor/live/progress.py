@@ -9,7 +9,6 @@ from typing import Final
 from rolloutmq.schemas.wire.control import WorkerState
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.status import waits
-from rolloutmq.services.monitor.status import waits as sending
 from rolloutmq.services.monitor.text import format
 
 EVERY_STEPS: Final = 25
@@ -59,7 +58,8 @@ def describe(board: RunState, now: float) -> str:
     ]
     if silent := board.silent_s(now):
         return "  ".join([*parts, f"the broker is silent for {silent:.0f} s"])
-    return "  ".join([*parts, *_waits(board)])
+    health = [f"{one.env}: {one.finding}" for one in board.findings(now)]
+    return "  ".join([*parts, *_waits(board), *health])
 
 
 def _workers(board: RunState) -> str:
@@ -75,6 +75,6 @@ def _waits(board: RunState) -> list[str]:
     if pressure is None:
         return []
     reasons = dict.fromkeys(lane.wait for lane in pressure.lanes if waits.is_waiting(lane.wait))
-    waiting = sending.REASON if board.unsent else pressure.trainer_wait if waits.trainer(pressure) else ""
+    waiting, _, _ = (board.outside or waits.trainer(pressure)).partition(",")
     trainer = [f"trainer waits: {waiting}"] if waiting else []
     return trainer + [f"workers wait: {reason}" for reason in reasons]

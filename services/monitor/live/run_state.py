@@ -7,10 +7,20 @@ from typing import Final
 from rolloutmq.bus.engine_registry import SILENT_S, engine_number
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Supervision, Target
-from rolloutmq.schemas.wire.control import Pressure, ScaleDecision, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.control import (
+    Pressure,
+    ScaleDecision,
+    StepDone,
+    StepSkipped,
+    WorkerState,
+    WorkerStatus,
+)
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.hardware import GpuStanding
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import (
+    CurriculumProgress,
     EngineDecision,
     EngineSample,
     Event,
@@ -25,6 +35,9 @@ from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined
 RATE_WINDOW_S: Final = 10.0
 """Window of the step rate: short enough to show a stall, long enough not to jitter."""
 REWARDS_KEPT: Final = 4096
+MOMENTARY: Final = frozenset({"held", "raters_missing", "window_restarted"})
+"""Findings about one group, which nothing ends."""
+MOMENTARY_S: Final = 60.0
 STALE_S: Final = 3.0
 """Age from which the state is stale; the broker publishes pressure four times a second."""
 
@@ -56,11 +69,14 @@ class RunState:
         self.processes: dict[str, ProcessSample] = {}
         self.decisions: dict[str, ScaleDecision] = {}
         self.engine_decision: EngineDecision | None = None
+        self._findings: dict[tuple[str, str], tuple[HealthFinding, float]] = {}
+        self.evaluation: EvaluationDone | None = None
         self._engines: dict[str, tuple[EngineSample, float]] = {}
+        self.curricula: dict[str, CurriculumProgress] = {}
         self.supervision: Supervision | None = None
         """Worker states from the orchestrator's file; the owner of this object reads it."""
-        self.unsent = ""
-        """Reason why the trainer waits before it asks the broker, see `waits.unsent`; read from a file, too."""
+        self.outside = ""
+        """Reason why the trainer does not ask the broker now, see `waits.outside`; read from a file, too."""
         self.notice = ""
         """Most important message for a person; empty if there is none."""
         self.started_at: float | None = None
@@ -90,10 +106,34 @@ class RunState:
                 self._bounds |= {x.env: x.max_staleness for x in event.lanes if x.split is Split.TRAIN}
             case StepDone():
                 self._take_step(event, now)
+            case StepSkipped():
+                pass  # its findings are shown
+            case EvaluationDone():
+                self.evaluation = event
+            case CurriculumProgress():
+                self.curricula[event.env] = event
+            case HealthFinding():
+                self._take_finding(event, now)
+            case ScaleDecision():
+                self.decisions[event.env] = event
+            case EngineSample():
+                self._engines[event.name] = event, now
+            case EngineDecision():
+                self.engine_decision = event
+            case _:
+                self._take_machine(event)
+
+    def _take_machine(self, event: HostSample | ProcessSample | GpuSample | GpuStanding | GpuAbsence) -> None:
+        match event:
             case HostSample():
                 self.host = event
             case ProcessSample():
                 self.processes[event.name] = event
+            case GpuSample() | GpuStanding() | GpuAbsence():
+                self._take_gpu(event)
+
+    def _take_gpu(self, event: GpuSample | GpuStanding | GpuAbsence) -> None:
+        match event:
             case GpuSample():
                 self.gpus[event.uuid] = event
                 self.gpu_absence = None
@@ -102,12 +142,12 @@ class RunState:
             case GpuAbsence():
                 self.gpu_absence = event
                 self.gpus.clear()
-            case ScaleDecision():
-                self.decisions[event.env] = event
-            case EngineSample():
-                self._engines[event.name] = event, now
-            case EngineDecision():
-                self.engine_decision = event
+
+    def _take_finding(self, found: HealthFinding, now: float) -> None:
+        if found.ended:
+            self._findings.pop((found.env, found.finding), None)
+        else:
+            self._findings[found.env, found.finding] = found, now
 
     def _take_step(self, step: StepDone, now: float) -> None:
         while self._rewards and self._rewards[-1][0] >= step.step:
@@ -117,6 +157,14 @@ class RunState:
         self.step = step
         self._rewards.append((step.step, step.reward))
         self._steps.append((now, step.step))
+
+    def findings(self, now: float) -> list[HealthFinding]:
+        """Return the findings about rewards: those that last, and momentary ones of the last minute."""
+        return [
+            one
+            for one, at in self._findings.values()
+            if one.finding not in MOMENTARY or now - at <= MOMENTARY_S
+        ]
 
     @property
     def staleness_bound(self) -> int:

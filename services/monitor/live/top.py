@@ -18,19 +18,26 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from rolloutmq.bus.encoding import codec, topics
-from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.rundir import read_run
 from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.monitor.live import view
 from rolloutmq.services.monitor.live.progress import Progress
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
-from rolloutmq.services.monitor.status.waits import unsent
+from rolloutmq.services.monitor.status.waits import outside
 from rolloutmq.services.monitor.status.worker_view import supervision_of
-from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
+from rolloutmq.services.monitor.text.exit_codes import (
+    FAILED,
+    USAGE,
+    complain,
+    reader_may_leave,
+    silence_output,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +160,12 @@ def make_view(config: RunConfig, *, screen: bool = False, plain: bool = False) -
         return LiveView(RunState.of(config), console, screen=screen)
 
     def write(line: str) -> None:
-        sys.stdout.write(line)
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(printable_lines(line))
+            sys.stdout.flush()
+        except OSError as error:  # a full disk, or a reader that left: the run goes on without its lines
+            silence_output()
+            logger.warning("progress lines are dropped: standard output cannot be written error=%s", error)
 
     return PlainView(RunState.of(config), write)
 
@@ -177,7 +188,7 @@ async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.E
         while not until.is_set():
             if time.monotonic() >= look_at:
                 live.board.supervision = supervision_of(layout)
-                live.board.unsent = unsent(layout)
+                live.board.outside = outside(layout)
                 look_at = time.monotonic() + LOOK_S
             event = await feed.next(max(0.0, refresh_at - time.monotonic()))
             if event is not None:
@@ -193,7 +204,7 @@ async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.E
 def top(where: Path) -> int:
     """Show a run until Ctrl-C or its end; return the exit code. Blocks."""
     try:
-        config, layout = load_run(where)
+        config, layout = read_run(where)
     except RolloutMQError as error:
         return complain(str(error), USAGE)
     ended: Fate | None = None

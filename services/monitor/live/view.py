@@ -12,10 +12,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rolloutmq.schemas.wire.control import LedgerCounts, Pressure, WorkerState
+from rolloutmq.schemas.wire.control import Pressure, WorkerState
 from rolloutmq.schemas.wire.telemetry import EngineSample, GpuSample
 from rolloutmq.services.monitor.live.run_state import RunState
-from rolloutmq.services.monitor.status import gpus, waits
+from rolloutmq.services.monitor.report import evaluation
+from rolloutmq.services.monitor.status import curricula, gpus, waits
 from rolloutmq.services.monitor.status.worker_view import SILENT_S, WorkerRow, target_text, trouble_text
 from rolloutmq.services.monitor.text import format
 
@@ -40,11 +41,18 @@ GPUS_SHOWN: Final = 6
 ENGINES_APART: Final = 4
 TARGETS_SHOWN: Final = 3
 UNWELL_SHOWN: Final = 3
+CURRICULA_SHOWN: Final = 3
+FINDINGS_SHOWN: Final = 3
 
 
 def frame(board: RunState, now: float, width: int, height: int) -> Group:
     """Return the whole frame, at most `height` lines of `width` cells."""
-    above = [header(board, now, width), *notice_lines(board), reward_line(board, width)]
+    above = [
+        header(board, now, width),
+        *notice_lines(board),
+        reward_line(board, width),
+        *evaluation_lines(board),
+    ]
     below: list[Text] = []
     pressure = board.pressure
     if pressure is None:
@@ -55,9 +63,11 @@ def frame(board: RunState, now: float, width: int, height: int) -> Group:
             flow_line(pressure),
             *wait_lines(board, pressure, now),
         ]
-        below += ledger_lines(pressure.ledger)
+        below += ledger_lines(pressure)
+        below += curriculum_lines(board)
     below += engine_lines(board, now)
     above += target_lines(board)
+    above += health_lines(board, now)
     crew = board.crew(now)
     below[:0] = trouble_lines(crew)
     below += machine_lines(board)
@@ -105,6 +115,38 @@ def reward_line(board: RunState, width: int) -> Text:
     cells = max(0, min(48, width - LABEL_WIDTH - 9 - len(tail) - 1))
     course = format.sparkline(rewards, cells, low, high)
     return _row("reward", Text(f"{reward:6.3f}  ", style=ACCENT), Text(course, style="green"), tail)
+
+
+def health_lines(board: RunState, now: float) -> list[Text]:
+    """Return the findings about the rewards of environments, with what to do."""
+    found = board.findings(now)
+    rows = [
+        _row(
+            "health",
+            Text(f"{one.env}: {one.problem}", style="bold yellow"),
+            Text(f"; {one.remedy}", style=QUIET),
+        )
+        for one in found[:FINDINGS_SHOWN]
+    ]
+    if more := len(found) - FINDINGS_SHOWN:
+        rows += [_row("health", f"and {more} more: rolloutmq tail telemetry.health.")] if more > 0 else []
+    return rows
+
+
+def evaluation_lines(board: RunState) -> list[Text]:
+    """Return the last point of the evaluation and its cost, if there was one."""
+    point = board.evaluation
+    if point is None:
+        return []
+    scores = Text(evaluation.scores_text(point.all), style=ACCENT)
+    return [
+        _row(
+            "eval",
+            scores,
+            f" · {evaluation.policies(point)}",
+            Text(f" · {evaluation.cost_text(point)}", style=QUIET),
+        )
+    ]
 
 
 def queue_line(board: RunState, pressure: Pressure) -> Text:
@@ -172,7 +214,7 @@ def _activity(board: RunState) -> Text:
 
 
 def _trainer_line(board: RunState, pressure: Pressure) -> Text:
-    if reason := board.unsent or waits.trainer(pressure):
+    if reason := board.outside or waits.trainer(pressure):
         return _row("trainer", "waits: ", Text(reason, style="yellow"))
     if not board.steps_done and not pressure.ledger.leased:
         return _row("trainer", Text("no batch pulled yet", style=QUIET))
@@ -247,14 +289,23 @@ def _most_relevant(crew: Sequence[WorkerRow], count: int) -> list[WorkerRow]:
     return [row for row in crew if row.worker in chosen]
 
 
-def ledger_lines(ledger: LedgerCounts) -> list[Text]:
+def ledger_lines(pressure: Pressure) -> list[Text]:
     """Return the ledger, and the counts beside it that need attention."""
-    rows = [_row("groups", format.accounts(ledger, short=True))]
+    ledger = pressure.ledger
+    rows = [_row("groups", format.accounts(ledger, short=True) + format.for_evaluation(pressure.lanes))]
     extra = {"rewound": ledger.rewound, "lost before accept": ledger.lost_before_accept}
     if any(extra.values()):
         counts = (f"{what} {count}" for what, count in extra.items() if count)
         rows.append(_row("", Text(" · ".join(counts), style="yellow")))
     return rows
+
+
+def curriculum_lines(board: RunState) -> list[Text]:
+    """Return a line for each curriculum, cut after the first few."""
+    known = [board.curricula[env] for env in sorted(board.curricula)]
+    rows = [_row("sampler", curricula.line(one)) for one in known[:CURRICULA_SHOWN]]
+    more = len(known) - CURRICULA_SHOWN
+    return rows if more <= 0 else [*rows, _row("", Text(f"… {more} more", style=QUIET))]
 
 
 def engine_lines(board: RunState, now: float) -> list[Text]:

@@ -66,6 +66,20 @@ class Line(msgspec.Struct, frozen=True):
     reward: float = 0.0
     staleness_max: int = 0
     tokens: int = 0
+    env: str = ""
+    sampler: str = ""
+    drawn: int = 0
+    outcomes: int = 0
+    flat: int = 0
+    failed: int = 0
+    dropped: int = 0
+
+    def curriculum(self) -> dict[str, int | str]:
+        """Return the counts of a curriculum."""
+        names = ("sampler", "drawn", "outcomes", "flat", "failed", "dropped")
+        return {name: getattr(self, name) for name in names}
+
+    finding: str = ""
 
 
 class LaneLine(msgspec.Struct, frozen=True):
@@ -133,10 +147,15 @@ class Metrics:
     marks: list[Mark] = field(default_factory=list)
     bounds: list[BoundChange] = field(default_factory=list)
     """Staleness bounds reported by the broker, and their changes."""
+    findings: set[str] = field(default_factory=set)
+    """Findings about rewards, as `environment.finding`."""
     first_t: float = 0.0
     last_t: float = 0.0
     late_members: int = 0
     """Sequences missing from groups closed at their deadline; the maximum over the lives of the broker."""
+
+    curricula: dict[str, dict[str, int | str]] = field(default_factory=dict)
+    """Last recorded counts of each curriculum, by environment."""
 
     @property
     def span_s(self) -> float:
@@ -233,6 +252,10 @@ def read_metrics(path: Path) -> Metrics:
             )
             metrics.marks += watch.see(line.t, line.workers or ())
             metrics.bounds += _changes(line, bounds)
+        elif line.kind == "curriculum":
+            metrics.curricula[line.env] = line.curriculum()
+        elif line.kind == "health_finding":
+            metrics.findings.add(f"{line.env}.{line.finding}")
         elif line.kind == "step_done" and (line.incarnation, line.step) not in taken:
             taken.add((line.incarnation, line.step))
             metrics.steps.append(StepPoint(line.t, line.step, line.reward, line.staleness_max, line.tokens))

@@ -11,8 +11,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
+from rolloutmq.bus.evaluation.log import in_force, recorded
+from rolloutmq.bus.files import private_file
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout, SettledBatch
+from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.services.monitor.report.metrics import MarkKind, Metrics, bounds_in_force, read_metrics
 from rolloutmq.services.monitor.report.summary import TrainerLog, read_trainer_log
 from rolloutmq.services.monitor.text.jsonl import read_lines
@@ -60,7 +63,8 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
     figure.subplots_adjust(left=0.085, right=0.975, top=0.865, bottom=0.07)
     start = _start(metrics, log)
     _title(figure, config, summary)
-    _reward(panels[0], log, start)
+    evaluated = _evaluated(in_force(recorded(layout.evaluations)), start)
+    _reward(panels[0], log, evaluated, start)
     _pressure(panels[1], metrics, config, start)
     _staleness(panels[2], log, bounds_in_force(config, metrics.bounds), start)
     _workers(panels[3], metrics, start)
@@ -69,7 +73,8 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
         dress(panel)
         panel.yaxis.get_major_locator().set_params(nbins=4, integer=False)
     panels[-1].set_xlabel("seconds since the first event", color=QUIET, fontsize=7)
-    figure.savefig(layout.report, dpi=DPI)
+    with private_file(layout.report, "wb") as file:
+        figure.savefig(file, format="png", dpi=DPI)
     return layout.report
 
 
@@ -92,10 +97,12 @@ def key_figures(summary: dict[str, Any]) -> str:
         parts.append(f"{summary['steps']} steps in {summary.get('wall_s', 0):.0f} s")
     if "groups_accepted" in summary:
         parts.append(f"{summary['groups_accepted']:,} groups accepted")
-        if summary.get("groups_settled") is None:
-            parts.append(f"{summary.get('groups_lost', 0)} lost")
-            parts.append(f"{summary.get('groups_trained_twice', 0)} trained twice")
-    if summary.get("staleness_bound") is not None:
+        # None if nothing says it: the trainer is not ours.
+        if (lost := summary.get("groups_lost", 0)) is not None:
+            parts.append(f"{lost} lost")
+        if (twice := summary.get("groups_trained_twice", 0)) is not None:
+            parts.append(f"{twice} trained twice")
+    if summary.get("staleness_bound") is not None and summary.get("staleness_max", 0) is not None:
         parts.append(f"staleness {summary.get('staleness_max', 0)} of {bound_text(summary)}")
     if summary.get("late_members"):
         parts.append(f"{summary['late_members']:,} late members")
@@ -125,7 +132,14 @@ def _broken(times: Sequence[float], values: Sequence[float], breaks: Sequence[fl
     return [at for at, _ in points], [value for _, value in points]
 
 
-def _reward(panel: Any, log: TrainerLog, start: float) -> None:
+def _evaluated(points: Sequence[EvaluationDone], start: float) -> _Series:
+    """Return times and mean scores of the evaluation: of the greedy answers, or else of the sampled ones."""
+    scores = [one.all.mean if one.all.greedy is None else one.all.greedy for one in points]
+    found = [(one.at - start, score) for one, score in zip(points, scores, strict=True) if score is not None]
+    return [at for at, _ in found], [score for _, score in found]
+
+
+def _reward(panel: Any, log: TrainerLog, evaluated: _Series, start: float) -> None:
     points = log.step_points()
     times = [at - start for at, _ in points]
     rewards = [reward for _, reward in points]
@@ -135,10 +149,13 @@ def _reward(panel: Any, log: TrainerLog, start: float) -> None:
     panel.plot([batch.at - start for batch in void], lost, ".", color=QUIET, alpha=0.6, markersize=2)
     panel.plot(*_broken(times, rewards, breaks), color=BLUE, alpha=0.25, linewidth=0.8)
     panel.plot(*_broken(times, smoothed(rewards, SMOOTHED_STEPS), breaks), color=BLUE, linewidth=1.8)
-    if rewards:
-        panel.set_ylim(min(0.0, *rewards, *lost) - 0.03, max(1.0, *rewards, *lost) + 0.05)
+    panel.plot(*evaluated, "D", color=GREEN, markersize=4)
+    if shown := [*rewards, *lost, *evaluated[1]]:
+        panel.set_ylim(min(0.0, *shown) - 0.03, max(1.0, *shown) + 0.05)
     retaken = "; grey: steps taken again" if void else ""
-    _label(panel, "reward", f"mean raw score of a step; bold: mean of {SMOOTHED_STEPS}{retaken}", BLUE)
+    diamonds = "; diamonds: evaluation" if evaluated[0] else ""
+    about = f"mean raw score of a step; bold: mean of {SMOOTHED_STEPS}{retaken}{diamonds}"
+    _label(panel, "reward", about, BLUE)
 
 
 def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float) -> None:

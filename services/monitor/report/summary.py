@@ -7,15 +7,21 @@ groups look lost.
 
 The states add up by construction: an accepted group belongs to the first of trained, filtered, dead, expired,
 discarded and in flight that names it, else it is lost.
+
+A trainer of one's own writes no log here, and its producers may write none. Then the broker's ledger counts instead
+(`LedgerFigures`), so that the figures are those of `rolloutmq ledger verify`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from rolloutmq.bus.evaluation.log import in_force, recorded
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.services.monitor.report.evaluation import figures
 from rolloutmq.services.monitor.report.metrics import Metrics, bounds_in_force, read_metrics
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
@@ -26,7 +32,7 @@ TOLD_BY_TRAINER: Final = (
     *("groups_trained", "groups_filtered", "groups_lost"),
     *("groups_trained_twice", "groups_rewound"),
 )
-"""Figures that only the trainer's log can supply."""
+"""Figures that only the trainer's log or the ledger can supply."""
 
 ReadIds = Callable[[RunLayout], Iterable[str]]
 """Reads the ids of the groups in a `saved.rmq`."""
@@ -95,6 +101,35 @@ def read_trainer_log(lines: Iterable[SettledBatch]) -> TrainerLog:
 
 
 @dataclass(frozen=True, slots=True)
+class LedgerFigures:
+    """The broker's ledger, for a run whose trainer wrote no log.
+
+    Attributes:
+        accepted: Number of accepted groups.
+        counts: Number of groups by state, with the names of `GroupCounts`. They add up to `accepted`.
+        rewound: Number of groups delivered again because the weights trained on them were lost.
+        states: State of each group whose id is known; the others ended before the history begins.
+        is_whole: The history names every group.
+    """
+
+    accepted: int
+    counts: Mapping[str, int]
+    rewound: int
+    states: Mapping[str, str]
+    is_whole: bool
+
+    def without(self, names: Container[str]) -> "LedgerFigures":
+        """Return the figures without the named groups, as far as their state is known."""
+        gone = Counter(state for name, state in self.states.items() if name in names)
+        return replace(
+            self,
+            accepted=self.accepted - gone.total(),
+            counts={state: count - gone[state] for state, count in self.counts.items()},
+            states={name: state for name, state in self.states.items() if name not in names},
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class GroupCounts:
     """Every accepted group, by id, in exactly one state.
 
@@ -116,8 +151,11 @@ def settle_accounts(
     log: TrainerLog,
     dropped: Sequence[DroppedGroup],
     saved: Iterable[str],
+    ledger: LedgerFigures | None = None,
 ) -> GroupCounts:
-    """Assign every group to one state; a requeued dead group to its later one. Pure."""
+    """Assign every group to one state; a requeued dead group to its later one. The ledger, if given, decides for the
+    groups it names. Pure.
+    """
     last = {group.group_id: group.state for group in dropped}
     given_up = {
         state: {name for name, found in last.items() if found == state}
@@ -131,6 +169,10 @@ def settle_accounts(
         "discarded": given_up["discarded"],
         "dead": given_up["dead"] | log.rejected(),
     }
+    if ledger is not None:
+        for place, names in places.items():
+            names.difference_update(ledger.states)
+            names.update(name for name, state in ledger.states.items() if state == place)
     accepted = set(acked).union(log.voided_ids(), *places.values())
     rest = set(accepted)
     found: dict[str, frozenset[str]] = {}
@@ -145,6 +187,8 @@ class AckLog:
     """Ids of the groups that were acked to producers."""
 
     ids: set[str] = field(default_factory=set)
+    evaluated: set[str] = field(default_factory=set)
+    """Those of the groups for evaluation, which no trainer gets; `ids` does not have them."""
     repeated: int = 0
     """Ids acked under two numbers: two groups of one name, or one group accepted twice."""
 
@@ -153,17 +197,25 @@ def read_acks(layout: RunLayout) -> AckLog:
     """Read the ack logs of all producers."""
     numbers: dict[str, tuple[str, int, int]] = {}
     log = AckLog()
+    evaluated: set[str] = set()
     for path in sorted(layout.acks.glob("*.jsonl")):
         for line in read_lines(path, AckedGroup):
             number = (path.stem, line.session, line.seq)
             if numbers.setdefault(line.group_id, number) != number:
                 log.repeated += 1
-    log.ids = set(numbers)
+            if line.split is Split.EVAL:
+                evaluated.add(line.group_id)
+    log.ids, log.evaluated = numbers.keys() - evaluated, evaluated
     return log
 
 
 def summarise(
-    layout: RunLayout, config: RunConfig, *, saved_ids: ReadIds, wall_s: float | None = None
+    layout: RunLayout,
+    config: RunConfig,
+    *,
+    saved_ids: ReadIds,
+    wall_s: float | None = None,
+    ledger: LedgerFigures | None = None,
 ) -> dict[str, Any]:
     """Join the logs of an ended run.
 
@@ -172,6 +224,7 @@ def summarise(
         config: Configuration of the run; gives the staleness bounds that nobody changed.
         saved_ids: Reads the ids of the groups the broker still has.
         wall_s: Duration of the run in seconds. Default: the span of the recorded events.
+        ledger: The broker's ledger, if the trainer wrote no log; it then supplies the counts of groups.
 
     Returns:
         These figures; a mean over nothing is None.
@@ -188,13 +241,14 @@ def summarise(
         - groups_in_flight: groups the broker still has; `up --resume` trains them.
         - groups_lost: accepted groups without any record. Must be 0.
         - groups_settled: only with a trainer outside the run, which writes no log here: groups delivered to it. Then
-          trained, filtered, lost, trained_twice and rewound are None; use `rolloutmq ledger verify`.
+          trained, filtered, lost, trained_twice and rewound are None, unless the ledger supplies them. It cannot
+          supply trained_twice, nor lost if its history does not name every group.
         - groups_trained_twice: groups the final policy was trained on more than once. Must be 0.
         - groups_rewound: groups delivered again because the weights trained on them were lost.
         - groups_acked_twice: ids acked under two numbers. Must be 0.
         - batches, batches_without_signal: valid settled batches, and those of them without a step.
         - trainer_resumes: number of resumes from a checkpoint.
-        - staleness_max: largest staleness of a trained group, over the valid batches.
+        - staleness_max: largest staleness of a trained group, over the valid batches; None without a trainer's log.
         - staleness_bound: largest `max_staleness` of the environments in force at the end.
         - staleness_bound_max: largest bound ever in force: at least `staleness_max`, unless stale groups are
           delivered.
@@ -203,23 +257,34 @@ def summarise(
         - steps_per_s: steps over the time from the first to the last of them.
         - tokens: tokens of the published steps; too few if an event was dropped.
         - late_members: sequences missing from groups closed at their deadline.
+        - curriculum: only with curricula: the last recorded progress of each, by environment.
+        - findings: names of all findings about rewards, as `environment.finding`.
+        - groups_evaluated: groups accepted for evaluation, named by an ack log. No other figure of groups has them.
+        - evaluation: see `evaluation.figures`; None if there was none.
     """
     log = read_trainer_log(read_lines(layout.trained, SettledBatch))
     acks = read_acks(layout)
-    dropped = list(read_lines(layout.dropped, DroppedGroup))
-    accounts = settle_accounts(acks.ids, log, dropped, saved_ids(layout))
+    dropped = [one for one in read_lines(layout.dropped, DroppedGroup) if one.group_id not in acks.evaluated]
+    saved = [name for name in saved_ids(layout) if name not in acks.evaluated]
+    ledger = ledger.without(acks.evaluated) if ledger is not None else None
+    accounts = settle_accounts(acks.ids, log, dropped, saved, ledger)
     seen = read_metrics(layout.metrics)
     fewest = sum(env.min_workers for env in config.environment.values())
     ready = seen.ready_counts(fewest, until=log.batches[-1].at if log.batches else None)
     return {
         **_progress(log, seen, wall_s),
-        **_groups(accounts, log, has_log=config.trainer.enabled or bool(log.batches)),
+        **_groups(accounts, log, ledger, is_ours=config.trainer.enabled or bool(log.batches)),
         "groups_acked_twice": acks.repeated,
         **_staleness(log, bounds_in_force(config, seen.bounds)),
+        **({"staleness_max": None} if ledger is not None else {}),
         "workers_min": min(ready, default=0),
         "workers_max": max(ready, default=0),
         "tokens": sum(step.tokens for step in seen.steps),
         "late_members": seen.late_members,
+        **({"curriculum": seen.curricula} if seen.curricula else {}),
+        "findings": sorted(seen.findings),
+        "groups_evaluated": len(acks.evaluated),
+        "evaluation": figures(in_force(recorded(layout.evaluations))),
     }
 
 
@@ -239,7 +304,9 @@ def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None) -> dict[str,
     }
 
 
-def _groups(accounts: GroupCounts, log: TrainerLog, *, has_log: bool) -> dict[str, int | None]:
+def _groups(
+    accounts: GroupCounts, log: TrainerLog, ledger: LedgerFigures | None, *, is_ours: bool
+) -> dict[str, int | None]:
     figures: dict[str, int | None] = {
         "groups_accepted": len(accounts.accepted),
         "groups_trained": len(accounts.trained),
@@ -252,10 +319,26 @@ def _groups(accounts: GroupCounts, log: TrainerLog, *, has_log: bool) -> dict[st
         "groups_trained_twice": sum(1 for times in log.trained().values() if times > 1),
         "groups_rewound": len(log.voided_ids() & (accounts.trained | accounts.filtered)),
     }
-    if not has_log:
+    if not is_ours:
         figures |= dict.fromkeys(TOLD_BY_TRAINER)
         figures["groups_settled"] = len(accounts.lost)
+    if ledger is not None:
+        figures |= _of_ledger(ledger, len(accounts.lost))
+        if not is_ours:
+            figures["groups_settled"] = ledger.counts["trained"] + ledger.counts["filtered"]
     return figures
+
+
+def _of_ledger(ledger: LedgerFigures, unnamed: int) -> dict[str, int | None]:
+    """Return the ledger's figures; `unnamed` groups were acked, and the ledger does not name them."""
+    lost = unnamed if ledger.is_whole else None
+    return {
+        "groups_accepted": ledger.accepted + (lost or 0),
+        **{f"groups_{state}": count for state, count in ledger.counts.items()},
+        "groups_lost": lost,
+        "groups_trained_twice": None,
+        "groups_rewound": ledger.rewound,
+    }
 
 
 def _staleness(log: TrainerLog, bounds: Sequence[tuple[float, int]]) -> dict[str, int | None]:

@@ -11,15 +11,19 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.engine_registry import SILENT_S, engines_of
+from rolloutmq.bus.rundir import read_run
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import GpuBook, GpuRecord, InferenceAddress, RunLayout
+from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.control import GetStatus, JournalStatus, LaneStatus, StatusReply, WorkerState
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
-from rolloutmq.services.monitor.status import gpus, waits
+from rolloutmq.services.monitor.status import curricula, gpus, waits
+from rolloutmq.services.monitor.status.curricula import read_curricula
 from rolloutmq.services.monitor.status.gpus import read_gpus
-from rolloutmq.services.monitor.status.waits import unsent
 from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
     fields,
@@ -37,12 +41,16 @@ _LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
 
 @dataclass(frozen=True)
 class RunDetails:
-    """State beside the broker's reply: workers, engines, GPUs, and the trainer's wait for vLLM."""
+    """State beside the broker's reply: workers, engines, GPUs, the trainer's wait outside the broker, whether the run
+    has workers by design, and the curricula.
+    """
 
     crew: Sequence[WorkerRow] = ()
     engines: Sequence[InferenceAddress] = ()
     book: GpuBook = field(default_factory=GpuBook)
-    unsent: str = ""
+    outside: str = ""
+    has_workers: bool = True
+    curricula: tuple[CurriculumProgress, ...] = ()
 
 
 def status(where: Path, as_json: bool) -> int:
@@ -63,15 +71,26 @@ def status(where: Path, as_json: bool) -> int:
         return complain("unexpected reply from the broker to a status request", FAILED)
     known, book = supervision_of(layout), read_gpus(layout)
     crew = joined(known, reply.pressure.workers, time.monotonic())
-    also = RunDetails(crew, engines_of(layout), book, unsent(layout))
+    has_workers = known is not None or _configures_workers(layout)
+    also = RunDetails(
+        crew, engines_of(layout), book, waits.outside(layout), has_workers, read_curricula(layout)
+    )
     if as_json:
         plain = status_json(reply, also, supervision=fields(known, also.crew), life=fate.life)
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
     else:
         text = "\n".join([status_text(reply, also, time.time()), *_dead(fate, layout)])
     with reader_may_leave():
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(printable_lines(text) + "\n")
     return 0
+
+
+def _configures_workers(layout: RunLayout) -> bool:
+    try:
+        config, _ = read_run(layout.root)
+    except RolloutMQError:
+        return True
+    return bool(config.environment)
 
 
 def _dead(fate: Fate, layout: RunLayout) -> list[str]:
@@ -81,15 +100,17 @@ def _dead(fate: Fate, layout: RunLayout) -> list[str]:
 def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any) -> dict[str, Any]:
     """Return the reply as JSON objects, with `why`, one line on the reasons of waits, and with the other details.
 
-    `gpus` carry their standings; `limits` says why an environment has fewer workers than its target.
+    `gpus` carry their standings; `limits` says why an environment has fewer workers than its target; `curriculum` has
+    the progress of each curriculum, by environment.
     """
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
     return {
-        "why": waits.explain(reply.pressure, also.unsent),
+        "why": waits.explain(reply.pressure, also.outside, has_workers=also.has_workers),
         "engines": msgspec.to_builtins(also.engines),
         "gpus": [_gpu(record) for record in also.book.gpus],
         "limits": also.book.limits,
+        "curriculum": curricula.figures(also.curricula),
         **plain,
         **more,
     }
@@ -121,9 +142,10 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
             "flow",
             f"in {pressure.produced_per_s:.0f}, out {pressure.consumed_per_s:.0f} sequences a second",
         ),
-        ("why", waits.explain(pressure, also.unsent)),
-        ("groups", format.accounts(pressure.ledger)),
+        ("why", waits.explain(pressure, also.outside, has_workers=also.has_workers)),
+        ("groups", format.accounts(pressure.ledger) + format.for_evaluation(pressure.lanes)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
+        *(("sampler", curricula.line(one)) for one in also.curricula),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
         ("workers", _workers(reply, also.crew)),
         *(line for row in also.crew if row.is_unwell for line in _unwell(row)),
@@ -155,14 +177,25 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
 
 def _lane(lane: LaneStatus) -> str:
     return (
-        f"{lane.env}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} under way"
+        f"{lane.env}{_split(lane)}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} under way"
         f" at {lane.producers} producers, {lane.accepted_per_s:.1f} groups a second"
         + (
             f", {format.portion(lane.held_bytes, lane.high_bytes)} of its high-water mark"
             if lane.high_bytes
             else ""
         )
+        + _rewards(lane)
     )
+
+
+def _rewards(lane: LaneStatus) -> str:
+    if lane.reward_mean is None:
+        return ""
+    return f", reward {lane.reward_mean:.4g} ± {lane.reward_deviation or 0.0:.4g}"
+
+
+def _split(lane: LaneStatus) -> str:
+    return " (eval)" if lane.split is Split.EVAL else ""
 
 
 def _engine(engine: InferenceAddress, wall: float) -> str:

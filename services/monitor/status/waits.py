@@ -1,21 +1,26 @@
-"""Reasons why trainer and workers wait, in one line with the relevant numbers. Pure, except `unsent`.
+"""Reasons why trainer and workers wait, in one line with the relevant numbers. Pure, except `outside`.
 
-A trainer that waits for vLLM to receive its weights asks for no batch meanwhile, so the broker cannot report this wait.
+A trainer that waits for vLLM to receive its weights, or for an evaluation, asks for no batch meanwhile. The broker
+cannot report these waits; they are read from files of the run.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Final
+from pathlib import Path
+from typing import Final, TypeVar
 
 import msgspec
 
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
-from rolloutmq.schemas.files import RunLayout, SentAddress
+from rolloutmq.schemas.files import OpenPoint, RunLayout, SentAddress
+from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import LaneStatus, Pressure, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.services.monitor.text import format
+
+Found = TypeVar("Found")
 
 
 def is_waiting(reason: str) -> bool:
@@ -46,7 +51,7 @@ def _outside(pressure: Pressure) -> str:
     if not waiting:
         return ""
     first, others = waiting[0], len(waiting) - 1
-    text = f"{TEACHER_AWAY}, worker {first.worker}: {first.waits_for}"
+    text = f"{TEACHER_AWAY}, worker {first.worker}: {printable(first.waits_for)}"
     return f"{text}; {others} other worker{'s wait' if others > 1 else ' waits'} too" if others else text
 
 
@@ -64,17 +69,20 @@ def _lanes(pressure: Pressure) -> str:
     return f"{text}; other environments wait: {more}"
 
 
-def explain(pressure: Pressure, unsent: str = "") -> str:
+def explain(pressure: Pressure, outside: str = "", *, has_workers: bool = True) -> str:
     """Return one line on all waits, or state that nobody waits.
 
     Args:
-        unsent: Why the trainer does not ask the broker yet, see the function `unsent`.
+        outside: Why the trainer does not ask the broker now, see the function `outside`.
+        has_workers: Whether the run has workers by design. A broker with producers of one's own has none, nor has a
+            gateway.
     """
-    reasons = {"trainer waits": unsent or trainer(pressure), "workers wait": workers(pressure)}
+    reasons = {"trainer waits": outside or trainer(pressure), "workers wait": workers(pressure)}
     parts = [f"{who}: {why}" for who, why in reasons.items() if why]
     if parts:
         return "; ".join(parts)
-    if not any(worker.state is WorkerState.READY for worker in pressure.workers):
+    expects = has_workers or bool(pressure.workers)
+    if expects and not any(worker.state is WorkerState.READY for worker in pressure.workers):
         return "no worker is ready"
     return "nobody waits"
 
@@ -82,8 +90,13 @@ def explain(pressure: Pressure, unsent: str = "") -> str:
 def _no_batch(pressure: Pressure) -> str:
     text = f"{pressure.queued_sequences:,} of {pressure.batch_sequences:,} sequences queued"
     missing = pressure.batch_sequences - pressure.queued_sequences
+    if pressure.leased_bytes and 2 * (pressure.queued_bytes + pressure.leased_bytes) > pressure.high_bytes:
+        text += f", {_bytes(pressure)} held, of which {format.amount(pressure.leased_bytes)} in training"
     if pressure.produced_per_s > 0 and missing > 0:
         text += f", the rest takes {missing / pressure.produced_per_s:.0f} s"
+    producers = sum(lane.producers for lane in pressure.lanes)
+    if producers and not pressure.workers:  # of one's own, or of the gateway: they send no heartbeats
+        return f"{text}; {producers} producer{'s' * (producers != 1)}"
     counts = Counter(worker.state for worker in pressure.workers)
     ready = counts[WorkerState.READY]
     others = [f", {counts[state]} {state}" for state in WorkerState if counts[state] and state is not _READY]
@@ -107,7 +120,7 @@ def _min_share(pressure: Pressure) -> str:
     least = int(lane.min_share * pressure.batch_sequences)
     return (
         f"environment {lane.env}: {lane.queued_sequences:,} of at least {least:,} sequences queued; "
-        f"its share is waived after {pressure.silent_env_s:g} s without a group"
+        f"waits at most {pressure.exact_wait_s:g} s, then later batches make up for it"
     )
 
 
@@ -125,6 +138,10 @@ def _batch_exceeds_cap(pressure: Pressure) -> str:
 
 def _leased_elsewhere(pressure: Pressure) -> str:
     return f"{pressure.ledger.leased:,} groups of another step are still leased"
+
+
+def _step_mismatch(_pressure: Pressure) -> str:
+    return "a rank pulls a step that the other ranks have settled; it is refused unless they start over"
 
 
 def _journal_slow(_pressure: Pressure) -> str:
@@ -151,12 +168,19 @@ def _lane_full(_pressure: Pressure, lane: LaneStatus) -> str:
 
 def _global_full(pressure: Pressure, lane: LaneStatus) -> str:
     held = pressure.ledger.queued + pressure.ledger.leased
-    return f"environment {lane.env}: {_bytes(pressure)} held, {held:,} of {pressure.high_groups:,} groups"
+    groups = f"{held:,} of {pressure.high_groups:,} groups"
+    return f"environment {lane.env}: {_bytes(pressure)} held{_reserved(pressure)}, {groups}"
 
 
 def _no_credit(pressure: Pressure, lane: LaneStatus) -> str:
     granted = format.amount(pressure.granted_bytes)
-    return f"environment {lane.env}: {_bytes(pressure)} held, and {granted} granted to other workers"
+    held = f"{_bytes(pressure)} held{_reserved(pressure)}"
+    return f"environment {lane.env}: {held}, and {granted} granted to other workers"
+
+
+def _reserved(pressure: Pressure) -> str:
+    """Return the reserve as a part of a sentence; empty if there is none."""
+    return f", {format.amount(pressure.reserved_bytes)} reserved" if pressure.reserved_bytes else ""
 
 
 def _lane_bytes(lane: LaneStatus) -> str:
@@ -178,6 +202,7 @@ TRAINER_WAITS: Final[Mapping[str, Callable[[Pressure], str]]] = {
     Wait.MIN_SHARE: _min_share,
     Wait.BATCH_EXCEEDS_CAP: _batch_exceeds_cap,
     Wait.LEASED_ELSEWHERE: _leased_elsewhere,
+    Wait.STEP_MISMATCH: _step_mismatch,
     Wait.JOURNAL_SLOW: _journal_slow,
     Wait.TOO_FEW_GROUPS: _too_few_groups,
     Wait.END_OF_REPLAY: _end_of_replay,
@@ -194,15 +219,27 @@ WORKER_WAITS: Final[Mapping[str, Callable[[Pressure, LaneStatus], str]]] = {
 """Explanation of each reason why the producers of a lane wait."""
 
 
-REASON: Final = "weights_unsent"
+def outside(layout: RunLayout) -> str:
+    """Return why a running trainer does not ask the broker now: the reason and its explanation; empty if it does."""
+    return _unsent(layout) or _evaluation(layout)
 
 
-def unsent(layout: RunLayout) -> str:
-    """Return why a running trainer waits for vLLM to receive its weights; empty if it does not."""
-    try:
-        found = read_json(layout.weights, SentAddress)
-    except (msgspec.DecodeError, OSError):
-        return ""
+def _unsent(layout: RunLayout) -> str:
+    found = _read(layout.weights, SentAddress)
     if found is None or not found.waits or not SegmentOwner(*found.sender).alive():
         return ""
-    return f"{REASON}, {found.waits}"
+    return f"weights_unsent, {found.waits}"
+
+
+def _evaluation(layout: RunLayout) -> str:
+    found = _read(layout.evaluation, OpenPoint)
+    if found is None or found.waiter is None or not SegmentOwner(*found.waiter).alive():
+        return ""
+    return f"evaluation, point {found.id} of {len(found.tasks):,} tasks"
+
+
+def _read(path: Path, kind: type[Found]) -> Found | None:
+    try:
+        return read_json(path, kind)
+    except (msgspec.DecodeError, OSError):
+        return None

@@ -13,6 +13,7 @@ import msgspec
 
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase
 from rolloutmq.services.process.identity import alive, boot_id
@@ -129,8 +130,8 @@ def _row(record: WorkerRecord, status: WorkerStatus | None, now: float) -> Worke
         crashes=record.crashes,
         restarts=record.restarts,
         next_start_s=None if record.due is None else max(0.0, record.due - now),
-        reason=record.reason,
-        last_lines=record.last_lines,
+        reason=printable(record.reason),
+        last_lines=tuple(map(printable, record.last_lines)),
     )
     return row if status is None else _with_work(row, status, is_living=record.pid > 0)
 
@@ -151,6 +152,7 @@ def _said(status: WorkerStatus) -> str:
 
 
 def _with_work(row: WorkerRow, status: WorkerStatus, *, is_living: bool) -> WorkerRow:
+    error = printable(status.error)
     return msgspec.structs.replace(
         row,
         in_hand=status.in_hand if is_living else 0,
@@ -158,14 +160,12 @@ def _with_work(row: WorkerRow, status: WorkerStatus, *, is_living: bool) -> Work
         abandoned=status.abandoned,
         blocked_s=status.blocked_s,
         silent_s=status.silent_s if is_living else None,
-        reason=(status.error or row.reason) if is_living else (row.reason or status.error),
+        reason=(error or row.reason) if is_living else (row.reason or error),
     )
 
 
 def _unsupervised(status: WorkerStatus) -> WorkerRow:
-    row = WorkerRow(
-        worker=status.worker, env=status.env, state=_said(status), pid=status.pid, reason=status.error
-    )
+    row = WorkerRow(worker=status.worker, env=status.env, state=_said(status), pid=status.pid)
     return _with_work(row, status, is_living=True)
 
 

@@ -12,6 +12,7 @@ from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import RunLayout, Supervision
+from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply, WorkerStatus
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 from rolloutmq.services.monitor.status.worker_view import (
@@ -59,7 +60,7 @@ def workers(where: Path, as_json: bool) -> int:
     )
     text = _json(known, rows) if as_json else "\n".join([*over, *_lines(known, heard, rows)])
     with reader_may_leave():
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(printable_lines(text) + "\n")
     return 0
 
 

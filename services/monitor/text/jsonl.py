@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from rolloutmq.bus.files import open_regular
 from rolloutmq.schemas.errors import DamagedFileError
 
 T = TypeVar("T")
@@ -50,11 +51,11 @@ def _lines(path: Path, kind: type[T]) -> Iterator[tuple[int, T | _Damage]]:
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 yield number, decoder.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     return
                 yield number, _Damage(str(error))

@@ -1,9 +1,9 @@
 """`rolloutmq logs NAME -f`: the end of a process's log, and what follows.
 
 The launcher rotates a log while its process writes to it, see `services.process.logbook`. A follower continues in the
-archives, so that it shows every byte once. A log may also be truncated or replaced by another program; then the
-follower shows the rest of the old file before the new one. It polls a few times a second, which works on any file
-system.
+archives, so that it shows every byte once, control characters as escapes. A log may also be truncated or replaced by
+another program; then the follower shows the rest of the old file before the new one. It polls a few times a second,
+which works on any file system.
 """
 
 import fcntl
@@ -17,7 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, Self
 
+from rolloutmq.bus.files import open_regular
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.services.monitor.text.exit_codes import FAILED, INTERRUPTED, USAGE, complain, reader_may_leave
 from rolloutmq.services.process.logbook import archive
 
@@ -32,7 +34,7 @@ class Follower:
 
     def __init__(self, path: Path, lines: int) -> None:
         self._path = path
-        self._file: BinaryIO = path.open("rb", buffering=0)
+        self._file: BinaryIO = open_regular(path, buffering=0)
         self._older: list[BinaryIO] = []
         with _shared(self._file):
             self._newest = _mark(archive(path, 1))
@@ -65,7 +67,7 @@ class Follower:
         file, number = self._file, 0
         while (start := tail_start(file, lines)) == 0 and archive(self._path, number + 1).exists():
             number += 1
-            older = archive(self._path, number).open("rb", buffering=0)
+            older = open_regular(archive(self._path, number), buffering=0)
             lines -= _line_count(file) - _is_torn(older)
             self._older.insert(0, older)
             if lines <= 0:
@@ -99,7 +101,7 @@ class Follower:
             path = archive(self._path, number)
             if (mark := _mark(path)) is None or mark == self._newest:
                 return
-            yield path.open("rb", buffering=0)
+            yield open_regular(path, buffering=0)
 
     def _is_other(self) -> bool:
         """Seek to the start of a truncated or replaced file; return whether it was one."""
@@ -110,7 +112,7 @@ class Follower:
         here = os.fstat(self._file.fileno())
         if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             self._file.close()
-            self._file = self._path.open("rb", buffering=0)
+            self._file = open_regular(self._path, buffering=0)
             return True
         if there.st_size < self._file.tell():
             self._file.seek(0)
@@ -192,7 +194,7 @@ def _show(follower: Follower, follow: bool) -> None:
     while True:
         if part := follower.read():
             # Text works for streams other than files, too; a character split by a chunk is rare and harmless.
-            sys.stdout.write(part.decode(errors="replace"))
+            sys.stdout.write(printable_lines(part.decode(errors="replace")))
             sys.stdout.flush()
         elif follow:
             time.sleep(POLL_S)

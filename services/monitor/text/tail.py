@@ -13,6 +13,7 @@ from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.envelope import Message
 from rolloutmq.services.monitor.text.exit_codes import INTERRUPTED, USAGE, complain, reader_may_leave
 
@@ -41,7 +42,7 @@ def line_of(topic: bytes, payload: bytes, now: float) -> str:
         fields |= msgspec.to_builtins(_decoded(topic, payload))
     except WireError as error:
         fields["error"] = str(error)
-    return msgspec.json.encode(fields).decode()
+    return printable_lines(msgspec.json.encode(fields).decode())
 
 
 def _decoded(topic: bytes, payload: bytes) -> Message:

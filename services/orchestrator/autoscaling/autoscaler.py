@@ -164,9 +164,10 @@ class Autoscaler:
         """
         if self._log.begins:
             self._log.begin([scale.beginning() for scale in self.scales])
-        weights = {lane.env: lane.weight for lane in pressure.lanes} if pressure is not None else {}
+        lanes = pressure.lanes if pressure is not None else ()
+        weights = {(lane.env, lane.split): lane.weight for lane in lanes}
         for scale in self.scales:
-            scale.weight = weights.get(scale.env, scale.weight)
+            scale.weight = weights.get((scale.env, scale.split), scale.weight)
             sample = sample_of(scale.env, scale.split, scale.slots, scale.group_size, pressure, heard_at)
             scale.outer = (rooms or {}).get(scale.env)
             scale.bound = _narrowest(scale.room, scale.outer)

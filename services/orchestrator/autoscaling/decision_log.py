@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rolloutmq.bus.files import open_regular, private_file
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.autoscaling.control_law import ControllerState, PressureController
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample
@@ -83,7 +84,7 @@ class DecisionLog:
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
         data = before + text.encode()
         try:
-            with self._path.open("ab", buffering=0) as file:
+            with private_file(self._path, "ab", buffering=0) as file:
                 written = file.write(data)
         except OSError as error:
             logger.error("decisions not logged path=%s error=%s", self._path, error)
@@ -104,15 +105,15 @@ def read(path: Path) -> Iterator[Entry]:
         ValueError: A line is not an entry; the error has its number.
     """
     broken: ValueError | None = None
-    with path.open() as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             if not line.strip():
                 continue
             try:
                 entry = _entry(json.loads(line))
-            except (ValueError, TypeError, msgspec.ValidationError) as error:
+            except (ValueError, TypeError, RecursionError, msgspec.ValidationError) as error:
                 broken = broken or ValueError(f"{path}:{number}: {error}")
                 continue
             if broken is not None and not isinstance(entry, DecisionLogHeader):

@@ -56,7 +56,7 @@ Command = Callable[[str], tuple[str, ...]]
 
 def engine_command(run_dir: Path) -> Command:
     """Return the command that starts an engine of a run."""
-    start = (sys.executable, "-m", "rolloutmq.launch.cli", "inference", "--run-dir", str(run_dir))
+    start = (sys.executable, "-m", "rolloutmq.launch.service_process", "inference", "--run-dir", str(run_dir))
     return lambda name: (*start, "--engine", name)
 
 

@@ -2,14 +2,15 @@
 
 A process is WAITING for its (re)start, RUNNING, STOPPING down a ladder, ENDED, or FATAL.
 
-    exit 0, unasked      the work is done: ENDED
+    exit 0, unasked      the work is done: ENDED; with Restart.ALWAYS a crash
     any other end        a crash: restart after a back-off that doubles, with jitter; FATAL with the
                          reason after `crash_limit` crashes in a row, each within `stable_s` of its
                          start. With Restart.NEVER the first crash is FATAL, as is an exit code that
-                         the spec lists as hopeless.
+                         the spec lists as hopeless. A spare process may be killed (SIGKILL) any
+                         number of times: that alone never makes it FATAL.
     retired              a ladder of timed rungs: DRAIN (over the bus), SIGUSR1, SIGTERM and SIGCONT
                          to the group, SIGKILL to the group. No end on the ladder is a crash. A
-                         second ladder can only bring rungs forward.
+                         second ladder can only bring rungs forward. A foreign program gets no SIGUSR1.
     failed               like retired, but FATAL: it can never work, so it is not restarted.
     MISSED_FELLOW        a crash that accuses others: processes of its crew that lived as long as it
                          waited count as hanging unless they end within `FELLOW_S`: SIGKILL to the
@@ -20,6 +21,7 @@ The caller passes the clock, in seconds of any monotonic origin. This module tou
 
 import math
 import random
+import signal
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -220,7 +222,8 @@ class SupervisorCore:
             return
         if slot.phase is Phase.RUNNING:
             self._enter(slot, Phase.STOPPING, reason, now)
-            slot.rungs = [(now + rung.after_s, rung.step) for rung in ladder]
+            skipped = Step.USR1 if slot.spec.foreign else None
+            slot.rungs = [(now + rung.after_s, rung.step) for rung in ladder if rung.step is not skipped]
         else:
             slot.rungs = _sooner(slot.rungs, ladder, now)
 
@@ -262,14 +265,15 @@ class SupervisorCore:
             now: Time.
         """
         slot = self._slots[name]
-        if slot.phase is Phase.STOPPING or code == 0:
+        is_done = code == 0 and slot.spec.restart is not Restart.ALWAYS
+        if slot.phase is Phase.STOPPING or is_done:
             self._over(slot, why, now)
             return
         if code in slot.spec.hopeless:
             slot.doomed = why
         if code == MISSED_FELLOW:
             self._suspect_fellows(slot, now)
-        self._crashed(slot, why if slot.killed_at is None else slot.missed, now)
+        self._crashed(slot, why if slot.killed_at is None else slot.missed, now, code)
 
     def tick(self, now: float) -> list[Action]:
         """Return the due actions. Call it after every event and at `due()`."""
@@ -321,10 +325,12 @@ class SupervisorCore:
                 slot.missed = f"hangs: {name} gave up after waiting {patience_s:g} s for it"
                 slot.overdue = now + FELLOW_S
 
-    def _crashed(self, slot: _Slot, why: str, now: float) -> None:
+    def _crashed(self, slot: _Slot, why: str, now: float, code: int | None = None) -> None:
         backoff = self._backoff
         stable = now - slot.since >= backoff.stable_s
         slot.crashes = 0 if stable else slot.crashes + 1
+        if slot.spec.spare and code == -signal.SIGKILL:
+            slot.crashes = min(slot.crashes, backoff.crash_limit - 1)
         if slot.spec.restart is Restart.NEVER:
             slot.doomed = slot.doomed or why
         elif slot.crashes >= backoff.crash_limit:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.broker import journal, rawdisk, sqlite
+from benchmarks.broker import journal, sqlite
+from benchmarks.harness import rawdisk
 from rolloutmq.schemas.wire.replies import Durability
 
 RECORDS = journal.records_of(16 << 10, 1 << 20)

@@ -15,3 +15,7 @@ def test_a_broker_on_a_written_journal_has_a_whole_batch_at_once(run_dir: Path) 
 
 def test_a_broker_on_nothing_replies() -> None:
     assert 0 < start.ready_s() < start.DEADLINE_S
+
+
+def test_the_import_is_measured_in_other_processes() -> None:
+    assert start.import_s(start.SDK) > start.import_s("pass") > 0

@@ -12,8 +12,15 @@ from tests.bus.transport.fake_broker import V0, V1, answers, leased
 from rolloutmq.bus.consumer import connection
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.transport import discovery
-from rolloutmq.schemas.errors import EndOfReplayError, LeaseLostError, RefusedError, UsageError
+from rolloutmq.schemas.errors import (
+    ConsumerFencedError,
+    EndOfReplayError,
+    LeaseLostError,
+    RefusedError,
+    UsageError,
+)
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.moments import Moments
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.replies import Batch, ErrorReply, NoBatch, Rejected, RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import (
@@ -27,7 +34,7 @@ from rolloutmq.schemas.wire.requests import (
 )
 
 if TYPE_CHECKING:
-    from tests.bus.transport.fake_broker import FakeBroker
+    from tests.bus.transport.fake_broker import Answer, FakeBroker
 
 MakeGroup = Callable[..., Group]
 
@@ -48,7 +55,8 @@ async def test_a_batch_is_pulled_decoded_and_settled(fake: "FakeBroker", group: 
         Group.build("a", tokens=[[1, 2], []], mask=[[0, 1], []], scores=[0.0, 1.0], oldest=old, newest=V0),
         group("b", n=3),
     ]
-    fake.answers[Pull] = answers(leased(groups, short=True, over=True, rewound=True))
+    moments = {"e": Moments(3, 24.0, 0.5, 6.0, 0.0, 1.0)}
+    fake.answers[Pull] = answers(leased(groups, short=True, over=True, rewound=True, moments=moments))
     async with fake.running(), Consumer.open(fake.layout.root, sequences=5, info=RunInfo(run="r")) as c:
         batch = await c.pull(11, V0)
         assert [g.group_id for g in batch.groups] == ["a", "b"]
@@ -56,6 +64,7 @@ async def test_a_batch_is_pulled_decoded_and_settled(fake: "FakeBroker", group: 
         assert batch.groups[0].env == "e"
         assert (batch.step, batch.lease) == (11, 1)
         assert (batch.short, batch.over, batch.rewound) == (True, True, True)
+        assert batch.moments == moments
         assert (batch.sequences, batch.tokens) == (5, 14)
         assert batch.staleness() == (3, 10)
         assert batch.staleness(V1) == (4, 11)
@@ -195,6 +204,51 @@ async def test_a_lost_lease_is_said(fake: "FakeBroker", group: MakeGroup) -> Non
         with pytest.raises(LeaseLostError, match="silence"):
             await batch.ack()
         assert c.version.step == 0
+
+
+async def test_a_loss_that_is_told_twice_takes_nothing_back_that_all_have_settled(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    lost = ErrorReply(code=ErrorCode.LEASE_LOST, detail="silence")
+    fake.answers[Pull] = answers(
+        leased([group("a")], step=1),
+        leased([group("b")], lease=2, step=2),
+        lost,
+        leased([group("b")], lease=3, step=2),
+    )
+    settled = iter((Settled(step=1, provisional=True), lost, Settled(step=2)))
+    fake.answers[Settle] = lambda _: next(settled)
+    async with (
+        fake.running(),
+        Consumer.open(fake.layout.root, sequences=8, rank=0, world_size=2, resume=PolicyVersion()) as c,
+    ):
+        await (await c.pull(1, c.version)).ack()
+        after = c.version
+        with pytest.raises(LeaseLostError):
+            await (await c.pull(2, after)).ack()
+        with pytest.raises(LeaseLostError):
+            await c.pull(2, c.version)
+        assert c.version == after
+        await (await c.pull(2, c.version)).ack()
+        assert c.version.step == 2
+
+
+async def test_a_provisional_settlement_that_was_lost_is_taken_back(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(
+        leased([group("a")], step=1), ErrorReply(code=ErrorCode.LEASE_LOST, detail="silence")
+    )
+    fake.answers[Settle] = lambda _: Settled(step=1, provisional=True)
+    async with (
+        fake.running(),
+        Consumer.open(fake.layout.root, sequences=8, rank=0, world_size=2, resume=PolicyVersion()) as c,
+    ):
+        before = c.version
+        await (await c.pull(1, before)).ack()
+        with pytest.raises(LeaseLostError):
+            await c.pull(2, c.version)
+        assert c.version == before
 
 
 async def test_a_broker_in_another_life_voids_the_lease_and_gives_the_next_batch(
@@ -389,3 +443,36 @@ async def test_open_can_be_cancelled_while_there_is_no_broker(run_dir: Path) -> 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05), Consumer.open(run_dir, sequences=8):
             raise AssertionError
+
+
+async def test_a_consumer_whose_name_was_taken_over_says_so_everywhere_and_releases_nothing(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8, consumer="p") as c:
+        batch = await c.pull(11, V0)
+        fake.answers[Settle] = lambda _: ErrorReply(code=ErrorCode.LEASE_LOST, detail="registered again")
+        for kind in (Pull, ConsumerBeat, Release):
+            fake.answers[kind] = lambda _: ErrorReply(code=ErrorCode.FENCED, detail="p")
+        for call in (batch.ack, lambda: c.pull(12, V0), lambda: c.commit(V0)):
+            with pytest.raises(ConsumerFencedError, match="consumer p: another process registered"):
+                await call()
+        assert {beat.generation for beat in fake.asked_for(ConsumerBeat)} == {1}
+    assert len(fake.asked_for(RegisterConsumer)) == 1
+    assert not fake.asked_for(Release), "it would release the lease of the other process"
+
+
+async def test_a_slow_registration_is_one_registration(fake: "FakeBroker") -> None:
+    asked = 0
+
+    def slow(request: RegisterConsumer) -> "Answer":
+        nonlocal asked
+        asked += 1
+        return fake._answer(request) if asked > 8 else (fake._answer(request), None)[1]
+
+    fake.answers[RegisterConsumer] = slow
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        assert (fake.lives, c._link.life) == (1, 1)
+    keys = {request.key for request in fake.asked_for(RegisterConsumer)}
+    assert len(keys) == 1
+    assert keys != {""}

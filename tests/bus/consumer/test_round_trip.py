@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,25 @@ from rolloutmq.bus.encoding.codec import encode_group
 from rolloutmq.bus.producer import connection as uplink
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.transport import discovery
+from rolloutmq.bus.transport.discovery import serve_address
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
-from rolloutmq.schemas.errors import DrainingError, LeaseLostError, SessionFencedError
+from rolloutmq.schemas.errors import (
+    ConsumerFencedError,
+    DrainingError,
+    LeaseLostError,
+    SessionFencedError,
+    UnackedError,
+)
 from rolloutmq.schemas.files import AckedGroup, RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.schemas.wire.replies import Durability, RunInfo
+from rolloutmq.schemas.wire.replies import Batch, ConsumerRegistered, Durability, RunInfo
+from rolloutmq.schemas.wire.requests import Pull, RegisterConsumer
 from rolloutmq.services.broker.server import running_broker
 
 MakeGroup = Callable[..., Group]
@@ -68,7 +76,7 @@ async def test_groups_come_back_bit_for_bit_and_views_survive_the_batch(run_dir:
             tokens=rng.integers(0, 99, (2, length), np.int32),
             mask=rng.integers(0, 2, (2, length)).astype(bool),
             scores=rng.random(2),
-            inference_logprobs=rng.random((2, length)),
+            inference_logprobs=-rng.random((2, length)),
             messages=[{"role": "user", "content": "é" * length}, None],
             started_at=1.5,
             finished_at=2.5,
@@ -320,6 +328,47 @@ async def test_ranks_get_disjoint_parts_of_one_step(run_dir: Path, group: MakeGr
     assert parts[0].lease == parts[1].lease
 
 
+async def test_a_rank_restarted_alone_rejoins_the_others(run_dir: Path, group: MakeGroup) -> None:
+    """Rank 1 ends three times between its pull and its settlement; rank 0 goes back each time it is told so."""
+    trained: dict[int, list[tuple[int, str]]] = {0: [], 1: []}
+    lives = 3
+
+    def opened(rank: int) -> AbstractAsyncContextManager[Consumer]:
+        return Consumer.open(run_dir, sequences=8, consumer=f"r{rank}", rank=rank, world_size=2)
+
+    async def steady() -> None:
+        async with opened(0) as consumer:
+            while consumer.version.step < 4:
+                try:
+                    batch = await anext(consumer)
+                    await batch.ack()
+                except LeaseLostError:
+                    trained[0] = [each for each in trained[0] if each[0] <= consumer.version.step]
+                else:
+                    trained[0] += [(batch.step, group.group_id) for group in batch.groups]
+            with pytest.raises(TimeoutError):  # until the other has settled too
+                await asyncio.wait_for(consumer.pull(5, consumer.version), 3.0)
+
+    async def restarted() -> None:
+        for life in range(1, lives + 2):
+            async with opened(1) as consumer:
+                while consumer.version.step < 4:
+                    batch = await anext(consumer)
+                    if batch.step == life <= lives:
+                        break
+                    await batch.ack()
+                    trained[1] += [(batch.step, group.group_id) for group in batch.groups]
+
+    with running_broker(config(max_staleness=9), RunLayout(run_dir)) as broker:
+        async with Producer.open(run_dir, env="e", producer="p", group_size=2) as p:
+            for index in range(16):
+                await p.send(group(f"g-{index}"))
+            await asyncio.wait_for(asyncio.gather(steady(), restarted()), 60)
+        ledger = await counts(broker.endpoints.serve)
+    assert (ledger.trained, ledger.dead, ledger.queued) == (16, 0, 0)
+    assert sorted(name for _, name in trained[0] + trained[1]) == sorted(f"g-{index}" for index in range(16))
+
+
 @pytest.mark.parametrize("size", [{"sequences": 4}, {"tokens": 28}])
 async def test_ranks_go_on_together_when_a_group_goes_alone(
     run_dir: Path, group: MakeGroup, size: dict[str, Any]
@@ -351,15 +400,17 @@ async def test_ranks_go_on_together_when_a_group_goes_alone(
 
 async def test_a_second_producer_of_the_name_fences_the_first(run_dir: Path, group: MakeGroup) -> None:
     with running_broker(config(), RunLayout(run_dir)):
-        async with Producer.open(run_dir, env="e", producer="p", group_size=2) as first:
-            await first.send(group("g-0"))
-            assert await first.flush(5)
-            async with Producer.open(run_dir, env="e", producer="p", group_size=2) as second:
-                assert second.session > first.session
-                with pytest.raises(SessionFencedError):
-                    await asyncio.wait_for(_send_until_fenced(first, group), 10)
-                await second.send(group("g-1"))
-                assert await second.flush(5)
+        with pytest.raises(UnackedError, match="is fenced by a newer session") as lost:  # noqa: PT012 - leaving raises
+            async with Producer.open(run_dir, env="e", producer="p", group_size=2) as first:
+                await first.send(group("g-0"))
+                assert await first.flush(5)
+                async with Producer.open(run_dir, env="e", producer="p", group_size=2) as second:
+                    assert second.session > first.session
+                    with pytest.raises(SessionFencedError):
+                        await asyncio.wait_for(_send_until_fenced(first, group), 10)
+                    await second.send(group("g-1"))
+                    assert await second.flush(5)
+        assert lost.value.group_ids == ("late",)
 
 
 async def _send_until_fenced(producer: Producer, group: MakeGroup) -> None:
@@ -419,3 +470,50 @@ async def test_a_group_that_tells_no_version_has_the_one_known_when_it_began(run
                 batch = await consumer.pull(number + 1, consumer.version)
                 assert batch.groups[0].oldest.step == number
                 await batch.ack()
+
+
+async def test_a_displaced_consumer_is_told_and_cannot_take_or_release_batches(
+    run_dir: Path, group: MakeGroup
+) -> None:
+    with running_broker(config(), RunLayout(run_dir)):
+        async with AsyncExitStack() as stack:
+            producer = await stack.enter_async_context(Producer.open(run_dir, env="e", group_size=2))
+            await producer.send(group("g-0"))
+            first = Consumer.open(run_dir, sequences=2, consumer="c")
+            displaced = await first.__aenter__()
+            second = await stack.enter_async_context(Consumer.open(run_dir, sequences=2, consumer="c"))
+            batch = await second.pull(1, second.version)
+            with pytest.raises(ConsumerFencedError, match="consumer c: another process registered"):
+                await displaced.pull(1, displaced.version)
+            await first.__aexit__(None, None, None)
+            assert (await batch.ack()).step == 1
+
+
+async def test_a_repeated_registration_is_the_same_life(run_dir: Path, group: MakeGroup) -> None:
+    with running_broker(config(), RunLayout(run_dir)):
+        async with (
+            Producer.open(run_dir, env="e", group_size=2) as producer,
+            BrokerClient(await serve_address(run_dir)) as client,
+        ):
+
+            async def register(key: str) -> int:
+                reply = await client.request(RegisterConsumer(consumer="c", key=key))
+                assert isinstance(reply, ConsumerRegistered)
+                return reply.generation
+
+            one = await register("a")
+            await producer.send(group("g-0"))
+            asked = Pull(
+                consumer="c", step=1, version=PolicyVersion(), sequences=2, request_id="r", generation=one
+            )
+            batch = await client.request(asked)
+            assert isinstance(batch, Batch)
+            assert await register("a") == one, "its lease stays"
+            again = await client.request(asked)
+            assert isinstance(again, Batch)
+            assert (again.lease, again.generation) == (batch.lease, batch.generation)
+            other = await register("b")
+            assert other > one
+            assert await register("") > other, "a client without a key begins a new life each time"
+            with pytest.raises(ConsumerFencedError):
+                await client.request(asked)

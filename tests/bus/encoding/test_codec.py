@@ -115,8 +115,8 @@ def groups(draw: st.DrawFn) -> Group:
         columns,
         draw(version),
         draw(version),
-        draw(st.floats(allow_nan=False)),
-        draw(st.floats(allow_nan=False)),
+        draw(st.floats(allow_nan=False, allow_infinity=False)),
+        draw(st.floats(allow_nan=False, allow_infinity=False)),
         task=draw(st.text(max_size=128)),
         sequences=n,
         tokens=total,
@@ -184,11 +184,11 @@ def test_payloads_of_nan_survive_in_opaque_columns_too() -> None:
 def test_equal_lengths_travel_once() -> None:
     rows = [[1, 2], [3]]
     group = Group.build(
-        "g", tokens=rows, mask=rows, scores=[0, 1], inference_logprobs=rows, mine=[[1], [2, 3]]
+        "g", tokens=rows, mask=rows, scores=[0, 1], ref_logprobs=[[0, -1], [0]], mine=[[1], [2, 3]]
     )
     shared = {spec.name: spec.lengths_of for spec in codec.table_of(group).columns}
     assert shared == {
-        "tokens": "", "mask": "tokens", "scores": "", "inference_logprobs": "tokens", "mine": ""
+        "tokens": "", "mask": "tokens", "scores": "", "ref_logprobs": "tokens", "mine": ""
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The count of values without decoding: exact for every msgpack value."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutmq.bus.encoding.opaque_columns import (
+    DEPTH_LIMIT,
     UNCOUNTED_BYTES,
     VALUES_LIMIT,
     _count,
@@ -76,3 +78,19 @@ def test_small_blocks_are_not_worth_counting() -> None:
 
 def test_large_strings_are_few_values() -> None:
     check_values([encode_opaque("mine", ["x" * (8 << 20)] * 3)])
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda inner: [inner], lambda inner: {"a": inner}, lambda inner: (inner, 1)]
+)
+def test_values_may_be_nested_up_to_the_limit(wrap: Callable[[Any], Any]) -> None:
+    value: Any = 0
+    for _ in range(DEPTH_LIMIT):
+        value = wrap(value)
+    assert encode_opaque("x", value)
+    with pytest.raises(InvalidGroupError, match="x: must be nested at most 64 levels deep"):
+        encode_opaque("x", wrap(value))
+    for _ in range(5000):
+        value = wrap(value)
+    with pytest.raises(InvalidGroupError, match="levels deep"):
+        encode_opaque("x", value)

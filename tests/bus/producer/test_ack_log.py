@@ -51,7 +51,7 @@ def test_a_torn_last_line_is_cut(tmp_path: Path, torn: bytes, lines: int) -> Non
 
 @pytest.mark.parametrize(
     ("times", "duration_s"),
-    [((100.0, 102.5), 2.5), ((0.0, 0.0), None), ((float("nan"), 1.0), None), ((1.0, float("inf")), None)],
+    [((100.0, 102.5), 2.5), ((0.0, 0.0), None)],
 )
 def test_line_says_what_the_group_is_like(
     tmp_path: Path, times: tuple[float, float], duration_s: float | None

@@ -8,8 +8,8 @@ import pytest
 from rolloutmq.bus.encoding.codec import checksum, encode_group
 from rolloutmq.bus.producer.session import SessionState
 from rolloutmq.bus.producer.spool import Spool
-from rolloutmq.bus.producer.spool_file import SpoolFile, owner
-from rolloutmq.schemas.errors import RecordVersionError, UsageError
+from rolloutmq.bus.producer.spool_file import VERSION, SpoolFile, owner
+from rolloutmq.schemas.errors import RecordVersionError, UnackedError, UsageError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.replies import Ack
 from rolloutmq.schemas.wire.requests import RegisterProducer
@@ -77,9 +77,9 @@ def test_nothing_unacked_leaves_no_file(tmp_path: Path) -> None:
     assert not SpoolFile(None, session()).load()
 
 
-def test_groups_without_a_place_are_named_as_lost(caplog: pytest.LogCaptureFixture) -> None:
-    SpoolFile(None, filled()).leave()
-    assert "groups=2 first=g-1" in caplog.text
+def test_groups_without_a_place_are_named_as_lost() -> None:
+    with pytest.raises(UnackedError, match=r"2 groups are not acked and may be lost .*: g-1, g-2;"):
+        SpoolFile(None, filled()).leave()
 
 
 def test_groups_of_another_are_left_alone(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_a_disk_that_fails_loses_the_groups_aloud_and_keeps_the_older_file(
     monkeypatch.setattr("os.fsync", full)
     file.renew()
     assert "spool file not renewed, old session kept" in caplog.text
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UnackedError, match=r"No space left on device\): g-1, g-2") as lost:
         file.leave()
-    assert "unacked groups lost producer=p groups=2 first=g-1" in caplog.text
+    assert lost.value.group_ids == ("g-1", "g-2")
     assert [p.name for p in tmp_path.iterdir()] == ["p.spool"]
     assert path.read_bytes() == before
 
@@ -189,18 +189,20 @@ def as_version(path: Path, version: int) -> None:
     path.write_bytes(head + data[24:])
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 2, 4])
 def test_a_file_of_another_version_is_refused_and_stays(tmp_path: Path, version: int) -> None:
     path = tmp_path / "p.spool"
     SpoolFile(path, filled()).leave()
     whole = path.read_bytes()
-    as_version(path, 2)
+    as_version(path, VERSION)
     assert path.read_bytes() == whole
     as_version(path, version)
     before = path.read_bytes()
     new = session()
     for read in (lambda: owner(path), SpoolFile(path, new).load):
-        with pytest.raises(RecordVersionError, match=f"got version {version}, this one reads version 2"):
+        with pytest.raises(
+            RecordVersionError, match=f"got version {version}, this one reads version {VERSION}"
+        ):
             read()
     assert (path.read_bytes(), list(tmp_path.iterdir()), len(new.spool)) == (before, [path], 0)
 

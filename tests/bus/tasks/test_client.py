@@ -18,6 +18,7 @@ from rolloutmq.bus.tasks.taker import TaskTaker
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import (
@@ -55,6 +56,7 @@ def config(**broker: Any) -> RunConfig:
         },
         broker=BrokerConfig(**broker),
         trainer=TrainerConfig(batch_sequences=4),
+        orchestrator=OrchestratorConfig(enabled=False),
     )
 
 
@@ -322,6 +324,7 @@ async def test_training_and_evaluation_stay_apart(run_dir: Path, group: MakeGrou
             "v": EnvironmentConfig(**paced, split="eval", stale="pass"),
         },
         trainer=TrainerConfig(batch_sequences=4),
+        orchestrator=OrchestratorConfig(enabled=False),
     )
     with running_broker(settings, RunLayout(run_dir)) as broker:
         async with (

@@ -69,6 +69,8 @@ class FakeBroker:
         """Generations of consumers that were given."""
         self.generations: dict[str, int] = {}
         """Of the consumers that are known."""
+        self.keys: set[str] = set()
+        """Attempts to register that consumers have made."""
         self.policy = PolicyVersion()
         self.reading = asyncio.Event()
         """Whether `ingest` is read."""
@@ -246,9 +248,10 @@ class FakeBroker:
                 return self.ack()
             case RegisterConsumer():
                 known = self.generations.get(request.consumer, 0)
-                if not known or request.generation != known:
+                if not known or (request.generation != known and request.key not in self.keys):
                     self.lives += 1
                     known = self.generations[request.consumer] = self.lives
+                self.keys.add(request.key)
                 return ConsumerRegistered(epoch=self.epoch, generation=known, info=request.info)
             case Pull() | ConsumerBeat() | Release() | Commit() if request.consumer not in self.generations:
                 return ErrorReply(code=ErrorCode.UNKNOWN)

@@ -22,6 +22,7 @@ from tests.faults.support.processes import (
     config,
     feed,
     is_whole,
+    lasting_disk,
     limit_files,
     made,
     may_mount,
@@ -34,6 +35,7 @@ from rolloutmq.bus.consumer.batch import decode_groups
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.launch.commands.ledger import check
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import LeaseLostError
 from rolloutmq.schemas.files import RunLayout
@@ -189,6 +191,32 @@ async def test_training_makes_room_on_a_disk_that_the_run_itself_filled(run_dir:
             assert await producer.flush(LIMIT_S)
 
 
+@pytest.mark.parametrize("mebibytes", [24, 40])
+async def test_a_broker_killed_on_a_full_disk_lets_training_make_room(run_dir: Path, mebibytes: int) -> None:
+    """The producer resends what was not acked as soon as the next life is there."""
+    if not may_mount():
+        pytest.skip("this user may not mount a file system of its own")
+    ids, settings = names(4 * MANY), config(durability="disk", segment_bytes=16 << 20)
+    with lasting_disk(run_dir, mebibytes) as wrap, ExitStack() as stack:
+        starting = lambda: BrokerProcess(run_dir, settings, wrap=wrap)  # noqa: E731
+        broker = stack.enter_context(await asyncio.to_thread(starting))
+        async with Producer.open(run_dir, env="e", producer="p", group_size=SEQUENCES) as producer:
+            sending = asyncio.create_task(send(producer, ids))
+            try:
+                for _ in range(2):
+                    await until_status(run_dir, lambda found: found.journal.health == "full", "a full disk")
+                    await asyncio.to_thread(broker.kill_and_start)
+                async with (
+                    asyncio.timeout(LIMIT_S / 2),
+                    Consumer.open(run_dir, sequences=BATCH * SEQUENCES) as consumer,
+                ):
+                    got = await pull_all(consumer, len(ids))
+            finally:
+                sending.cancel()
+            assert sorted(got) == sorted(ids)
+            assert await producer.flush(LIMIT_S)
+
+
 @pytest.mark.parametrize("fault", ["sync", pytest.param("write", marks=pytest.mark.extended)])
 async def test_a_disk_that_fails_ends_the_broker_and_nothing_is_acked_after(
     run_dir: Path, tmp_path: Path, fault: str
@@ -223,6 +251,28 @@ async def test_short_writes_are_continued(run_dir: Path) -> None:
         await asyncio.to_thread(broker.start)
         async with Consumer.open(run_dir, sequences=BATCH * SEQUENCES) as consumer:
             assert await pull_all(consumer, len(ids)) == ids
+
+
+async def test_a_deleted_segment_stays_a_loss_by_name(run_dir: Path) -> None:
+    ids = names(20)
+    with BrokerProcess(run_dir, small_segments()) as broker:
+        await asyncio.to_thread(feed, run_dir, ids, nbytes=NBYTES)
+        broker.kill()
+        (RunLayout(run_dir).journal / "groups-00000002.rmq").unlink()
+        lost = problems_of(run_dir)
+        assert len(lost) > 2
+        await asyncio.to_thread(broker.start)
+        async with Consumer.open(run_dir, sequences=SEQUENCES) as consumer:
+            got = await pull_all(consumer, len(ids) - len(lost))
+        assert sorted([*got, *lost]) == sorted(ids)
+        for _ in range(2):
+            await asyncio.to_thread(broker.kill_and_start)
+            assert problems_of(run_dir) == lost
+
+
+def problems_of(run_dir: Path) -> list[str]:
+    """Return the ids of the groups that `ledger verify` cannot account for."""
+    return [problem.group_id for problem in check(RunLayout(run_dir)).problems]
 
 
 # Damaged journals.

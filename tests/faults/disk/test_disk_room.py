@@ -27,7 +27,7 @@ from rolloutmq.launch.local import SERVICE_GRACE_S
 from rolloutmq.launch.rundir import trim_journal
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessSpec, Role
 from rolloutmq.services.broker.journal.journal import START_PATIENCE_S
 
 NBYTES: Final = 40_000
@@ -78,6 +78,31 @@ def test_a_broker_that_found_no_room_at_its_start_is_started_again(run_dir: Path
     assert ended.returncode == FAILED, ended.stderr
     assert FAILED not in ProcessSpec(name="broker", role=Role.BROKER, argv=("b",), log="l").hopeless
     assert "No space left" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("below", ["", "journal", "sockets"])
+def test_a_read_only_disk_is_said_in_one_line(run_dir: Path, below: str) -> None:
+    if not may_mount():
+        pytest.skip("this user may not mount a file system of its own")
+    layout = RunLayout(run_dir)
+    write_json(layout.config, config(durability="disk"))
+    layout.journal.mkdir()
+    layout.sockets.mkdir()
+    place = run_dir / below
+    script = f'mount --bind "{place}" "{place}" && mount -o remount,ro,bind "{place}" && exec "$@"'
+    command = ["unshare", "-Urm", "sh", "-c", script, "sh", sys.executable, "-c", IMPATIENT, str(run_dir)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert "Traceback" not in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert "Read-only file system" in last
+    if below == "journal":
+        assert ended.returncode == PERMANENT_FAILURE, ended.stderr
+        assert last.startswith(f"error: {layout.journal}: ")
+        assert "repair the disk and start the run again" in last
+    else:
+        assert ended.returncode == FAILED, ended.stderr
+        assert last.startswith(f"error: run directory {run_dir}: cannot be used")
+        assert "make it readable and writable" in last
 
 
 def test_longest_wait_for_room_counts_as_no_crash() -> None:

@@ -217,7 +217,7 @@ def test_a_worker_that_was_not_written_down_yet_is_not_doubled(staffed: Staffed)
         staff.start()
         after = staff.until_ready(2)
         assert after["e-0"] == before["e-0"]
-        assert not alive(before["e-1"])
+        wait_until(lambda: not alive(before["e-1"]), "the end of the unknown worker")
         assert sorted(staff.marked().values()) == sorted(after) == ["e-0", "e-2"]
 
 

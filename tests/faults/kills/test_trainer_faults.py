@@ -171,6 +171,30 @@ def test_a_hung_trainer_loses_its_lease_and_a_slow_one_does_not(run_dir: Path) -
         assert (counts.trained, counts.queued) == (BATCH, 0)
 
 
+def test_a_broker_that_forgot_a_half_settled_step_brings_the_ranks_together(run_dir: Path) -> None:
+    broker = BrokerProcess(run_dir, config(durability="memory"))
+    try:
+        with (
+            Trainer(run_dir, consumer="r0", world_size=2) as r0,
+            Trainer(run_dir, consumer="r1", rank=1, world_size=2) as r1,
+        ):
+            feed(run_dir, names(BATCH))
+            assert (r0.pull(1).what, r1.pull(1).what) == ("batch", "batch")
+            assert r0.settle((0, 1)).what == "settled"
+            broker.kill_and_start()
+            assert r1.settle((0, 1)).what == "lost"
+            feed(run_dir, names(2 * BATCH)[BATCH:], producer="q")
+            assert r0.pull(2).what == "batch"
+            assert r1.pull(1).what == "batch"
+            assert r0.settle((0, 2)).what == "lost"
+            assert r0.pull(1).what == "batch"
+            assert (r0.settle((0, 1)).what, r1.settle((0, 1)).what) == ("settled", "settled")
+            counts = ledger(run_dir)
+            assert (counts.trained, counts.dead) == (BATCH, 0)
+    finally:
+        broker.kill()
+
+
 @pytest.mark.usefixtures("broker")
 @pytest.mark.parametrize("settled_before", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_one_rank_killed_takes_the_whole_step_back(run_dir: Path, settled_before: bool) -> None:
@@ -184,8 +208,7 @@ def test_one_rank_killed_takes_the_whole_step_back(run_dir: Path, settled_before
                 assert r0.settle((0, 1)).what == "settled"
         with Trainer(run_dir, consumer="r1", rank=1, world_size=2) as r1:
             assert ledger(run_dir).trained == 0
-            if not settled_before:
-                assert r0.settle((0, 1)).what == "lost"
+            assert (r0.pull(2) if settled_before else r0.settle((0, 1))).what == "lost"
             again = r0.pull(1), r1.pull(1)
             assert sorted((*again[0].ids, *again[1].ids)) == step
             assert {*again[0].deliveries, *again[1].deliveries} == {2}

@@ -406,6 +406,21 @@ def small_disk(run_dir: Path, mebibytes: int) -> Iterator[list[str]]:
     yield ["unshare", "-Urm", "sh", "-c", mount, "sh"]
 
 
+@contextmanager
+def lasting_disk(run_dir: Path, mebibytes: int) -> Iterator[list[str]]:
+    """Like `small_disk`, for several processes one after the other: the disk lasts as long as the block."""
+    with (
+        small_disk(run_dir, mebibytes) as mount,
+        subprocess.Popen([*mount, "sh", "-c", "echo ready && exec cat"], stdin=-1, stdout=-1) as holder,
+    ):
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"ready\n"
+            yield ["nsenter", "-t", str(holder.pid), "-U", "-m", "--preserve-credentials", f"--wd={ROOT}"]
+        finally:
+            holder.kill()
+
+
 def may_mount() -> bool:
     """Return whether this user may mount a file system."""
     probe = "mount -t tmpfs -o size=1m none /tmp"
@@ -495,8 +510,12 @@ def _trainer(run_dir: str, args: str) -> int:
             version = PolicyVersion(*asked.policy)
             match asked.what:
                 case "pull":
-                    batch = consumer.pull(asked.step, version, asked.wait_s)
-                    _print_answer(_of(batch, about))
+                    try:
+                        batch = consumer.pull(asked.step, version, asked.wait_s)
+                    except LeaseLostError:
+                        _print_answer(TrainerAnswer("lost"))
+                    else:
+                        _print_answer(_of(batch, about))
                 case "settle":
                     assert batch is not None
                     try:

@@ -217,7 +217,10 @@ class Staff:
             known = supervision_of(self.layout)
             if known is None or known.orchestrator.pid != self.process.pid or not known.targets:
                 return False  # what an earlier life left, or this one has not decided yet
-            return sum(row.state == "ready" and row.pid > 0 for row in self.rows().values()) == count
+            # The broker still shows a worker as ready for a while after its end; the orchestrator does not.
+            ours = {record.worker for record in known.workers}
+            rows = [row for row in self.rows().values() if row.worker in ours]
+            return sum(row.state == "ready" and row.pid > 0 for row in rows) == count
 
         wait_until(ready, f"{count} ready workers")
         return self.living()

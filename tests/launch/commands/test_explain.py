@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.services.broker.journal.handmade import Handmade, batch, began, ledger, settles
 from tests.services.broker.journal.other_versions import as_version, listing
 
@@ -38,6 +39,16 @@ def test_a_person_reads_a_timeline(made: Handmade, capsys: pytest.CaptureFixture
     assert told[1] == ["leased", "lease=1", "step=1", "policy=0.0", "by=trainer", "rank=0", "sequences=2"]
     assert told[2] == ["handed", "out", "lease=1", "consumer=trainer-0", 'request="r', '1"']
     assert told[4] == ["acked", "producer=sort3-0", "session=7", "seq=1"]
+
+
+def test_a_group_without_times_shows_none(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Handmade(run_dir)
+    timed = made.accept(1)
+    made.log(began(), [replace(timed, header=replace(timed.header, started_at=0.0, finished_at=0.0))])
+    assert explain(run_dir, "g1", as_json=False) == 0
+    told = capsys.readouterr().out
+    assert "  policy        0.1 to 0.2\n  rewards  " in told
+    assert "  rollout " not in told
 
 
 def test_a_program_reads_json(made: Handmade, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from rolloutmq.schemas.errors import AddressInUseError, ConfigError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import Role
 from rolloutmq.services.gateway.server import bind
+from rolloutmq.services.monitor.liveness import Fate, RunLiveness
 
 
 def alone(*more: str) -> RunConfig:
@@ -78,3 +79,37 @@ def test_the_command_tells_of_a_wrong_option(tmp_path: Path) -> None:
     )
     assert ended.returncode == 2
     assert "gateway.gzip_level" in ended.stderr
+
+
+def test_an_address_that_others_reach_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rolloutmq.launch.cli", "gateway", "--run-dir", str(tmp_path / "r")]
+    ended = subprocess.run(
+        [*command, "--host", "0.0.0.0", "--port", "0"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2
+    assert "gateway.host: " in ended.stderr
+    assert "gateway.insecure = true" in ended.stderr
+    assert not (tmp_path / "r").exists()
+
+
+def test_an_address_for_a_running_run_is_checked_as_well(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunLayout(run_dir).config.write_text(alone().model_dump_json())
+    served: list[GatewayConfig] = []
+
+    def noted(_: Path, config: GatewayConfig) -> int:
+        served.append(config)
+        return 0
+
+    monkeypatch.setattr(gateway, "fate_of", lambda _: Fate(RunLiveness.LIVING))
+    monkeypatch.setattr(gateway, "serve", noted)
+
+    def serve(host: str | None, *more: str) -> int:
+        return gateway.gateway(run_dir, host, 81, None, more, plain=True, broker_only=False)
+
+    with pytest.raises(ConfigError, match=r"gateway\.insecure = true"):
+        serve("0.0.0.0")
+    assert not served
+    assert serve("0.0.0.0", "gateway.insecure=true") == serve(None) == 0
+    assert [(config.host, config.port) for config in served] == [("0.0.0.0", 81), ("127.0.0.1", 81)]

@@ -17,6 +17,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
 from rolloutmq.services.broker.server import Broker, running_broker
+from rolloutmq.services.monitor.text.exit_codes import FAILED
 from rolloutmq.services.process.identity import identify
 
 
@@ -59,6 +60,23 @@ def test_nothing_is_detached_into_the_directory_of_a_living_run(run_dir: Path) -
     with rundir.claimed(run_dir, "token", resume=False), pytest.raises(RunDirInUseError, match="process"):
         steer.detach(config, ["up", "--detach"])
     assert output.read_text() == "what the living run says"
+
+
+def test_down_says_that_there_was_nothing_to_stop(
+    broker: Broker, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The broker was started by hand: no launcher knows of it."""
+    assert steer.down(run_dir) == FAILED
+    assert (
+        "has no launcher, so nothing was stopped: its broker was started by hand" in capsys.readouterr().err
+    )
+    assert wanted(broker) == {}
+
+
+def test_down_of_a_run_that_never_ran_fails(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(RunLayout(run_dir).config, validate({}))
+    assert steer.down(run_dir) == FAILED
+    assert "is not active, so nothing was stopped" in capsys.readouterr().err
 
 
 def test_down_puts_away_what_a_killed_run_left(run_dir: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.shm import segment_file
-from rolloutmq.bus.transport.endpoint import SOCKETS, read_endpoints
+from rolloutmq.bus.transport.bindings import SOCKETS
+from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.launch import rundir
 from rolloutmq.launch.commands import sweep
 from rolloutmq.launch.settings import load

@@ -10,7 +10,14 @@ from rolloutmq.launch.settings import validate
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "configuration.md"
 WHOLE = {
-    "environment": {"mine": {"entry": "mine.py:Mine"}},
+    "environment": {
+        "mine": {
+            "entry": "mine.py:Mine",
+            "task_count": 5,
+            "rewards": {"raters": {"mine": {"rater": "exact"}}},
+        }
+    },
+    "curriculum": {"mine": {}},
     "trainer": {"lora": {}},
 }
 """What is there only if it is asked for."""
@@ -29,19 +36,19 @@ def test_every_key_that_can_be_said_is_on_the_page() -> None:
     }
     keys = set(_keys(validate(WHOLE).model_dump(exclude=set(NOT_SAID))))
     of_losses = {"trainer.loss.ratio_max"}  # of another loss than the usual one
-    assert told == {key.replace("environment.mine.", "environment.NAME.") for key in keys} | of_losses
+    assert told == {key.replace(".mine.", ".NAME.") for key in keys} | of_losses
 
 
 def test_a_key_tells_its_default_and_where_it_depends_on_the_loss() -> None:
     assert "- `high_bytes` (`268435456`, 256 MiB): High-water mark of all environments:" in page()
     assert "- `clip_high` (`0.2`; dapo: `0.28`; gspo: `0.0004`): The probability ratio" in page()
     assert '- `split` (`"train"`): Split of its groups.' in page()
-    assert "- `entry` (required): Class of the environment" in page()
+    assert '- `entry` (`""`): Class of the environment' in page()
 
 
 def _keys(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for name, value in tree.items():
-        if isinstance(value, dict) and name != "options":
+        if isinstance(value, dict) and name not in {"options", "variables"}:
             yield from _keys(value, f"{path}{name}.")
         else:
             yield path + name

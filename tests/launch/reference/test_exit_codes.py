@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from rolloutmq.bus import lifecycle
-from rolloutmq.launch import cli, local
+from rolloutmq.launch import cli, endings, local
 from rolloutmq.schemas import process
 from rolloutmq.services.monitor.text import exit_codes
 from rolloutmq.trainer import process as trainer_process
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "exit-codes.md").read
 
 def codes_of(module: ModuleType) -> dict[str, int]:
     """Return the constants of a module that are exit codes."""
-    prefix = "EXIT_" if module in {cli, local} else ""
+    prefix = "EXIT_" if module in {endings, local} else ""
     return {
         name: value
         for name, value in vars(module).items()
@@ -27,7 +27,7 @@ def codes_of(module: ModuleType) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "module",
-    [lifecycle, cli, local, process, exit_codes, trainer_process],
+    [lifecycle, endings, local, process, exit_codes, trainer_process],
     ids=lambda module: str(module.__name__),
 )
 def test_every_code_has_a_row(module: ModuleType) -> None:

@@ -11,7 +11,7 @@ from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import InferenceAddress, RunLayout, Target
 from rolloutmq.schemas.wire.control import Pressure, StatusReply, StepDone
 from rolloutmq.schemas.wire.telemetry import Event
-from rolloutmq.services.gateway import metrics
+from rolloutmq.services.gateway.pages import metrics
 from rolloutmq.services.monitor.liveness import RunLiveness
 from rolloutmq.services.monitor.report.summary import summarise
 from rolloutmq.services.monitor.status.worker_view import WorkerRow

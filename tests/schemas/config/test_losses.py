@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from rolloutmq.schemas.config.losses import (
@@ -14,6 +16,34 @@ def test_the_usual_loss_needs_no_name() -> None:
     assert TrainerConfig().loss == DapoConfig(clip_low=0.2, clip_high=0.28)
     found = TrainerConfig.model_validate({"loss": {"clip_high": 0.3}})
     assert found.loss == DapoConfig(clip_high=0.3)
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "dapo": {"advantage": "grpo", "mean": "tokens", "clip_low": 0.2, "clip_high": 0.28},
+    "grpo": {
+        "advantage": "grpo",
+        "mean": "sequences",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "kl_estimator": "k3",
+    },
+    "dr_grpo": {"advantage": "dr_grpo", "mean": "constant", "clip_low": 0.2, "clip_high": 0.2},
+    "decoupled_ppo": {"mean": "tokens", "clip_low": 0.2, "clip_high": 0.2},
+    "gspo": {"advantage": "grpo", "mean": "sequences", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"advantage": "grpo", "mean": "tokens", "ratio_max": 5.0},
+    "reinforce": {},
+    "rloo": {"advantage": "rloo", "mean": "constant", "length": 1},
+}
+"""What the papers say; their sources are in the docstrings of the sections."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_defaults_of_a_loss_are_those_of_its_paper(name: str) -> None:
+    """None of them has an entropy bonus. A KL needs `ref_logprobs` of every group, so it is never on by itself."""
+    loss = TrainerConfig.model_validate({"loss": {"name": name}}).loss
+    expected = PUBLISHED[name] | {"entropy": 0.0, "kl": 0.0}
+    assert {key: getattr(loss, key) for key in expected} == expected
+    assert "Source" in (type(loss).__doc__ or "")
 
 
 def test_a_name_brings_the_defaults_of_its_loss() -> None:

@@ -41,7 +41,7 @@ from rolloutmq.schemas.wire.requests import (
     Settle,
     Sync,
 )
-from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply
+from rolloutmq.services.broker.actions import Action, Dropped, Expired, Publish, Reply
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.journal.format.events import (
     Accepted,
@@ -79,6 +79,7 @@ def config(
             "broker": broker or {},
             "trainer": {"batch_sequences": batch, **(trainer or {})},
             "environment": {name: {**usual, **given} for name, given in environments.items()},
+            "orchestrator": {"enabled": False},
         }
     )
 
@@ -101,6 +102,7 @@ def header(
     crc: int | None = None,
     started_at: float = 0.0,
     finished_at: float = 0.0,
+    rewards: RewardSummary | None = None,
 ) -> GroupHeader:
     version = PolicyVersion(0, step)
     group_id = group_id or f"g{seq}"
@@ -118,8 +120,14 @@ def header(
         newest=version,
         started_at=started_at,
         finished_at=finished_at,
-        rewards=RewardSummary(),
+        rewards=right(seq % 3 * sequences // 3, sequences) if rewards is None else rewards,
     )
+
+
+def right(count: int, sequences: int) -> RewardSummary:
+    """Return the summary of a group in which so many sequences have score 1, and the others 0."""
+    mean = count / sequences
+    return RewardSummary(mean, float(count == sequences), float(count > 0), count * (1 - mean))
 
 
 def stored(order: int, sequences: int = 4, *, tokens: int = 0, env: str = "e") -> StoredGroup:
@@ -220,6 +228,7 @@ class Bench:
         """Whether each step is compared with the state after a restart."""
         self.now = 100.0
         self.dropped: list[DroppedGroup] = []
+        self.expired: list[Expired] = []
         self.published: list[Publish] = []
         self.late: list[Reply] = []
         """Replies to pulls that had to wait."""
@@ -234,6 +243,8 @@ class Bench:
         for action in actions:
             if isinstance(action, Dropped):
                 self.dropped.append(action.record)
+            if isinstance(action, Expired):
+                self.expired.append(action)
             elif isinstance(action, Publish):
                 self.published.append(action)
         return actions

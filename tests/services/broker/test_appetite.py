@@ -64,6 +64,21 @@ def test_what_is_for_evaluation_starves_nobody() -> None:
     bench.wait(0, split=Split.EVAL)
     bench.tick(3.0)
     assert bench.pressure().starved_s == 0.0
+    assert bench.pressure().trainer_waits_s == {}
+    assert not bench.core._state.credits.starved, "nothing of the reserve is granted for it"
+    bench.consumer("t", group="trainer")
+    bench.wait(0, consumer="t", group="trainer")
+    assert bench.core._state.credits.starved
+
+
+def test_a_batch_that_is_leased_for_evaluation_does_not_hide_that_a_trainer_starves() -> None:
+    bench = Bench()
+    bench.producer("v", split=Split.EVAL).send(1)
+    bench.consumer("v", group="evaluator")
+    bench.batch(0, 4, split=Split.EVAL, consumer="v", group="evaluator")
+    bench.consumer()
+    bench.wait(0)
+    assert bench.core._state.credits.starved
 
 
 def test_ranks_starve_each_for_its_part() -> None:

@@ -410,7 +410,8 @@ def test_one_bad_group_of_a_message_does_not_harm_the_others() -> None:
 def test_too_many_environments_are_refused() -> None:
     bench = Bench(config())
     replies = [
-        bench.core.request((), RegisterProducer(producer="p", env=f"e{i}"), 0.0, WALL)[0] for i in range(1100)
+        bench.core.request((), RegisterProducer(producer=f"p{i}", env=f"e{i}"), 0.0, WALL)[0]
+        for i in range(1100)
     ]
     codes = [r.message for r in replies if hasattr(r, "message")]
     assert sum(isinstance(m, Registered) for m in codes) == 1024

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ from rolloutmq.schemas.errors import (
     JournalFailedError,
     RecordVersionError,
     RefusedError,
+    UnusablePathError,
 )
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.group import Group
@@ -234,6 +236,33 @@ def test_second_broker_in_the_run_directory_is_refused(layout: RunLayout) -> Non
             assert isinstance(client.request(GetInfo()), InfoReply)
 
 
+def test_second_broker_on_the_journal_is_refused_though_the_lock_file_was_deleted(layout: RunLayout) -> None:
+    with running_broker(_config(durability="disk"), layout) as broker:
+        (layout.sockets / "lock").unlink()
+        with (
+            pytest.raises(AddressInUseError, match="stop that run with"),
+            running_broker(_config(durability="disk"), layout),
+        ):
+            raise AssertionError("two brokers on one journal")
+        assert [path.name for path in layout.journal.glob("events-*")] == ["events-00000001.rmq"]
+        with BlockingClient(broker.endpoints.serve) as client:
+            assert isinstance(client.request(GetInfo()), InfoReply)
+
+
+@pytest.mark.parametrize("name", ["journal", "dropped.jsonl", "endpoints.json", "sockets/lock"])
+def test_a_run_directory_that_cannot_be_used_is_named(layout: RunLayout, name: str) -> None:
+    """A file in the place of a directory, and the other way round: root may do everything else."""
+    if name == "journal":
+        layout.journal.touch()
+    else:
+        (layout.root / name / "in the way").mkdir(parents=True)
+    with (
+        pytest.raises(UnusablePathError, match=rf"run directory {layout.root}: cannot be used \(.*; make it"),
+        running_broker(_config(durability="disk"), layout),
+    ):
+        raise AssertionError("it is ready")
+
+
 def test_run_directory_of_any_length_will_do(run_dir: Path) -> None:
     layout = RunLayout(run_dir / ("d" * 120))
     layout.root.mkdir()
@@ -365,6 +394,21 @@ def test_a_disk_that_fails_ends_the_broker_and_nothing_is_acked(
         _stopped(broker)
 
 
+def test_a_journal_that_fails_at_the_very_end_is_told(layout: RunLayout) -> None:
+    def deleted() -> None:
+        with (
+            running_broker(_config(durability=Durability.DISK), layout) as broker,
+            peer(broker.endpoints) as it,
+        ):
+            it.register()
+            it.send(1, _group(1))
+            it.wait_durable(1)
+            shutil.rmtree(layout.journal)
+
+    with pytest.raises(JournalFailedError):
+        deleted()
+
+
 def test_broker_that_was_killed_comes_back_to_its_ports(layout: RunLayout) -> None:
     with running_broker(_config(transport="tcp"), layout) as broker:
         previous = broker.endpoints
@@ -460,10 +504,9 @@ def _lived(layout: RunLayout, durability: str, count: int = 2) -> None:
         it.wait_accepted(count)
 
 
-def _records(layout: RunLayout) -> dict[str, object]:
-    """Return the files of the run directory, without the broker's lock and `dropped.jsonl`."""
-    found = listing(layout.root)
-    return {name: about for name, about in found.items() if not name.startswith(("sockets", "dropped"))}
+def _records(layout: RunLayout) -> dict[str, tuple[int, int, bytes]]:
+    """Return every file and directory of the run."""
+    return listing(layout.root)
 
 
 @pytest.mark.parametrize("version", OTHERS)

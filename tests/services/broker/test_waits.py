@@ -116,6 +116,7 @@ def _leased_elsewhere() -> Bench:
     bench.consumer("other", rank=0, world_size=2)
     bench.consumer("c", rank=1, world_size=2)
     bench.batch(0, consumer="other", world_size=2)
+    bench.settle(bench.batch(0, rank=1, world_size=2), rank=1)
     return bench
 
 

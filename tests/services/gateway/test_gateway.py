@@ -7,8 +7,9 @@ import json
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,16 +17,17 @@ from tests.services.gateway.site import ENVIRONMENT, TRAINER, Opened, configured
 
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.schemas.config.run import RunSection
 from rolloutmq.schemas.errors import BrokerUnavailableError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.services.broker.server import running_broker
-from rolloutmq.services.gateway import app, batch_server, broker_status, http_io, service
+from rolloutmq.services.gateway import app, batch_server, broker_status, service
 from rolloutmq.services.gateway.broker_status import BrokerStatus
-
-if TYPE_CHECKING:
-    from rolloutmq.schemas.files import RunLayout
+from rolloutmq.services.gateway.web import http_io
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:
@@ -325,9 +327,6 @@ async def test_the_latest_example_and_what_is_told_of_everything(site: Opened) -
             page = await answer.text()
         assert 'rolloutmq_queued_sequences{env="maths-0",split="train"} 2' in page
         assert "rolloutmq_gateway_groups_total 1" in page
-        async with one.session.get("/docs") as answer:
-            assert "/scored_data_list" in await answer.text()
-        assert "/batch" in (await one.get("/openapi.json"))["paths"]
 
 
 async def test_groups_of_the_sdk_reach_its_trainer_too(site: Opened) -> None:
@@ -396,14 +395,21 @@ async def test_while_the_broker_is_away_nobody_gets_an_error(site: Opened, run_d
     with running_broker(configured(), one.layout):
         pass
     async with listening(run_dir) as away:
-        asking = asyncio.create_task(away.standing(env))
+        held = [asyncio.create_task(away.standing(env)), asyncio.create_task(away.get("/status"))]
+        held.append(asyncio.create_task(away.post("/register-env", ENVIRONMENT)))
         posting = asyncio.create_task(away.post("/scored_data", scored(1, env_id=env)))
-        assert (await asking)["queue_size"] == 0
         assert (await away.get("/batch"))["batch"] is None
+        told = await away.get("/global-status")
+        assert (told["broker"], told["environments"][0]["queued_sequences"]) == ("no broker", None)
+        assert not any(one.done() for one in held), "an answer now would be made up"
         async with away.session.get("/health") as answer:
             assert (answer.status, (await answer.json())["status"]) == (503, "no broker")
         assert not posting.done()
         with running_broker(configured(), away.layout):
+            standing, status, enrolled = [await one for one in held]
+            assert status["queue_size"] >= 1
+            assert standing["self_queue_size"] >= 1
+            assert enrolled["status"] == "success"
             assert await posting == {"status": "received"}
 
             async def both() -> bool:
@@ -417,6 +423,82 @@ async def test_while_the_broker_is_away_nobody_gets_an_error(site: Opened, run_d
                 return tags == [0, 1]
 
             await until(came)
+
+
+async def test_what_is_unknown_for_too_long_is_refused_and_never_made_up(site: Opened, run_dir: Path) -> None:
+    async with site() as one:
+        await one.begin()
+        env = await one.enrol()
+        await one.post("/scored_data_list", [scored(tag, env_id=env) for tag in range(3)])
+    async with listening(run_dir, post_wait_s=0.5) as away:
+        for path in (f"/status-env?env_id={env}", "/status"):
+            async with away.session.get(path) as answer:
+                assert (answer.status, answer.headers["Retry-After"]) == (503, "2")
+                assert "no answer" in (await answer.json())["detail"]
+        async with away.session.post("/register-env", json=ENVIRONMENT) as answer:
+            assert answer.status == 503
+
+
+async def test_a_gateway_that_ends_answers_what_it_holds(site: Opened, run_dir: Path) -> None:
+    async with site() as one:
+        await one.begin()
+        env = await one.enrol()
+    async with aiohttp.ClientSession() as session:
+        async with listening(run_dir) as away:
+            url = f"{str(away.session._base_url).rstrip('/')}/status-env?env_id={env}"
+            held = asyncio.create_task(session.get(url))
+            assert (await away.get("/batch"))["batch"] is None
+            assert not held.done()
+        assert (await held).status == 503
+
+
+async def test_the_sizes_of_a_trainer_on_the_bus_are_waited_for(site: Opened, run_dir: Path) -> None:
+    async with site() as one, Consumer.open(one.layout.root, tokens=1000):
+        await one.enrol()
+        assert (await one.get("/info"))["batch_size"] >= 1, "an environment ends at -1"
+    async with listening(run_dir) as away:
+        asking = asyncio.create_task(away.get("/info"))
+        assert (await away.get("/wandb_info"))["project"] is None, "environments ask again"
+        assert not asking.done()
+        with running_broker(configured(), away.layout):
+            assert (await asking)["batch_size"] >= 1
+
+
+async def test_while_the_broker_restarts_the_queue_is_as_long_as_it_was(run_dir: Path) -> None:
+    layout, sizes = RunLayout(run_dir), set[int]()
+    write_json(layout.config, configured())
+    with ExitStack() as broker:
+        broker.enter_context(running_broker(configured(), layout))
+        async with listening(run_dir) as one:
+            await one.begin(batch_size=100)
+            env = await one.enrol()
+            await one.post("/scored_data_list", [scored(tag, env_id=env) for tag in range(10)])
+            assert (await one.standing(env))["queue_size"] == 10
+
+            async def ask_on() -> None:
+                while True:
+                    sizes.add((await one.standing(env))["queue_size"])
+                    sizes.add((await one.get("/status"))["queue_size"])
+
+            asking = asyncio.create_task(ask_on())
+            for _ in range(2):
+                await asyncio.to_thread(broker.close)
+
+                async def away() -> bool:
+                    async with one.session.get("/health") as answer:
+                        return answer.status == 503
+
+                await until(away)
+                broker.enter_context(running_broker(configured(), layout))
+
+                async def back() -> bool:
+                    return not await away()
+
+                await until(back)
+            asking.cancel()
+            await asyncio.wait({asking})
+            assert asking.cancelled()
+    assert sizes == {10}
 
 
 async def test_a_web_page_of_another_origin_gets_no_leave_unless_it_is_asked_for(site: Opened) -> None:
@@ -594,7 +676,11 @@ async def test_environments_may_be_theirs_while_the_trainer_pulls_from_the_bus(s
     async with site() as one:
         assert await one.post("/register-env", ENVIRONMENT) == {"status": "wait for trainer to start"}
         info = RunInfo(total_steps=9, max_tokens=64)
+        assert await one.get("/wandb_info") == {"group": None, "project": None}
         async with Consumer.open(one.layout.root, sequences=4, info=info) as trainer:
+            assert await one.get("/wandb_info") == {"group": None, "project": "run"}, (
+                "W&B takes no empty name"
+            )
             assert await one.get("/info") == {"batch_size": 4, "max_token_len": 64}
             env = await one.enrol()
             await one.post("/scored_data_list", [scored(tag, env_id=env) for tag in range(2)])
@@ -603,6 +689,24 @@ async def test_environments_may_be_theirs_while_the_trainer_pulls_from_the_bus(s
             assert batch.groups[0]["mask"][0].tolist() == [-100, 5]
             await batch.ack()
             assert (await one.standing(env))["current_step"] == 1
+
+
+async def test_the_project_is_that_of_whoever_names_one(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    named = configured()
+    named = named.model_copy(update={"run": RunSection(tracking_project="P", tracking_group="G")})
+    write_json(layout.config, named)
+    with running_broker(named, layout):
+        async with listening(run_dir) as one:
+            assert await one.get("/wandb_info") == {"group": "G", "project": "P"}, "no trainer is needed"
+            info = RunInfo(tracking_project="of the trainer")
+            async with Consumer.open(layout.root, sequences=4, info=info):
+                assert (await one.get("/wandb_info"))["project"] == "of the trainer"
+            await one.begin()
+            assert await one.get("/wandb_info") == {"group": "g", "project": "p"}
+            async with one.session.get("/reset_data") as answer:
+                assert answer.status == 200
+            assert (await one.get("/wandb_info"))["project"] == "P"
 
 
 async def test_a_batch_that_fails_is_an_error_or_is_cut_off_and_comes_again(

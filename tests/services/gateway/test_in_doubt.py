@@ -178,3 +178,26 @@ async def test_what_is_answered_after_the_end_stays_in_doubt(one: InDoubt, path:
     one.close()
     one.end(post)
     assert len(again(path)) == 1
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "begun n 626f6479 a a\nended n\n",
+        "begun n 626f6479 a b\nbegun n 626f6479 a b\nended n\n",
+        "begun n 626f6479 a b\nbegun m 626f6479 b c\nended n\nended m\n",
+        "begun n 626f6479 a b c\n",
+        "begun n 626f6479\n",
+    ],
+)
+async def test_lines_that_contradict_each_other_harm_nobody(path: Path, lines: str) -> None:
+    path.write_text(lines)
+    made = InDoubt(path, 0.0)
+    async with asyncio.timeout(10.0):
+        post = await made.begin(b"body", 2, HERE, 0.0)
+    assert len(post.ids) == 2
+    made.came(post.ids)
+    made.end(post)
+    made.forget_old(10 * LASTS_S)
+    assert len(made) == 0
+    made.close()

@@ -231,3 +231,15 @@ def test_nobody_has_no_identity() -> None:
     with pytest.raises(ProcessLookupError):
         identify("w", Role.WORKER, 1 << 30, "x/w")
     assert not is_marked(1 << 30, "x/w")
+
+
+def test_a_foreign_program_starts_where_it_is_told_and_with_no_signal_blocked(
+    start: Spawn, tmp_path: Path
+) -> None:
+    shows = "print(os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, []), 'up', flush=True)"
+    code = f"import os, signal; {shows}; signal.pause()"
+    for foreign, blocked in ((True, "set()"), (False, "{<Signals.SIGUSR1")):
+        what = msgspec.structs.replace(spec(f"f{foreign}", code, tmp_path), foreign=foreign, cwd="/")
+        start(what)
+        said = wait_up(Path(what.log))
+        assert said.startswith(f"/ {blocked}"), said

@@ -34,7 +34,9 @@ def test_whoever_is_refused_is_told_who_holds_it(tmp_path: Path) -> None:
     assert (error.path, error.owner, error.pid) == (str(tmp_path), "another orchestrator", os.getpid())
     assert before <= error.since <= time.time()
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(error.since))
-    assert str(error).endswith(f"is in use by process {os.getpid()} (another orchestrator) since {since}")
+    assert f"is in use by process {os.getpid()} (another orchestrator) since {since}; stop that run" in str(
+        error
+    )
 
 
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
@@ -59,7 +61,7 @@ def test_a_file_that_says_nothing_yet_is_no_obstacle(tmp_path: Path, left: bytes
     with only_one(lock, "orchestrator"):
         lock.write_bytes(left)
         with (
-            pytest.raises(RunDirInUseError, match=r"in use by another orchestrator$"),
+            pytest.raises(RunDirInUseError, match=r"in use by another orchestrator;"),
             only_one(lock, "orchestrator"),
         ):
             raise AssertionError

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 import zmq
+from tests.services.rewards.test_health_monitor import of, skipped, step
 
+from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
 from rolloutmq.schemas.files import Endpoints, InferenceAddress, RunLayout
 from rolloutmq.schemas.process import Role
@@ -97,6 +101,31 @@ async def test_samples_are_published_and_recorded(run_dir: Path) -> None:
     assert lines["gpu_sample"][0]["topic"] == "telemetry.gpu.GPU-7"
     numbers = [line["number"] for line in lines["host_sample"]]
     assert numbers == sorted(set(numbers))
+
+
+@pytest.mark.parametrize("signal", [True, False])
+async def test_unhealthy_scores_are_found_published_and_recorded(run_dir: Path, signal: bool) -> None:
+    layout = RunLayout(run_dir)
+    config = RunConfig(health=HealthConfig(window_steps=2))
+    stop, number = Stop(), 0
+    service = asyncio.create_task(Telemetry(config, layout, OneGpu()).run(stop))
+    with forwarding(layout), Publisher(f"ipc://{layout.root}/publish") as trainer:
+        async with asyncio.timeout(DEADLINE_S):
+            while "health_finding" not in recorded(layout):
+                assert not service.done()
+                number += 1  # the first ones may be published before anybody listens
+                flat = of("math", [1.0, 1.0])
+                if signal:
+                    trainer.publish(topics.STEP, step(number, flat))
+                else:
+                    trainer.publish(topics.telemetry("skipped", "r"), skipped(0, flat))
+                await asyncio.sleep(0.05)
+        stop.request("test")
+        await asyncio.wait_for(service, DEADLINE_S)
+    finding = recorded(layout)["health_finding"][0]
+    assert (finding["topic"], finding["finding"]) == ("telemetry.health.math", "collapse")
+    assert finding["source"] == "telemetry"
+    assert finding["numbers"]["flat"] == 1.0
 
 
 async def test_a_driver_that_hangs_stops_no_other_sample(run_dir: Path) -> None:

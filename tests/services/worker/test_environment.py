@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,3 +175,20 @@ def test_a_conversation_is_told_from_token_ids() -> None:
 
     play(Warm(), Spy("1"), size=3)
     assert asked == [{"n": 3, "max_tokens": 4, "temperature": 0.5, "stop": None}]
+
+
+async def test_the_environment_of_the_guide_holds_its_rows_out_for_the_evaluation() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "evaluation.md").read_text()
+    (code,) = (
+        block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "class Rows" in block
+    )
+    names: dict[str, Any] = {}
+    exec(compile(code, "evaluation.md", "exec"), names)
+    rows = names["Rows"]()
+    right = ScriptedPolicy(lambda prompt: dict(names["ROWS"])[prompt])
+    held_out = {rows.prompt(rows.eval_task_at(index, random.Random(0))) for index in range(4)}
+    trained = {rows.prompt(rows.task(random.Random(seed))) for seed in range(50)}
+    assert held_out == {"2+2=", "3+5="}
+    assert trained == {"1+6=", "4+5="}
+    (one,) = await rows.rollout_eval(right, 1, 1, random.Random(0))
+    assert one.score == 1.0

@@ -248,6 +248,13 @@ def test_an_environment_that_cannot_is_refused(section: dict[str, Any], problem:
     check_abilities("e", EnvironmentConfig(entry="a:B", **section), Race(Gates(1)))
 
 
+def test_an_environment_of_numbered_tasks_needs_no_method_for_payloads() -> None:
+    check_abilities("e", EnvironmentConfig(entry="a:B", tasks="submitted"), Bare(), numbered=True)
+    section = EnvironmentConfig(entry="a:B", tasks="submitted", group_deadline_s=1.0)
+    with pytest.raises(ConfigError, match="group_deadline_s: Bare has no method `task`"):
+        check_abilities("e", section, Bare(), numbered=True)
+
+
 def test_a_minimum_above_the_group_is_refused() -> None:
     with pytest.raises(ValueError, match="min_group_size must not exceed group_size"):
         EnvironmentConfig(entry="a:B", group_size=4, min_group_size=5)

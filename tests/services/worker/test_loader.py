@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rolloutmq.bus import lifecycle
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.worker.loader import check_entry, load_environment
@@ -34,12 +35,23 @@ class Half(SingleTurn):
     def task(self, rng):
         return 0
 
+class Unscored(Half):
+    def prompt(self, task):
+        return ""
+
+def rate(task, answer, by=1.0):
+    return by * len(answer.text)
+
 class Stranger:
     pass
 
 class Fussy(Echo):
     def __init__(self):
         raise ValueError("no   such\\nword")
+
+class Refused(Echo):
+    def __init__(self, key):
+        raise ValueError(f"401 for {key}")
 
 class Leaver(Echo):
     def __init__(self):
@@ -86,7 +98,8 @@ def test_an_entry_is_loaded_with_its_options(base_dir: Path, entry: str) -> None
         ("good.py:Zzz", "good.py has no class `Zzz`"),
         ("good.py:number", "`number` of good.py is not a class"),
         ("good.py:Stranger", "Stranger has no method `rollout`"),
-        ("good.py:Half", "Half does not implement `prompt`, `score`"),
+        ("good.py:Half", "Half does not implement `prompt`"),
+        ("good.py:Unscored", "Unscored does not implement `score`, and has no `rewards`"),
         ("good.py:Fussy", "Fussy() raised ValueError: no such word"),
         ("good.py:Leaver", "Leaver() raised SystemExit: 0"),
         ("good.py:two words", "`two words` is not a class name"),
@@ -127,6 +140,24 @@ def test_unknown_options_are_named_with_what_is_allowed(base_dir: Path) -> None:
     assert "times" in caught.value.problem
 
 
+def test_a_secret_reaches_the_class_and_nobody_else(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "_hidden", {})
+    monkeypatch.setenv("ECHO_KEY", "s3cret-key")
+    config = section("good.py:Echo", word="env:ECHO_KEY")
+    play(load_environment("echo", config, base_dir), policy := ScriptedPolicy("x"))
+    assert policy.prompts == ["s3cret-key"]
+    assert config.options == {"word": "env:ECHO_KEY"}
+    assert lifecycle.without_secrets("s3cret-key") == "env:ECHO_KEY"
+    with pytest.raises(ConfigError, match=r"Refused\(\) raised ValueError: 401 for env:ECHO_KEY$"):
+        load_environment("echo", section("good.py:Refused", key="env:ECHO_KEY"), base_dir)
+
+
+def test_a_secret_that_is_not_set_is_named(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ECHO_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"^environment\.echo\.options: `env:ECHO_KEY` .* is not set"):
+        load_environment("echo", section("good.py:Echo", word="env:ECHO_KEY"), base_dir)
+
+
 def test_an_entry_is_checked_without_running_it(base_dir: Path) -> None:
     check_entry("mine", section("leaving.py:Echo"), base_dir)
     with pytest.raises(ConfigError, match=r"environment\.mine\.entry: there is no file"):
@@ -139,3 +170,47 @@ def test_a_module_that_fails_is_not_left_half_made(base_dir: Path) -> None:
         with pytest.raises(ConfigError, match="ModuleNotFoundError"):
             load_environment("mine", section("broken.py:Echo"), base_dir)
     assert "rolloutmq_entry_broken" not in sys.modules
+
+
+def rewarded(entry: str, **raters: dict[str, object]) -> EnvironmentConfig:
+    return EnvironmentConfig.model_validate({"entry": entry, "rewards": {"raters": raters}})
+
+
+def test_raters_of_the_configuration_score(base_dir: Path) -> None:
+    config = rewarded(
+        "good.py:Unscored",
+        own={"rater": "good.py:rate", "options": {"by": 3.0}},
+        length={"rater": "length", "options": {"most": 9}},
+    )
+    environment = load_environment("mine", config, base_dir)
+    assert play(environment, ScriptedPolicy("four")).scores.tolist() == [(12 + 1) / 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("rater", "path", "problem"),
+    [
+        ({"rater": "none.py:rate"}, "one.rater", "there is no file"),
+        ({"rater": "good.py:two words"}, "one.rater", "is not a function name"),
+        ({"rater": "no.such.module:rate"}, "one.rater", "there is no module no"),
+        ({"rater": "exactly"}, "one.rater", "did you mean `exact`"),
+        ({"rater": "length", "options": {"least": 3}}, "one.options", "missing a required argument"),
+    ],
+)
+def test_wrong_raters_are_refused_before_anything_is_imported(
+    rater: dict[str, object], path: str, problem: str, base_dir: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_entry("mine", rewarded("good.py:Unscored", one=rater), base_dir)
+    assert caught.value.path == f"environment.mine.rewards.raters.{path}"
+    assert problem in caught.value.problem
+
+
+def test_wrong_raters_of_the_users_code_are_refused_by_the_worker(base_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"raters\.one\.rater: good\.py has no function `rats`"):
+        load_environment("mine", rewarded("good.py:Unscored", one={"rater": "good.py:rats"}), base_dir)
+    (base_dir / "own.py").write_text(
+        "from rolloutmq import Ensemble\nfrom good import Unscored\n"
+        "class Own(Unscored):\n    rewards = Ensemble({'a': 'exact'})\n"
+    )
+    with pytest.raises(ConfigError, match="Own has its own `rewards`"):
+        load_environment("mine", rewarded("own.py:Own", one={"rater": "exact"}), base_dir)

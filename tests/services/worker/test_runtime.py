@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from rolloutmq.bus.evaluation.client import evaluate_async
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.tasks.client import Task, TaskClient
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.evaluation import EvaluationConfig
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.config.run import RunConfig
@@ -24,6 +26,7 @@ from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, Missin
 from rolloutmq.schemas.files import AckedGroup, InferenceAddress, RunLayout
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import Drain, GetStatus, StatusReply, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.process.runner import Stop
@@ -122,10 +125,12 @@ Staged = Callable[..., AbstractAsyncContextManager[Stage]]
 def configured(base_dir: Path, **changes: Any) -> RunConfig:
     section = {"entry": "envs.py:Good", "group_size": 4, "concurrency": 3, "pacing": False}
     orchestrator = OrchestratorConfig(drain_deadline_s=changes.pop("drain_deadline_s", 10.0))
+    evaluation = EvaluationConfig(**changes.pop("evaluation", {}))
     (base_dir / "envs.py").write_text(ENVIRONMENTS)
     return RunConfig(
         environment={"echo": EnvironmentConfig(**(section | changes))},
         orchestrator=orchestrator,
+        evaluation=evaluation,
         base_dir=base_dir,
     )
 
@@ -495,3 +500,54 @@ async def test_an_environment_that_cannot_do_what_is_asked_fails_at_once(
 
 def open_tasks(stage: Stage) -> AbstractAsyncContextManager[TaskClient]:
     return TaskClient.open(stage.layout.root)
+
+
+EVALUATED = {"enabled": True, "tasks": 3, "samples": 2, "concurrency": 2, "deadline_s": 60.0}
+
+
+async def test_a_worker_evaluates_although_its_training_may_start_nothing(
+    staged: Staged, server: "FakeServer"
+) -> None:
+    """No trainer is there: the training stops at the staleness bound, and its permits are used up."""
+    async with staged(evaluation=EVALUATED, pacing=True, max_staleness=0, tasks="own") as stage:
+        life = stage.worker()
+        running = asyncio.create_task(life.run(stage.stop))
+        before = await stage.heard(lambda status: status.produced * 4 >= 256)
+        done = await evaluate_async(stage.layout.root)
+        assert (done.all.answered, done.all.greedy, done.all.mean) == (3, 1.0, 1.0)
+        status = await stage.status()
+        assert status is not None
+        assert (status.produced, status.in_hand) == (before.produced, 0), (
+            "heartbeats tell of the training alone"
+        )
+        greedy = [body for body in server.asked if body.get("temperature") == 0.0]
+        assert [body["n"] for body in greedy] == [1] * 3
+        assert sum(body["n"] == 2 for body in server.asked) == 3
+        stage.stop.request("the test")
+        await running
+        lines = stage.acked("echo-0.eval")
+        assert [(line.split, line.env) for line in lines] == [(Split.EVAL, "echo")] * 6
+        assert {line.split for line in stage.acked()} == {Split.TRAIN}
+
+
+async def test_a_worker_of_a_held_out_environment_answers_the_evaluation_alone(
+    staged: Staged, server: "FakeServer"
+) -> None:
+    async with staged(evaluation=EVALUATED, split="eval") as stage:
+        running = asyncio.create_task(stage.worker().run(stage.stop))
+        done = await evaluate_async(stage.layout.root, samples=5)
+        assert (done.all.answered, done.sequences) == (3, 3 + 15)
+        assert len(server.asked) == 6, "nothing was rolled out beside"
+        stage.stop.request("the test")
+        await running
+        assert {line.split for line in stage.acked()} == {Split.EVAL}
+
+
+async def test_a_task_of_an_evaluation_that_fails_never_ends_the_worker(staged: Staged) -> None:
+    async with staged(entry="envs.py:Bad", evaluation=EVALUATED, tasks="submitted", failure_limit=1) as stage:
+        running = asyncio.create_task(stage.worker().run(stage.stop))
+        done = await evaluate_async(stage.layout.root)
+        assert (done.all.answered, done.all.failed, done.all.greedy) == (0, 3, None)
+        assert not running.done()
+        stage.stop.request("the test")
+        await running

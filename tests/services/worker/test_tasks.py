@@ -13,6 +13,7 @@ from tests.services.worker.test_rollouts import FakeOutlet, until
 from rolloutmq.bus.tasks.taker import LeasedTask
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import GroupTooLargeError, SessionFencedError
+from rolloutmq.services.rewards.raters import EVALUATING
 from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.environment import SingleTurn
 from rolloutmq.services.worker.policy import Policy
@@ -63,6 +64,26 @@ class Doubling(SingleTurn[int]):
 
     def score(self, task: int, completion: Completion) -> float:
         return float(completion.text == str(2 * task))
+
+
+class Drawing(SingleTurn[int]):
+    """Its tasks are numbers below a million, drawn by chance."""
+
+    def task(self, rng: random.Random) -> int:
+        return rng.randrange(1_000_000)
+
+    def prompt(self, task: int) -> str:
+        return str(task)
+
+    def score(self, task: int, completion: Completion) -> float:
+        return completion.temperature
+
+
+class Rows(Drawing):
+    """Its tasks are rows of a data set."""
+
+    def task_at(self, index: int, rng: random.Random) -> int:
+        return 100 + index
 
 
 class Whole:
@@ -121,6 +142,63 @@ async def test_an_environment_of_any_kind_may_answer_tasks() -> None:
     rollouts, _ = made(outlet, tasks, Whole())
     await rollouts.run()
     assert answers(outlet) == {"t0": 2}
+
+
+def numbered(*indexes: int, greedy: bool = False) -> FakeTasks:
+    """Return a source of tasks that name a number of the task space."""
+    source = FakeTasks()
+    source.left = [LeasedTask(f"t{index}", None, 0, 0.0, 1, index, greedy) for index in indexes]
+    return source
+
+
+async def prompts_of(name: str, source: FakeTasks, environment: Any, **config: Any) -> list[str]:
+    """Return what the environment asked the policy, in the order of the tasks."""
+    outlet, policy = FakeOutlet(len(source.left)), ScriptedPolicy("x")
+    section = EnvironmentConfig(entry="a:B", group_size=2, concurrency=1, tasks="submitted", **config)
+    await Rollouts(name, section, environment, policy, outlet, tasks=source, draining=asyncio.Event()).run()
+    assert not source.back
+    return list(dict.fromkeys(policy.prompts))
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 30.0])
+async def test_a_numbered_task_is_the_same_in_every_worker_and_life(deadline_s: float) -> None:
+    first = await prompts_of("d-1", numbered(0, 1, 7), Drawing(), group_deadline_s=deadline_s)
+    again = await prompts_of("d-2", numbered(7, 1, 0), Drawing(), group_deadline_s=deadline_s)
+    other = await prompts_of("e-1", numbered(0, 1, 7), Drawing(), group_deadline_s=deadline_s)
+    assert first == again[::-1]
+    assert len({*first, *other}) == 6
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 30.0])
+async def test_a_data_set_gives_the_row_of_the_number(deadline_s: float) -> None:
+    assert await prompts_of("d-1", numbered(2, 5), Rows(), group_deadline_s=deadline_s) == ["102", "105"]
+
+
+async def test_any_environment_has_a_task_space() -> None:
+    """It knows nothing of numbers: the generator it draws its task by is seeded with the number."""
+
+    class Plain:
+        async def rollout(self, policy: Policy, size: int, rng: random.Random) -> Sequence[Trajectory]:
+            return [Trajectory.of(one) for one in await policy.complete(str(rng.random()), n=size)]
+
+    first = await prompts_of("d-1", numbered(4, 9), Plain())
+    assert await prompts_of("d-8", numbered(9, 4), Plain()) == first[::-1]
+
+
+async def test_a_greedy_task_is_sampled_at_temperature_zero() -> None:
+    temperatures: list[float] = []
+
+    class Listening(ScriptedPolicy):
+        async def complete(self, prompt: Any, **how: Any) -> list[Completion]:
+            temperatures.append(how["temperature"])
+            return await super().complete(prompt, **how)
+
+    for greedy in (False, True):
+        outlet, source = FakeOutlet(1), numbered(3, greedy=greedy)
+        section = EnvironmentConfig(entry="a:B", group_size=2, tasks="submitted")
+        rollouts = Rollouts("d-1", section, Drawing(), Listening("x"), outlet, tasks=source)
+        await rollouts.run()
+    assert temperatures == [1.0, 0.0]
 
 
 async def test_a_failing_task_is_handed_back_and_never_ends_the_worker() -> None:
@@ -199,3 +277,72 @@ async def test_a_deadline_holds_for_submitted_tasks_too() -> None:
     rollouts, _ = made(outlet, tasks, Stuck(), group_deadline_s=0.02, min_group_size=2)
     await rollouts.run()
     assert (answers(outlet), rollouts.late_members) == ({"t0": 2}, 1)
+
+
+class HeldOut(Drawing):
+    def eval_task_at(self, index: int, rng: random.Random) -> int:
+        return 700 + index
+
+
+class Plain:
+    """Only a `rollout`."""
+
+    async def rollout(self, policy: Policy, size: int, rng: random.Random) -> Sequence[Trajectory]:
+        return [Trajectory.of(one) for one in await policy.complete(str(rng.randrange(10**9)), n=size)]
+
+
+async def drawn(
+    environment: Any = None, worker: str = "d-1", seed: int = 0, evaluation_seed: int | None = None
+) -> list[list[int]]:
+    """Answer tasks 0 to 3 by their numbers; return the tokens of each."""
+    outlet, tasks = FakeOutlet(4), FakeTasks()
+    tasks.left = [LeasedTask(f"t{n}", None, 1, 0.0, 1, index=n) for n in range(4)]
+    section = EnvironmentConfig(entry="a:B", group_size=2, concurrency=1, tasks="submitted")
+    rollouts = Rollouts(
+        worker,
+        section,
+        environment or Drawing(),
+        ScriptedPolicy("x"),
+        outlet,
+        seed=seed,
+        tasks=tasks,
+        draining=asyncio.Event(),
+        evaluation_seed=evaluation_seed,
+    )
+    await rollouts.run()
+    assert not tasks.back, tasks.back
+    return [group["tokens"][0].tolist() for group in outlet.groups]
+
+
+@pytest.mark.parametrize("environment", [Drawing, Plain])
+async def test_the_tasks_of_an_evaluation_are_the_same_in_every_run_and_worker(environment: type) -> None:
+    asked = await drawn(environment(), evaluation_seed=5)
+    assert len({tuple(one) for one in asked}) == 4
+    assert await drawn(environment(), worker="d-9", seed=77, evaluation_seed=5) == asked
+    assert await drawn(environment(), evaluation_seed=6) != asked
+    trained = await drawn(environment(), seed=5)
+    assert not {tuple(one) for one in trained} & {tuple(one) for one in asked}
+
+
+class Noting(Drawing):
+    """Notes whether each rollout answers an evaluation."""
+
+    def __init__(self) -> None:
+        self.noted: list[bool] = []
+
+    def score(self, task: int, completion: Completion) -> float:
+        self.noted.append(EVALUATING.get())
+        return super().score(task, completion)
+
+
+async def test_a_rollout_knows_whether_it_answers_an_evaluation() -> None:
+    environment = Noting()
+    await drawn(environment, evaluation_seed=5)
+    await drawn(environment)
+    assert environment.noted == [True] * 4 + [False] * 4
+
+
+async def test_an_environment_may_hold_tasks_out_for_the_evaluation() -> None:
+    prompts = [bytes(one).decode() for one in await drawn(HeldOut(), evaluation_seed=5)]
+    assert [prompt[:3] for prompt in prompts] == ["700", "701", "702", "703"]
+    assert [bytes(one)[:3] for one in await drawn(HeldOut())] != [b"700", b"701", b"702", b"703"]

@@ -1,9 +1,12 @@
-"""Estimators of the KL in exact expectation over a distribution of six tokens."""
+"""Estimators of the KL: in exact expectation over a distribution of six tokens, and far from the reference."""
+
+from dataclasses import replace
+from math import exp
 
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.trainer.losses.tokens import compute, gradients, some_inputs
+from tests.trainer.losses.tokens import compute, gradients, inputs_of, some_inputs
 from torch import Tensor
 
 from rolloutmq.schemas.config.losses import DapoConfig, LossSection
@@ -63,6 +66,49 @@ def test_an_absurd_difference_stays_finite(estimator: str) -> None:
     value = divergence(logprobs, torch.zeros(3), estimator).sum()
     assert torch.isfinite(value)
     assert torch.isfinite(slope(value, logprobs)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("d", [-88.0, -40.0, -25.0, -20.5, 20.5, 25.0, 300.0])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_far_from_the_reference_value_and_gradient_are_those_of_the_formula(
+    estimator: str, d: float, dtype: torch.dtype
+) -> None:
+    """A clamp would leave the tokens that are furthest away without any gradient."""
+    value, gradient = {
+        "k1": (d, 1.0),
+        "k2": (d**2 / 2, d),
+        "k3": (exp(-d) - 1 + d, 1 - exp(-d)),
+    }[estimator]
+    logprobs = torch.tensor([d], dtype=dtype, requires_grad=True)
+    found = divergence(logprobs, torch.zeros(1, dtype=dtype), estimator)
+    precision = 1e-13 if dtype == torch.float64 else 1e-5  # exp of a float32
+    assert found.item() == pytest.approx(value, rel=precision)
+    assert slope(found.sum(), logprobs).item() == pytest.approx(gradient, rel=precision)
+
+
+@pytest.mark.parametrize(("dtype", "last"), [(torch.float32, -88.0), (torch.float64, -709.0)])
+def test_k3_stands_still_only_where_its_exponential_overflows(dtype: torch.dtype, last: float) -> None:
+    assert not torch.tensor(1.0 - last, dtype=dtype).exp().isfinite()
+    logprobs = torch.tensor([last, last - 1, 10 * last], dtype=dtype, requires_grad=True)
+    found = divergence(logprobs, torch.zeros(3, dtype=dtype), "k3")
+    assert found.tolist() == [found[0].item()] * 3
+    assert found.isfinite().all()
+    near, beyond, far = slope(found[0] + found[1] + found[2], logprobs).tolist()
+    assert near == pytest.approx(-exp(-last), rel=1e-5)
+    assert beyond == far == 0
+
+
+@pytest.mark.parametrize("d", [-25.0, 25.0])
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_loss_feels_a_token_far_from_its_reference(estimator: str, d: float) -> None:
+    given = inputs_of([0.0, 0.0], 1.0)
+    given = replace(given, ref_logprobs=given.logprobs.detach() - d)
+    config = DapoConfig.model_validate({"entropy": 0, "kl": 0.5, "kl_estimator": estimator})
+    found = gradients(given, config) - gradients(given, DapoConfig(entropy=0))
+    expected = 0.5 * {"k2": d, "k3": 1 - exp(-d)}[estimator] / 2
+    assert found.tolist() == pytest.approx([expected] * 2, rel=1e-12)
+    assert compute(given, config).metrics["kl_ref"].item() == pytest.approx(exp(-d) - 1 + d, rel=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])

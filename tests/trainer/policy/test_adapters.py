@@ -12,7 +12,7 @@ from torch import Tensor
 from rolloutmq.schemas.config.run import ModelConfig
 from rolloutmq.schemas.config.trainer import LoraConfig, TrainerConfig
 from rolloutmq.schemas.errors import ConfigError, MissingError
-from rolloutmq.trainer.policy.adapters import ADAPTERS, Adapters
+from rolloutmq.trainer.policy.adapters import ADAPTERS, DESCRIPTION, Adapters
 from rolloutmq.trainer.policy.model import Policy, build_policy
 from rolloutmq.trainer.step.logprobs import LogprobScorer
 from rolloutmq.trainer.step.optimizer import PolicyOptimizer
@@ -117,6 +117,13 @@ def test_peft_loads_what_is_saved(tmp_path: Path) -> None:
     adapters.save(tmp_path)
     loaded = PeftModel.from_pretrained(build_policy(MODEL, 0), tmp_path)
     torch.testing.assert_close(loaded(input_ids=TOKENS).logits, policy(input_ids=TOKENS).logits)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_saved_files_are_for_their_user_alone(tmp_path: Path) -> None:
+    adapted()[1].save(tmp_path)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {ADAPTERS: 0o600, DESCRIPTION: 0o600}
 
 
 def test_adapters_of_something_else_are_refused(tmp_path: Path) -> None:

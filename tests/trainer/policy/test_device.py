@@ -11,7 +11,7 @@ from tests.trainer.support.rank_player import groups_of
 from tests.trainer.support.toy import MemoryBroker
 from tests.trainer.weights.test_cuda_ipc import FakeCuda, FakeShare
 
-from rolloutmq.schemas.config.weights import WeightsConfig
+from rolloutmq.schemas.config.trainer import WeightsConfig
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.trainer import loop
@@ -19,7 +19,7 @@ from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.policy.device import find_device
 from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.process import Stop
-from rolloutmq.trainer.weights import backends
+from rolloutmq.trainer.weights import backends, cuda_ipc
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.share import SharedWeights
 
@@ -38,7 +38,8 @@ def test_steps_on_a_gpu_are_those_on_the_cpu(
 def test_a_server_on_the_same_gpu_maps_each_version(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sharing is played, and that the trainer computes there is not: the other way round than above."""
     monkeypatch.setattr(loop, "find_device", lambda _name: torch.device("cpu"))
-    monkeypatch.setattr(backends, "CudaShare", FakeShare)
+    for module in (backends, cuda_ipc):
+        monkeypatch.setattr(module, "CudaShare", FakeShare)
     monkeypatch.setattr(FakeShare, "cuda", FakeCuda())
     config = config_of("cuda")
     config = config.model_copy(update={"weights": WeightsConfig(backend="cuda_ipc")})

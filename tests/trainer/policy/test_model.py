@@ -95,6 +95,19 @@ def test_a_tokenizer_from_another_directory(tmp_path: Path) -> None:
         ModelConfig(tokenizer=str(words))
 
 
+@pytest.mark.usefixtures("open_umask")
+def test_what_is_written_is_for_its_user_alone(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    policy = build_policy(SMALL, 5)
+    write_identity(policy, SMALL, source)
+    (source / "generation_config.json").write_text("{}")
+    write_identity(policy, SMALL.model_copy(update={"path": str(source)}), target)
+    (source / "generation_config.json").unlink()
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.*")}
+    assert len(modes) == 7
+    assert set(modes.values()) == {0o600}, modes
+
+
 @pytest.mark.parametrize("content", [None, "{}", "not json"])
 def test_a_directory_without_a_model(tmp_path: Path, content: str | None) -> None:
     if content is not None:

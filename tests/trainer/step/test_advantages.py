@@ -1,6 +1,7 @@
 """Advantages of groups: values, verdicts, control experiments, and the judgement of whole batches."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 from tests.trainer.support.toy import some_group
 
-from rolloutmq.bus.policy_lineage import PolicyLineage
 from rolloutmq.schemas.config.losses import CorrectionConfig, DapoConfig, Method
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.policy_lineage import PolicyLineage
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.step.advantages import (
     GroupAdvantages,
@@ -26,6 +27,7 @@ from rolloutmq.trainer.step.advantages import (
 )
 from rolloutmq.trainer.step.collate import Bounds, Example
 
+CENTRED = DapoConfig(advantage="dr_grpo")
 METHODS: tuple[Method, ...] = ("dr_grpo", "grpo", "rloo")
 
 
@@ -44,6 +46,13 @@ def test_dr_grpo_centres_the_scores() -> None:
 @pytest.mark.parametrize(("ddof", "deviation"), [(1, 1.0), (0, (2 / 3) ** 0.5)])
 def test_grpo_divides_by_the_deviation_that_is_asked_for(ddof: int, deviation: float) -> None:
     assert_allclose(compared([1.0, 2.0, 3.0], "grpo", ddof), np.array([-1, 0, 1]) / deviation, rtol=1e-15)
+
+
+def test_the_guide_shows_what_the_default_deviation_makes_of_a_flat_group() -> None:
+    advantages = compared([0.3, 0.3, 0.3, 0.3000001], "grpo", DapoConfig().std_ddof, floor=1e-8)
+    shown = ", ".join(f"{one:.2g}".replace("-0", "\N{MINUS SIGN}") for one in advantages)
+    page = Path(__file__).parents[3] / "docs" / "guides" / "losses.md"
+    assert f"divided by a floor of 1e-8 give {shown}." in page.read_text(encoding="utf-8")
 
 
 def test_rloo_compares_with_the_mean_of_the_others() -> None:
@@ -78,6 +87,16 @@ def test_small_rewards_are_learned_from_as_small_as_they_are(scale: float) -> No
     assert_allclose(found.advantages, scores - scores.mean(), rtol=1e-6)
     divided = judged(scores, "grpo").advantages
     assert_allclose(divided, (scores - scores.mean()) / max(scores.std(ddof=1), 1e-4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("offset", [-1e6, -1000.0, 10.0, 1000.0, 1e6])
+def test_an_offset_of_the_rewards_changes_no_advantage(offset: float, method: Method) -> None:
+    """A floor of the deviation that grows with the mean would mute the signal of rewards such as 1000 and 1002."""
+    scores = np.array([0.0, 2.0, 0.0, 2.0, 2.0])  # at an offset of 1e6 hardly more than `SPREAD_FLOOR` apart
+    found = judged(scores + offset, method)
+    assert found.verdict is GroupVerdict.USABLE
+    assert_allclose(found.advantages, judged(scores, method).advantages, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e30, 1.0, 1e-6, 1e-20])
@@ -195,7 +214,7 @@ def by_sequence(example: Example) -> list[float]:
 
 
 def test_each_group_is_judged_once() -> None:
-    lesson = study(GROUPS, TrainerConfig(), BOUNDS, {"known"}, seed=0)
+    lesson = study(GROUPS, TrainerConfig(loss=CENTRED), BOUNDS, {"known"}, seed=0)
     assert [group.group_id for group in lesson.trained] == ["good"]
     assert [group.group_id for group in lesson.filtered] == ["flat"]
     assert [one.group_id for one in lesson.rejected] == ["bad"]
@@ -250,7 +269,8 @@ def test_advantages_of_the_environment_take_the_place_of_those_from_scores() -> 
 
 def test_the_control_knows_of_no_other_advantages_than_those_of_shuffled_scores() -> None:
     group = some_group("g", [0.0, 1.0], **TOKENS, advantages=[[9.0, 0.5, -1.0], [9.0, 2.0]])
-    assert sorted(set(learned(group, TrainerConfig(shuffle_rewards=True)))) == [-0.5, 0.5]
+    control = TrainerConfig(loss=CENTRED, shuffle_rewards=True)
+    assert sorted(set(learned(group, control))) == [-0.5, 0.5]
 
 
 def test_what_an_environment_gives_is_judged_too() -> None:
@@ -265,9 +285,19 @@ def test_what_an_environment_gives_is_judged_too() -> None:
 
 def test_a_kl_in_the_reward_is_of_the_policy_that_sampled() -> None:
     group = some_group("g", [0.0, 1.0], **TOKENS, ref_logprobs=[[5.0, -1.5, -2.25], [5.0, -0.25]])
-    loss = DapoConfig(kl=0.2, kl_in="reward", kl_estimator="k1")
+    loss = DapoConfig(kl=0.2, kl_in="reward", kl_estimator="k1", advantage="dr_grpo")
     # k1 of the trained tokens: .5 + .25 and -.25; their mean is .25.
     expected = [-0.5 - 0.2 * 0.5] * 3 + [0.5 + 0.2 * 0.5] * 2
+    assert learned(group, TrainerConfig(loss=loss)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("far", [-25.0, 25.0])
+def test_a_kl_in_the_reward_grows_with_the_distance(far: float) -> None:
+    """Two trained tokens of one sequence and one of the other: the penalties differ by one token's."""
+    reference = [[0.0, -1.0 - far, -2.0 - far], [0.0, -0.5 - far]]
+    group = some_group("g", [0.0, 1.0], **TOKENS, ref_logprobs=reference)
+    loss = DapoConfig(kl=0.2, kl_in="reward", kl_estimator="k1", advantage="dr_grpo")
+    expected = [-0.5 - 0.1 * far] * 3 + [0.5 + 0.1 * far] * 2
     assert learned(group, TrainerConfig(loss=loss)) == pytest.approx(expected)
 
 

@@ -84,6 +84,40 @@ def test_chunks_give_the_values_and_gradients_of_the_plain_way(
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=tolerance * scale, msg=name)
 
 
+def in_float64(policy: Any) -> tuple[Tensor, Tensor]:
+    """Scores from the hidden states of the policy on, in float64."""
+    tokens, rows, positions = asked()
+    hidden = policy.base_model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+    logits = hidden[rows, positions - 1].double() @ policy.lm_head.weight.double().T
+    if cap := getattr(policy.config, "final_logit_softcapping", None):
+        logits = cap * (logits / cap).tanh()
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[rows, positions, None]).squeeze(-1)
+    return chosen, -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("rows_at_once", [7, 1000])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Gemma2Config])
+def test_with_a_float32_head_a_bfloat16_policy_is_scored_as_in_float64(
+    kind: type[PretrainedConfig], rows_at_once: int
+) -> None:
+    """Gemma2 caps its logits after the head; there the whole head of the policy is float32."""
+    policy = model(kind, dtype=torch.bfloat16)
+    exact = in_float64(policy)
+    expected = gradients(policy, exact)
+    exact = in_float64(policy)
+    scores = LogprobScorer(policy, rows_at_once * ROW_BYTES, fp32_head=True)(*asked())
+    for found, known in zip(scores, exact, strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), known, rtol=0, atol=1e-5)
+    found = gradients(policy, scores)
+    for name in expected:
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0.05 * scale, msg=name)
+    coarse = LogprobScorer(policy, rows_at_once * ROW_BYTES)(*asked())
+    assert max((c.double() - k).abs().max().item() for c, k in zip(coarse, exact, strict=True)) > 1e-3
+
+
 @pytest.mark.parametrize("rows_at_once", [1, 7, 1000])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("beside", [0, 3])
@@ -130,7 +164,7 @@ def test_gradients_agree_with_finite_differences() -> None:
     tokens, temperatures = torch.randint(11, (6,)), torch.linspace(0.5, 1.5, 6, dtype=torch.float64)
 
     def scores(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        return scoring._ChunkedScores.apply(hidden, weight, bias, tokens, temperatures, 4)  # type: ignore[no-untyped-call]
+        return scoring._ChunkedScores.apply(hidden, weight, bias, tokens, temperatures, 4, False)  # type: ignore[no-untyped-call]
 
     assert torch.autograd.gradcheck(scores, (hidden, head.weight, head.bias))
 

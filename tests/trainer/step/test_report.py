@@ -36,4 +36,14 @@ def test_why_nothing_was_learned_is_told_of_the_batch_of_all_ranks(
 def test_what_does_not_even_decode_is_a_reason_too() -> None:
     torn = Rejected(group_id="torn", reason="it does not decode")
     parts = [StepPart.of(MemoryBatch(1, [], rejected=(torn,)), BatchAdvantages())]
-    assert StepReport(parts, PolicyVersion(), {}).barren_because == "it does not decode"
+    report = StepReport(parts, PolicyVersion(), {})
+    assert report.barren_because == "it does not decode"
+    skipped = report.skipped("r", 1.0)
+    assert (skipped.groups, skipped.rejected) == (1, 1)
+
+
+def test_a_batch_that_was_no_step_tells_of_all_ranks() -> None:
+    parts = [StepPart.of(MemoryBatch(1, [*one.filtered]), one) for one in (FLAT, BAD, OLD)]
+    told = StepReport(parts, PolicyVersion(2, 7), {}).skipped("r", 1.0)
+    assert (told.run, told.incarnation, told.step, told.at) == ("r", 2, 7, 1.0)
+    assert (told.filtered, told.rejected, told.reason) == (2, 1, "no tokens")

@@ -1,5 +1,6 @@
 """Teacher columns: inconsistent ones are rejected with a reason, others reach the right tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ K = 3
 TOP = DistillationConfig(kind="top_k", top_k=K)
 FULL = DistillationConfig(kind="full")
 SAMPLED = DistillationConfig(kind="sampled")
+COLUMNS = (IDS_COLUMN, LOGPROBS_COLUMN)
 
 
 def taught_group(name: str = "g", scores: tuple[float, ...] = SCORES, **changed: Any) -> Group:
@@ -87,8 +89,11 @@ def test_what_a_teacher_said_is_usable_with_and_without_the_prompts() -> None:
     [
         (group_with(), "distill_token_ids: required by the loss"),
         (taught_group(distill_logprobs=None), "distill_logprobs: required by the loss"),
-        (with_entry([1, 2], [-1.0, -2.0]), "distill_token_ids: a trained token has 2 entries, 3 expected"),
-        (with_entry([], []), "distill_token_ids: a trained token has 0 entries, 3 expected"),
+        (
+            with_entry([1, 2], [-1.0, -2.0]),
+            "distill_token_ids: a trained token has 2 entries, at least 3 expected",
+        ),
+        (with_entry([], []), "distill_token_ids: a trained token has 0 entries, at least 3 expected"),
         (
             with_entry([1, 2, 3], [-1.0, -2.0]),
             "distill_logprobs: lengths differ from those of distill_token_ids",
@@ -135,7 +140,7 @@ def test_a_whole_vocabulary_is_whole() -> None:
     plain = group_with()
     assert fault(group_with(**said(plain, VOCABULARY, VOCABULARY)), FULL) == ""
     assert fault(taught_group(), FULL) == "distill_token_ids: a trained token has 3 entries, 20 expected"
-    assert fault(group_with(**said(plain, VOCABULARY, VOCABULARY)), TOP) != ""
+    assert fault(group_with(**said(plain, VOCABULARY, VOCABULARY)), TOP) == "", "the likeliest of it count"
 
 
 def test_the_sampled_token_must_be_told_of() -> None:
@@ -184,6 +189,32 @@ def test_every_trained_token_gets_what_was_said_of_it(size: int) -> None:
                 if mask[t]
             ]
     assert read(groups, TOP, size) == sorted(written)
+
+
+def with_more(group: Group, *, every: int, more: int = 1) -> Group:
+    """The group with unlikely further entries at every so many tokens, as vLLM adds the token itself."""
+    ids, logprobs = ([[cell.tolist() for cell in row] for row in group[name]] for name in COLUMNS)
+    for row, cells in enumerate(ids):
+        for position in range(row % every, len(cells), every):
+            unused = [one for one in range(VOCABULARY) if one not in cells[position]][:more]
+            cells[position][:0] = unused  # in any order
+            logprobs[row][position][:0] = [-30.0 - number for number in range(more)]
+    return replace(
+        group,
+        columns={**group.columns, **group_with(**dict(zip(COLUMNS, (ids, logprobs), strict=True))).columns},
+    )
+
+
+@pytest.mark.parametrize(("every", "more"), [(1, 1), (2, 1), (3, 2)])
+def test_of_more_entries_than_asked_for_the_likeliest_count(every: int, more: int) -> None:
+    """vLLM gives `top_k` prompt log-probabilities, and that of the token itself if it is not among them."""
+    config = TrainerConfig(distillation=TOP)
+    bounds = Bounds(VOCABULARY, 16, columns_needed(TOP))
+    plain = taught_group("g")
+    (example,) = study([with_more(plain, every=every, more=more)], config, bounds, (), 0).examples
+    assert read([example.group], TOP) == read([plain], TOP)
+    control = config.model_copy(update={"distillation": TOP.model_copy(update={"shuffle_teacher": True})})
+    assert len(study([with_more(plain, every=every)], control, bounds, (), 0).examples) == 1
 
 
 def test_of_the_sampled_token_its_own_log_probability_is_taken() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.config.weights import WeightsConfig
+from rolloutmq.schemas.config.trainer import WeightsConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
 from rolloutmq.trainer import checkpoint, loop

@@ -23,7 +23,7 @@ from tests.trainer.support.toy import MemoryBroker, run_config, some_group
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config.run import ModelConfig, RunConfig
-from rolloutmq.schemas.config.weights import WeightsConfig
+from rolloutmq.schemas.config.trainer import WeightsConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs

@@ -3,9 +3,9 @@ memory with the guarantees of the real one (leases, rewinding, retained batches)
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from rolloutmq.schemas.config.run import ModelConfig, RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import LeaseLostError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.wire.control import StepDone
+from rolloutmq.schemas.group import Column, Group
+from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.wire.control import StepDone, StepSkipped
 from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
 from rolloutmq.trainer.policy.model import Policy, build_policy
@@ -45,7 +46,10 @@ def some_group(
     version: PolicyVersion = PolicyVersion(),
     **columns: Any,
 ) -> Group:
-    """A group of random ragged sequences with those scores; given columns take the place of its own."""
+    """A group of random ragged sequences with those scores; given columns take the place of its own.
+
+    Their values may be ones that the builder refuses: the trainer must not rely on who built a group.
+    """
     rng = np.random.default_rng([seed, *name.encode()])
     lengths = rng.integers(4, 9, len(scores))
     made: dict[str, Any] = {
@@ -53,7 +57,11 @@ def some_group(
         "mask": [np.arange(n) >= n // 2 for n in lengths],
         "inference_logprobs": [-3 * rng.random(n).astype(np.float32) for n in lengths],
     }
-    return Group.build(name, scores=list(scores), oldest=version, **(made | columns))
+    given = made | columns
+    mask = Column.build("mask", given["mask"], 1)
+    untrained = replace(mask, values=np.zeros_like(mask.values))
+    group = Group.build(name, scores=list(scores), oldest=version, **(given | {"mask": untrained}))
+    return replace(group, columns={**group.columns, "mask": mask})
 
 
 @torch.no_grad()
@@ -111,6 +119,7 @@ class MemoryBatch:
     rewound: bool = False
     lease: int = 0
     generation: int = 0
+    moments: Mapping[str, Moments] = field(default_factory=dict)
 
 
 @dataclass
@@ -122,6 +131,7 @@ class MemoryBroker:
     settled: list[dict[str, Any]] = field(default_factory=list)
     commits: list[PolicyVersion] = field(default_factory=list)
     events: list[StepDone] = field(default_factory=list)
+    skipped: list[StepSkipped] = field(default_factory=list)
     joined: list[PolicyVersion] = field(default_factory=list)
     on_pull: Callable[[int], None] = lambda _number: None
     on_settle: Callable[[int], None] = lambda _number: None
@@ -131,6 +141,7 @@ class MemoryBroker:
     retained: list[MemoryBatch] = field(default_factory=list)
     again: deque[MemoryBatch] = field(default_factory=deque)
     lease: MemoryBatch | None = None
+    moments: dict[str, Moments] = field(default_factory=dict)
 
     @contextmanager
     def connect(
@@ -141,7 +152,7 @@ class MemoryBroker:
         self.joined.append(version)
         back = [batch for batch in self.retained if batch.step > version.step]
         self.retained = [batch for batch in self.retained if batch.step <= version.step]
-        self.again.extendleft(reversed([MemoryBatch(b.step, b.groups, rewound=True) for b in back]))
+        self.again.extendleft(reversed([replace(b, rewound=True) for b in back]))
         yield self
         self.release()
 
@@ -154,10 +165,17 @@ class MemoryBroker:
     def pull(self, step: int, version: PolicyVersion) -> MemoryBatch | None:
         self.pulls.append((step, version))
         self.on_pull(len(self.pulls))
-        batch = self.again.popleft() if self.again else MemoryBatch(step, self.make(step, version))
+        batch = self.again.popleft() if self.again else self._new(step, version)
         batch.step = step
         self.lease = batch
         return batch
+
+    def _new(self, step: int, version: PolicyVersion) -> MemoryBatch:
+        groups = self.make(step, version)
+        for group in groups:
+            known = self.moments.get(group.env, Moments())
+            self.moments[group.env] = known.after(group.rewards(), group.sequences)
+        return MemoryBatch(step, groups, moments=dict(self.moments))
 
     def settle(
         self,
@@ -191,6 +209,10 @@ class MemoryBroker:
         self.progressed += 1
 
     def publish(self, topic: bytes, message: Message) -> None:
+        if topic.startswith(b"telemetry.skipped."):
+            assert isinstance(message, StepSkipped)
+            self.skipped.append(message)
+            return
         assert topic == b"step"
         assert isinstance(message, StepDone)
         self.events.append(message)

@@ -29,6 +29,8 @@ class Server(http.server.ThreadingHTTPServer):
         self.failing = ""
         self.mismatch: dict[str, str] = {}
         self.digests: dict[str, str] = {}
+        self.problem = ""
+        self.workers = 1
         self.received: dict[str, torch.Tensor] = {}
         self.manifest: WeightManifest | None = None
         self.mode = 0
@@ -51,8 +53,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         answer: Any = {}
         if self.path == "/collective_rpc":
-            told = self.server.mismatch if body["method"] == "match_weights" else self.server.digests
-            answer = {"results": [told]}
+            told = {
+                "match_weights": self.server.mismatch,
+                "weight_digests": self.server.digests,
+                "update_problem": {"problem": self.server.problem},
+            }.get(body["method"], {})
+            answer = {"results": [{}] * (self.server.workers - 1) + [told]}
         else:
             self.server.asked.append(self.path + str(body.get("weight_version", "")))
         if self.path == "/update_weights":

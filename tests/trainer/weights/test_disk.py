@@ -1,5 +1,6 @@
 """Weights on disk: complete or absent, under exactly their version."""
 
+import builtins
 import errno
 import fcntl
 import io
@@ -17,7 +18,7 @@ import torch
 from tests.trainer.weights.models import TOKENS, built, config, logits, on_meta
 from torch import nn
 
-from rolloutmq.bus.fsync import force
+from rolloutmq.bus.files import force
 from rolloutmq.schemas.errors import (
     SegmentGoneError,
     SegmentInUseError,
@@ -74,6 +75,13 @@ def test_a_reader_takes_each_version_over_whole(address: Path, owned: tuple[Any,
     assert all(parameters[name] is parameter for name, parameter in reading.named_parameters())
     mine, theirs = (one.verify(Level.LOGITS, inputs=TOKENS, exact=True) for one in (owner, reader))
     mine.require_same(theirs)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_all_files_are_for_their_user_alone(address: Path) -> None:
+    DiskShare.create(built(config("qwen2")), address).close()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in address.parent.rglob("*") if path.is_file()}
+    assert modes == dict.fromkeys((address.name, OWNER, disk.TENSORS, disk.MANIFEST), 0o600)
 
 
 def fail_in_mid_write(model: Any, owner: DiskShare) -> None:
@@ -256,7 +264,8 @@ def test_what_cannot_be_read_is_damaged_as_long_as_it_cannot(
         return opened(file, *given, **named)
 
     with monkeypatch.context() as patched:
-        patched.setattr(io, "open", failing)
+        for module in (io, builtins):
+            patched.setattr(module, "open", failing)
         with pytest.raises(WeightsDamagedError, match="Input/output error"):
             reader.reading().__enter__()
         assert (reader.version, reader.is_torn(), reader.is_replaced()) == (V(1, 4), True, False)

@@ -126,6 +126,7 @@ def test_the_same_configuration_is_the_same_model(family: str) -> None:
     prove(on_meta(config(family)), MANIFESTS[family])
     other = config(family)
     other.use_cache, other.pad_token_id, other.initializer_range = False, 3, 1.0
+    other.head_dtype = "float32"  # how a vLLM of the run is told to compute its logits
     prove(on_meta(other), MANIFESTS[family])
 
 
@@ -180,6 +181,20 @@ def test_tables_are_computed_from_what_the_configuration_says_of_rope(
     assert (table.attention_scaling != 1.0) is (rope == "yarn")
     assert torch.equal(logits(reading), logits(model))
     assert not any("inv_freq" in name for name in reading.state_dict())
+
+
+@pytest.mark.parametrize("rope", sorted(ROPE))
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_rope_table_that_was_computed_otherwise_is_refused_by_its_name(family: str, rope: str) -> None:
+    """The configuration is the same on both sides, and so is every shared tensor."""
+    described = config(family, rope_parameters=ROPE[rope])
+    manifest, reading = manifest_of(built(described)), built(described)
+    prove(reading, manifest)
+    table = reading.model.rotary_emb
+    for name in ("inv_freq", "original_inv_freq"):
+        setattr(table, name, getattr(table, name).bfloat16().float())
+    with pytest.raises(WeightsMismatchError, match=r"model.rotary_emb.(original_)?inv_freq: was computed as"):
+        prove(reading, manifest)
 
 
 def per_layer(theta: float) -> dict[str, Any]:

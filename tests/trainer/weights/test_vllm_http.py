@@ -142,6 +142,21 @@ def test_what_it_holds_is_compared_tensor_by_tensor(server: Server, tmp_path: Pa
         sent.verify(Level.LOGITS)
 
 
+def test_each_worker_of_a_vllm_must_fit(server: Server, tmp_path: Path) -> None:
+    model, server.workers = built(config("llama")), 2
+    sent = SentWeights.create(model, server.url, tmp_path)
+    with pytest.raises(ValueError, match="level: each worker of vLLM has a part of the weights"):
+        sent.verify(Level.DIGESTS)
+    server.problem = "the second has no room"
+    with pytest.raises(WeightsNotSentError, match="the second has no room"), sent.writing(V(0, 1)):
+        pass
+    assert sent.is_torn()
+    assert server.asked[-1] == "/update_weights", "vLLM stays paused"
+    server.mismatch = {"tensor": "model.norm.weight", "problem": "shape is"}
+    with pytest.raises(WeightsMismatchError, match=r"model\.norm\.weight: shape is"):
+        SentWeights.create(model, server.url, tmp_path)
+
+
 @pytest.mark.parametrize("answer", [b"", b"{}", b'{"results": []}', b'{"results": [null]}'])
 def test_an_answer_that_is_none_is_said(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes

@@ -11,10 +11,11 @@ from enum import StrEnum
 
 import msgspec
 
-from rolloutmq.schemas.wire.envelope import ColumnTable, GroupHeader, PolicyVersion, Split
+from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.wire.envelope import ColumnTable, GroupHeader, PolicyVersion, RewardSummary, Split
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.schemas.wire.requests import Settle
-from rolloutmq.schemas.wire.tasks import TaskState
+from rolloutmq.schemas.wire.tasks import GIVEN, TaskState
 
 
 class GroupState(StrEnum):
@@ -74,7 +75,7 @@ class Accepted(Event, frozen=True, tag=1):
 
 
 class Skipped(Event, frozen=True, tag=2):
-    """A sequence number was used for a group that exists already under another session."""
+    """A sequence number was used for a group that was accepted before."""
 
     session: int
     seq: int
@@ -143,6 +144,8 @@ class Leased(Event, frozen=True, tag=7):
     again: bool = False
     tokens: int = 0
     """The budget of a step pulled by tokens; `sequences` is 0 then."""
+    moments: dict[str, Moments] = {}
+    """Moments of the scores of each environment of the step."""
 
 
 class Pulled(Event, frozen=True, tag=8):
@@ -228,6 +231,12 @@ class Wanted(Event, frozen=True, tag=18):
     count: int | None
 
 
+class Vacated(Event, frozen=True, tag=22):
+    """Lanes were forgotten, each an environment and a split. They held no group, and had no live producer."""
+
+    lanes: tuple[tuple[str, Split], ...]
+
+
 class GpuAsked(Event, frozen=True, tag=26):
     """An operator cordoned or uncordoned a GPU."""
 
@@ -291,6 +300,10 @@ class LaneSnapshot(Event, frozen=True, tag=66):
     accepted_groups: int
     trained_groups: int
     largest_bytes: int
+    rewards: Moments = Moments()
+    """Moments of the scores of all accepted groups."""
+    half_life_groups: int | None = None
+    """`trainer.rewards.half_life_groups` of the life that wrote this, and applied the events before it."""
 
 
 class SessionSnapshot(Event, frozen=True, tag=67):
@@ -342,6 +355,7 @@ class LeaseSnapshot(Event, frozen=True, tag=69):
     rewound: bool
     parts: tuple[tuple[str, str, Settle | None], ...]
     tokens: int = 0
+    moments: dict[str, Moments] = {}
 
 
 class EndedLeaseSnapshot(Event, frozen=True, tag=70):
@@ -364,6 +378,7 @@ class RetainedBatchSnapshot(Event, frozen=True, tag=71):
     shards: tuple[tuple[int, ...], ...]
     states: tuple[tuple[str, ...], ...]
     short: bool
+    moments: dict[str, Moments] = {}
 
 
 class RewoundBatchSnapshot(Event, frozen=True, tag=72):
@@ -373,6 +388,7 @@ class RewoundBatchSnapshot(Event, frozen=True, tag=72):
     split: Split
     shards: tuple[tuple[int, ...], ...]
     short: bool
+    moments: dict[str, Moments] = {}
 
 
 class LedgerSnapshot(Event, frozen=True, tag=73):
@@ -396,6 +412,7 @@ class ConsumerSnapshot(Event, frozen=True, tag=74):
     world_size: int
     generation: int
     progress: int
+    settled_step: int = -1
 
 
 class RunSnapshot(Event, frozen=True, tag=75):
@@ -413,6 +430,16 @@ class RunSnapshot(Event, frozen=True, tag=75):
     pulled_tokens: int = 0
     recent: tuple[int, ...] = ()
     """Sequences of the last batches pulled by tokens."""
+    settled: tuple[tuple[str, PolicyVersion], ...] = ()
+    """The policy that each consumer group has settled or resumed at."""
+    void: tuple[tuple[str, Split, int, int, int], ...] = ()
+    """Void settlements: consumer, split, lease, its generation, and step."""
+
+
+class EndedGroupsSnapshot(Event, frozen=True, tag=76):
+    """Identities of ended groups, in the order of their end: the same group is not accepted again."""
+
+    identities: tuple[int, ...]
 
 
 class TaskSubmitted(Event, frozen=True, tag=30):
@@ -427,6 +454,8 @@ class TaskSubmitted(Event, frozen=True, tag=30):
     priority: int
     at: float
     """Wall-clock seconds of the submission; the deadline counts from it."""
+    index: int = GIVEN
+    greedy: bool = False
 
 
 class TaskTaken(Event, frozen=True, tag=31):
@@ -479,3 +508,5 @@ class TaskSnapshot(Event, frozen=True, tag=91):
     lease_s: float
     group_id: str
     reason: str
+    sequences: int = 0
+    rewards: RewardSummary = RewardSummary()

@@ -12,6 +12,7 @@ from rolloutmq.services.broker.journal.format.events import (
     Declared,
     Disconnected,
     Dropped,
+    EndedGroupsSnapshot,
     EndedLeaseSnapshot,
     Forgot,
     GpuAsked,
@@ -44,16 +45,17 @@ from rolloutmq.services.broker.journal.format.events import (
     TaskTaken,
     Told,
     Tuned,
+    Vacated,
     Wanted,
     WasReset,
 )
 
 AnyEvent = (
     Accepted | Skipped | Opened | Declared | Produced | Joined | Leased | Pulled | Settles | Lost | Dropped
-    | Committed | Forgot | Rewound | Requeued | Disconnected | WasReset | Wanted | Told | Began | Tuned | GpuAsked
-    | Numbers | Table | LaneSnapshot | SessionSnapshot | GroupSnapshot | LeaseSnapshot | EndedLeaseSnapshot |
+    | Committed | Forgot | Rewound | Requeued | Disconnected | WasReset | Wanted | Told | Began | Tuned | Vacated
+    | GpuAsked | Numbers | Table | LaneSnapshot | SessionSnapshot | GroupSnapshot | LeaseSnapshot | EndedLeaseSnapshot |
     RetainedBatchSnapshot | RewoundBatchSnapshot
-    | LedgerSnapshot | ConsumerSnapshot | RunSnapshot
+    | LedgerSnapshot | ConsumerSnapshot | RunSnapshot | EndedGroupsSnapshot
     | TaskSubmitted | TaskTaken | TaskReturned | TaskEnded | TaskQueueSnapshot | TaskSnapshot
 )  # fmt: skip
 

@@ -33,12 +33,12 @@ import google_crc32c
 import numpy as np
 
 from rolloutmq.bus.encoding.codec import checksum
-from rolloutmq.bus.fsync import force
+from rolloutmq.bus.files import force, private_file, read_regular
 from rolloutmq.schemas.errors import RecordVersionError
 
 FILE_MAGIC: Final = b"RMQSEG\r\n"
 RECORD_MAGIC: Final = b"\xa7RMQ"
-VERSION: Final = 3
+VERSION: Final = 4
 ALIGNMENT_BYTES: Final = 8
 BLOCK_BYTES: Final = 4096
 """Smallest direct write of a disk."""
@@ -210,7 +210,7 @@ def write_segment(path: Path, records: Iterable[tuple[int, bytes, Sequence[Buffe
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     count = 0
     try:
-        with unfinished.open("wb") as file:
+        with private_file(unfinished, "wb") as file:
             file.write(file_header(nonce))
             for count, (kind, meta, frames) in enumerate(records, 1):  # noqa: B007
                 file.writelines(encode_record(nonce, file.tell(), kind, meta, frames))
@@ -229,7 +229,7 @@ def read_segment(path: Path) -> Iterator[Record | Damage]:
     Raises:
         RecordVersionError: Another version wrote it.
     """
-    data = path.read_bytes()
+    data = read_regular(path)
     require_version(data, path)
     return scan(data, sealed=True)
 

@@ -8,7 +8,7 @@ is read from its beginning.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -213,6 +213,20 @@ def sightings(number: int, path: Path) -> Iterator[Sighting]:
                 sighting = _sighting(number, found)
                 if sighting is not None:
                     yield sighting
+
+
+def stored(directory: Path) -> Iterator[tuple[GroupMeta, tuple[Any, ...]]]:
+    """Yield the groups on disk with their frames, each once, in the order of their records. See `sightings`."""
+    seen: set[int] = set()
+    for number, path in files(directory, SEGMENTS).items():
+        with segment(number, path) as file:
+            for found in file.scan(FILE_HEADER_BYTES) if file is not None else ():
+                if not isinstance(found, Record) or found.kind != GROUP:
+                    continue
+                sighting = _sighting(number, found)
+                if sighting is not None and sighting.meta.order not in seen:
+                    seen.add(sighting.meta.order)
+                    yield sighting.meta, tuple(found.frames)
 
 
 def _sighting(number: int, record: Record) -> Sighting | None:

@@ -95,6 +95,10 @@ class RewoundBatch(msgspec.Struct):
     lost: bool = False
 
 
+IMPOSSIBLE: Final = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+"""Errors of a record that decodes and has a right checksum, and that no broker writes: somebody forged it."""
+
+
 class SnapshotModel:
     """State of every named group, and the containers they are in."""
 
@@ -121,26 +125,32 @@ class SnapshotModel:
         self._ids: set[str] = set()
 
     def open(self, snapshot: Iterable[AnyEvent]) -> None:
-        """Apply the records of a snapshot."""
+        """Apply the records of a snapshot. An impossible one is a problem, and the others count."""
         for item in snapshot:
-            match item:
-                case Numbers():
-                    self.highest = item.next_order - 1
-                case GroupSnapshot():
-                    self._name(item.accepted, GroupState.QUEUED)
-                    if item.deliveries or item.failures:
-                        self.came_back.add(item.accepted.order)
-                case SessionSnapshot():
-                    self.sessions[item.number] = item
-                case LeaseSnapshot():
-                    self._open_lease(item)
-                case RetainedBatchSnapshot():
-                    self._open_kept(item)
-                case RewoundBatchSnapshot():
-                    orders = [order for shard in item.shards for order in shard]
-                    self.rewind_queues[item.group, item.split].append(RewoundBatch(orders, lost=True))
-                case LedgerSnapshot():
-                    self._balance(item)
+            try:
+                self._open(item)
+            except IMPOSSIBLE as error:
+                self._report(f"a record of a snapshot, {type(item).__name__}, contradicts itself: {error}")
+
+    def _open(self, item: AnyEvent) -> None:
+        match item:
+            case Numbers():
+                self.highest = item.next_order - 1
+            case GroupSnapshot():
+                self._name(item.accepted, GroupState.QUEUED)
+                if item.deliveries or item.failures:
+                    self.came_back.add(item.accepted.order)
+            case SessionSnapshot():
+                self.sessions[item.number] = item
+            case LeaseSnapshot():
+                self._open_lease(item)
+            case RetainedBatchSnapshot():
+                self._open_kept(item)
+            case RewoundBatchSnapshot():
+                orders = [order for shard in item.shards for order in shard]
+                self.rewind_queues[item.group, item.split].append(RewoundBatch(orders, lost=True))
+            case LedgerSnapshot():
+                self._balance(item)
 
     def _open_lease(self, item: LeaseSnapshot) -> None:
         settles = {rank: part[2] for rank, part in enumerate(item.parts) if part[2] is not None}
@@ -219,6 +229,8 @@ def _is_of_state(reason: str) -> bool:
     return reason.partition("(")[0] in {state.value for state in GroupState}
 
 
+DAMAGED: Final = "damaged"
+"""Reason of a dead group whose record could not be read."""
 ENDED: Final = frozenset({GroupState.DEAD, GroupState.DISCARDED})
 
 
@@ -229,6 +241,8 @@ class LedgerModel(SnapshotModel):
         super().__init__()
         self.opened: set[int] = set()
         """Sessions opened since the beginning of the history."""
+        self.damaged: set[int] = set()
+        """Groups lost since the beginning of the history, since their records were damaged or gone."""
         self._numbers: defaultdict[int, dict[int, int]] = defaultdict(dict)
         """Order of each sequence number of a session."""
         self._apply: Mapping[type[Event], Callable[[Any], object]] = {
@@ -247,10 +261,14 @@ class LedgerModel(SnapshotModel):
         }
 
     def apply(self, event: AnyEvent) -> None:
-        """Apply an event; most events are not about groups."""
+        """Apply an event; most events are not about groups. An impossible one is a problem, and the others count."""
         change = self._apply.get(type(event))
-        if change is not None:
+        if change is None:
+            return
+        try:
             change(event)
+        except IMPOSSIBLE as error:
+            self._report(f"an event, {type(event).__name__}, contradicts itself or those before it: {error}")
 
     def accept(self, accepted: Accepted) -> None:
         """Count a new group as queued."""
@@ -367,6 +385,8 @@ class LedgerModel(SnapshotModel):
             self._expect(order, GroupState.QUEUED, f"was dropped as {state.value}({reason})")
         self._leave(order)
         self._end(order, state, reason)
+        if state is GroupState.DEAD and reason == DAMAGED:
+            self.damaged.add(order)
 
     def _leave(self, order: int) -> None:
         """Remove a group from its lease or from the rewind queue, if it is in one."""

@@ -1,7 +1,8 @@
 """The ledger verifier: checks that a run's ledger adds up, from disk alone.
 
-It recomputes the ledger from the event logs, and checks it against each later snapshot, the segments, the dead
-letters, and the records that producers and trainer keep themselves. Every unaccounted group is named.
+It recomputes the ledger and the moments of each lane from the event logs. It checks both against each later snapshot,
+and the ledger against the segments, the dead letters, and the records that producers and trainer keep themselves. Every
+unaccounted group is named, and so is every group that was lost to damage, however long ago.
 
 A live broker changes the files while they are read. A contradiction is therefore checked again, and only one that
 persists is a problem.
@@ -27,7 +28,9 @@ from rolloutmq.services.broker.journal.inspect.history import (
     sightings,
     unlogged,
 )
+from rolloutmq.services.broker.journal.inspect.lane_moments import LaneMoments
 from rolloutmq.services.broker.journal.inspect.ledger_model import (
+    DAMAGED,
     LedgerModel,
     Problem,
     RewoundBatch,
@@ -98,11 +101,19 @@ def verify(journal: Path, dead: Path, witness: Callable[[], Witness], *, quick: 
 def _attempt(journal: Path, dead: Path, witness: Witness, quick: bool) -> Verdict:
     verifier = LedgerVerifier(journal)
     verifier.read()
+    verifier.check_lost()
     verifier.check_records(quick)
     verifier.check_dead(DeadLetterStore(dead, 0, sync=False))
     verifier.check_acked(witness.acked)
     verifier.check_trained(witness.trained)
     return verifier.verdict
+
+
+def recount(journal: Path) -> LedgerModel:
+    """Return the ledger as `verify` recomputes it: each group the history names, and the count of the others."""
+    verifier = LedgerVerifier(journal)
+    verifier.read()
+    return verifier.model
 
 
 class LedgerVerifier:
@@ -112,9 +123,15 @@ class LedgerVerifier:
         self._journal = journal
         self._history = JournalHistory(journal)
         self._model = LedgerModel()
+        self._moments = LaneMoments()
         self._begun_at = 0
         """Highest order given before the history begins."""
         self.verdict = Verdict()
+
+    @property
+    def model(self) -> LedgerModel:
+        """The ledger as recomputed so far."""
+        return self._model
 
     def read(self) -> None:
         """Recompute the ledger from the beginning of the history to its end."""
@@ -129,6 +146,7 @@ class LedgerVerifier:
             for commit in log.commits:
                 for event in commit.events:
                     self._model.apply(event)
+                    self._moments.apply(event)
         for accepted in unlogged(self._journal, self._model.highest, self._model.last_segment):
             self._model.accept(accepted)
         self._note(*map(Problem, self._history.damage))
@@ -136,6 +154,7 @@ class LedgerVerifier:
 
     def _begin(self, log: LogHistory) -> None:
         self._model.open(log.snapshot)
+        self._moments.open(log.snapshot)
         self._begun_at = self._model.highest
         if self._model.accepted:
             self.verdict.since = log.at
@@ -147,7 +166,10 @@ class LedgerVerifier:
         if log.began is not None:
             for accepted in model.unnoticed(later):
                 model.accept(accepted)
-        found = [*later.problems, *differences(model, later, log_path(self._journal, log.number).name)]
+                self._moments.apply(accepted)
+        name = log_path(self._journal, log.number).name
+        found = [*later.problems, *differences(model, later, name)]
+        self._note(*map(Problem, self._moments.compare(log.snapshot, name)))
         self._note(*found)
         if found:
             model.adopt(later)
@@ -163,6 +185,18 @@ class LedgerVerifier:
         verdict.forgotten = model.forgotten
         verdict.counts = {state.value: count for state, count in counts.items()}
         verdict.reasons = {why: count for why, count in sorted(model.reasons.items()) if count}
+
+    def check_lost(self) -> None:
+        """Report the groups lost to damage: the broker has counted them as dead, and they were accepted for good."""
+        model = self._model
+        for order in sorted(model.damaged):
+            if model.states[order] is GroupState.DEAD:  # it may have been queued again from its dead letter
+                what = "is dead, since its record was damaged or its segment gone"
+                self._note(Problem(what, model.ids.get(order, "?"), order))
+        earlier = model.reasons[f"{GroupState.DEAD.value}({DAMAGED})"] - len(model.damaged)
+        if earlier > 0:
+            what = f"{earlier} groups were lost to damage before the history begins"
+            self._note(Problem(f"{what}; `rolloutmq dead list` has their ids"))
 
     def check_records(self, quick: bool) -> None:
         """Check the record of each group that is still needed."""

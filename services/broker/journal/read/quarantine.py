@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.files import private_file
 from rolloutmq.services.broker.journal.disk import Disk
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Quarantine:
         self.directory.mkdir(mode=0o700, exist_ok=True)
         source = self._disk.open(path)
         try:
-            with target.open("wb") as file:
+            with private_file(target, "wb") as file:
                 while offset < end and (
                     data := self._disk.pread(source, min(_CHUNK_BYTES, end - offset), offset)
                 ):

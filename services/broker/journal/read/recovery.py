@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rolloutmq.schemas.errors import JournalWaitsError
+from rolloutmq.schemas.errors import DamagedJournalError, JournalWaitsError
 from rolloutmq.schemas.wire.envelope import ColumnTable
 from rolloutmq.services.broker.journal.disk import Disk, readable_later
 from rolloutmq.services.broker.journal.format.events import (
@@ -36,6 +36,7 @@ from rolloutmq.services.broker.journal.read.event_log_reader import EventLogCont
 from rolloutmq.services.broker.journal.read.record_file import RecordFile
 from rolloutmq.services.broker.journal.read.segments import (
     GROUP,
+    LAST_NUMBER,
     SPARES,
     SegmentStore,
     is_numbered,
@@ -84,6 +85,7 @@ def recover(directory: Path, segments: SegmentStore, ram: BodyMemory, disk: Disk
     """Read a journal; blocks. Everything undamaged is returned.
 
     Raises:
+        DamagedJournalError: A file or an event has the highest number there is, so no other can follow.
         JournalWaitsError: A file cannot be read now.
         RecordVersionError: Another version wrote one of the files; nothing was changed.
     """
@@ -145,6 +147,7 @@ class _Recovery:
         found.empty = not logs and not files
         found.log_number = max(logs, default=0)
         found.segment_number = max([known.last.segment, *files, *(log.segment for log in chain)])
+        _require_numbers_left(found)
         return found
 
     def _chain(self, logs: dict[int, Path]) -> list[EventLogContents]:
@@ -228,6 +231,13 @@ class _Recovery:
             self._segments.quarantine.keep(path, offset, nbytes)
         else:
             self._segments.quarantine.keep_whole(path)
+
+
+def _require_numbers_left(found: Recovered) -> None:
+    """Raise DamagedJournalError if no number is left for the next log or segment: a damaged name or event took it."""
+    for what, number in (("log", found.log_number), ("segment", found.segment_number)):
+        if number >= LAST_NUMBER:
+            raise DamagedJournalError(f"no number is left for another {what} (the last is {number})")
 
 
 def _join(chain: list[EventLogContents], tail: list[Accepted]) -> Iterator[AnyEvent]:

@@ -37,6 +37,8 @@ SPARES: Final = "spare-*.rmq"
 OPEN_LIMIT: Final = 16
 """Most segments that are open for reading."""
 _NUMBER_BYTES: Final = 4
+LAST_NUMBER: Final = (1 << 8 * _NUMBER_BYTES) - 1
+"""Highest number of a file. A name with a higher one is not the journal's."""
 _NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
@@ -56,7 +58,8 @@ def numbered_files(directory: Path, stem: str) -> dict[int, Path]:
     """Return the files `stem-NNNNNNNN.rmq` of a directory by number, in their order."""
     pattern = re.compile(rf"{stem}-(\d{{8,}})\.rmq")
     matches = ((pattern.fullmatch(path.name), path) for path in directory.iterdir())
-    return dict(sorted((int(match[1]), path) for match, path in matches if match and path.is_file()))
+    found = sorted((int(match[1]), path) for match, path in matches if match and path.is_file())
+    return {number: path for number, path in found if number <= LAST_NUMBER}
 
 
 class GroupSegment:

@@ -1,10 +1,10 @@
 """Trim: returns the disk room a killed broker had reserved, when its run has ended.
 
-Room for whole segments is reserved ahead of the groups (see `write.group_log`). A broker that ends in order returns
-the rest itself, and so does the next life of a killed one; trim is for a run without a next life. Only bytes behind
-the end of the records are cut, and only spares and segments without records are removed. Records that do not end as
-their writer leaves them are left to the next life, which can distinguish a torn end from damage. A journal of another
-version is not touched.
+Room is reserved ahead of the groups and the events (see `write.group_log` and `write.event_reserve`). A broker that
+ends in order returns the rest itself, and so does the next life of a killed one; trim is for a run without a next life.
+Only bytes behind the end of the records are cut, and only the reserve, spares and segments without records are removed.
+Records that do not end as their writer leaves them are left to the next life, which can distinguish a torn end from
+damage. A journal of another version is not touched.
 """
 
 import logging
@@ -35,7 +35,7 @@ def trim(directory: Path, disk: Disk | None = None) -> int:
     if not directory.is_dir():
         return freed
     require_version_of(directory, disk)
-    for path in directory.glob(SPARES):
+    for path in (*directory.glob(SPARES), *directory.glob("*.tmp")):
         freed += path.stat().st_size
         disk.unlink(path)
     for path in reversed(numbered_files(directory, "groups").values()):

@@ -2,8 +2,8 @@
 
     commit   write the groups to their segments and sync; write the events to the log; sync the log too if the batch has
              events other than acceptances. Priority batches come first, the others in their order
-    chores   allocate the next segment and zeros ahead in the log, sync events of acceptances within a second, remove
-             obsolete segments and old logs: one chore after each commit, the rest when idle
+    chores   reserve room for events, allocate the next segment and zeros ahead in the log, sync events of acceptances
+             within a second, remove obsolete segments and old logs: one chore after each commit, the rest when idle
 
 An event is written when its group is durable, and a segment is removed when the events that released it are. After a
 disk failure nothing more is written, synced or reported as durable.
@@ -16,7 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +35,7 @@ from rolloutmq.services.broker.journal.format.events_codec import encode
 from rolloutmq.services.broker.journal.read.segments import GroupSegment, SegmentStore
 from rolloutmq.services.broker.journal.stored_group import BodyMemory, Frames, GroupBody, StoredGroup
 from rolloutmq.services.broker.journal.write.event_log import EventLog, prune
+from rolloutmq.services.broker.journal.write.event_reserve import EventReserve
 from rolloutmq.services.broker.journal.write.group_log import GroupLog
 from rolloutmq.services.broker.journal.write.record_writer import DiskRetry
 
@@ -63,6 +66,8 @@ class CommitBatch:
     their frames by the time of the write.
     """
     nbytes: int = 0
+    room_bytes: int = 0
+    """Most bytes its groups take in segments."""
     sync_log: bool = False
     """It has events other than acceptances."""
     dead: list[GroupSegment] = field(default_factory=list)
@@ -71,10 +76,20 @@ class CommitBatch:
 
 @dataclass
 class FinishedCommit:
-    """A batch that is durable."""
+    """A batch that is durable, and the segments that were finished since the last one."""
 
-    batch: CommitBatch
+    batch: CommitBatch | None
+    """None for the answer to `leave_segment`."""
     sealed: list[GroupSegment]
+
+
+class _Call(Enum):
+    """What the thread is called for."""
+
+    COMMIT = auto()
+    CHORES = auto()
+    LEAVE = auto()
+    END = auto()
 
 
 class CommitThread:
@@ -95,7 +110,8 @@ class CommitThread:
         wake: Callable[[], None],
         disk: Disk,
     ) -> None:
-        self.patience = DiskRetry(wake)
+        self._group_retry = DiskRetry(wake)
+        self._event_retry = DiskRetry(wake)
         self.finished: deque[FinishedCommit] = deque()
         self.failure: OSError | None = None
         self.commits = 0
@@ -109,8 +125,8 @@ class CommitThread:
         self._syncs = config.durability is Durability.DISK
         self._batches: deque[CommitBatch] = deque()
         self._priority: deque[CommitBatch] = deque()
-        self._handed: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        """True for each batch in the two queues above, False for the end."""
+        self._handed: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        """A call for each batch in the two queues above."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._groups: GroupLog
         self._events: EventLog
@@ -118,7 +134,24 @@ class CommitThread:
         self._removals: deque[GroupSegment] = deque()
         self._pruned = False
         self._tables: dict[str, msgspec.Raw] = {}
-        self.patience.meanwhile = self._make_room
+        self._reserve = EventReserve(directory, config.segment_bytes, disk)
+        self._group_retry.meanwhile = self._make_room
+        self._event_retry.meanwhile = self._make_room_for_events
+
+    def hurry(self, seconds: float) -> None:
+        """Wait for room on a full disk for that long from now at most. For any thread."""
+        self._group_retry.hurry(seconds)
+        self._event_retry.hurry(seconds)
+
+    def relax(self) -> None:
+        """Wait for room without a limit again."""
+        self._group_retry.relax()
+        self._event_retry.relax()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a write waits for room right now. For any thread."""
+        return self._group_retry.full or self._event_retry.full
 
     @property
     def running(self) -> bool:
@@ -131,7 +164,9 @@ class CommitThread:
 
     def begin(self, log: int, segment: int, snapshot: list[SnapshotRecord]) -> None:
         """Write the first log of this life and start the thread; blocks. `segment` is the first number to use."""
-        self._groups = GroupLog(self._segments, self._config, self._ram, self._disk, self.patience, segment)
+        self._groups = GroupLog(
+            self._segments, self._config, self._ram, self._disk, self._group_retry, segment, self._reserve
+        )
         try:
             self._events = self._new_log(log, snapshot)
         except BaseException:
@@ -143,7 +178,26 @@ class CommitThread:
         """Hand over a batch; None ends the thread after those before it. For another thread."""
         if batch is not None:
             (self._priority if batch.priority else self._batches).append(batch)
-        self._handed.put(batch is not None)
+        self._handed.put(_Call.END if batch is None else _Call.COMMIT)
+
+    def room_bytes(self) -> int:
+        """Return the bytes of groups for which room is reserved. For another thread."""
+        return self._groups.room_bytes()
+
+    @property
+    def cramped(self) -> bool:
+        """Whether the present segment should be left; see `GroupLog.cramped`. For another thread."""
+        return self._groups.cramped
+
+    def leave_segment(self) -> None:
+        """Finish the present segment: see `GroupLog.leave`. A `FinishedCommit` answers. For another thread."""
+        self._handed.put(_Call.LEAVE)
+
+    def want(self, nbytes: int) -> None:
+        """Reserve that much for groups as soon as the disk has it, and wake the other thread. For another thread."""
+        if nbytes != self._groups.wanted_bytes:
+            self._groups.wanted_bytes = nbytes
+            self._handed.put(_Call.CHORES)
 
     def join(self) -> None:
         """Wait for the thread to end. For another thread."""
@@ -162,21 +216,31 @@ class CommitThread:
             self._fail(OSError(f"{type(error).__name__}: {error}"))
 
     def _take(self) -> CommitBatch | None:
+        """Return the next batch, and do chores until there is one; None at the end."""
         while True:
-            try:
-                return self._first(self._handed.get(block=False))
-            except queue.Empty:
-                if self._chore():
+            match self._next_call():
+                case _Call.COMMIT:
+                    return (self._priority or self._batches).popleft()
+                case _Call.END:
+                    return None
+                case _Call.LEAVE:
+                    self._groups.leave()
+                    self.finished.append(FinishedCommit(None, self._groups.take_sealed()))
+                    self._wake()
+                case _Call.CHORES:
                     continue
-            try:
-                left_s = min(self._events_due, self._groups.retry_at) - time.monotonic()
-                timeout = None if left_s == float("inf") else max(left_s, 0.0)
-                return self._first(self._handed.get(timeout=timeout))
-            except queue.Empty:
-                continue
 
-    def _first(self, more: bool) -> CommitBatch | None:
-        return (self._priority or self._batches).popleft() if more else None
+    def _next_call(self) -> "_Call":
+        try:
+            return self._handed.get(block=False)
+        except queue.Empty:
+            if self._chore():
+                return _Call.CHORES
+        left_s = min(self._events_due, self._groups.retry_at) - time.monotonic()
+        try:
+            return self._handed.get(timeout=None if left_s == float("inf") else max(left_s, 0.0))
+        except queue.Empty:
+            return _Call.CHORES
 
     def _commit(self, batch: CommitBatch) -> None:
         began = time.monotonic()
@@ -272,7 +336,7 @@ class CommitThread:
         items = list(self._placed(snapshot))
         self._groups.commit()
         self._pruned = False
-        return self.patience.persist(
+        return self._event_retry.persist(
             partial(
                 EventLog,
                 self._directory,
@@ -280,7 +344,7 @@ class CommitThread:
                 self._groups.number,
                 items,
                 self._disk,
-                self.patience,
+                self._event_retry,
                 syncs=self._syncs,
             )
         )
@@ -320,9 +384,9 @@ class CommitThread:
         return False
 
     def _prepare(self) -> bool:
-        lacked = self._groups.retry_at
-        prepared = self._groups.prepare()
-        if lacked != self._groups.retry_at:
+        before = self._groups.retry_at, self._groups.room_bytes()
+        prepared = self._groups.prepare(sum(self.log_bytes))
+        if before != (self._groups.retry_at, self._groups.room_bytes()):
             self._wake()
         return prepared
 
@@ -354,8 +418,12 @@ class CommitThread:
             pass
         self._groups.drop_spares()
 
-    def _finish(self) -> None:
+    def _make_room_for_events(self) -> None:
         self._make_room()
+        self._reserve.give_up()
+
+    def _finish(self) -> None:
+        self._make_room_for_events()
         self._groups.close()
         self._events.close(sync=True)
         self._disk.sync_directory(self._directory)
@@ -364,5 +432,7 @@ class CommitThread:
         logger.error("journal failed error=%s", error)
         # An event must not outlive the groups that it names: they go only if it is gone.
         self._groups.abandon(cut=self._events.abandon())
+        with suppress(OSError):
+            self._reserve.give_up()
         self.failure = error
         self._wake()

@@ -97,6 +97,10 @@ class DirectWriter(RecordWriter):
         super().allocate(nbytes)
         self._limit = nbytes
 
+    def limit(self, nbytes: int) -> None:
+        """Return the reserved room behind `nbytes`."""
+        self._disk.truncate(self._fd, nbytes)
+
     def add_raw(self, data: bytes) -> None:
         self._put(data)
         self.end = self.offset

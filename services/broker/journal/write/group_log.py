@@ -4,8 +4,9 @@ The next segment is prepared ahead of time, since reserving its room and syncing
 It reuses the file of an obsolete segment if there is such a spare: writing where the disk was written before changes
 only bytes, and takes half the time.
 
-If the disk has no room for the next segment, that is known while the present one still has some. Producers can then
-be held back in time, and the events of trainers, which make room, need not wait behind a group without any.
+Groups are accepted only into room that is reserved: in the present segment, or in the next one. Without any, from the
+first moment of a life on, producers are held back. So no group waits here for room, and the events of trainers, which
+make room, never wait behind one.
 """
 
 import logging
@@ -27,6 +28,7 @@ from rolloutmq.services.broker.journal.format.records import (
 from rolloutmq.services.broker.journal.read.segments import GROUP, GroupSegment, SegmentStore, numbered_nonce
 from rolloutmq.services.broker.journal.stored_group import BodyMemory, Frames
 from rolloutmq.services.broker.journal.write.direct_writer import DirectWriter, StagingBuffer
+from rolloutmq.services.broker.journal.write.event_reserve import EventReserve
 from rolloutmq.services.broker.journal.write.record_writer import RETRY_S, DiskRetry
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,11 @@ class _Writing:
         """Everything before this belongs to a finished commit, or is synced."""
 
     @property
+    def rest(self) -> int:
+        """Bytes that can be appended."""
+        return self.segment.nbytes - self.file.offset
+
+    @property
     def unused(self) -> bool:
         return self.file.end == FILE_HEADER_BYTES
 
@@ -57,6 +64,7 @@ class GroupLog:
     Attributes:
         next_number: Number of the next segment to create.
         retry_at: When to retry its allocation, in monotonic seconds; infinite if there was room for all of it.
+        wanted_bytes: Room that a held message needs, for any thread to set: the next segment gets at least as much.
     """
 
     def __init__(
@@ -67,8 +75,11 @@ class GroupLog:
         disk: Disk,
         patience: DiskRetry,
         number: int,
+        reserve: EventReserve,
     ) -> None:
         self.next_number = number
+        self.wanted_bytes = 0
+        self._reserve = reserve
         self._sealed: list[GroupSegment] = []
         self._segments = segments
         self._directory = segments.path_of(number).parent
@@ -91,11 +102,19 @@ class GroupLog:
         """Return whether no groups should follow the `behind_bytes` that are to be written. For any thread."""
         if self.retry_at == float("inf"):
             return False
-        # A smaller next segment is for groups that do not fit into the rest of the present one.
         writing = self._current or self._next
-        if writing is None:
+        if writing is None or self.wanted_bytes > self.room_bytes():
             return True
-        return writing.segment.nbytes - writing.file.offset - behind_bytes < writing.segment.nbytes // 4
+        return writing.rest - behind_bytes < writing.segment.nbytes // 4
+
+    def room_bytes(self) -> int:
+        """Return the bytes that can be appended without another allocation. For any thread.
+
+        Groups fill the rest of the present segment or move to the next one. So what fits into either fits.
+        """
+        current, following = self._current, self._next
+        rest = 0 if current is None else current.rest
+        return rest if following is None else max(rest, following.rest)
 
     @property
     def number(self) -> int:
@@ -137,33 +156,82 @@ class GroupLog:
         sealed, self._sealed = self._sealed, []
         return sealed
 
-    def prepare(self) -> bool:
-        """Prepare the next segment; False if there is nothing to do, or no room."""
+    def prepare(self, log_bytes: int) -> bool:
+        """Prepare room for events and then the next segment; False if there is nothing to do, or no room.
+
+        Args:
+            log_bytes: Size of the present event log.
+        """
+        whole = max(self._config.segment_bytes, self._wanted())
+        reserved = self._reserve.wanted(log_bytes)
+        if self._has_next(whole) and self._reserve.nbytes >= reserved:
+            lacked, self.retry_at = self.retry_at != float("inf"), float("inf")
+            return lacked
         lacked = self.retry_at != float("inf")
-        if (self._next is not None and not lacked) or (lacked and time.monotonic() < self.retry_at):
+        if lacked and time.monotonic() < self.retry_at:
             return False
         try:
-            self._make_next()
+            self._reserve.keep(reserved)
+            if not self._has_next(whole):
+                self._make_next(whole)
         except OSError as error:
             if not passes(error):
                 raise
-        if self._next is not None and self._next.segment.nbytes >= self._config.segment_bytes:
-            self.retry_at = float("inf")
-            return True
+        else:
+            if self._has_next(whole):
+                self.retry_at = float("inf")
+                return True
         if not lacked:
-            logger.warning("disk full, no room for another segment bytes=%d", self._config.segment_bytes)
+            logger.warning("disk full, no room for another segment bytes=%d", whole)
+        self.drop_spares()
         self.retry_at = time.monotonic() + RETRY_S
         return False
 
-    def _make_next(self) -> None:
+    @property
+    def cramped(self) -> bool:
+        """Whether the present segment is nearly full, and so is the disk: see `leave`. For any thread."""
+        current = self._current
+        if current is None or self.retry_at == float("inf"):
+            return False
+        return current.rest < max(current.segment.nbytes // 4, self.wanted_bytes)
+
+    def leave(self) -> None:
+        """Finish the present segment and return its rest to the disk: nothing removes a segment while it is written.
+
+        Only while no group is on its way: it may have been accepted into that rest.
+        """
+        if self._current is not None:
+            self.commit()
+            self._seal(self._current)
+            self._current = None
+
+    def _wanted(self) -> int:
+        return self.wanted_bytes and self.wanted_bytes + BLOCK_BYTES  # the first block has the file's header
+
+    def _has_next(self, nbytes: int) -> bool:
+        return self._next is not None and self._next.segment.nbytes >= nbytes
+
+    def _make_next(self, whole: int) -> None:
         """Create the next segment, smaller if need be, or give it the room it lacks."""
-        whole = self._config.segment_bytes
+        least = min(whole, max(SMALLEST_BYTES, self._wanted()))
         if self._next is None:
-            self._next = self._create_smaller(whole, min(whole, SMALLEST_BYTES))
-        elif self._next.segment.nbytes < whole:
-            self.drop_spares()  # They have the room that it lacks.
-            self._next.file.allocate(whole)
-            self._next.segment.nbytes = whole
+            self._next = self._create_smaller(whole, least)
+            return
+        self.drop_spares()  # They have the room that it lacks.
+        try:
+            self._enlarge(self._next, whole)
+        except OSError as error:
+            if error.errno not in NO_ROOM or self._has_next(least):
+                raise
+            self._enlarge(self._next, least)
+
+    def _enlarge(self, writing: _Writing, nbytes: int) -> None:
+        try:
+            writing.file.allocate(nbytes)
+        except OSError:
+            writing.file.limit(writing.segment.nbytes)  # Some file systems have reserved a part of it.
+            raise
+        writing.segment.nbytes = nbytes
 
     def abandon(self, *, cut: bool) -> None:
         """Close the files after a disk failure, and truncate the groups of unfinished commits if possible."""
@@ -190,8 +258,7 @@ class GroupLog:
     def _next_segment(self, need: int) -> _Writing:
         if self._current is not None:
             self.commit()
-            self._finish(self._current)
-            self._sealed.append(self._current.segment)
+            self._seal(self._current)
         least = BLOCK_BYTES + need
         if self._next is None:
             self._current = None
@@ -200,9 +267,12 @@ class GroupLog:
         else:
             self._current, self._next = self._next, None
             if least > self._current.segment.nbytes:
-                self._patience.persist(partial(self._current.file.allocate, least))
-                self._current.segment.nbytes = least
+                self._patience.persist(partial(self._enlarge, self._current, least))
         return self._current
+
+    def _seal(self, writing: _Writing) -> None:
+        self._finish(writing)
+        self._sealed.append(writing.segment)
 
     def _finish(self, writing: _Writing) -> None:
         writing.file.cut()

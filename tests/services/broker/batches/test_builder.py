@@ -8,6 +8,7 @@ from tests.services.broker.bench import Bench, config, ids
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Batch, ErrorReply, NoBatch, Wait
 from rolloutmq.schemas.wire.requests import Pull
+from rolloutmq.services.broker.actions import Expired
 
 
 def wait_of(answer: object) -> Wait:
@@ -34,6 +35,7 @@ def test_what_is_too_old_is_dropped_and_counted() -> None:
     pressure = bench.pressure()
     assert (pressure.ledger.expired, pressure.ledger.reasons) == (2, {"expired(stale)": 2})
     assert pressure.staleness_max == 2
+    assert bench.expired == [Expired("e", 2, 2)]
     assert [(r.group_id, r.state, r.reason) for r in bench.dropped] == [
         (group_id, "expired", "stale") for group_id in old
     ]
@@ -512,20 +514,92 @@ def test_weights_hold_over_batches_too_small_to_hold_them_one_by_one() -> None:
     assert taken == {"a": 24, "b": 8}
 
 
-def test_a_minimum_share_is_waited_for_and_given_up_by_a_silent_environment() -> None:
-    bench = Bench(config(broker={"silent_env_s": 30.0}, a={}, b={"min_share": 0.5, "weight": 0.0}))
+def test_a_minimum_share_is_waited_for_once_and_for_a_short_time() -> None:
+    bench = Bench(config(broker={"exact_wait_s": 5.0}, a={}, b={"min_share": 0.5, "weight": 0.0}))
     bench.producer("pb", "b", slots=1)
     bench.producer("pa", "a").send(9)
     bench.consumer()
     assert wait_of(bench.pull(0, 8)) is Wait.MIN_SHARE
     bench.wait(0, 8)
-    for _ in range(4):
-        bench.send_beat()
-        bench.tick(7.0)
+    bench.tick(4.9)
     assert batches(bench) == []
-    bench.tick(2.1)
+    bench.tick(0.2)
     (batch,) = batches(bench)
     assert {d.env for d in batch.groups} == {"a"}
+    bench.settle(batch)
+    bench.batch(1, 8)
+
+
+def test_an_environment_that_can_meet_its_minimum_share_again_is_waited_for_again() -> None:
+    bench = Bench(config(broker={"exact_wait_s": 5.0, "silence_s": 60.0}, a={}, b={"min_share": 0.5}))
+    b = bench.producer("pb", "b")
+    bench.producer("pa", "a").send(20)
+    bench.consumer()
+    assert wait_of(bench.pull(0, 8)) is Wait.MIN_SHARE
+    bench.tick(5.0)
+    bench.settle(bench.batch(0, 8))
+    b.send(1)
+    bench.settle(bench.batch(1, 8))
+    assert wait_of(bench.pull(2, 8)) is Wait.MIN_SHARE
+    bench.now += 31.0
+    bench.consumer()
+    bench.settle(bench.batch(2, 8))
+
+
+def test_what_a_minimum_share_missed_is_made_up_for_by_later_batches() -> None:
+    bench = Bench(
+        config(
+            broker={"exact_wait_s": 0.0},
+            batch=32,
+            a={"weight": 3.0, "stale": "pass"},
+            b={"min_share": 0.5, "stale": "pass"},
+        )
+    )
+    b = bench.producer("pb", "b", slots=99)
+    bench.producer("pa", "a", slots=99).send(60)
+    bench.consumer()
+    bench.settle(bench.batch(0, 32))
+    b.send(40)
+    taken = []
+    for step in range(1, 6):
+        batch = bench.batch(step, 32)
+        taken.append(sum(d.env == "b" for d in batch.groups))
+        bench.settle(batch)
+    assert taken[0] > 4
+    assert sum(taken) == 6 * 4, "half of all six batches"
+
+
+@pytest.mark.parametrize(
+    ("target", "sizes", "share", "parts"),
+    [
+        (8, (8, 4, 4), 0.5, (0.25, 0.5, 0.25)),
+        (8, (4, 4, 8), 0.5, (0.25, 0.5, 0.25)),
+        (16, (16, 4, 4), 0.25, (1 / 3, 1 / 3, 1 / 3)),
+        (16, (12, 4, 4), 0.5, (0.25, 0.5, 0.25)),
+    ],
+)
+def test_groups_that_a_minimum_share_leaves_no_room_for_get_the_share_of_their_environment(
+    target: int, sizes: tuple[int, int, int], share: float, parts: tuple[float, float, float]
+) -> None:
+    """The middle one has the minimum share. Groups as large as a batch got nothing, or what it left nothing to."""
+    rules = {env: {"group_size": size} for env, size in zip("abc", sizes, strict=True)}
+    rules["b"]["min_share"] = share  # type: ignore[assignment]
+    bench = Bench(config(batch=target, **rules))
+    bench.shadowed = False
+    lanes = dict(zip("abc", sizes, strict=True))
+    peers = {env: bench.producer(f"p{env}", env, slots=999, group_size=size) for env, size in lanes.items()}
+    bench.consumer()
+    taken: Counter[str] = Counter()
+    for _ in range(48):
+        for lane in bench.pressure().lanes:
+            if lane.queued_sequences < 2 * target:
+                peers[lane.env].send(target // lanes[lane.env] + 1, sequences=lanes[lane.env])
+        batch = bench.batch(0, target)
+        assert not batch.short
+        taken.update({env: sum(d.header.sequences for d in batch.groups if d.env == env) for env in lanes})
+        bench.settle(batch, no_signal=True)
+    for env, part in zip("abc", parts, strict=True):
+        assert abs(taken[env] - part * taken.total()) <= 2 * target, (env, taken)
 
 
 def test_a_minimum_share_is_kept() -> None:

@@ -2,8 +2,17 @@ import pytest
 from tests.services.broker.bench import Bench, config, ids
 
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
-from rolloutmq.schemas.wire.replies import Batch, ErrorReply, NoBatch, Ok, Rejected, Settled, Wait
-from rolloutmq.schemas.wire.requests import Commit, ConsumerBeat, Pull, Release, Settle
+from rolloutmq.schemas.wire.replies import (
+    Batch,
+    ConsumerRegistered,
+    ErrorReply,
+    NoBatch,
+    Ok,
+    Rejected,
+    Settled,
+    Wait,
+)
+from rolloutmq.schemas.wire.requests import Commit, ConsumerBeat, Pull, RegisterConsumer, Release, Settle
 
 
 def ready(groups: int = 4, *, broker: dict[str, float] | None = None) -> Bench:
@@ -113,7 +122,8 @@ def test_each_fate_has_its_place_in_the_ledger() -> None:
 def test_equal_ids_in_one_batch_are_told_apart_by_count() -> None:
     bench = Bench(config(e={}))
     peer = bench.producer()
-    peer.send(2, group_id="x")
+    for crc in (1, 2):
+        peer.send(1, group_id="x", crc=crc)
     bench.consumer()
     batch = bench.batch(0)
     bench.settle(batch, trained=("x",), filtered=("x",))
@@ -517,3 +527,262 @@ def test_a_wait_that_is_no_number_is_refused() -> None:
     assert isinstance(answer, ErrorReply)
     pull = Pull(consumer="c", step=0, version=PolicyVersion(), sequences=999, request_id="y")
     assert bench.send(pull) == []
+
+
+# One rank of several, restarted alone
+
+
+def half_settled(bench: Bench, step: int = 0) -> tuple[dict[str, object], dict[str, object], Settled]:
+    """Let rank 0 settle a step of two ranks, and rank 1 only pull it; return the ranks and the answer to rank 0."""
+    one, two = world(bench)
+    first, _ = bench.batch(step, 16, **one), bench.batch(step, 16, **two)
+    return one, two, bench.settle(first, consumer="c0")
+
+
+def lease_lost(answer: object) -> bool:
+    return isinstance(answer, ErrorReply) and answer.code is ErrorCode.LEASE_LOST
+
+
+def test_a_settlement_is_provisional_until_every_rank_has_settled() -> None:
+    bench = ready(8)
+    one, two = world(bench)
+    first, second = bench.batch(0, 16, **one), bench.batch(0, 16, **two)
+    assert bench.settle(first, consumer="c0").provisional
+    assert not bench.settle(second, consumer="c1", rank=1).provisional
+    assert not bench.settle(first, consumer="c0").provisional
+
+
+def test_a_rank_is_told_once_that_its_settled_step_was_lost() -> None:
+    bench = ready(8)
+    one, _, settled = half_settled(bench)
+    assert settled.provisional
+    assert bench.wait(1, 16, request_id="waits", **one) == []
+    bench.late.clear()
+    bench.consumer("c1", rank=1, world_size=2)
+    (told,) = [reply.message for reply in bench.late]
+    assert lease_lost(told)
+    bench.restart()
+    assert lease_lost(bench.pull(1, 16, request_id="after a restart", **one))
+    assert lease_lost(bench.pull(1, 16, request_id="after a restart", **one))
+    again = bench.batch(0, 16, **one)
+    other = bench.batch(0, 16, rank=1, world_size=2, consumer="c1")
+    bench.settle(again, consumer="c0")
+    bench.settle(other, consumer="c1", rank=1)
+    assert bench.pressure().ledger.trained == 4
+
+
+def test_a_void_settlement_outlives_a_snapshot() -> None:
+    bench = ready(8)
+    one, _, _ = half_settled(bench)
+    bench.consumer("c1", rank=1, world_size=2)
+    assert lease_lost(bench.reborn().pull(1, 16, **one))
+
+
+def test_a_new_life_of_a_rank_is_not_told_of_the_settlement_before() -> None:
+    bench = ready(8)
+    one, two, _ = half_settled(bench)
+    for rank in (0, 1):
+        bench.consumer(f"c{rank}", rank=rank, world_size=2)
+    assert isinstance(bench.batch(0, 16, **one), Batch)
+    assert isinstance(bench.batch(0, 16, **two), Batch)
+
+
+def test_a_lease_that_misses_a_rank_is_no_failure_of_its_groups() -> None:
+    bench = ready(4, broker={"lease_s": 5.0, "max_deliveries": 2})
+    one, _ = world(bench)
+    for _ in range(4):
+        bench.batch(0, 16, **one)
+        for _ in range(8):
+            bench.now += 1.0
+            for name in ("c0", "c1"):
+                bench.send_beat(name)
+            bench.tick()
+    ledger = bench.pressure().ledger
+    assert (ledger.dead, ledger.queued) == (0, 4)
+
+
+def test_a_rank_that_registers_during_a_step_is_told_the_policy_of_that_step() -> None:
+    bench = ready(8)
+    one, two = world(bench)
+    bench.settle(bench.batch(0, 16, **one), consumer="c0")
+    bench.wait(1, 16, **one)
+    told = bench.ask(RegisterConsumer(consumer="c1", rank=1, world_size=2), ConsumerRegistered)
+    assert told.policy == PolicyVersion(0, 0)
+    assert isinstance(bench.batch(0, 16, **two), Batch)
+
+
+def step_settled(bench: Bench) -> list[dict[str, object]]:
+    ranks = world(bench)
+    batches = [bench.batch(0, 16, **rank) for rank in ranks]
+    for rank, batch in zip(ranks, batches, strict=True):
+        bench.settle(batch, consumer=rank["consumer"], rank=rank["rank"])
+    return ranks
+
+
+def refused_in_the_end(bench: Bench, step: int, rank: dict[str, object]) -> ErrorReply:
+    """Let a rank wait for a step that contradicts the others until it is refused; all ranks live."""
+    assert bench.wait(step, 16, **rank) == []
+    bench.late.clear()
+    for _ in range(4):
+        bench.now += 1.0
+        bench.send_beat("c0")
+        bench.send_beat("c1")
+        bench.tick()
+    (answer,) = [reply.message for reply in bench.late]
+    assert isinstance(answer, ErrorReply)
+    assert answer.code is ErrorCode.CONFLICT
+    return answer
+
+
+def test_a_rank_that_pulls_a_step_of_the_past_waits_and_is_refused() -> None:
+    bench = ready(12)
+    one, two = step_settled(bench)
+    bench.consumer("c1", rank=1, world_size=2)
+    refused = bench.pull(0, 16, **two)
+    assert isinstance(refused, NoBatch)
+    assert refused.wait is Wait.STEP_MISMATCH
+    assert isinstance(bench.pull(1, 16, **one), Batch), "the others go on"
+    refused_in_the_end(bench, 0, two)
+    assert isinstance(bench.pull(1, 16, **two), Batch)
+
+
+def test_a_group_whose_ranks_all_start_over_may_pull_any_step() -> None:
+    bench = ready(12)
+    one, two = step_settled(bench)
+    bench.consumer("c0", rank=0, world_size=2)
+    waits = bench.pull(0, 16, **one)
+    assert isinstance(waits, NoBatch)
+    bench.consumer("c1", rank=1, world_size=2)
+    assert isinstance(bench.pull(0, 16, **two), Batch)
+    assert isinstance(bench.pull(0, 16, **one), Batch)
+
+
+def test_a_step_leased_to_a_rank_ahead_goes_to_the_rank_that_has_not_settled_the_one_before() -> None:
+    """One rank had settled step 1, the other had not; the broker in between kept nothing."""
+    bench = ready(12)
+    one, two = world(bench)
+    leased = bench.batch(2, 16, version=PolicyVersion(0, 1), **one)
+    assert isinstance(bench.pull(1, 16, version=PolicyVersion(0, 0), **two), Batch)
+    assert bench.refused(settle_of(leased, consumer="c0")) is ErrorCode.LEASE_LOST
+    assert bench.batch(1, 16, version=PolicyVersion(0, 0), **one).step == 1
+    assert bench.pressure().ledger.dead == 0
+
+
+def test_a_rank_ahead_is_told_so_while_another_waits_for_the_step_before() -> None:
+    bench = ready(2)
+    one, two = world(bench)
+    assert bench.wait(1, 16, version=PolicyVersion(0, 0), **two) == []
+    assert lease_lost(bench.pull(2, 16, version=PolicyVersion(0, 1), **one))
+
+
+def test_a_rank_that_registers_is_told_no_policy_that_a_lost_settlement_promised() -> None:
+    """Rank 1 gave its batch back; rank 0 settled it in vain, and asked for the next step together with that."""
+    bench = ready(12)
+    one, two = step_settled(bench)
+    first, _ = bench.batch(1, 16, **one), bench.batch(1, 16, **two)
+    bench.ask(Release(consumer="c1", reason="gave it back"), Ok)
+    assert bench.refused(settle_of(first, consumer="c0")) is ErrorCode.LEASE_LOST
+    assert bench.batch(2, 16, **one).step == 2
+    told = bench.ask(RegisterConsumer(consumer="c1", rank=1, world_size=2), ConsumerRegistered)
+    assert told.policy == PolicyVersion(0, 1)
+    assert bench.batch(1, 16, **two).step == 1
+    assert bench.batch(1, 16, **one).step == 1
+
+
+def test_a_rank_that_pulls_a_step_of_the_future_goes_back_or_is_refused() -> None:
+    """It has not pulled its shard of the step that another rank has: neither would ever go on."""
+    bench = ready(12)
+    one, two = step_settled(bench)
+    bench.settle(bench.batch(1, 16, **one), consumer="c0")
+    assert lease_lost(bench.pull(2, 16, **two))
+    refused = bench.pull(2, 16, **two)
+    assert isinstance(refused, NoBatch)
+    assert refused.wait is Wait.STEP_MISMATCH
+    answer = refused_in_the_end(bench, 2, two)
+    assert "follows step 1" in answer.detail
+    assert bench.batch(1, 16, **two).step == 1
+    assert isinstance(bench.pull(2, 16, **one), NoBatch), "the first of these waits in order"
+
+
+def test_a_new_life_of_a_rank_that_had_settled_takes_the_step_back() -> None:
+    """The new life would pull a step that the others may settle meanwhile, and neither would ever go on."""
+    bench = ready(8)
+    one, two, _ = half_settled(bench)
+    told = bench.ask(RegisterConsumer(consumer="c0", rank=0, world_size=2), ConsumerRegistered)
+    assert told.policy == PolicyVersion(0, 0)
+    again = bench.batch(0, 16, **one)
+    assert lease_lost(bench.pull(1, 16, **two))
+    other = bench.batch(0, 16, **two)
+    assert bench.settle(again, consumer="c0").provisional
+    assert not bench.settle(other, consumer="c1", rank=1).provisional
+    ledger = bench.pressure().ledger
+    assert (ledger.trained, ledger.dead) == (4, 0)
+    assert isinstance(bench.pull(1, 16, **one), Batch)
+    assert isinstance(bench.pull(1, 16, **two), Batch)
+
+
+def test_a_rank_that_registers_is_told_no_policy_of_a_refused_pull() -> None:
+    """Rank 1 left before it had settled; rank 0 had, and its next pull came after the lease was lost."""
+    bench = ready(8)
+    one, two = world(bench)
+    first, _ = bench.batch(0, 16, **one), bench.batch(0, 16, **two)
+    assert bench.settle(first, consumer="c0").provisional
+    bench.ask(Release(consumer="c1", reason="left"), Ok)
+    assert lease_lost(bench.pull(1, 16, version=PolicyVersion(0, 1), **one))
+    told = bench.ask(RegisterConsumer(consumer="c1", rank=1, world_size=2), ConsumerRegistered)
+    assert told.policy == PolicyVersion(0, 0)
+    again = [bench.batch(0, 16, **rank) for rank in (one, two)]
+    assert not [bench.settle(part, consumer=f"c{rank}", rank=rank) for rank, part in enumerate(again)][
+        1
+    ].provisional
+
+
+def test_a_rank_that_registers_after_a_lost_first_step_is_told_the_policy_of_that_step() -> None:
+    """Rank 0 settled the first step too late and had asked for the second one together with that."""
+    bench = ready(12)
+    one, two = world(bench)
+    first, _ = bench.batch(0, 16, **one), bench.batch(0, 16, **two)
+    bench.ask(Release(consumer="c1", reason="gave it back"), Ok)
+    assert bench.refused(settle_of(first, consumer="c0")) is ErrorCode.LEASE_LOST
+    assert bench.batch(1, 16, version=PolicyVersion(0, 1), **one).step == 1
+    told = bench.ask(RegisterConsumer(consumer="c1", rank=1, world_size=2), ConsumerRegistered)
+    assert told.policy == PolicyVersion(0, 0)
+    assert bench.batch(0, 16, version=PolicyVersion(0, 0), **two).step == 0
+    assert bench.batch(0, 16, version=PolicyVersion(0, 0), **one).step == 0
+
+
+def test_a_rank_that_was_told_of_the_loss_as_it_settled_pulls_that_step_again() -> None:
+    """The first answer to its settlement was lost. Told twice, it would go back behind a step that all have settled."""
+    bench = ready(12)
+    one, two = step_settled(bench)
+    first, _ = bench.batch(1, 16, **one), bench.batch(1, 16, **two)
+    assert bench.settle(first, consumer="c0").provisional
+    bench.ask(Release(consumer="c1", reason="gave it back"), Ok)
+    assert bench.refused(settle_of(first, consumer="c0", version=PolicyVersion(0, 2))) is ErrorCode.LEASE_LOST
+    assert bench.batch(1, 16, **one).step == 1
+    assert bench.batch(1, 16, **two).step == 1
+
+
+def test_a_rank_that_gathers_several_batches_for_one_step_is_told_a_loss() -> None:
+    """It pulls the same step again, and its part of the lost batch must leave its gradient."""
+    bench = ready(12)
+    one, two = world(bench)
+    first, _ = bench.batch(0, 16, **one), bench.batch(0, 16, **two)
+    assert bench.settle(first, consumer="c0", version=PolicyVersion()).provisional
+    bench.ask(Release(consumer="c1", reason="gave it back"), Ok)
+    assert lease_lost(bench.pull(0, 16, **one))
+    assert bench.batch(0, 16, **one).step == 0
+
+
+def test_a_rank_that_pulls_behind_a_step_which_another_has_begun_is_refused() -> None:
+    bench = ready(12)
+    one, two = step_settled(bench)
+    bench.batch(1, 16, **one)
+    refused = bench.pull(0, 16, **two)
+    assert isinstance(refused, NoBatch)
+    assert refused.wait is Wait.STEP_MISMATCH
+    answer = refused_in_the_end(bench, 0, two)
+    assert answer.detail.startswith(
+        "pull: step 0 is settled, and c0 is past it, with 0 as its last settled step"
+    )
+    assert bench.batch(1, 16, **two).step == 1

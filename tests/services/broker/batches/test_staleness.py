@@ -1,7 +1,7 @@
 from msgspec.structs import replace
 from tests.services.broker.bench import config, header, stored
 
-from rolloutmq.bus.policy_lineage import PolicyLineage
+from rolloutmq.schemas.policy_lineage import PolicyLineage
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.batches.staleness import StalenessRule
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -15,7 +15,7 @@ class Rules:
 
     def __init__(self, stale: str = "drop") -> None:
         environments = config(e={"max_staleness": 2, "stale": stale}).environment
-        self.lanes = Lanes(environments, Groups(), 1)
+        self.lanes = Lanes(environments, Groups(0), 1)
         self.ledger = Ledger()
         self.lineage = PolicyLineage()
         self.rule = StalenessRule(self.lanes, self.lineage, self.ledger)
@@ -70,6 +70,14 @@ def test_eval_groups_do_not_count_into_the_largest_staleness() -> None:
     rules.rule.record([rules.group(1, 5)], PolicyVersion(0, 6))
     rules.rule.record([rules.group(2, 4, split=Split.EVAL)], PolicyVersion(0, 6))
     assert rules.rule.max_delivered == 1
+
+
+def test_eval_groups_are_never_stale() -> None:
+    rules = Rules()
+    group = rules.group(1, 0, split=Split.EVAL)
+    assert rules.dropped(group, at=90) == []
+    rules.rule.record([group], PolicyVersion(0, 90))
+    assert rules.ledger.reasons == {}
 
 
 def test_steps_that_a_resumed_trainer_threw_away_count() -> None:

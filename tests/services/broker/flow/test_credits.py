@@ -5,6 +5,7 @@ from tests.services.broker.bench import Bench, Peer, config
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.schemas.wire.control import Drain, SetValues, ValuesSet
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Ack, Batch, Ok, Wait
 from rolloutmq.schemas.wire.requests import Goodbye, Release
 from rolloutmq.services.broker.batches.consumers import POLL_S
@@ -92,6 +93,27 @@ def test_a_trainer_that_got_its_batch_or_left_is_not_hungry(leaves: bool) -> Non
         peer.send(2)
         bench.settle(bench.batch(0, 8))
     assert not bench.core._state.consumers.any_unserved
+
+
+def test_evaluation_has_room_while_the_queue_is_full_and_the_trainer_waits_for_it() -> None:
+    bench = tight()
+    training = bench.producer(slots=99)
+    for _ in range(40):
+        bench.tick(0.6)
+        if training.position + 1000 <= training.sync().byte_limit:
+            training.send(nbytes=1000)
+    full = bench.pressure().queued_bytes
+    bench.tick(0.6)
+    assert training.position + 1000 > training.sync().byte_limit
+    evaluating = bench.producer("v", split=Split.EVAL, slots=4)
+    bench.consumer("x", group="evaluator")
+    for step in range(9):
+        bench.tick(0.6)
+        evaluating.sync()
+        assert evaluating.position + 1000 <= evaluating.sync().byte_limit, "the reserve is for it, too"
+        evaluating.send(nbytes=1000)
+        bench.settle(bench.batch(step, 1, split=Split.EVAL, consumer="x", group="evaluator"), consumer="x")
+    assert bench.pressure().queued_bytes == full
 
 
 def test_a_group_beyond_its_credit_is_refused_and_may_come_again() -> None:
@@ -451,3 +473,21 @@ def _limits_after(turns: int, peers: list[Peer]) -> list[int]:
         peers[0].bench.tick(1.1)
         limits = [peer.sync().byte_limit for peer in peers]
     return limits
+
+
+def test_permits_of_a_producer_that_was_silent_are_no_way_past_the_mark_in_groups() -> None:
+    bench = Bench(config(broker={"high_groups": 4, "silence_s": 10.0}, batch=8, e={}))
+    silent = bench.producer("p")
+    bench.tick(11.0)
+    bench.producer("q").send(4)
+    silent.sync()
+    late = [silent.next() for _ in range(4)]
+    for head in late:
+        silent.deliver(head)
+    assert bench.pressure().queued_groups == 4
+    assert silent.sync().cumulative == 0
+    bench.consumer()
+    bench.train(0)
+    for head in late[:2]:
+        silent.deliver(head)
+    assert silent.sync().cumulative == 2

@@ -1,5 +1,6 @@
 """The data plane on real sockets, with a scripted core: limits, fairness, counts, the end."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -303,15 +304,22 @@ def test_request_without_a_return_address_is_counted(tmp_path: Path, frames: lis
         assert script.rejections == ["serve: malformed"]
 
 
-def test_reply_to_a_peer_that_left_is_counted(tmp_path: Path) -> None:
+def test_reply_to_a_peer_that_left_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     left: list[Route] = [(b"nobody", b"")]
 
     def answer(route: Route, _: Request) -> list[Action]:
         return [*(Reply(gone, Ok()) for gone in left), Reply(route, Ok())]
 
-    with running(Script(answer=answer), tmp_path) as it:
+    with caplog.at_level(logging.INFO), running(Script(answer=answer), tmp_path) as it:
         it.ask(it.dealer(), b"1", b"", codec.encode(GetInfo()))
-        assert list(it.plane.unsent.values()) == [1]
+        assert it.plane.unsent == {"Ok: the peer is gone": 1}
+    (record,) = [
+        record for record in caplog.records if "peer" in record.message and "reply" in record.message
+    ]
+    assert (record.levelno, record.message) == (
+        logging.INFO,
+        "reply not sent reason=Ok: the peer is gone count=1",
+    )
 
 
 def test_peer_that_does_not_read_its_replies_holds_up_nobody(tmp_path: Path) -> None:

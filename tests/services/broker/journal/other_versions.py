@@ -13,8 +13,8 @@ from rolloutmq.services.broker.journal.format.records import (
 )
 from rolloutmq.services.broker.journal.read.versions import OLD_LOGS
 
-OTHERS = (1, 2, 4)
-"""Versions that are not ours: two that did not say so in the beginning of a file, and the next one."""
+OTHERS = (1, 2, 3, 5)
+"""Versions that are not ours: two that did not say so in the beginning of a file, the last one and the next one."""
 
 
 def beginning(nonce: bytes, version: int) -> bytes:

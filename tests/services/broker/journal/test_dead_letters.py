@@ -11,6 +11,7 @@ from tests.services.broker.journal.other_versions import OTHERS, as_version
 
 from rolloutmq.bus.encoding.codec import decode_group
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
+from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 
 ROOM = 1 << 20
@@ -60,6 +61,12 @@ def test_what_is_buried_is_found_as_it_was(made: Handmade, store: DeadLetterStor
         ]
     assert store.find("g5") is None
     assert not list(made.layout.dead.glob("*.tmp"))
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_a_letter_is_for_its_user_alone(made: Handmade, store: DeadLetterStore) -> None:
+    assert bury(store, group(made, 4))
+    assert [path.stat().st_mode & 0o777 for path in made.layout.dead.iterdir()] == [0o600]
 
 
 def test_entries_come_in_their_order_without_reading_the_contents(
@@ -208,3 +215,12 @@ def test_letter_of_another_version_is_named_and_harms_no_other(
     assert later.open(4) is None
     assert later.find("g4") is None
     assert later.find("g5") is not None
+
+
+def test_a_pipe_in_place_of_a_letter_is_not_waited_for(made: Handmade, store: DeadLetterStore) -> None:
+    assert bury(store, group(made, 4))
+    os.mkfifo(made.layout.dead / "000000000009.rmq")
+    os.mkfifo(made.layout.saved)
+    require_own_records(made.layout)
+    assert [(entry.order, entry.letter is None) for entry in store.entries()] == [(4, False), (9, True)]
+    assert store.open(9) is None

@@ -26,6 +26,8 @@ from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.event_buffer import Entry
 from rolloutmq.services.broker.journal.format.events import Dropped
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.journal.write.event_reserve import RESERVE_NAME
 
 GONE = Dropped(7, "expired", "stale")
 
@@ -93,6 +95,100 @@ def test_without_room_for_another_segment_no_more_is_asked_for_in_time(
     run.until(lambda: not run.journal.tight)
     run.journal.close()
     assert len(served(again(tmp_path).found)) == 1 + taken
+
+
+def test_groups_are_admitted_only_into_room_that_is_reserved(tmp_path: Path, disk: FailingDisk) -> None:
+    """From the first moment of a life on: nothing is known of the disk then."""
+    disk.fail("allocate", errno.ENOSPC)
+    run = Driven(tmp_path, config(segment_bytes=1 << 20), disk).start()
+    run.until(lambda: run.journal.tight)
+    assert run.journal.status().health == "full"
+    one = group(1, 30_000)
+    assert not run.journal.admits([one.header])
+    run.write(GONE)  # what makes room waits for nothing
+    disk.heal()
+    run.until(lambda: run.journal.admits([one.header]))
+    taken = 0
+    while run.journal.admits([(one := group(1 + taken, 30_000)).header]):
+        taken += 1
+        run.append(one)
+        disk.fail("allocate", errno.ENOSPC)
+    assert taken > 10
+    run.settle()  # all of them had room, with none behind the two segments
+    disk.heal()
+    run.journal.close()
+    assert len(served(again(tmp_path).found)) == taken
+
+
+def test_room_is_made_for_a_group_that_is_larger_than_a_segment(tmp_path: Path, disk: FailingDisk) -> None:
+    run = Driven(tmp_path, config(), disk).start()
+    large = group(1, 500_000)
+    run.until(lambda: run.journal.admits([group(2, 100).header]))
+    assert not run.journal.admits([large.header])
+    run.journal.want([large.header])
+    run.until(lambda: run.journal.admits([large.header]))
+    run.journal.want(())
+    run.write(large)
+    run.journal.close()
+    assert served(again(tmp_path).found) == {1}
+
+
+def test_a_segment_that_is_nearly_full_is_left_when_the_disk_is_full_so_it_can_be_removed(
+    tmp_path: Path, disk: FailingDisk
+) -> None:
+    run = Driven(tmp_path, config(segment_bytes=1 << 20), disk).start()
+    run.until(lambda: run.journal.admits([group(1).header]))
+    first = tmp_path / "groups-00000001.rmq"
+    written: list[StoredGroup] = []
+    disk.fail("allocate", errno.ENOSPC)
+    while run.journal.admits([(one := group(1 + len(written), 30_000)).header]):
+        written.append(one)
+        run.write(one)
+    assert len(written) > 10
+    for one in written:
+        one.body.release()
+    run.write(GONE)
+    run.until(lambda: not first.exists())
+    run.journal.close()
+
+
+def test_a_segment_is_not_left_while_a_group_that_was_accepted_into_its_rest_is_on_its_way(
+    tmp_path: Path, disk: FailingDisk
+) -> None:
+    run = Driven(tmp_path, config(segment_bytes=1 << 20), disk).start()
+    run.until(lambda: run.journal.admits([group(1).header]))
+    disk.fail("allocate", errno.ENOSPC)
+    count = 0
+    while run.journal.admits([(one := group(1 + count, 30_000)).header]):
+        count += 1
+        run.append(one)
+        run.journal.advance(0.0, urgent=False)  # the disk is full by now, the segment nearly
+    run.settle()
+    run.until(lambda: (tmp_path / "groups-00000001.rmq").stat().st_size < 1 << 20)
+    assert not run.journal.admits([group(1 + count, 30_000).header])
+    run.write(GONE)
+    run.journal.close()
+    assert len(served(again(tmp_path).found)) == count > 10
+
+
+def test_events_have_room_of_their_own(tmp_path: Path, disk: FailingDisk) -> None:
+    run = Driven(tmp_path, config(Durability.OS), disk).start()
+    reserve = tmp_path / RESERVE_NAME
+    run.until(reserve.exists)
+    run.write(group(1))
+
+    def full_while_it_is_there(_: int) -> None:
+        if reserve.exists():
+            raise OSError(errno.ENOSPC, "no room")
+
+    disk.plan["pwritev"] = full_while_it_is_there
+    disk.fail("allocate", errno.ENOSPC)
+    run.write(GONE)
+    assert not reserve.exists()
+    disk.heal()
+    run.until(reserve.exists)
+    run.journal.close()
+    assert not reserve.exists()
 
 
 def test_room_may_come_from_segments_that_nothing_needs(tmp_path: Path, disk: FailingDisk) -> None:

@@ -14,9 +14,13 @@ from rolloutmq.services.broker.actions import Bury, Publish
 from rolloutmq.services.broker.journal.format.events import (
     ConsumerSnapshot,
     Event,
+    GroupSnapshot,
     LedgerSnapshot,
+    RetainedBatchSnapshot,
     RunSnapshot,
 )
+from rolloutmq.services.broker.journal.format.events_codec import decode_events
+from rolloutmq.services.broker.journal.format.events_codec import encode as encode_events
 from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
 
 _F = TypeVar("_F", bound=Event)
@@ -187,3 +191,25 @@ def test_a_registration_that_is_repeated_rewinds_once() -> None:
     bench.consumer("b", rank=1, world_size=2, resume=zero)
     other = bench.batch(0, consumer="b", rank=1, world_size=2)
     assert (part.lease, part.generation) == (other.lease, other.generation)
+
+
+def test_a_retained_batch_is_restored_with_the_groups_that_are_left() -> None:
+    """The record of one group is damaged, that of the batch is not: its states must not outnumber its groups."""
+    bench = Bench()
+    bench.producer().send(2)
+    bench.consumer(resume=PolicyVersion())
+    first, _ = bench.train(0)
+    snapshot = [item[0] if isinstance(item, tuple) else item for item in bench.core.snapshot()]
+    for lost in ({first}, set(bench.waiting())):
+        left = [
+            item
+            for item in snapshot
+            if not (isinstance(item, GroupSnapshot) and item.accepted.header.group_id in lost)
+        ]
+        later = Bench(bench.settings, epoch=2)
+        later.core.restore(decode_events(encode_events(left)), bench.journal, 7.0, WALL)
+        kept = items(later, RetainedBatchSnapshot)
+        assert [[len(rank) for rank in one.shards] for one in kept] == [
+            [len(rank) for rank in one.states] for one in kept
+        ]
+        later.core._state.transitions.commit("trainer", PolicyVersion(0, 1))

@@ -54,7 +54,7 @@ def test_two_leases_that_return_in_the_wrong_order_end_in_the_right_one() -> Non
 
 
 def test_the_sums_over_all_lanes_follow_every_move() -> None:
-    lanes = Lanes({}, Groups())
+    lanes = Lanes({}, Groups(0))
     one, other = (lanes.open(env, Split.TRAIN, 0.0) for env in ("a", "b"))
     for lane in (one, other):
         for _ in range(3):
@@ -71,3 +71,17 @@ def test_the_sums_over_all_lanes_follow_every_move() -> None:
     lanes.validate()
     assert (lanes.held_groups, lanes.queued_sequences(Split.TRAIN)) == (5, 20)
     assert [group.order for group in other.in_order()] == [4, 5, 6]
+
+
+def test_what_a_training_environment_makes_for_evaluation_is_not_paced() -> None:
+    rules = {"e": EnvironmentConfig(entry="a:B"), "v": EnvironmentConfig(entry="a:B", split="eval")}
+    lanes = Lanes(rules, Groups(0))
+
+    def paced() -> list[bool]:
+        asked = (("e", Split.TRAIN), ("e", Split.EVAL), ("v", Split.EVAL))
+        return [lanes.open(env, split, 0.0).rule.pacing for env, split in asked]
+
+    assert paced() == [True, False, True]
+    lanes.adopt({name: rule.model_copy(update={"max_staleness": 9}) for name, rule in rules.items()}, {})
+    assert paced() == [True, False, True]
+    assert lanes.open("e", Split.EVAL, 0.0).rule.max_staleness == 9

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from tests.services.broker.bench import Bench, Peer, config
+from tests.services.broker.bench import Bench, Peer, config, right
 
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import Drain, Reset
 from rolloutmq.schemas.wire.envelope import ErrorCode, Split
 from rolloutmq.schemas.wire.replies import Ok
@@ -29,6 +30,7 @@ from rolloutmq.schemas.wire.tasks import (
     TaskStates,
     TaskStatus,
 )
+from rolloutmq.services.broker.actions import Reply
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import GroupBody
 
@@ -98,6 +100,7 @@ def test_a_group_that_names_a_task_settles_it() -> None:
     group = worker.answer("a")
     done = look(bench, "a")
     assert (done.state, done.group_id, done.worker) == (TaskState.DONE, group, "p")
+    assert (done.sequences, done.rewards) == (4, right(1, 4))
     bench.restart()
     assert look(bench, "a") == done
     assert counts(bench) == TaskCounts(done=1)
@@ -442,6 +445,39 @@ def test_a_task_that_could_never_be_answered_is_refused(bad: NewTask, code: Erro
     bench = Bench()
     assert bench.refused(SubmitTasks(tasks=(task("good"), bad))) is code
     assert look(bench, "good").state is TaskState.UNKNOWN
+
+
+def test_a_repeated_take_is_answered_when_the_first_one_would_be() -> None:
+    bench = Bench()
+    worker = Taker(bench.producer())
+    assert worker.wait() == []
+    bench.now += 5.0
+    assert worker.wait(again=True) == []
+    bench.now += 3.1
+    assert [reply.message for reply in bench.tick() if isinstance(reply, Reply)] == [TakenTasks()]
+
+
+def test_a_repeated_question_is_answered_when_the_first_one_would_be() -> None:
+    bench = Bench()
+    submit(bench, task("a"))
+    asked = AwaitTasks(ids=("a",), wait_s=8.0)
+    bench.send(asked, (b"ask",))
+    bench.now += 5.0
+    bench.send(asked, (b"ask",))
+    bench.now += 3.1
+    assert [type(reply.message) for reply in bench.tick() if isinstance(reply, Reply)] == [TaskStates]
+
+
+def test_tasks_of_an_evaluation_are_accepted_before_a_worker_is_there() -> None:
+    settings = RunConfig.model_validate(
+        {
+            "environment": {"e": {"entry": "a:B"}, "f": {"entry": "a:B"}},
+            "evaluation": {"enabled": True, "environments": ["e"]},
+        }
+    )
+    bench = Bench(settings)
+    assert submit(bench, task("a", split=Split.EVAL)) == [TaskState.QUEUED]
+    assert bench.refused(SubmitTasks(tasks=(task("b", env="f", split=Split.EVAL),))) is ErrorCode.INVALID
 
 
 def test_only_a_live_session_may_take() -> None:

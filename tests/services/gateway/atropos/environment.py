@@ -43,9 +43,7 @@ class Counting(BaseEnv):  # type: ignore[misc]
 
     @classmethod
     def config_init(cls) -> tuple[CountingConfig, list[APIServerConfig]]:
-        config = CountingConfig(
-            use_wandb=False, wandb_name=cls.name, group_size=4, max_token_length=64, max_num_workers=16
-        )
+        config = CountingConfig(wandb_name=cls.name, group_size=4, max_token_length=64, max_num_workers=16)
         return config, [APIServerConfig(model_name="scripted", api_key="none")]
 
     async def setup(self) -> None:

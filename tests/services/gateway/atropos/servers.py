@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
+import psutil
+
 from benchmarks.queues.atropos import RIVAL
 
 Side = Literal["theirs", "ours"]
@@ -131,6 +133,26 @@ def ended(
                 process.wait(LIMIT_S / 2)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def part(launcher: int, name: str) -> psutil.Process:
+    """Return the process of the gateway that plays a part."""
+    found: list[psutil.Process] = []
+
+    def runs() -> bool:
+        children = psutil.Process(launcher).children(recursive=True)
+        found[:] = [child for child in children if name in _command(child)]
+        return bool(found)
+
+    wait_for(runs, what=name)
+    return found[0]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Return its command line; nothing for a process that has ended."""
+    with contextlib.suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
 
 
 def wait_for(condition: Any, process: "subprocess.Popen[bytes] | None" = None, what: str = "") -> None:

@@ -136,12 +136,25 @@ def test_every_environment_has_its_own_number(api: Api) -> None:
     assert given == list(range(given[0], given[0] + 5))
 
 
-@pytest.mark.parametrize("field", ["max_token_length", "desired_name", "weight", "group_size"])
-def test_an_environment_says_all_four(api: Api, field: str) -> None:
+@pytest.mark.parametrize("field", ["max_token_length", "desired_name", "weight"])
+def test_an_environment_says_all_three(api: Api, field: str) -> None:
     start(api)
     rest = {name: value for name, value in ENVIRONMENT.items() if name != field}
     assert blamed(api.post("/register-env", rest)) == [["body", field]]
     assert blamed(api.post("/register-env", {**rest, field: None})) == [["body", field]]
+
+
+@pytest.mark.differs("older environments send three fields; ours takes the group size from their groups")
+def test_an_environment_need_not_say_the_size_of_its_groups(api: Api) -> None:
+    start(api, batch_size=100)
+    answer = api.post("/register-env", {"max_token_length": 512, "desired_name": "old", "weight": 1.0})
+    assert answer.status == api.either(theirs=422, ours=200)
+    assert blamed(api.post("/register-env", {**ENVIRONMENT, "group_size": None})) == [["body", "group_size"]]
+    if api.side == "ours":
+        env_id = answer.json["env_id"]
+        post(api, *(group(number, size=4, env_id=env_id) for number in range(3)))
+        told = api.get("/status-env", env_id=env_id).json
+        assert (told["queue_size"], told["self_queue_size"], told["max_group_size"]) == (3, 3, 4)
 
 
 def test_a_minimum_share_need_not_be_said(api: Api) -> None:

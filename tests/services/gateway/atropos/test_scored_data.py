@@ -178,6 +178,7 @@ def test_a_group_of_an_unknown_environment(api: Api) -> None:
         {"masks": [[1, 2, 3]]},
         {"masks": [[1], [2]]},
         {"inference_logprobs": [[0.0], [0.0]]},
+        {"overrides": [{}]},
     ],
 )
 def test_contradicting_lengths(api: Api, fields: dict[str, Any]) -> None:

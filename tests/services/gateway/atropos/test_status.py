@@ -95,6 +95,18 @@ def test_an_environment_names_itself_in_the_address(api: Api) -> None:
     assert ("env_weight" in answer.json) == (api.side == "ours")
 
 
+@pytest.mark.differs("proxies drop the body of a GET, so ours also takes it in a POST")
+def test_an_environment_names_itself_in_the_body_of_a_post(api: Api) -> None:
+    start(api)
+    env_id = join(api)["env_id"]
+    answer = api.post("/status-env", {"env_id": env_id})
+    assert answer.status == api.either(theirs=405, ours=200)
+    if api.side == "ours":
+        assert answer.json == standing(api, env_id)
+        assert api.post("/status-env", {}).status == 422
+        assert api.post("/status-env", {"env_id": 10_000}).status == 404
+
+
 @pytest.mark.parametrize("body", [{}, {"env_id": None}, {"env_id": "x"}, {"other": 1}])
 def test_an_environment_that_does_not_name_itself_is_refused(api: Api, body: dict[str, object]) -> None:
     start(api)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.trainer.support.saved import save_model
 
+from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.tokenizer_fingerprint import fingerprint
 from rolloutmq.schemas.config.distillation import TeacherConfig
@@ -137,6 +138,27 @@ async def test_its_name_and_the_dialect_of_its_errors(layout: RunLayout) -> None
             assert "invalid request" in (await response.json())["error"]["message"]
         async with session.get(f"{url}/v1/token_logprobs") as response:
             assert response.status == 405
+
+
+async def test_a_token_lets_the_workers_in_and_nobody_else(layout: RunLayout, model_dir: Path) -> None:
+    token = layout.root / "token"
+    write_private(token, b"0123456789abcdef")
+    config = run_of(layout, {"path": str(model_dir)})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"http_token_file": token})})
+    layout.config.write_text(config.model_dump_json())
+    stop = Stop()
+    task = asyncio.create_task(serve(layout.root, stop))
+    url = (await address(layout)).url
+    async with TeacherClient.opened(config, layout) as teacher:
+        assert IDS_COLUMN in await teacher.teach(some_group())
+    elsewhere = config.teacher.model_copy(update={"path": "", "url": f"{url}/t/0123456789abcdef"})
+    async with TeacherClient.opened(config.model_copy(update={"teacher": elsewhere}), layout) as teacher:
+        assert IDS_COLUMN in await teacher.teach(some_group())
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
+        assert response.status == 401
+        assert "authorization" in (await response.json())["error"]["message"]
+    stop.request("the end of the test")
+    await task
 
 
 async def test_a_teacher_of_another_tokenizer_does_not_begin(layout: RunLayout, tmp_path: Path) -> None:

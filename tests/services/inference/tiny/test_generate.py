@@ -65,10 +65,17 @@ def text_of(tokens: list[int]) -> str:
 
 
 def run(
-    model: Any, jobs: Sequence[Job], weights: Any = None, ends: Sequence[int] = (END,), seed: int = 0
+    model: Any,
+    jobs: Sequence[Job],
+    weights: Any = None,
+    ends: Sequence[int] = (END,),
+    seed: int = 0,
+    *,
+    fp32_head: bool = False,
 ) -> list[Job]:
     done: list[Job] = []
-    Generator(model, weights or Still(), ends, text_of, seed).generate(jobs, done.extend)
+    generator = Generator(model, weights or Still(), ends, text_of, seed, fp32_head=fp32_head)
+    generator.generate(jobs, done.extend)
     return done
 
 
@@ -105,6 +112,23 @@ def test_bfloat16_agrees_within_its_precision() -> None:
     for index, result in enumerate(job.results):
         expected = plain_logprobs(model, PROMPTS[index // 2], result, 1.0)
         assert torch.allclose(torch.tensor(result.logprobs), expected, atol=0.15, rtol=0)
+
+
+def test_with_a_float32_head_a_bfloat16_policy_is_sampled_as_in_float64() -> None:
+    """Without it each logit is rounded to 8 bits. The first token is looked at: its hidden state is the trainer's."""
+    model, prompt = policy(dtype="bfloat16"), PROMPTS[0]
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=torch.tensor([prompt])).last_hidden_state[0, -1].double()
+        exact = (hidden @ model.lm_head.weight.double().T).log_softmax(-1)
+
+    def furthest(fp32_head: bool) -> float:
+        job = Job([prompt], Sampling(n=16, max_tokens=1))
+        run(model, [job], fp32_head=fp32_head)
+        tokens, logprobs = zip(*((one.token_ids[0], one.logprobs[0]) for one in job.results), strict=True)
+        return float((torch.tensor(logprobs) - exact[list(tokens)]).abs().max())
+
+    assert furthest(True) < 1e-5
+    assert furthest(False) > 1e-3
 
 
 def test_greedy_is_the_naive_loop() -> None:

@@ -20,12 +20,19 @@ import numpy as np
 import pytest
 import torch
 
+from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import AddressInUseError, ConfigError, WeightsMismatchError
+from rolloutmq.schemas.errors import (
+    AddressInUseError,
+    ConfigError,
+    PolicyRefusedError,
+    WeightsMismatchError,
+)
 from rolloutmq.schemas.files import InferenceAddress, RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.http_access import HttpAccess
 from rolloutmq.services.inference.server import listening
 from rolloutmq.services.inference.tiny.policy import ServedPolicy
 from rolloutmq.services.inference.tiny.server import TinyServer, serve
@@ -494,12 +501,35 @@ async def test_a_taken_port_and_an_external_server_are_said(run_dir: Path) -> No
         await serve(run_dir, Stop())
 
 
+async def test_a_token_lets_the_workers_in_and_nobody_else(run_dir: Path) -> None:
+    token = run_dir / "token"
+    write_private(token, b"0123456789abcdef")
+    trainer = Trainer(run_dir, RunConfig.model_validate({"run": {"http_token_file": str(token)}}))
+    trainer.start()
+    try:
+        async with serving(trainer) as client:
+            assert (await client.get("/health"))[0] == 401
+            engines = Engines(lambda: [InferenceAddress(url=client.url, pid=0)], random.Random(0))
+            async with OpenAIPolicy.opened(engines, token="0123456789abcdef") as policy:
+                assert len(await policy.complete("1=", n=2, max_tokens=1)) == 2
+                async with (
+                    policy.endpoint() as endpoint,
+                    client.session.get(f"{endpoint.base_url}/models") as answer,
+                ):
+                    assert answer.status == 200
+            async with OpenAIPolicy.opened(engines) as stranger:
+                with pytest.raises(PolicyRefusedError, match="authorization"):
+                    await stranger.complete("1=")
+    finally:
+        trainer.stop()
+
+
 async def test_a_client_that_hangs_up_takes_its_request_along(trainer: Trainer) -> None:
     trainer.start()
     served = ServedPolicy.attach(trainer.layout, max_rows=8, seed=0)
     assert served is not None
     server = TinyServer(served, trainer.config.inference)
-    async with server.batcher, listening(server.app(), "127.0.0.1", 0, None) as port:
+    async with server.batcher, listening(server.app(HttpAccess()), "127.0.0.1", 0, None) as port:
         async with aiohttp.ClientSession() as session:
             url = f"http://127.0.0.1:{port}/v1/completions"
             asked = asyncio.create_task(session.post(url, data=b'{"prompt": "1="}'))

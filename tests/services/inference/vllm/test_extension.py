@@ -13,15 +13,20 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from tests.services.inference.vllm.support.child import child
 from tests.services.inference.vllm.support.lent import model_of
 from tests.services.inference.vllm.test_weight_matching import as_vllm_has_it
+from tests.trainer.weights.test_cuda_ipc import FakeCuda
 
 from rolloutmq.schemas.errors import WeightsMismatchError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.weights.cuda_ipc import CudaShare
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 V = PolicyVersion
 OURS = "rolloutmq.services.inference.vllm"
+WAIT_S = 30.0
 
 
 class EngineCore:
@@ -42,7 +47,8 @@ class EngineCore:
         return {}, True
 
     def step_with_batch_queue(self) -> tuple[dict[int, Any], bool]:
-        self.sampled.append("without a lock")
+        if self.scheduler.waiting:
+            self.sampled.append("without a lock")
         return {}, True
 
     def collective_rpc(
@@ -52,6 +58,13 @@ class EngineCore:
 
     def _send_abort_outputs(self, ended: list[str]) -> None:
         self.aborted += ended
+
+
+class Worker:
+    """The part of vLLM's worker that the extension knows."""
+
+    def execute_model(self, scheduled: str) -> str:
+        return f"did {scheduled}"
 
 
 class Scheduler:
@@ -83,12 +96,21 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     factory = SimpleNamespace(register_engine=lambda *_: None)
     bases = {name: type(name, (), {}) for name in ("WeightTransferInitInfo", "WeightTransferUpdateInfo")}
     layers = ModuleType("vllm.model_executor.layers.utils")
-    for name in ("", ".v1", ".v1.engine", ".model_executor", ".model_executor.model_loader", ".distributed"):
+    for name in (
+        "",
+        ".v1",
+        ".v1.engine",
+        ".v1.worker",
+        ".model_executor",
+        ".model_executor.model_loader",
+        ".distributed",
+    ):
         module(f"vllm{name}")
     module("vllm.model_executor.layers", utils=layers)
     module("vllm.model_executor.layers.utils")
     module("vllm.logger", init_logger=logging.getLogger)
     module("vllm.v1.engine.core", EngineCore=core)
+    module("vllm.v1.worker.gpu_worker", Worker=type("Worker", (Worker,), {}))
     module("vllm.v1.request", RequestStatus=SimpleNamespace(FINISHED_ABORTED="aborted"))
     module("vllm.distributed.weight_transfer", WeightTransferEngineFactory=factory)
     module("vllm.distributed.weight_transfer.base", WeightTransferEngine=object, **bases)
@@ -113,18 +135,22 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 class Lent:
     """A trainer's segment and a worker of vLLM that is to have it."""
 
-    def __init__(self, root: Path, extension: Any, tokenizer: str = "") -> None:
+    def __init__(
+        self, root: Path, extension: Any, tokenizer: str = "", kind: type[WeightShare] = WeightShare
+    ) -> None:
+        self.kind = kind
         self.address = root / "weights.json"
         self.model = model_of("qwen2")
         self.share = self.shared(self.model, tokenizer)
         runner = SimpleNamespace(get_model=lambda: self.theirs)
         facts = SimpleNamespace(hf_config=self.model.config)
         self.theirs: Any = as_vllm_has_it(self.model)
-        self.worker = SimpleNamespace(model_runner=runner, model_config=facts)
+        parallel = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+        self.worker = SimpleNamespace(model_runner=runner, model_config=facts, vllm_config=parallel)
         self.extension = extension
 
     def shared(self, model: Any, tokenizer: str = "") -> WeightShare:
-        return WeightShare.create_or_adopt(
+        return self.kind.create_or_adopt(
             model, self.address, version=V(1, 0), fused=True, tokenizer=tokenizer
         )
 
@@ -247,16 +273,16 @@ def stopped(share: WeightShare) -> Iterator[None]:
     def write() -> None:
         with share.writing(V(1, 1)):
             inside.set()
-            go_on.wait()
+            go_on.wait(WAIT_S)
 
     writer = threading.Thread(target=write)
     writer.start()
-    inside.wait()
     try:
+        assert inside.wait(WAIT_S)
         yield
     finally:
         go_on.set()
-        writer.join()
+        writer.join(WAIT_S)
 
 
 def test_a_call_goes_to_the_worker_as_it_came(extension: Any) -> None:
@@ -280,9 +306,59 @@ def test_an_engine_of_several_steps_at_a_time_is_refused(lent: Lent, extension: 
     extension.core.batched = True
     core = extension.core()
     assert "one step at a time" in lent.attach(core)["error"]
-    with pytest.raises(RuntimeError, match="one step at a time"):
-        core.step_fn()
-    assert core.sampled == []
+    core.step_fn()
+    assert (core.sampled, core.aborted) == ([], ["one"])
+    # Weights that were sent change only while it is paused.
+    extension.received.whole = True
+    core.scheduler.waiting = ["another"]
+    core.step_fn()
+    assert (core.sampled, core.aborted) == (["without a lock"], ["one"])
+
+
+def test_memory_of_the_owner_on_a_gpu_is_mapped_alike(
+    tmp_path: Path, extension: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaShare, "cuda", FakeCuda())
+    lent, core = Lent(tmp_path, extension, kind=CudaShare), extension.core()
+    said = lent.attach(core)
+    assert said["segment"].endswith("-gpuweights")
+    with lent.share.writing(V(1, 1)), torch.no_grad():
+        lent.model.model.norm.weight.fill_(3.0)
+    core.step()
+    assert core.sampled == ["1.1"]
+    assert bool((lent.theirs.get_parameter("model.norm.weight") == 3.0).all())
+    lent.share.close(unlink=True)
+
+
+def test_a_worker_in_a_process_of_its_own_counts_its_passes(extension: Any) -> None:
+    worker = extension.Worker()
+    assert worker.execute_model("this") == "did this"
+    assert extension.SharedWeights.steps_taken(worker) == {"steps": 1}
+
+
+PARENT = """
+import os, subprocess, sys
+server = os.getpid()
+code = "import os, ctypes, signal, sys\\nfrom pathlib import Path\\n" + sys.argv[1]
+code += "\\nend_with_parent()\\nprint('lives', flush=True)"
+for levels in (1, 2, 3):
+    command = [sys.executable, "-c", code]
+    for _ in range(levels - 1):
+        above = f"import subprocess, sys; sys.exit(subprocess.run({command!r}).returncode % 256)"
+        command = [sys.executable, "-c", above]
+    environ = {**os.environ, "ROLLOUTMQ_VLLM_SERVER": str(server)}
+    print(levels, subprocess.run(command, env=environ, stdout=subprocess.DEVNULL).returncode, flush=True)
+"""
+
+
+def test_a_worker_ends_with_its_engine_and_an_engine_with_its_server(extension: Any) -> None:
+    """As child or grandchild of the server they live; as an orphan they would be left behind."""
+    source = "\n".join(inspect.getsource(one) for one in (extension.end_with_parent, extension._parent))
+    source = f"SERVER, _PR_SET_PDEATHSIG = {extension.SERVER!r}, 1\n{source}"
+    with child(PARENT, source) as server:
+        assert server.line() == "1 0"
+        assert server.line() == "2 0"
+        assert server.line() == "3 247"
 
 
 def test_nothing_is_sent_to_a_vllm_that_shares(lent: Lent, extension: Any) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.services.inference.vllm.support.lent import Lender
@@ -13,12 +12,12 @@ from rolloutmq.services.inference.vllm.policy import SentWeightsPolicy
 
 
 class Client:
-    """Answers calls of the extension with what a test wants."""
+    """Says which version vLLM has, as a test wants."""
 
-    def __init__(self, *said: dict[str, Any] | Exception) -> None:
+    def __init__(self, *said: str | Exception) -> None:
         self._said = list(said)
 
-    async def call(self, _method: str) -> dict[str, Any]:
+    async def sent_version(self) -> str:
         said = self._said.pop(0)
         if isinstance(said, Exception):
             raise said
@@ -34,7 +33,7 @@ def policy(tmp_path: Path) -> Iterator[SentWeightsPolicy]:
 
 async def test_one_that_does_not_answer_in_time_is_not_given_up_for_that(policy: SentWeightsPolicy) -> None:
     """It may be stopped, or take in a large model; whether it stands still, its steps say."""
-    silent = Client(EngineSilentError("sent_weights"), {"whole": True, "version": "0.4"})
+    silent = Client(EngineSilentError("sent_weights"), "0.4")
     assert await policy.followed(silent, 0.0) is policy  # type: ignore[arg-type]
     assert policy.version == PolicyVersion(0, 3)
     assert await policy.followed(silent, 1.0) is policy  # type: ignore[arg-type]

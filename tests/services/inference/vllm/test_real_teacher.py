@@ -19,6 +19,7 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
+from tests.services.inference.vllm.support.child import END_S
 from tests.services.inference.vllm.support.lent import (
     ALPHABET,
     POSITIONS,
@@ -103,7 +104,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(END_S)
 
 
 def run_of(root: Path, path: Path, url: str, **distillation: Any) -> tuple[RunConfig, RunLayout]:

@@ -12,6 +12,7 @@ from tests.services.inference.vllm.support.lent import PYTHON, missing
 
 from benchmarks.end_to_end import scenario
 from benchmarks.end_to_end.scenario import LiveRun, steps_logged
+from rolloutmq.bus.evaluation.log import recorded
 from rolloutmq.schemas.files import RunLayout
 
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -78,3 +79,33 @@ def test_each_step_is_sent_and_stamped_and_whoever_dies_is_a_pause(
     assert len(sampled_from) > 15
     assert "attached segment" not in layout.log("inference").read_text()
     assert not layout.weights.exists()
+
+
+def test_a_run_is_evaluated_through_vllm_and_so_is_its_checkpoint(tmp_path: Path) -> None:
+    layout, alone = RunLayout(tmp_path / "run"), RunLayout(tmp_path / "alone")
+    asked = (
+        f"inference.vllm.python={PYTHON}",
+        "evaluation.enabled=true",
+        "evaluation.tasks=16",
+        "evaluation.samples=2",
+        "evaluation.deadline_s=300",
+    )
+    code, summary = scenario.run(
+        layout.root, [*asked, "trainer.steps=15"], config=CONFIG, deadline_s=DEADLINE_S
+    )
+    assert code == 0
+    first, last = recorded(layout.evaluations)
+    for point, step in ((first, 0), (last, 15)):
+        assert point.version.step == step
+        assert point.one_policy
+        assert (point.all.answered, point.all.failed, point.all.missing) == (16, 0, 0)
+    assert summary["evaluation"]["last"]["greedy"] == last.all.greedy
+
+    command = [sys.executable, "-m", "rolloutmq.launch.cli", "evaluate", str(CONFIG), "--plain"]
+    command += ["--checkpoint", str(layout.root), "--run-dir", str(alone.root)]
+    for assignment in asked:
+        command += ["--set", assignment]
+    with (tmp_path / "alone.out").open("wb") as out:
+        subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=DEADLINE_S, check=True)
+    (again,) = recorded(alone.evaluations)
+    assert again.all.greedy == last.all.greedy, "the same greedy answers of the same weights"

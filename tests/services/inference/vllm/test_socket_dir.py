@@ -1,14 +1,13 @@
 """The socket directory of a vLLM is removed with its engine, or swept after a kill."""
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from tests.services.inference.vllm.support.child import child
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.bus.transport.endpoint import IPC_PATH_LIMIT_BYTES
+from rolloutmq.bus.transport.bindings import IPC_PATH_LIMIT_BYTES
 from rolloutmq.launch.commands import sweep
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.files import RunLayout
@@ -45,16 +44,11 @@ def test_it_goes_with_the_block(layout: RunLayout) -> None:
 
 
 def test_what_a_killed_engine_left_goes_and_what_a_living_one_has_stays(layout: RunLayout) -> None:
-    command = [sys.executable, "-c", HOLDER, str(layout.root)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
-        try:
-            assert engine.stdout is not None
-            directory = Path(engine.stdout.readline().strip())
-            removed = sweep.sweep_run(layout.root)
-            assert (directory / "http").exists()
-            assert directory not in removed
-        finally:
-            engine.kill()
+    with child(HOLDER, str(layout.root)) as engine:
+        directory = Path(engine.line())
+        removed = sweep.sweep_run(layout.root)
+        assert (directory / "http").exists()
+        assert directory not in removed
     assert directory in sweep.sweep_run(layout.root)
     assert not directory.exists()
     assert socket_dir.left(layout) == []

@@ -7,6 +7,7 @@ import pytest
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.monitor.live.progress import Progress, describe
 from rolloutmq.services.monitor.live.run_state import RunState
 
@@ -83,6 +84,13 @@ def test_line_has_what_a_person_asks_for(
 
 def test_line_before_anything_happened(board: RunState) -> None:
     assert Progress(board).line(0.0) == "[ 0:00] waiting for the broker"
+
+
+def test_findings_end_the_line(board: RunState, make_pressure: MakePressure) -> None:
+    board.feed(make_pressure(), 1.0)
+    board.feed(HealthFinding(env="e", at=0.0, finding="drift", problem="it fell"), 1.0)
+
+    assert describe(board, 2.0).endswith("  e: drift")
 
 
 def test_silent_broker_is_told_instead_of_old_reasons(board: RunState, make_pressure: MakePressure) -> None:

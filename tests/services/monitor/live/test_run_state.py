@@ -6,8 +6,16 @@ import pytest
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.wire.control import LaneStatus, Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.control import (
+    LaneStatus,
+    Pressure,
+    StepDone,
+    StepSkipped,
+    WorkerState,
+    WorkerStatus,
+)
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import GpuAbsence, GpuSample
 from rolloutmq.services.monitor.live.run_state import RunState
 
@@ -40,6 +48,19 @@ def test_the_bound_that_shows_is_the_one_in_force(
     assert board.staleness_bound == 7
 
 
+def test_findings_stay_until_they_end_and_momentary_ones_for_a_minute(board: RunState) -> None:
+    def finding(name: str, *, ended: bool = False) -> HealthFinding:
+        return HealthFinding(env="e", at=0.0, finding=name, problem="" if ended else "found", ended=ended)
+
+    board.feed(finding("collapse"), 1.0)
+    board.feed(finding("held"), 1.0)
+    assert [one.finding for one in board.findings(60.0)] == ["collapse", "held"]
+    assert [one.finding for one in board.findings(62.0)] == ["collapse"]
+    board.feed(finding("collapse", ended=True), 70.0)
+    board.feed(finding("drift", ended=True), 70.0)
+    assert board.findings(71.0) == []
+
+
 def test_rate_and_time_left_follow_the_last_ten_seconds(board: RunState, make_step: MakeStep) -> None:
     assert board.left_s(0.0) is None
     for step in range(1, 201):
@@ -65,6 +86,15 @@ def test_resumed_trainer_takes_its_steps_again(board: RunState, make_step: MakeS
     assert board.rewards() == [0.1, 0.2, 0.9]
     assert board.steps_done == 3
     assert board.steps_per_s(10.0) == 0.0
+
+
+def test_a_batch_without_a_signal_is_no_step(board: RunState, make_step: MakeStep) -> None:
+    board.feed(make_step(1, 0.5), 1.0)
+    board.feed(
+        StepSkipped(run="r", incarnation=0, step=1, at=2.0, reason="r", groups=2, filtered=2, rejected=0), 2.0
+    )
+    assert board.steps_done == 1
+    assert board.rewards() == [0.5]
 
 
 def test_steps_are_known_from_pressure_before_the_first_event(

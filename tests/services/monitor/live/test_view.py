@@ -22,7 +22,9 @@ from rolloutmq.schemas.wire.control import (
     WorkerStatus,
 )
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import (
+    CurriculumProgress,
     EngineDecision,
     EngineSample,
     GpuAbsence,
@@ -118,6 +120,20 @@ def test_everything_is_there_at_80_by_24(busy: RunState) -> None:
         "trainer 12 % · broker 12 %",
     ):
         assert word in text
+
+
+def test_findings_about_rewards_are_shown_with_the_remedy(busy: RunState) -> None:
+    for number in range(5):
+        busy.feed(
+            HealthFinding(env=f"e{number}", at=0.0, finding="collapse", problem="no signal", remedy="end it"),
+            12.0,
+        )
+    text = "\n".join(drawn(busy))
+    assert "health  e0: no signal; end it" in text
+    assert "e2: no signal" in text
+    assert "e3: no signal" not in text
+    assert "and 2 more" in text
+    assert len(drawn(busy, 80, 12)) <= 12
 
 
 def test_worker_in_trouble_is_shown_where_not_all_fit(busy: RunState) -> None:
@@ -314,6 +330,26 @@ def test_many_engines_share_a_line_and_silent_ones_have_none(busy: RunState) -> 
         busy.feed(sample(f"inference-{number + 1}"), 11.0)
     assert " engines 6 · 72 in hand · 93% busy" in [line.rstrip() for line in drawn(busy, 100, 40)]
     assert not any(line.startswith(" engine") for line in drawn(busy, 100, 40, now=30.0))
+
+
+def test_curricula_have_a_line_each_and_no_more_than_three(busy: RunState) -> None:
+    assert not any("sampler" in line for line in drawn(busy))
+    for number in range(5):
+        one = CurriculumProgress(
+            env=f"e{number}",
+            sampler="uniform",
+            at=0.0,
+            levels=1,
+            open=2,
+            drawn=1210,
+            outcomes=1200,
+            flat=300,
+        )
+        busy.feed(one, 11.0)
+    lines = [line.rstrip() for line in drawn(busy, 100, 40)]
+    first = lines.index(" sampler e0: uniform, 1,200 groups, 25% without spread")
+    assert lines[first + 2].startswith(" sampler e2: ")
+    assert lines[first + 3].split() == ["…", "2", "more"]
 
 
 def test_many_environments_share_three_lines(board: RunState) -> None:

@@ -74,6 +74,15 @@ def test_record_is_read_into_series(tmp_path: Path) -> None:
         step | {"reward": 0.25, "staleness_max": 3},
         step,
         step | {"incarnation": 1},
+        {
+            "t": 3.0,
+            "kind": "step_skipped",
+            "incarnation": 1,
+            "step": 1,
+            "groups": 2,
+            "rejected": 1,
+            "reason": "r",
+        },
         {"t": 4.0, "topic": "telemetry.host.h", "kind": "host_sample", "load_1m": 2.0},
         {"t": 5.0, "topic": "pressure", "kind": "pressure", "trimmed": ["workers"]},
     ]
@@ -105,3 +114,15 @@ def test_late_members_are_those_that_the_broker_counted_last(tmp_path: Path) -> 
     lines = [{"t": 1.0, "kind": "pressure", "late_members": count} for count in counts]
     record.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     assert read_metrics(record).late_members == 7
+
+
+def test_the_last_progress_of_each_curriculum_is_kept(tmp_path: Path) -> None:
+    counts = {"sampler": "uniform", "drawn": 9, "outcomes": 8, "flat": 2, "failed": 1, "dropped": 0}
+    lines = [
+        {"t": 1.0, "kind": "curriculum", "env": "a", **counts},
+        {"t": 2.0, "kind": "curriculum", "env": "b", **counts, "outcomes": 3},
+        {"t": 3.0, "kind": "curriculum", "env": "a", **counts, "outcomes": 9, "success": None},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    assert read_metrics(path).curricula == {"a": counts | {"outcomes": 9}, "b": counts | {"outcomes": 3}}

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from rolloutmq.bus.evaluation import log
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
 from rolloutmq.services.monitor.report.plot import HEIGHT_PX, WIDTH_PX, key_figures, smoothed, write_report
 
 CONFIG = RunConfig(environment={"e": EnvironmentConfig(entry="a:B")})
@@ -116,3 +118,25 @@ def test_missing_matplotlib_is_said(run_dir: Path, monkeypatch: pytest.MonkeyPat
 
     with pytest.raises(MissingError, match=r"pip install '\.\[report\]'"):
         write_report(RunLayout(run_dir), CONFIG, SUMMARY)
+
+
+def test_points_of_the_evaluation_are_drawn(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    record(layout)
+    write_report(layout, CONFIG, SUMMARY)
+    without = layout.report.read_bytes()
+    scores = EnvironmentScores(tasks=1, answered=1, greedy=0.5)
+    version = PolicyVersion(0, 5)
+    point = EvaluationDone(
+        run="r",
+        id="p",
+        at=105.0,
+        version=version,
+        oldest=version,
+        newest=version,
+        all=scores,
+        environments={},
+    )
+    log.record(layout.evaluations, point)
+    write_report(layout, CONFIG, SUMMARY)
+    assert layout.report.read_bytes() != without

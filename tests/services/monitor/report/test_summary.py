@@ -8,20 +8,29 @@ import msgspec
 import pytest
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.evaluation import EvaluationConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import DamagedFileError
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
-from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.monitor.report.metrics import bounds_in_force, read_metrics
 from rolloutmq.services.monitor.report.plot import bound_text, key_figures
-from rolloutmq.services.monitor.report.summary import read_trainer_log, settle_accounts, summarise
+from rolloutmq.services.monitor.report.summary import (
+    LedgerFigures,
+    read_trainer_log,
+    settle_accounts,
+    summarise,
+)
+from rolloutmq.services.telemetry.recorder import line_of
 
 CONFIG = RunConfig(
     environment={
         "sort3": EnvironmentConfig(entry="a:B", max_staleness=4),
         "exam": EnvironmentConfig(entry="a:B", max_staleness=99, split="eval"),
-    }
+    },
+    evaluation=EvaluationConfig(enabled=True),
 )
 
 
@@ -195,6 +204,41 @@ def test_id_under_two_numbers_is_reported(run_dir: Path) -> None:
     assert join(layout)["groups_acked_twice"] == 1
 
 
+def test_groups_for_evaluation_are_counted_apart(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "sort3-0", "a", "b")
+    evaluated = [
+        AckedGroup(group_id=name, session=1, seq=seq, at=1.0, split=Split.EVAL)
+        for seq, name in enumerate(("x", "y", "z"), 1)
+    ]
+    write(layout.ack_log("sort3-0.eval"), evaluated)
+    write(layout.trained, [batch(1, "a")])
+    write(layout.dropped, [dropped("y", "dead"), dropped("b", "expired")])
+
+    summary = summarise(layout, CONFIG, saved_ids=lambda _: ["z"])
+
+    counts = {state: summary[f"groups_{state}"] for state in ("accepted", "trained", "expired", "dead")}
+    assert counts == {"accepted": 2, "trained": 1, "expired": 1, "dead": 0}
+    assert (summary["groups_in_flight"], summary["groups_lost"], summary["groups_evaluated"]) == (0, 0, 3)
+
+
+def test_the_ledger_of_a_run_counts_groups_for_evaluation_apart_too(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write(
+        layout.ack_log("e-0.eval"),
+        [AckedGroup(group_id="x", session=1, seq=1, at=1.0, split=Split.EVAL)],
+    )
+    states = {"a": "trained", "x": "trained", "b": "in_flight"}
+    ledger = LedgerFigures(3, {"trained": 2, "filtered": 0, "in_flight": 1}, 0, states, is_whole=True)
+    assert ledger.without({"x"}).counts == {"trained": 1, "filtered": 0, "in_flight": 1}
+    outside = CONFIG.model_copy(update={"trainer": TrainerConfig(enabled=False)})
+
+    summary = summarise(layout, outside, saved_ids=lambda _: ["b"], ledger=ledger)
+
+    assert (summary["groups_accepted"], summary["groups_settled"]) == (2, 1)
+    assert (summary["groups_lost"], summary["groups_evaluated"]) == (0, 1)
+
+
 def test_rewards_are_means_of_the_first_and_last_fifty_steps(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     write(layout.trained, [batch(step, f"g{step}", rewards=(float(step),)) for step in range(1, 121)])
@@ -282,6 +326,16 @@ def test_workers_count_from_the_first_ready_to_the_last_step(run_dir: Path) -> N
     assert (summary["workers_min"], summary["workers_max"]) == (1, 4)
 
 
+def test_findings_about_rewards_are_named_once(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    found = HealthFinding(env="math", at=1.0, finding="collapse", problem="no signal", numbers={"flat": 1.0})
+    other = msgspec.structs.replace(found, env="trainer", finding="clipping")
+    lines = [line_of(b"telemetry.health.math", one, 1.0) for one in (other, found, found)]
+    layout.metrics.write_bytes(b"".join(lines))
+
+    assert join(layout)["findings"] == ["math.collapse", "trainer.clipping"]
+
+
 def test_empty_run_has_a_summary_without_rewards(run_dir: Path) -> None:
     summary = join(RunLayout(run_dir), wall_s=None)
 
@@ -308,3 +362,27 @@ def test_a_trainer_that_leaves_no_log_loses_nothing(run_dir: Path) -> None:
     assert summary["groups_lost"] is summary["groups_trained"] is summary["groups_trained_twice"] is None
     assert "lost" not in key_figures(summary)
     assert join(layout, "c")["groups_lost"] == 2, "a trainer of the run would have said what it did with them"
+
+
+def test_the_ledger_speaks_for_a_trainer_without_a_log(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "sort3-0", "a", "b", "gone")
+    counts = {"trained": 3, "filtered": 1, "expired": 1, "dead": 0, "discarded": 0, "in_flight": 1}
+    states = {"a": "trained", "b": "in_flight", "c": "filtered", "d": "expired"}
+    whole = LedgerFigures(6, counts, 2, states, is_whole=True)
+    found = settle_accounts(["a", "b"], read_trainer_log([]), [dropped("d", "expired")], ["a", "b"], whole)
+    named = [found.trained, found.in_flight, found.filtered, found.expired, found.lost]
+    assert [sorted(names) for names in named] == [["a"], ["b"], ["c"], ["d"], []]
+
+    summary = summarise(layout, CONFIG, saved_ids=lambda _: ["a", "b"], wall_s=1.0, ledger=whole)
+    assert [summary[f"groups_{name}"] for name in counts] == [*counts.values()]
+    assert (summary["groups_accepted"], summary["groups_lost"]) == (7, 1), "nothing names the acked `gone`"
+    assert (summary["groups_rewound"], summary["groups_trained_twice"]) == (2, None)
+    assert summary["staleness_max"] is None
+    assert "1 lost" in key_figures(summary)
+    assert "twice" not in key_figures(summary)
+
+    trimmed = LedgerFigures(6, counts, 2, states, is_whole=False)
+    outside = CONFIG.model_copy(update={"trainer": TrainerConfig(enabled=False)})
+    summary = summarise(layout, outside, saved_ids=lambda _: ["b"], wall_s=1.0, ledger=trimmed)
+    assert (summary["groups_accepted"], summary["groups_lost"], summary["groups_settled"]) == (6, None, 4)

@@ -17,11 +17,13 @@ from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.engine_registry import engine_name
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
+from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import (
     Endpoints,
     GpuBook,
     GpuRecord,
     InferenceAddress,
+    OpenPoint,
     RunLayout,
     SentAddress,
     Supervision,
@@ -32,10 +34,10 @@ from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.tasks import TaskCounts
-from rolloutmq.schemas.wire.telemetry import GpuSample
+from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
 from rolloutmq.services.monitor.status import status as command
 from rolloutmq.services.monitor.status.status import RunDetails, status, status_json, status_text
-from rolloutmq.services.monitor.status.waits import unsent
+from rolloutmq.services.monitor.status.waits import outside
 from rolloutmq.services.process.identity import identify
 
 
@@ -100,13 +102,27 @@ def test_a_trainer_that_cannot_send_its_weights_says_why(
     assert why.startswith("trainer waits: weights_unsent, no vLLM is there; workers wait: ")
 
 
+def test_a_trainer_that_waits_for_an_evaluation_says_so(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    me = SegmentOwner.current()
+    write_json(answering.evaluation, OpenPoint("eval-1.0-ab", ("a", "b"), me))
+    assert status(answering.root, as_json=True) == 0
+    why = json.loads(capsys.readouterr().out)["why"]
+    assert why.startswith("trainer waits: evaluation, point eval-1.0-ab of 2 tasks; workers wait: ")
+    dead = (me.pid, me.start_ticks - 1, me.namespace)
+    for other in (OpenPoint("eval-1.0-ab", ("a",)), OpenPoint("eval-1.0-ab", ("a",), dead)):
+        write_json(answering.evaluation, other)
+        assert outside(answering) == ""
+
+
 def test_weights_that_are_not_waited_for_are_no_reason(run_dir: Path) -> None:
     layout, me = RunLayout(run_dir), SegmentOwner.current()
-    assert unsent(layout) == ""
+    assert outside(layout) == ""
     dead = SentAddress(sender=(me.pid, me.start_ticks - 1, me.namespace), waits="no vLLM is there")
     for other in (SentAddress(sender=me), dead, WeightsAddress(path="/dev/shm/a", nonce="0")):
         write_json(layout.weights, other)
-        assert unsent(layout) == ""
+        assert outside(layout) == ""
 
 
 def test_text_is_for_a_person(answering: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +136,18 @@ def test_text_is_for_a_person(answering: RunLayout, capsys: pytest.CaptureFixtur
     assert "frames   1,203 groups not through shared memory (arena_full 1,200, not_offered 3)" in lines
     assert any(line.startswith("why      workers wait: ") for line in lines)
     assert not any(line.startswith("journal") for line in lines)
+
+
+def test_a_run_without_workers_by_design_misses_none(reply: StatusReply, run_dir: Path) -> None:
+    alone = replace(reply, pressure=replace(reply.pressure, workers=(), lanes=()))
+    assert "why      no worker is ready\n" in status_text(alone)
+    assert "why      nobody waits\n" in status_text(alone, RunDetails(has_workers=False))
+    layout = RunLayout(run_dir)
+    assert command._configures_workers(layout), "nothing says that it has none"
+    write_json(layout.config, validate({}))
+    assert not command._configures_workers(layout)
+    write_json(layout.config, validate({"environment": {"sort3": {"entry": "a:B"}}}))
+    assert command._configures_workers(layout)
 
 
 def test_the_journal_says_how_it_does(reply: StatusReply) -> None:
@@ -177,6 +205,15 @@ def test_groups_that_no_teacher_spoke_of_are_said(
     rows = status_text(replace(reply, pressure=replace(reply.pressure, workers=workers))).splitlines()
     assert "untaught 3 groups given up at the teacher; see the workers' logs" in rows
     assert "untaught" not in status_text(reply)
+
+
+def test_curricula_are_told_where_there_are_any(reply: StatusReply) -> None:
+    one = CurriculumProgress(env="e", sampler="replay", at=0.0, levels=1, open=1, drawn=9, outcomes=8, flat=2)
+    told = RunDetails(curricula=(one,))
+    assert "\nsampler  e: replay, 8 groups, 25% without spread\n" in status_text(reply, told)
+    assert status_json(reply, told)["curriculum"]["e"]["outcomes"] == 8
+    assert "sampler" not in status_text(reply)
+    assert status_json(reply)["curriculum"] == {}
 
 
 def test_engines_say_where_they_are_and_how_busy(

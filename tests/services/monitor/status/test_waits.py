@@ -27,6 +27,18 @@ def test_no_worker_is_said_where_nobody_waits(make_pressure: MakePressure) -> No
     assert waits.explain(make_pressure()) == "no worker is ready"
 
 
+def test_a_run_without_workers_by_design_misses_none(
+    make_pressure: MakePressure, make_worker: MakeWorker, make_lane: MakeLane
+) -> None:
+    assert waits.explain(make_pressure(), has_workers=False) == "nobody waits"
+    lanes = (make_lane("a", producers=2), make_lane("b", producers=1))
+    waiting = make_pressure(trainer_wait="no_batch", queued_sequences=96, lanes=lanes, produced_per_s=0.0)
+    told = waits.explain(waiting, has_workers=False)
+    assert told == "trainer waits: no_batch, 96 of 256 sequences queued; 3 producers"
+    by_hand = make_pressure(workers=(make_worker("w", state=WorkerState.STARTING),))
+    assert waits.explain(by_hand, has_workers=False) == "no worker is ready"
+
+
 def test_whoever_waits_for_a_teacher_comes_first(
     make_pressure: MakePressure, make_worker: MakeWorker, make_lane: MakeLane
 ) -> None:
@@ -60,10 +72,10 @@ def test_min_share_names_the_environment_that_is_missing(
     make_pressure: MakePressure, make_lane: MakeLane
 ) -> None:
     lanes = (make_lane("a", queued_sequences=300), make_lane("b", min_share=0.25, queued_sequences=10))
-    pressure = make_pressure(trainer_wait="min_share", lanes=lanes, silent_env_s=30.0)
+    pressure = make_pressure(trainer_wait="min_share", lanes=lanes, exact_wait_s=5.0)
     assert waits.trainer(pressure) == (
         "min_share, environment b: 10 of at least 64 sequences queued; "
-        "its share is waived after 30 s without a group"
+        "waits at most 5 s, then later batches make up for it"
     )
     assert "has not filled" in waits.trainer(make_pressure(trainer_wait="min_share"))
 

@@ -123,3 +123,11 @@ def test_reader_that_leaves_early_is_no_failure(layout: RunLayout) -> None:
     _, errors = child.communicate(timeout=30)
 
     assert (child.returncode, errors) == (0, b"")
+
+
+def test_control_characters_of_a_log_are_shown_and_not_obeyed(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout.log("w").write_bytes(b"one\x1b[2J\x07\n\xc2\x9b31mtwo\r\n")
+    assert logs(layout.root, "w") == 0
+    assert capsys.readouterr().out == "one\\u001b[2J\\u0007\n\\u009b31mtwo\\r\n"

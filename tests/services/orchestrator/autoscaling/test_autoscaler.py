@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.wire.control import LedgerCounts, Pressure
+from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler
 from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
@@ -26,6 +27,7 @@ class Site:
         self.scaling = Autoscaler(config.environment, config.orchestrator, alive or {}, log)
         self.crews = {env: WorkerCounts(ready=(alive or {}).get(env, 0)) for env in "ab"}
         self.number = 0
+        self.lanes: tuple[LaneStatus, ...] = ()
 
     def tick(self, rooms: Mapping[str, WorkerRoom] | None = None, **wanted: int) -> dict[str, int]:
         """Decide once and do what is decided; returns the targets."""
@@ -47,7 +49,7 @@ class Site:
             staleness_max=0,
             trainer_wait="",
             ledger=LedgerCounts(),
-            lanes=(),
+            lanes=self.lanes,
             workers=(),
             wanted=dict(wanted),
         )
@@ -133,3 +135,14 @@ def test_a_budget_below_the_fewest_is_no_configuration() -> None:
                 "orchestrator": {"max_processes": 1},
             }
         )
+
+
+def lane(env: str, split: Split, weight: float) -> LaneStatus:
+    return LaneStatus(env=env, split=split, weight=weight, min_share=0.0)
+
+
+def test_an_environment_weighs_by_its_training_whatever_its_evaluation_does(tmp_path: Path) -> None:
+    site = Site(tmp_path, 8)
+    site.lanes = (lane("a", Split.TRAIN, 5.0), lane("a", Split.EVAL, 0.0), lane("b", Split.EVAL, 9.0))
+    site.tick()
+    assert {scale.env: scale.weight for scale in site.scaling.scales} == {"a": 5.0, "b": 3.0}

@@ -151,3 +151,12 @@ def test_a_disk_that_takes_nothing_costs_lines_and_no_decision(
     with caplog.at_level(logging.ERROR):
         Life(tmp_path / "gone" / "decisions.jsonl").live(3)
     assert "decisions not logged" in caplog.text
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"[" * 5000])
+def test_a_line_of_other_bytes_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "decisions.jsonl"
+    Life(path).live(3)
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(ValueError, match=r"decisions\.jsonl:5: "):
+        list(read(path))

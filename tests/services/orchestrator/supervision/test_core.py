@@ -66,6 +66,30 @@ def test_exit_0_is_the_end_of_the_work(core: SupervisorCore) -> None:
     assert core.due() is None
 
 
+def test_with_restart_always_exit_0_is_a_crash_like_any_other(core: SupervisorCore) -> None:
+    running(core, restart=Restart.ALWAYS)
+    core.exited("w", 0, "exit code 0", 1.0)
+    assert phase(core) is Phase.WAITING
+    (again,) = core.tick(10.0)
+    assert isinstance(again, StartProcess)
+    core.started("w", 10.0)
+    core.retire("w", term_ladder(5.0), "enough", 100.0)
+    core.exited("w", 0, "exit code 0", 101.0)
+    assert phase(core) is Phase.ENDED
+
+
+def test_a_foreign_program_gets_no_sigusr1(core: SupervisorCore) -> None:
+    running(core, foreign=True)
+    core.retire("w", drain_ladder(1.0, 30.0, 5.0), "fewer", 10.0)
+    steps = [
+        action.step
+        for now in (10.0, 11.0, 40.0, 45.0)
+        for action in core.tick(now)
+        if isinstance(action, SignalProcess)
+    ]
+    assert steps == [Step.DRAIN, Step.TERM, Step.KILL]
+
+
 def test_the_pause_doubles_up_to_its_bound_with_some_chance(core: SupervisorCore) -> None:
     core = SupervisorCore(Backoff(first_s=1.0, max_s=4.0, crash_limit=9, stable_s=10.0))
     running(core)
@@ -114,6 +138,20 @@ def test_a_process_that_lived_long_enough_starts_its_count_again(core: Superviso
         core.exited("w", -9, "killed by SIGKILL", core.views()["w"].since + 10.0)
         restart(core)
     assert core.views()["w"].crashes == 0
+
+
+def test_a_spare_process_may_be_killed_any_number_of_times(core: SupervisorCore) -> None:
+    """Others would end with it, who lack nothing without it."""
+    running(core, spare=True)
+    for _ in range(20):
+        core.exited("w", -9, "killed by SIGKILL", core.views()["w"].since)
+        assert phase(core) is Phase.WAITING
+        due = core.due()
+        assert due is not None
+        assert core.tick(due) == [StartProcess(spec(spare=True))]
+        core.started("w", due)
+    core.exited("w", 1, "exit code 1", core.views()["w"].since)
+    assert phase(core) is Phase.FATAL, "its own fault counts"
 
 
 def test_an_end_that_nobody_can_explain_is_a_crash(core: SupervisorCore) -> None:

@@ -25,6 +25,8 @@ from torch import Tensor
 LENGTHS: Final = (5, 1, 9, 3, 7, 4)
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 LONGEST: Final = 9
+FAR: Final = (25.0, -25.0, 30.0, -30.0, 0.5)
+"""Distances from the far reference, in nats, in turn: where a clamp of 20 nats would be felt."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Case:
         trl: What the trainer's namespace has beside the usual.
         weights: `level_how` of importance weights, or empty.
         on_policy: The policy that learns is the one that sampled.
+        far: The reference is far from the policy that learns.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Case:
     trl: dict[str, Any] = field(default_factory=dict)
     weights: str = ""
     on_policy: bool = False
+    far: bool = False
 
 
 CLIPPED: Final = {"clip_low": CLIP_LOW, "clip_high": CLIP_HIGH}
@@ -70,6 +74,12 @@ CASES: Final = (
         "gspo with k3",
         {"name": "gspo", "kl": 0.3, "kl_estimator": "k3", **NARROW},
         {"loss_type": "grpo", "beta": 0.3, "importance_sampling_level": "sequence", **NARROW_TRL},
+    ),
+    Case(
+        "grpo with a far k3",
+        {"name": "grpo", "kl": 0.3, "kl_estimator": "k3", **CLIPPED},
+        {"loss_type": "grpo", "beta": 0.3},
+        far=True,
     ),
     Case(
         "dapo with entropy",
@@ -125,6 +135,8 @@ def some_tokens(seed: int) -> dict[str, Tensor]:
         "entropy": normal(*shape).abs(),
         "advantages": normal(len(LENGTHS), 1).expand(*shape),
     }
+    steps = torch.arange(len(LENGTHS) * LONGEST).view(shape) % len(FAR)
+    rows["far_ref_logprobs"] = rows["logprobs"] - torch.tensor(FAR, dtype=torch.float64)[steps]
     return {name: value * mask() for name, value in rows.items()}
 
 
@@ -146,6 +158,8 @@ def grpo(tokens: dict[str, Tensor], case: Case) -> tuple[float, list[float]]:
     logprobs = tokens["logprobs"].clone().requires_grad_()
     old = tokens["proximal_logprobs" if case.weights else "behaviour_logprobs"]
     given = inputs(tokens) | {"old_per_token_logps": old}
+    if case.far:
+        given["ref_per_token_logps"] = tokens["far_ref_logprobs"]
     if case.weights:
         given["importance_sampling_ratio"] = weights(old - tokens["behaviour_logprobs"], case)
     trainer = namespace(logprobs, tokens["entropy"], use_vllm=bool(case.weights), **case.trl)

@@ -36,6 +36,9 @@ def _known(tree: dict[str, Any], case: dict[str, Any]) -> Known:
     columns: dict[str, Any] = {
         name: torch.tensor(row, dtype=torch.float64) for name, row in tree["tokens"].items()
     }
+    far = columns.pop("far_ref_logprobs")
+    if case["far"]:
+        columns["ref_logprobs"] = far
     lengths = torch.tensor(tree["lengths"])
     given = LossInputs(
         **columns,

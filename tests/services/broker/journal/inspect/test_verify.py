@@ -108,6 +108,25 @@ def test_a_lease_that_is_not_settled_by_all_ranks_is_leased(made: Handmade) -> N
     assert counted(made) == {"leased": 2}
 
 
+@pytest.mark.parametrize("state", ["c", ""])
+def test_a_forged_event_is_a_problem_and_the_others_are_counted(made: Handmade, state: str) -> None:
+    made.log(began(), accepted(made, 2), [Dropped(2, state, "stale")])
+    verdict = check(made)
+    assert [problem.what for problem in verdict.problems] == [
+        f"an event, Dropped, contradicts itself or those before it: {state!r} is not a valid GroupState"
+    ]
+    assert (verdict.accepted, verdict.counts["queued"]) == (2, 2)
+
+
+def test_a_forged_snapshot_is_a_problem(made: Handmade) -> None:
+    kept = RetainedBatchSnapshot(
+        TRAINER, version(1), True, Split.TRAIN, ((1,),), (("trained", "trained"),), False
+    )
+    made.log([*began(), kept])
+    (problem, *_) = check(made).problems
+    assert "a record of a snapshot, RetainedBatchSnapshot, contradicts itself" in problem.what
+
+
 def test_a_lost_lease_goes_back_and_its_dead_are_dropped(made: Handmade) -> None:
     lease = made.lease([1, 2])
     made.log(began(), accepted(made, 2), [lease, Lost(1, True, "silent"), Dropped(2, "dead", "deliveries")])
@@ -390,8 +409,29 @@ def test_a_record_that_no_fact_ever_named_is_found(made: Handmade) -> None:
     assert any("lies in groups-00000001.rmq" in line and "g2 (order 2)" in line for line in problems_of(made))
 
 
+def test_a_group_that_was_lost_to_damage_stays_a_problem(made: Handmade) -> None:
+    """Its death is in the ledger, and the ledger adds up; but it was accepted for good."""
+    made.log(began(), accepted(made, 3), [Dropped(2, "dead", "damaged")])
+    bury(made, 2)
+    found = ["group g2 (order 2) is dead, since its record was damaged or its segment gone"]
+    assert problems_of(made) == found
+    counts = {"queued": 2, "dead": 1}
+    reasons = {"dead(damaged)": 1}
+    state = [
+        Numbers(4, 0, 0),
+        item(made.accept(1)),
+        item(made.accept(3)),
+        ledger(3, **counts, reasons=reasons),
+    ]
+    made.log_file().unlink()
+    made.log([*state, Began(2, 1, "disk")], number=2)
+    assert problems_of(made) == [
+        "1 groups were lost to damage before the history begins; `rolloutmq dead list` has their ids"
+    ]
+
+
 def test_a_dead_group_must_have_its_letter(made: Handmade) -> None:
-    made.log(began(), accepted(made, 2), [Dropped(1, "dead", "damaged"), Dropped(2, "dead", "damaged")])
+    made.log(began(), accepted(made, 2), [Dropped(1, "dead", "deliveries"), Dropped(2, "dead", "deliveries")])
     bury(made, 1)
     assert problems_of(made) == ["group g2 (order 2) is dead, and its dead letter is missing"]
     bury(made, 2)

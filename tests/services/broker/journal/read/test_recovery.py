@@ -28,7 +28,7 @@ from tests.services.broker.journal.journals import (
 )
 from tests.services.broker.journal.other_versions import OTHERS, as_version, listing
 
-from rolloutmq.schemas.errors import JournalWaitsError, RecordVersionError
+from rolloutmq.schemas.errors import DamagedJournalError, JournalWaitsError, RecordVersionError
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.format.events import Accepted, Began, Dropped
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
@@ -41,6 +41,7 @@ from rolloutmq.services.broker.journal.format.records import (
 )
 from rolloutmq.services.broker.journal.read.record_file import RecordFile
 from rolloutmq.services.broker.journal.read.recovery import Recovered
+from rolloutmq.services.broker.journal.read.segments import LAST_NUMBER
 
 
 def gone(number: int) -> Dropped:
@@ -574,3 +575,17 @@ def test_room_of_a_segment_that_was_never_begun_goes_back_at_once(tmp_path: Path
     run = Driven(tmp_path, config())
     assert (blank.stat().st_size, run.found.damage, served(run.found)) == (0, [], {1})
     run.journal.close()
+
+
+@pytest.mark.parametrize("stem", ["events", "groups"])
+def test_a_file_with_a_number_that_no_other_can_follow_is_named(tmp_path: Path, stem: str) -> None:
+    run = Driven(tmp_path, config()).start()
+    run.write(group(1))
+    run.journal.close()
+    (tmp_path / f"{stem}-{LAST_NUMBER + 1:08d}.rmq").write_bytes(b"of nobody")  # it cannot be the journal's
+    again = Driven(tmp_path, config()).start()
+    assert served(again.found) == {1}
+    again.journal.close()
+    (tmp_path / f"{stem}-{LAST_NUMBER:08d}.rmq").write_bytes(b"renamed")
+    with pytest.raises(DamagedJournalError, match=str(LAST_NUMBER)):
+        Driven(tmp_path, config())

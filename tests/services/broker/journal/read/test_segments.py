@@ -38,6 +38,7 @@ def quarantined(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "quarantine").iterdir())
 
 
+@pytest.mark.usefixtures("open_umask")
 @pytest.mark.parametrize("where", [0, 20, 36 + 16 + 5, 36 + 300])
 def test_damaged_record_is_kept_aside_once_and_its_neighbours_are_served(tmp_path: Path, where: int) -> None:
     run = Driven(tmp_path, config()).start()
@@ -49,7 +50,9 @@ def test_damaged_record_is_kept_aside_once_and_its_neighbours_are_served(tmp_pat
             source.read(offset)
     assert run.journal.status().quarantined == 1
     assert quarantined(tmp_path) == [f"groups-00000001-{offset:012d}.damaged"]
-    kept = (tmp_path / "quarantine" / quarantined(tmp_path)[0]).read_bytes()
+    path = tmp_path / "quarantine" / quarantined(tmp_path)[0]
+    assert path.stat().st_mode & 0o777 == 0o600
+    kept = path.read_bytes()
     assert len(kept) == place(groups[2])[1] - offset
     for index in (0, 2):
         assert read(groups[index]) == contents(index + 1, 20_000)

@@ -38,7 +38,7 @@ class Fake:
     async def call(self, request: web.Request) -> web.Response:
         body = await request.json()
         if body["method"] == "sent_weights":
-            return web.json_response({"results": [self.sent()]})
+            return web.json_response({"results": [{"whole": bool(self.sent())}]})
         if body["method"] == "steps_taken":
             self.steps += self.busy
             return web.json_response({"results": [{"steps": self.steps}]})
@@ -54,11 +54,16 @@ class Fake:
         said = {"segment": self.share.path.name, "version": str(self.share.version)}
         return web.json_response({"results": [said]})
 
-    def sent(self) -> dict[str, Any]:
-        """Say what a test has put into a file, in place of what was sent."""
+    async def paused(self, _request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": False})
+
+    async def version(self, _request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.sent()})
+
+    def sent(self) -> str:
+        """Return what a test has put into a file, in place of what was sent."""
         file = Path(os.environ["FAKE_VLLM_SENT"])
-        version = file.read_text() if file.exists() else ""
-        return {"whole": bool(version), "version": version}
+        return file.read_text() if file.exists() else ""
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -77,10 +82,8 @@ class Fake:
         if first == 7:
             return {"index": number, "finish_reason": "abort"}
         tokens = [3 + number] * asked["max_tokens"]
-        if self.share is None:
-            label = self.sent()["version"]
-        else:
-            label = f"{self.share.version.incarnation}.{self.share.version.step}"
+        shared = self.share.version if self.share is not None else None
+        label = self.sent() if shared is None else f"{shared.incarnation}.{shared.step}"
         return {
             "index": number,
             "finish_reason": "length",
@@ -99,6 +102,8 @@ def main() -> None:
     fake = Fake()
     app = web.Application()
     app.router.add_get("/health", fake.health)
+    app.router.add_get("/is_paused", fake.paused)
+    app.router.add_get("/weight_info", fake.version)
     app.router.add_post("/collective_rpc", fake.call)
     app.router.add_post("/inference/v1/generate", fake.generate)
     if os.environ.get("FAKE_VLLM_SLOW"):

@@ -1,0 +1,1 @@
+"""Figures of the SDK as a user's program runs it."""

@@ -1,0 +1,1 @@
+"""Commands about rewards: whether scores are the same again, and whether raters agree."""

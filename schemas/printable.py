@@ -1,0 +1,39 @@
+"""Printable text: control characters are shown instead of obeyed.
+
+Names, ids, hosts and reasons come from peers, and the output of an environment from its own code. A newline in them
+forges a line of a log, and an escape sequence moves the cursor, changes what a terminal shows, or types for its user.
+"""
+
+from datetime import datetime
+from typing import Final
+
+_CONTROLS: Final = (*range(0x20), *range(0x7F, 0xA0))
+_ORDERS: Final = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+"""Line separators, and marks that reverse the order of what is shown."""
+_NAMED: Final = {0x09: "\\t", 0x0A: "\\n", 0x0D: "\\r"}
+_ESCAPES: Final = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *_ORDERS)} | _NAMED
+"""The escapes are those of JSON: text that was valid JSON before still is."""
+_ESCAPES_IN_LINES: Final = {code: text for code, text in _ESCAPES.items() if code not in {0x09, 0x0A}}
+
+
+def printable(text: str) -> str:
+    """Return text as one line without control characters."""
+    return text if text.isascii() and text.isprintable() else text.translate(_ESCAPES)
+
+
+def printable_lines(text: str) -> str:
+    """Return text with its newlines and tabs, and without other control characters."""
+    return text.translate(_ESCAPES_IN_LINES)
+
+
+def moment(at: float, precision: str = "seconds") -> str:
+    """Return wall-clock seconds as local date and time; the number itself where no date has it.
+
+    Args:
+        at: From a file, which may be damaged.
+        precision: As for `datetime.isoformat`.
+    """
+    try:
+        return datetime.fromtimestamp(at).isoformat(" ", precision)
+    except (ValueError, OverflowError, OSError):
+        return f"{at:g} s"

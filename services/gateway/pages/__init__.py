@@ -1,0 +1,1 @@
+"""The gateway's own pages: state, metrics, and documentation of its endpoints."""

@@ -1,0 +1,185 @@
+"""Checks of the scores of an environment, and of the figures of the trainer. Pure.
+
+Each check looks at a window, some also at the window before, and returns a `Symptom` or None. The scores come from the
+trainer, over all workers: `LaneScores`.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import atanh, inf, sqrt, tanh
+from typing import Final, NamedTuple
+
+from rolloutmq.schemas.wire.health import LaneScores, bounded
+
+CONFIDENCE: Final = 1.959963984540054
+"""Standard normal quantile of a two-sided 95 % interval."""
+SURE: Final = 3.0
+"""Standard errors that a fall of the mean must exceed, so that few groups raise no alarm."""
+ROUNDING: Final = 1e-6
+"""Deviation relative to the magnitude of the scores up to which it is rounding, for scores in float32 too."""
+
+
+class Symptom(NamedTuple):
+    """A failed check.
+
+    Attributes:
+        problem: What was found.
+        remedy: What to do.
+        numbers: The figures behind it.
+    """
+
+    problem: str
+    remedy: str
+    numbers: dict[str, float]
+
+
+def collapse(now: LaneScores, limit: float) -> Symptom | None:
+    """Find groups with equal scores: their part of the window is at least `limit`."""
+    flat = now.flat / now.groups
+    if flat < limit:
+        return None
+    equal = f"all scores are {now.low:g}" if now.low == now.high else "the scores within each group are equal"
+    return Symptom(
+        f"{flat:.0%} of the groups teach nothing: {equal}",
+        "choose tasks at the edge of what the policy can do (a curriculum), make the score finer, or end the run",
+        {"flat": flat, "groups": float(now.groups), "mean": now.mean},
+    )
+
+
+def saturation(now: LaneScores, limit: float) -> Symptom | None:
+    """Find scores at an end of their range: at least a part `limit` of all is the highest or the lowest."""
+    if now.low == now.high:
+        return None  # a collapse
+    for name, value, count in (("highest", now.high, now.at_high), ("lowest", now.low, now.at_low)):
+        share = count / now.sequences
+        if share >= limit:
+            return Symptom(
+                f"{share:.0%} of the scores are the {name}, {value:g}",
+                "choose harder tasks, or end the run"
+                if name == "highest"
+                else "choose easier tasks, or score parts",
+                {"share": share, "value": value, "sequences": float(now.sequences)},
+            )
+    return None
+
+
+def explosion(now: LaneScores, before: LaneScores, growth: float) -> Symptom | None:
+    """Find scores that grew: their deviation or magnitude is at least `growth` times that of the window before.
+
+    A deviation of rounding size is none, and growth from nothing is not found.
+    """
+    figures = (
+        ("deviation", _std(now), _std(before), ROUNDING * _most(before)),
+        ("magnitude", _most(now), _most(before), 0.0),
+    )
+    for name, new, old, floor in figures:
+        if old > floor and new / old >= growth:
+            return Symptom(
+                f"the {name} of the scores grew from {old:.4g} to {new:.4g}",
+                "bound the score, or make raters comparable (rewards.scale)",
+                {"before": old, "now": new, "factor": bounded(new / old)},
+            )
+    return None
+
+
+def drift(now: LaneScores, before: LaneScores, drop: float) -> Symptom | None:
+    """Find a fall of the mean score by at least `drop` pooled deviations, beyond the noise of the groups."""
+    fall = before.mean - now.mean
+    count = now.sequences + before.sequences
+    pooled = sqrt(now.m2 / count + before.m2 / count)
+    noise = sqrt(now.m2 / now.sequences / now.groups + before.m2 / before.sequences / before.groups)
+    if fall <= ROUNDING * _most(before) or fall < drop * pooled or fall <= SURE * noise:
+        return None
+    return Symptom(
+        f"the mean score fell from {before.mean:.4g} to {now.mean:.4g}",
+        "look whether raters or tasks changed; else lower the learning rate, or resume from an earlier checkpoint",
+        {"before": before.mean, "now": now.mean, "deviations": bounded(fall / pooled if pooled else inf)},
+    )
+
+
+class Correlation(NamedTuple):
+    """A correlation and its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def correlation(now: LaneScores) -> Correlation | None:
+    """Return Pearson's correlation of length and score within groups; None if either does not vary, or of too few.
+
+    The interval is that of Fisher (1921), tanh(atanh(r) +- 1.96 / sqrt(d - 1)), where d are the degrees of freedom:
+    sequences less groups, since the means of the groups are taken off, less one for the slope.
+    """
+    freedom = now.sequences - now.groups - 1
+    if freedom < 2 or not (0 < now.sxx < inf and 0 < now.syy < inf):
+        return None
+    value = max(-1.0, min(1.0, now.sxy / sqrt(now.sxx) / sqrt(now.syy)))
+    if abs(value) == 1.0:
+        return Correlation(value, value, value)
+    middle, half = atanh(value), CONFIDENCE / sqrt(freedom - 1)
+    return Correlation(value, tanh(middle - half), tanh(middle + half))
+
+
+def length_bias(now: LaneScores, limit: float) -> Symptom | None:
+    """Find a score that goes with the length: the whole interval of their correlation is beyond `limit`."""
+    found = correlation(now)
+    if found is None or max(found.low, -found.high) <= limit:
+        return None
+    longer = "longer" if found.value > 0 else "shorter"
+    return Symptom(
+        f"{longer} answers score higher: correlation {found.value:.2f} ({found.low:.2f} to {found.high:.2f})",
+        "look whether the score rewards the length itself; rate the length apart, or rate what it stands for",
+        {"correlation": found.value, "low": found.low, "high": found.high},
+    )
+
+
+Figures = Mapping[str, float]
+"""Figures of one step of the trainer: the metrics of its `step` event, with `staleness_max`."""
+
+
+def clipping(steps: Sequence[Figures], limit: float) -> Symptom | None:
+    """Find a clip that cuts most gradients: the mean of `clipped` is at least `limit`."""
+    value = _mean([step["clipped"] for step in steps if "clipped" in step])
+    if value is None or value < limit:
+        return None
+    return Symptom(
+        f"{value:.0%} of the tokens have a cut gradient",
+        "lower the learning rate or max_staleness, or widen the clip of the loss",
+        {"clipped": value, "ratio": _mean([step["ratio"] for step in steps if "ratio" in step]) or 0.0},
+    )
+
+
+def precision(steps: Sequence[Figures], limit: float) -> Symptom | None:
+    """Find trainer and sampler that compute differently: the mean `kl` of steps on fresh groups exceeds `limit`."""
+    fresh = [step for step in steps if "kl" in step and not step.get("staleness_max")]
+    value = _mean([step["kl"] for step in fresh])
+    if value is None or value <= limit:
+        return None
+    return Symptom(
+        f"trainer and sampler disagree by {value:.3g} nats a token on groups that are not stale",
+        "compare their precision and weights: model.dtype, trainer.fp32_head, `rolloutmq doctor --weights`",
+        {"kl": value, "steps": float(len(fresh))},
+    )
+
+
+def rejection(groups: int, rejected: float, limit: float) -> Symptom | None:
+    """Find groups that the trainer cannot use: `rejected` of the `groups` are at least a part `limit`."""
+    if not groups or rejected / groups < limit:
+        return None
+    return Symptom(
+        f"the trainer rejected {rejected / groups:.0%} of the groups",
+        "read the reasons: `rolloutmq dead list`",
+        {"rejected": rejected, "groups": float(groups)},
+    )
+
+
+def _std(scores: LaneScores) -> float:
+    return sqrt(scores.m2 / scores.sequences)
+
+
+def _most(scores: LaneScores) -> float:
+    return max(abs(scores.low), abs(scores.high))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

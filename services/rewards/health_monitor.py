@@ -1,0 +1,222 @@
+"""The monitor of reward health: reports of batches in, findings out. Pure; the caller passes the wall clock.
+
+Each environment has its checks, and the trainer has some of its own, under the name `trainer`. A window is that of the
+last `window_steps` batches with scores of the environment, those without a signal included; nothing is checked before
+it is full. So an environment in every tenth batch is checked too, ten times as slowly. A finding is told when it
+begins, again each `window_steps` such batches while it lasts (events may be lost), and when it has ended. A resumed
+trainer takes steps again: they replace the lost ones, and what came after these.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import reduce
+from typing import Final, Generic, NamedTuple, Self, TypeVar
+
+import msgspec
+
+from rolloutmq.schemas.config.rewards import HealthConfig
+from rolloutmq.schemas.wire.control import StepDone, StepSkipped
+from rolloutmq.schemas.wire.health import HealthFinding, LaneScores
+from rolloutmq.services.rewards import health
+from rolloutmq.services.rewards.health import Figures, Symptom
+
+T = TypeVar("T")
+
+TRAINER: Final = "trainer"
+"""Name that stands for the trainer in findings about its figures."""
+FORGOTTEN_WINDOWS: Final = 50
+"""Windows of the run without scores of an environment after which it is forgotten, and its findings end."""
+
+
+class RecordedStep(msgspec.Struct, frozen=True, tag="step_done", tag_field="kind"):
+    """The part of the report of a step that is checked, as recorded in `metrics.jsonl`."""
+
+    step: int
+    incarnation: int = 0
+    groups: int = 0
+    staleness_max: int = 0
+    extra: dict[str, float] = {}
+    scores: tuple[LaneScores, ...] = ()
+
+
+class RecordedSkip(msgspec.Struct, frozen=True, tag="step_skipped", tag_field="kind"):
+    """The same, of a batch without a signal; `step` is that of the step before it."""
+
+    step: int
+    incarnation: int = 0
+    groups: int = 0
+    rejected: int = 0
+    scores: tuple[LaneScores, ...] = ()
+
+
+Batch = StepDone | StepSkipped | RecordedStep | RecordedSkip
+"""A report of a batch, as published or as recorded."""
+
+
+class Place(NamedTuple):
+    """Policy version after a batch, and whether the batch was a step."""
+
+    incarnation: int
+    step: int
+    stepped: bool
+
+    def lost_before(self, later: Self) -> bool:
+        """Return whether a resumed trainer has lost this batch, if `later` comes next.
+
+        As at the broker, a batch without a step is covered only by a step after it; else it may be delivered again.
+        """
+        base = later.step - later.stepped
+        uncovered = not self.stepped and self.incarnation != later.incarnation
+        return self.step > base or (self.step == base and uncovered)
+
+
+class Windows(Generic[T]):
+    """What was taken from the latest batches, for two windows."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._held: deque[tuple[Place, T]] = deque(maxlen=2 * window)
+
+    def take(self, place: Place, one: T) -> None:
+        """Add what was taken from a batch."""
+        self._held.append((place, one))
+
+    def rewind(self, place: Place) -> None:
+        """Drop the batches that the trainer has lost, as the place of its next one shows."""
+        while self._held and self._held[-1][0].lost_before(place):
+            self._held.pop()
+
+    def now(self) -> list[T]:
+        """Return the last window; empty before it is full."""
+        return self._before(0)
+
+    def before(self) -> list[T]:
+        """Return the window before the last; empty before it is full."""
+        return self._before(self._window)
+
+    def _before(self, newer: int) -> list[T]:
+        end = len(self._held) - newer
+        return [one for _, one in list(self._held)[end - self._window : end]] if end >= self._window else []
+
+
+class HealthMonitor:
+    """State of the checks of one run.
+
+    Args:
+        config: Window and limits.
+    """
+
+    def __init__(self, config: HealthConfig) -> None:
+        self._config = config
+        self._figures: Windows[Figures] = Windows(config.window_steps)
+        self._counts: Windows[tuple[int, float]] = Windows(config.window_steps)
+        """Groups of each batch, and the rejected ones among them."""
+        self._lanes: dict[str, Windows[LaneScores]] = {}
+        self._seen: dict[str, int] = {}
+        """Number of the latest batch of each environment."""
+        self._batches = 0
+        """Batches taken, those of lost steps included."""
+        self._active: dict[tuple[str, str], int] = {}
+        """Environment and name of each lasting finding, with the checks since it was told."""
+
+    def feed(self, batch: Batch, now: float) -> list[HealthFinding]:
+        """Take a batch, and return what began, lasts or ended with it."""
+        place = Place(batch.incarnation, batch.step, isinstance(batch, StepDone | RecordedStep))
+        self._figures.rewind(place)
+        self._counts.rewind(place)
+        for lane in self._lanes.values():
+            lane.rewind(place)
+        self._take(place, batch)
+        self._forget()
+        found = {(env, name): symptom for env, name, symptom in self._checked(batch.scores)}
+        return [*self._told(found, now), *self._ended({one.env for one in batch.scores}, found, now)]
+
+    def replay(self, lines: Iterable[bytes]) -> None:
+        """Take the batches of a record, `metrics.jsonl`, without telling anything: they were told before.
+
+        Lines that are no batches or do not decode are passed over.
+        """
+        for line in lines:
+            if b'"kind":"step_' in line:
+                try:
+                    self.feed(msgspec.json.decode(line, type=RecordedStep | RecordedSkip), 0.0)
+                except (msgspec.MsgspecError, ArithmeticError, UnicodeDecodeError):
+                    continue
+
+    def _take(self, place: Place, batch: Batch) -> None:
+        if isinstance(batch, StepDone | RecordedStep):
+            self._figures.take(place, {**batch.extra, "staleness_max": float(batch.staleness_max)})
+            rejected = batch.extra.get("rejected", 0.0)
+        else:
+            rejected = batch.rejected
+        self._counts.take(place, (batch.groups, rejected))
+        self._batches += 1
+        for one in batch.scores:
+            self._lanes.setdefault(one.env, Windows(self._config.window_steps)).take(place, one)
+            self._seen[one.env] = self._batches
+
+    def _forget(self) -> None:
+        oldest = self._batches - FORGOTTEN_WINDOWS * self._config.window_steps
+        for env in [env for env, batch in self._seen.items() if batch < oldest]:
+            del self._lanes[env], self._seen[env]
+
+    def _told(self, found: dict[tuple[str, str], Symptom], now: float) -> Iterator[HealthFinding]:
+        for (env, name), symptom in found.items():
+            age = self._active.get((env, name), self._config.window_steps - 1) + 1
+            if age >= self._config.window_steps:
+                yield _finding(env, name, now, symptom)
+                age = 0
+            self._active[env, name] = age
+
+    def _ended(
+        self, envs: set[str], found: dict[tuple[str, str], Symptom], now: float
+    ) -> Iterator[HealthFinding]:
+        """End the findings that no longer hold, of the environments in the batch and of forgotten ones."""
+        for key in [key for key in self._active if key not in found]:
+            if key[0] in envs or key[0] not in self._lanes:
+                del self._active[key]
+                yield _finding(*key, now, None)
+
+    def _checked(self, scores: Iterable[LaneScores]) -> Iterator[tuple[str, str, Symptom]]:
+        for env in sorted({one.env for one in scores}):
+            for name, symptom in self._of_lane(self._lanes[env]):
+                if symptom is not None:
+                    yield env, name, symptom
+        for name, symptom in self._of_trainer():
+            if symptom is not None:
+                yield TRAINER, name, symptom
+
+    def _of_lane(self, lane: Windows[LaneScores]) -> Iterator[tuple[str, Symptom | None]]:
+        config, now, before = self._config, _merged(lane.now()), _merged(lane.before())
+        if now is None:
+            return
+        yield "collapse", health.collapse(now, config.flat)
+        yield "saturation", health.saturation(now, config.saturated)
+        yield "length_bias", health.length_bias(now, config.length_correlation)
+        if before is not None:
+            yield "explosion", health.explosion(now, before, config.growth)
+            yield "drift", health.drift(now, before, config.drop)
+
+    def _of_trainer(self) -> Iterator[tuple[str, Symptom | None]]:
+        config, steps, counts = self._config, self._figures.now(), self._counts.now()
+        yield "clipping", health.clipping(steps, config.clipped)
+        yield "precision", health.precision(steps, config.fresh_kl)
+        groups, rejected = sum(one for one, _ in counts), sum(one for _, one in counts)
+        yield "rejection", health.rejection(groups, rejected, config.rejected)
+
+
+def _merged(lanes: list[LaneScores]) -> LaneScores | None:
+    return reduce(LaneScores.merged, lanes) if lanes else None
+
+
+def _finding(env: str, name: str, now: float, symptom: Symptom | None) -> HealthFinding:
+    return HealthFinding(
+        env=env,
+        at=now,
+        finding=name,
+        problem=symptom.problem if symptom else "",
+        remedy=symptom.remedy if symptom else "",
+        numbers=symptom.numbers if symptom else {},
+        source="telemetry",
+        ended=symptom is None,
+    )

@@ -1,0 +1,108 @@
+"""Ensembles of an environment in a run: their shared windows, and the way of their findings to the bus.
+
+Every attribute of the environment, or of its class, that is an `Ensemble` shares one window with the other workers of
+that environment on this host: `ratings/ENV.ATTRIBUTE.window` in the run directory. Findings are published on
+`telemetry.health.ENV` and logged. Publishing drops instead of blocking: the log of the worker has them all.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rolloutmq.bus.encoding import topics
+from rolloutmq.bus.files import PRIVATE_DIRECTORY
+from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.services.rewards.ensemble import Ensemble
+
+logger = logging.getLogger(__name__)
+
+
+def ensembles_of(environment: Any) -> dict[str, Ensemble]:
+    """Return the ensembles among the attributes of an object and of its class, by attribute."""
+    found: dict[str, Ensemble] = {}
+    for namespace in (*map(vars, reversed(type(environment).__mro__)), getattr(environment, "__dict__", {})):
+        found |= {name: value for name, value in namespace.items() if isinstance(value, Ensemble)}
+    return found
+
+
+@contextmanager
+def joined(environment: Any, env: str, worker: str, layout: RunLayout) -> Iterator[None]:
+    """Let the ensembles of an environment take part in a run within the block. The broker must be up."""
+    ensembles = ensembles_of(environment)
+    if not ensembles:
+        yield
+        return
+    layout.ratings.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+    outlet = FindingOutlet(layout)
+    try:
+        for attribute, ensemble in ensembles.items():
+            window = layout.ratings / f"{env}.{attribute}.window"
+            ensemble.join_run(env, worker, window, outlet.tell)
+        yield
+    finally:
+        outlet.close()
+        for attribute, ensemble in ensembles.items():
+            _log_costs(attribute, ensemble)
+
+
+def _log_costs(attribute: str, ensemble: Ensemble) -> None:
+    for name, cost in ensemble.costs().items():
+        logger.info(
+            "rater ended ensemble=%s rater=%s calls=%d retries=%d failed=%d timed_out=%d refused=%d missing=%d "
+            "seconds=%.1f cost=%g",
+            *(
+                attribute,
+                name,
+                cost.calls,
+                cost.retries,
+                cost.failed,
+                cost.timed_out,
+                cost.refused,
+                cost.missing,
+            ),
+            *(cost.seconds, cost.cost),
+        )
+
+
+class FindingOutlet:
+    """Publishes findings through the broker of a run, wherever it is now. For one thread.
+
+    It connects at once: what is published before a connection stands is dropped.
+    """
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
+        self._address = ""
+        self._publisher: Publisher | None = None
+        self._connect()
+
+    def tell(self, finding: HealthFinding) -> None:
+        """Log a finding and publish it."""
+        logger.warning(
+            "reward finding finding=%s ended=%s problem=%s; %s numbers=%s",
+            finding.finding,
+            finding.ended,
+            finding.problem,
+            finding.remedy,
+            finding.numbers,
+        )
+        self._connect()
+        if self._publisher is not None:
+            self._publisher.publish(topics.telemetry("health", finding.env), finding)
+
+    def _connect(self) -> None:
+        endpoints = endpoints_of(self._layout)
+        if endpoints is None or endpoints.publish == self._address:
+            return
+        self.close()
+        self._address, self._publisher = endpoints.publish, Publisher(endpoints.publish)
+
+    def close(self) -> None:
+        """Close the connection; the last findings have half a second to leave."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None

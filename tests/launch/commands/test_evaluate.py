@@ -1,0 +1,48 @@
+"""What `rolloutmq evaluate` makes of a configuration, and what it refuses before it touches anything."""
+
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.launch.commands import evaluate
+from rolloutmq.launch.plan import plan
+from rolloutmq.launch.settings import load, validate
+from rolloutmq.schemas.errors import ConfigError, RolloutMQError
+from rolloutmq.schemas.files import RunLayout
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_environments_of_every_example_can_be_evaluated(example: Path) -> None:
+    config = load(example, environ={})
+    if not any(not env.command for env in config.environment.values()):
+        with pytest.raises(RolloutMQError):
+            evaluate._alone(config, 5)
+        return
+    alone = evaluate._alone(config, 5)
+    assert alone.evaluated
+    assert {env.split for env in alone.environment.values()} == {"eval"}
+    assert alone.curriculum == {}
+    assert not alone.teacher.path
+    assert not alone.gateway.enabled
+    assert alone.trainer.steps == 5
+
+
+def test_it_starts_workers_although_the_run_had_none(tmp_path: Path) -> None:
+    config = validate(
+        {"environment": {"e": {"entry": "a:B", "min_workers": 0}}, "orchestrator": {"enabled": False}}
+    )
+    alone = evaluate._alone(config, 5)
+    assert alone.environment["e"].min_workers == 1
+    assert "orchestrator" in [process.name for process in plan(alone, RunLayout(tmp_path), "python")]
+
+
+def test_a_checkpoint_inside_of_the_new_run_is_refused_and_stays(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step-000005"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("{}")
+    config = validate({"environment": {"e": {"entry": "a:B"}}, "run": {"dir": str(tmp_path / "run")}})
+    with pytest.raises(ConfigError, match="--run-dir: holds the checkpoint, and would be moved aside"):
+        evaluate.evaluate(config, step)
+    assert (step / "state.json").exists()

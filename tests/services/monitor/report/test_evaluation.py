@@ -1,0 +1,81 @@
+"""The evaluation in the summary and in the report."""
+
+from typing import Any
+
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
+from rolloutmq.services.monitor.report.evaluation import cost_text, figures, lines, policies, scores_text
+
+
+def scores(**given: Any) -> EnvironmentScores:
+    usual = {"tasks": 64, "answered": 64, "greedy": 0.75, "mean": 0.5, "mean_error": 0.0125}
+    return EnvironmentScores(**(usual | {"pass_1": 0.25, "pass_k": 0.875, "k": 8} | given))
+
+
+def point(step: int, newest: int | None = None, **given: Any) -> EvaluationDone:
+    usual: dict[str, Any] = {
+        "run": "r",
+        "id": f"eval-{step}",
+        "at": 1.0,
+        "version": PolicyVersion(0, step),
+        "oldest": PolicyVersion(0, step),
+        "newest": PolicyVersion(0, step if newest is None else newest),
+        "all": scores(),
+        "environments": {"e": scores()},
+        "rollouts": 128,
+        "seconds": 2.0,
+    }
+    return EvaluationDone(**(usual | given))
+
+
+def test_a_run_without_evaluation_has_neither_figures_nor_lines() -> None:
+    assert figures([]) is None
+    assert list(lines([])) == []
+
+
+def test_the_first_and_the_last_point_are_told_with_the_cost() -> None:
+    points = [point(0), point(50, 57), point(100, total_s=6.25, share=0.0825)]
+    assert list(lines(points)) == [
+        "step 0: greedy 0.750, mean 0.500 ± 0.013, pass@1 0.250, pass@8 0.875",
+        "step 100: greedy 0.750, mean 0.500 ± 0.013, pass@1 0.250, pass@8 0.875",
+        "3 points, 6.2 s, 8.2% of the wall time",
+    ]
+    found = figures(points)
+    assert found is not None
+    assert (found["points"], found["seconds"], found["share"]) == (3, 6.25, 0.0825)
+    assert (found["first"]["step"], found["last"]["step"], found["last"]["pass_k"]) == (0, 100, 0.875)
+    assert (found["last"]["one_policy"], found["environments"]["e"]["greedy"]) == (True, 0.75)
+
+
+def test_a_point_of_several_policies_says_so() -> None:
+    assert policies(point(50)) == "step 50"
+    assert policies(point(50, 57)) == "steps 50 to 57"
+    assert policies(point(50, rollouts=0)) == "step 50"
+    spread = figures([point(50, 57)])
+    assert spread is not None
+    assert (spread["last"]["oldest"], spread["last"]["newest"], spread["last"]["one_policy"]) == (
+        [0, 50],
+        [0, 57],
+        False,
+    )
+
+
+def test_tasks_without_every_answer_are_never_left_out() -> None:
+    partly = scores(answered=60, failed=1, missing=3, mean=None, mean_error=None, pass_1=None, pass_k=None)
+    assert scores_text(partly) == "greedy 0.750, 1 of 64 tasks failed, 3 of 64 tasks missing"
+    nothing = EnvironmentScores(tasks=64, missing=64)
+    assert scores_text(nothing) == "64 of 64 tasks missing"
+    assert scores_text(EnvironmentScores()) == "no answer"
+
+
+def test_several_environments_have_a_line_each() -> None:
+    both = point(9, environments={"a": scores(greedy=1.0), "b": scores(greedy=0.5)})
+    found = list(lines([both]))
+    assert found[1].startswith("  a: greedy 1.000")
+    assert found[2].startswith("  b: greedy 0.500")
+    assert found[-1] == "1 point, 2.0 s"
+
+
+def test_the_cost_is_that_of_the_point_without_a_trainer_of_the_run() -> None:
+    assert cost_text(point(1)) == "2.0 s"
+    assert figures([point(1), point(2)])["seconds"] == 4.0  # type: ignore[index]
