@@ -2,8 +2,9 @@
 
 A file has a line `name==version` for each package, and lines below it with the hashes of its wheels for every supported
 Python and machine, so that pip installs no other file of that version. To change a version, edit its line and run this
-again. It asks the index that pip uses for each package, and downloads none. A package without wheels has its source
-distribution.
+again. It asks the index that pip uses for each package, and downloads none. A package whose wheels all want a newer C
+library has those: a source distribution would want a compiler, and often one that a newcomer lacks. A package without
+wheels has its source distribution.
 """
 
 import json
@@ -11,7 +12,7 @@ import os
 import re
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ PYTHONS: Final = ("3.11", "3.12", "3.13")
 MACHINES: Final = ("x86_64", "aarch64")
 GLIBC_MINORS: Final = range(28, 4, -1)
 """Not newer than that of torch's wheels: an older library cannot load them anyway."""
+NEWER_GLIBC_MINORS: Final = range(35, 28, -1)
+"""For a package that has no older wheel. Ubuntu 22.04 has 2.35, Debian 12 has 2.36."""
 PIN: Final = re.compile(r"^([A-Za-z0-9._-]+(?:\[[\w,]+\])?==[^\s;\\]+)(\s*;[^\\]+?)?\s*\\?$", re.MULTILINE)
 PATIENCE_S: Final = 60.0
 _JSON: Final = "application/vnd.pypi.simple.v1+json"
@@ -56,13 +59,13 @@ def version_of(pin: str) -> Version:
     return Version(pin.partition("==")[2].partition(";")[0].strip())
 
 
-def supported() -> frozenset[Tag]:
-    """Return the tags of all wheels that a supported Python installs on a supported machine."""
+def supported(glibc_minors: Iterable[int] = GLIBC_MINORS) -> frozenset[Tag]:
+    """Return the tags of all wheels that a supported Python installs on a supported machine with such a C library."""
     tags: set[Tag] = set()
     for python in PYTHONS:
         major, minor = map(int, python.split("."))
         for machine in MACHINES:
-            names = [f"manylinux_2_{glibc}_{machine}" for glibc in GLIBC_MINORS]
+            names = [f"manylinux_2_{glibc}_{machine}" for glibc in glibc_minors]
             names += [
                 f"{name}_{machine}" for name in ("manylinux2014", "manylinux2010", "manylinux1", "linux")
             ]
@@ -71,9 +74,8 @@ def supported() -> frozenset[Tag]:
     return frozenset(tags)
 
 
-def wheels_in(listing: Mapping[str, Any], version: Version) -> Iterator[str]:
-    """Yield the hashes of the wheels of one version in an index's answer about one package."""
-    tags = supported()
+def wheels_in(listing: Mapping[str, Any], version: Version, tags: frozenset[Tag]) -> Iterator[str]:
+    """Yield the hashes of the wheels of one version with one of the tags in an index's answer about one package."""
     for file in listing["files"]:
         try:
             _, found, _, of_wheel = parse_wheel_filename(file["filename"])
@@ -94,17 +96,26 @@ def sources_in(listing: Mapping[str, Any], version: Version) -> Iterator[str]:
             yield file["hashes"]["sha256"]
 
 
+def hashes_in(listing: Mapping[str, Any], version: Version) -> list[str]:
+    """Return the hashes of the files to install of one version: of its oldest C library, else of its sources."""
+    found = (
+        {*wheels_in(listing, version, supported())}
+        or {*wheels_in(listing, version, supported(NEWER_GLIBC_MINORS))}
+        or {*sources_in(listing, version)}
+    )
+    return sorted(found)
+
+
 def hashes_of(pin: str) -> list[str]:
     """Return the hashes of a pin; ask the index for them. LookupError if it has no file to install."""
     index = os.environ.get("PIP_INDEX_URL", PyPI.simple_url).rstrip("/")
     request = urllib.request.Request(f"{index}/{name_of(pin)}/", headers={"Accept": _JSON})
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         listing = json.load(answer)
-    version = version_of(pin)
-    found = {*wheels_in(listing, version)} or {*sources_in(listing, version)}
+    found = hashes_in(listing, version_of(pin))
     if not found:
         raise LookupError(f"{pin}: the index has no file of it for a supported Python and machine")
-    return sorted(found)
+    return found
 
 
 def locked(text: str, hashes: Mapping[str, Sequence[str]]) -> str:

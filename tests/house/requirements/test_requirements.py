@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from tests.house.requirements.lock import MACHINES, PYTHONS, header_of, locked, name_of, pins_of
+from packaging.version import Version
+from tests.house.requirements.lock import MACHINES, PYTHONS, hashes_in, header_of, locked, name_of, pins_of
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "requirements").glob("*.txt"))
@@ -40,6 +41,22 @@ def test_every_package_has_hashes(file: Path) -> None:
         assert "==" in pin
         assert hashes, f"{pin} has no hash"
         assert all(one.startswith("--hash=sha256:") and len(one) == 78 for one in hashes)
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        (("cp311-cp311-manylinux_2_17_x86_64.whl", "cp39-abi3-manylinux_2_31_x86_64.whl", "sdist"), [0]),
+        (("cp39-abi3-manylinux_2_31_x86_64.whl", "cp39-abi3-musllinux_1_2_x86_64.whl", "sdist"), [0]),
+        (("cp39-abi3-win_amd64.whl", "sdist"), [1]),
+        (("cp39-abi3-win_amd64.whl",), []),
+    ],
+)
+def test_a_source_distribution_is_the_last_choice(files: tuple[str, ...], chosen: list[int]) -> None:
+    """To build one may want a compiler that a newcomer lacks, such as that of Rust."""
+    names = ["some-1.0.tar.gz" if end == "sdist" else f"some-1.0-{end}" for end in files]
+    listing = {"files": [{"filename": name, "hashes": {"sha256": str(at)}} for at, name in enumerate(names)]}
+    assert hashes_in(listing, Version("1.0")) == [str(at) for at in chosen]
 
 
 def test_the_pins_are_complete_for_every_python_and_machine() -> None:
