@@ -45,8 +45,8 @@ def check(config: RunConfig) -> tuple[str, ...]:
     Raises:
         ConfigError: The entry or the program of an environment does not exist, its class or rewards cannot work, a
             secret is not set, a sampler does not exist, has a wrong option or draws no task, an address cannot be
-            bound, the token file has no token or is not private, no combination of whole groups fills a batch, or the
-            teacher does not fit the student.
+            bound, the token file has no token or is not private, no combination of whole groups fills a batch, the
+            normalization of scores changes nothing, or the teacher does not fit the student.
         MissingError: A required package is not installed.
         AddressInUseError: Another process listens on the port of the inference server.
     """
@@ -58,6 +58,7 @@ def check(config: RunConfig) -> tuple[str, ...]:
         _check_secrets(name, environment)
     check_samplers(config)
     _check_batch(config)
+    _check_normalization(config)
     http_token(config)
     if config.broker.transport == "tcp":
         bind_host(config.broker)
@@ -99,6 +100,19 @@ def _check_batch(config: RunConfig) -> None:
         raise ConfigError(
             "trainer.batch_sequences",
             f"must be a sum of whole groups of {choices} sequences (got {batch}); use a multiple of a group size",
+        )
+
+
+def _check_normalization(config: RunConfig) -> None:
+    """Reject a divisor that cancels: `grpo` divides by the deviation of each group anyway."""
+    rewards, trainer = config.trainer.rewards, config.trainer
+    if not trainer.enabled or rewards.normalize == "none" or rewards.clip is not None:
+        return
+    if trainer.loss.advantage == "grpo":
+        raise ConfigError(
+            "trainer.rewards.normalize",
+            f'has no effect with trainer.loss.advantage = "grpo", which divides by the deviation of each group (got '
+            f'{rewards.normalize!r}); set advantage to "dr_grpo" or "rloo", set clip, or remove it',
         )
 
 

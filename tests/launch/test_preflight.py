@@ -43,6 +43,21 @@ def test_a_good_configuration_passes_with_the_advice_of_the_trial(tmp_path: Path
     assert check(config(tmp_path)) == ("not tried",)
 
 
+def test_a_normalization_that_cancels_is_refused(tmp_path: Path) -> None:
+    def trainer(advantage: str = "grpo", *, enabled: bool = True, **rewards: Any) -> RunConfig:
+        sections = {"loss": {"advantage": advantage}, "rewards": rewards, "enabled": enabled}
+        return config(tmp_path, trainer=sections)
+
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.rewards\.normalize: has no effect .*= \"grpo\".*\(got 'zscore'\); set"
+    ):
+        check(trainer(normalize="zscore"))
+    check(trainer(normalize="zscore", clip=5.0))
+    check(trainer("dr_grpo", normalize="minmax"))
+    check(trainer(normalize="zscore", enabled=False))
+    check(trainer(warmup_groups=1))
+
+
 def test_an_entry_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environment\.e\.entry: there is no file"):
         check(config(tmp_path, environment={"e": {"entry": "none.py:Env"}}))
