@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from rolloutmq.bus.engine_registry import forget_engines
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_fd, require_private
 from rolloutmq.bus.producer.spool_file import require_own_spools
 from rolloutmq.bus.rundir import read_json, usable, write_json
@@ -74,6 +75,8 @@ def _claim(root: Path, token: str, stack: ExitStack, *, resume: bool) -> RunLayo
     lock = stack.enter_context(_locked(root))
     layout = RunLayout(root.resolve())
     end_strays(recorded(layout), STRAY_GRACE_S)
+    if resume:
+        _forget_servers(layout)
     trim_journal(layout)
     if not resume and _has_run(layout):
         _move_aside(layout)
@@ -84,6 +87,12 @@ def _claim(root: Path, token: str, stack: ExitStack, *, resume: bool) -> RunLayo
     write_json(layout.owner, identify("up", Role.LAUNCHER, os.getpid(), token))
     stack.callback(layout.owner.unlink, missing_ok=True)
     return layout
+
+
+def _forget_servers(layout: RunLayout) -> None:
+    """Remove the addresses of an earlier life's servers: workers wait for those of this life before they roll out."""
+    forget_engines(layout)
+    layout.teacher.unlink(missing_ok=True)
 
 
 def require_run(root: Path) -> None:

@@ -52,6 +52,19 @@ def test_the_second_owner_is_refused_though_the_lock_file_was_deleted(run_dir: P
         assert rundir.owner(RunLayout(run_dir)) is not None
 
 
+def test_a_resumed_run_forgets_the_servers_of_its_earlier_life(run_dir: Path) -> None:
+    """Else workers would roll out before a server is up, and count the wait as the duration of the rollout."""
+    layout = RunLayout(run_dir)
+    configure(layout)
+    servers = [layout.inference, layout.engine("inference-2"), layout.teacher]
+    kept = [layout.gateway, layout.root / "inference-notes.json"]
+    for path in (*servers, *kept):
+        path.write_text("{}")
+    with rundir.claimed(run_dir, "token", resume=True):
+        assert not any(path.exists() for path in servers)
+        assert all(path.exists() for path in kept), "the gateway takes its port again, for clients outside"
+
+
 @pytest.mark.parametrize("name", ["run.lock", "logs", "sockets", "run.json"])
 def test_what_cannot_be_used_is_named(run_dir: Path, name: str) -> None:
     """A file in the place of a directory, and the other way round: root may do everything else."""
