@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -172,12 +172,22 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     if reply.rejected_messages:
         reasons = ", ".join(f"{why} {count}" for why, count in reply.rejected_by_reason.items())
         rows.append(("refused", f"{reply.rejected_messages} messages ({reasons})"))
+    elif arenas := {why: n for why, n in reply.rejected_by_reason.items() if why.startswith("arena_")}:
+        rows.append(("arenas", _arenas(arenas, framed=bool(reply.as_frames))))
     return "\n".join(f"{label:<9}{text}" for label, text in rows)
 
 
+def _arenas(refused: Mapping[str, int], *, framed: bool) -> str:
+    reasons = ", ".join(f"{why} {count}" for why, count in refused.items())
+    then = "groups came as frames" if framed else "no group was affected: the producer offered another"
+    return f"{sum(refused.values())} offers of shared memory not opened ({reasons}); {then}"
+
+
 def _lane(lane: LaneStatus) -> str:
+    """Return a lane as text. For the evaluation a permit without a task is no rollout: `tasks` counts those."""
+    granted = "may start" if lane.split is Split.EVAL else "under way"
     return (
-        f"{lane.env}{_split(lane)}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} under way"
+        f"{lane.env}{_split(lane)}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} {granted}"
         f" at {lane.producers} producers, {lane.accepted_per_s:.1f} groups a second"
         + (
             f", {format.portion(lane.held_bytes, lane.high_bytes)} of its high-water mark"
