@@ -16,7 +16,6 @@ import secrets
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -32,7 +31,7 @@ from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight import check
 from rolloutmq.launch.results import conclude
-from rolloutmq.launch.rundir import claimed, clear, trim_journal
+from rolloutmq.launch.rundir import claimed, clear, living, trim_journal
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import OutputFailedError, WireError
 from rolloutmq.schemas.files import RunLayout
@@ -154,17 +153,17 @@ class Launcher:
         )
         self._roles: dict[str, Role] = {}
         self._killed = False
-        self._began = time.monotonic()
 
     async def run(self) -> Ending:
         """Start, watch and end the run, and report its result; the second signal kills everything at once."""
         stop = Stop()
         with _signals(stop, self._kill):
-            ending = await self._live(stop)
+            with living(self._layout):
+                ending = await self._live(stop)
             # These calls block the loop, so that a signal cannot interrupt the summary.
             clear(self._config, self._layout)
             trim_journal(self._layout)
-            conclude(self._config, self._layout, ending.reason, time.monotonic() - self._began)
+            conclude(self._config, self._layout, ending.reason)
         return ending
 
     async def _live(self, stop: Stop) -> Ending:

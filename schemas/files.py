@@ -2,6 +2,7 @@
 
 config.json          resolved configuration                             written by the launcher
 run.json             owner of the run directory (ProcessIdentity)       launcher
+lives.json           start and end of each life of the run (list of Life)    launcher
 processes.json       live processes (list of ProcessIdentity)           launcher; workers.json: orchestrator
 engines.json         live engines of the orchestrator                   orchestrator
 supervision.json     state of each worker                               orchestrator
@@ -59,6 +60,7 @@ class RunLayout:
         self.root = root
         self.config = root / "config.json"
         self.owner = root / "run.json"
+        self.lives = root / "lives.json"
         self.processes = root / "processes.json"
         self.workers = root / "workers.json"
         self.engines = root / "engines.json"

@@ -183,8 +183,8 @@ class ProducerConnection:
         accepted = session.registered(reply.ack, time.monotonic())
         if session.without_arena == "arena_unreachable":
             logger.warning(
-                "shared memory not readable for the broker, sending frames producer=%s: the broker runs as another user, in "
-                "another container, or could not open it in time",
+                "shared memory not readable for the broker, sending frames producer=%s: the broker runs as another "
+                "user, in another container, or could not open it in time",
                 session.register.producer,
             )
         self.info = reply.info

@@ -56,7 +56,7 @@ class Run:
         log = str(self.layout.log(role.value))
         self._specs.append(ProcessSpec(name=role.value, role=role, argv=argv, log=log))
 
-    def conclude(self, _config: RunConfig, _layout: RunLayout, reason: str, _wall_s: float | None) -> None:
+    def conclude(self, _config: RunConfig, _layout: RunLayout, reason: str) -> None:
         self.concluded.append(reason)
 
     def up(self, *assignments: str) -> int:

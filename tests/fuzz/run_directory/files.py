@@ -21,6 +21,7 @@ from rolloutmq.bus.shm.segment_file import SegmentOwner
 from rolloutmq.schemas import files
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion
@@ -98,6 +99,7 @@ def _write_states(layout: RunLayout) -> None:
     states: dict[Path, Any] = {
         layout.config: settings(),
         layout.owner: launcher,
+        layout.lives: [Life(1.0, 2.0), Life(5.0)],
         layout.processes: [broker],
         layout.workers: [_identity(WORKER, Role.WORKER)],
         layout.engines: [_identity("inference-1", Role.INFERENCE)],
