@@ -18,7 +18,6 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from rolloutmq.bus.evaluation.log import in_force, recorded
 from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json, read_lives
 from rolloutmq.bus.transport.event_feed import endpoints_of
@@ -39,6 +38,7 @@ from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.bias import Bias, Produced, described, find_bias, headed
 from rolloutmq.services.monitor.report.bias_table import table, verdict_line
+from rolloutmq.services.monitor.report.evaluation import Evaluations
 from rolloutmq.services.monitor.report.plot import bound_text, write_report
 from rolloutmq.services.monitor.report.summary import (
     LedgerFigures,
@@ -322,7 +322,7 @@ def _lines(
     yield f"ended      {summary['ended']}{after}"
     if summary["reward_first"] is not None:
         yield from _rewards(summary)
-    for number, line in enumerate(evaluation.lines(in_force(recorded(layout.evaluations)))):
+    for number, line in enumerate(evaluation.lines(Evaluations.read(layout))):
         yield f"{'' if number else 'evaluation':<11}{line}"
     yield from _groups(layout, summary)
     if summary["staleness_max"] is not None and summary["staleness_bound"] is not None:

@@ -21,12 +21,11 @@ from math import inf
 from sys import intern
 from typing import Any, Final
 
-from rolloutmq.bus.evaluation.log import in_force, recorded
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.lives import Life, paused_s, pauses, seconds_of
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.services.monitor.report.evaluation import figures
+from rolloutmq.services.monitor.report.evaluation import Evaluations, figures
 from rolloutmq.services.monitor.report.metrics import Metrics, bounds_in_force, read_metrics
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
@@ -319,7 +318,7 @@ def summarise(
         **({"curriculum": seen.curricula} if seen.curricula else {}),
         "findings": sorted(seen.findings),
         "groups_evaluated": len(acks.evaluated),
-        "evaluation": figures(in_force(recorded(layout.evaluations))),
+        "evaluation": figures(Evaluations.read(layout)),
     }
 
 

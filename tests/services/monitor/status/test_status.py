@@ -12,9 +12,11 @@ import msgspec
 import pytest
 import zmq
 from msgspec.structs import replace
+from tests.services.monitor.report.test_evaluation import late, point
 
 from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.engine_registry import engine_name
+from rolloutmq.bus.evaluation.log import record
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
 from rolloutmq.launch.settings import validate
@@ -175,6 +177,19 @@ def test_shared_memory_that_was_not_opened_is_told_with_what_it_means(reply: Sta
     assert f"{told}groups came as frames" in status_text(refused).splitlines()
     harmless = f"{told}no group was affected: the producer offered another"
     assert harmless in status_text(replace(refused, as_frames={})).splitlines()
+
+
+def test_the_evaluation_is_told_with_the_points_left_out(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(answering.evaluations, point(0))
+    record(answering.evaluations, late(10))
+    assert status(answering.root, as_json=False) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("eval ")]
+    assert rows[0].startswith("eval     step 0: greedy 0.750, mean 0.500")
+    assert rows[1].startswith(
+        "eval     1 point of evaluation.every = 10 left out (1 by evaluation.max_share = 0.1); "
+    )
 
 
 def test_a_permit_of_the_evaluation_is_no_rollout(
