@@ -35,7 +35,7 @@ class EvaluationConfig(Section):
     environments: tuple[NameText, ...] = ()
     """Environments to evaluate. Empty: all with a class."""
     pass_score: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Least score of an answer that passes."""
+    """Least score of an answer that passes, where `environment.NAME.pass_score` gives no other."""
     concurrency: PositiveInt = 4
     """Tasks that one worker evaluates at once, beside its rollouts for the training."""
     max_share: Fraction = 0.1
