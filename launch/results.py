@@ -176,21 +176,23 @@ def _of(events: Iterable[AnyEvent], wanted: Collection[str]) -> Iterable[tuple[s
 logger = logging.getLogger(__name__)
 
 
-def conclude(config: RunConfig, layout: RunLayout, reason: str) -> None:
+def conclude(config: RunConfig, layout: RunLayout, reason: str, *, picture: bool = True) -> None:
     """Write summary and picture of an ended run, and print the result.
 
     Args:
         config: Configuration of the run.
         layout: Files of the run.
         reason: Why the run ended.
+        picture: Draw the picture.
     """
     if config.gateway.enabled and not config.trainer.enabled:
         _conclude_gateway(config, layout, reason)
         return
     records = _read(layout)
     found = survey(layout, records.saved, records.ledger)
-    summary, picture = _write(config, layout, reason, None, records, found)
-    lines = _lines(config, layout, summary, picture, found)
+    summary = _summary(config, layout, reason, None, records, found)
+    drawn = _picture(config, layout, summary) if picture else None
+    lines = _lines(config, layout, summary, drawn, found)
     sys.stdout.write("\n".join(lines) + "\n")
 
 
@@ -264,7 +266,8 @@ def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> No
     summary: dict[str, Any] | None = None
     lines: list[str] = []
     try:
-        summary, picture = _write(config, layout, *_end(layout), records, found)
+        summary = _summary(config, layout, *_end(layout), records, found)
+        picture = _picture(config, layout, summary)
         lines = [*_lines(config, layout, summary, picture, found), ""]
     finally:
         if as_json:
@@ -274,14 +277,15 @@ def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> No
         sys.stdout.write(text + "\n")
 
 
-def _write(
+def _summary(
     config: RunConfig,
     layout: RunLayout,
     reason: str,
     wall_s: float | None,
     records: BrokerRecords,
     found: Survey,
-) -> tuple[dict[str, Any], Path | None]:
+) -> dict[str, Any]:
+    """Write the summary and return it."""
     summary = summarise(
         layout,
         config,
@@ -292,7 +296,7 @@ def _write(
     )
     summary = {**summary, "bias": found.bias.short(), "ended": reason, "seed": config.run.seed}
     _write_summary(layout, summary)
-    return summary, _picture(config, layout, summary)
+    return summary
 
 
 def _write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:

@@ -207,6 +207,12 @@ def test_counts_of_a_trainer_of_ones_own_are_those_of_the_ledger(run_dir: Path) 
     assert found["fates"] == {"trained": 1, "filtered": 1, "expired": 1, "in_flight": 1}
 
 
+def test_a_run_without_a_training_environment_has_no_bound_to_tell(layout: RunLayout) -> None:
+    exam = {"environment": {"exam": {"entry": "a:B", "split": "eval"}}, "evaluation": {"enabled": True}}
+    write_json(layout.config, validate(exam))
+    assert "staleness" not in report(layout).stdout
+
+
 def test_report_of_a_resumed_run_counts_its_lives(layout: RunLayout) -> None:
     layout.summary.write_text(json.dumps({"ended": "the trainer is done", "wall_s": 3.0}))
     layout.log("up").parent.mkdir()

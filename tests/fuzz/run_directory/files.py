@@ -40,6 +40,7 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample,
 from rolloutmq.services.process.identity import boot_id
 from rolloutmq.services.telemetry.recorder import Recorder
 from rolloutmq.trainer import checkpoint
+from rolloutmq.trainer.checkpoint_files import TrainerState
 from rolloutmq.trainer.step.optimizer import PolicyOptimizer
 from rolloutmq.trainer.trained_log import TrainedLog
 
@@ -248,7 +249,7 @@ def _write_checkpoints(layout: RunLayout) -> None:
     (identity / "config.json").write_bytes(b'{"vocab_size": 9}')
     checkpoint.next_incarnation(layout.checkpoints)
     for step in (2, 4):
-        state = checkpoint.TrainerState(version=PolicyVersion(0, step), unsettled=("g9",))
+        state = TrainerState(version=PolicyVersion(0, step), unsettled=("g9",))
         checkpoint.save(layout.checkpoints, identity, state, policy, optimizer)
     (identity / "config.json").unlink()
     identity.rmdir()

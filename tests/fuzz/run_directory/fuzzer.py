@@ -65,7 +65,7 @@ from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.logbook import LogLimits, last_lines, rotate
 from rolloutmq.services.telemetry.recorder import Recorder
 from rolloutmq.services.telemetry.server import processes_of
-from rolloutmq.trainer import checkpoint
+from rolloutmq.trainer import checkpoint, checkpoint_files
 from rolloutmq.trainer.trained_log import PolicyAncestry, TrainedLog
 from rolloutmq.trainer.weights import address
 
@@ -266,7 +266,7 @@ def _decisions(layout: RunLayout) -> None:
 
 
 def _checkpoints(layout: RunLayout) -> None:
-    checkpoint.saved(layout.checkpoints)
+    checkpoint_files.saved(layout.checkpoints)
     checkpoint.latest(layout.checkpoints)
     written = layout.checkpoints / "step-000004"
     if written.is_dir():
