@@ -43,9 +43,18 @@ def engines_of(layout: RunLayout) -> list[InferenceAddress]:
 
     An unreadable file is logged and skipped.
     """
-    names = [path.stem for path in layout.root.glob(f"{FIRST}*.json") if _FILE.fullmatch(path.stem)]
-    found = (_read(layout.engine(name)) for name in sorted(names, key=engine_number))
+    found = (_read(layout.engine(name)) for name in sorted(_names(layout), key=engine_number))
     return [address for address in found if address is not None]
+
+
+def forget_engines(layout: RunLayout) -> None:
+    """Remove the address files of all engines. None of them may run: a worker would wait for it within a rollout."""
+    for name in _names(layout):
+        layout.engine(name).unlink(missing_ok=True)
+
+
+def _names(layout: RunLayout) -> list[str]:
+    return [path.stem for path in layout.root.glob(f"{FIRST}*.json") if _FILE.fullmatch(path.stem)]
 
 
 def _read(path: Path) -> InferenceAddress | None:

@@ -2,6 +2,7 @@
 all."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from rolloutmq.schemas.config.base import problem_of
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, MissingError, UnusablePathError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.lives import Life
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -97,6 +101,15 @@ def read_json(path: Path, kind: type[_T]) -> _T | None:
     except FileNotFoundError:
         return None
     return decode_json(data, kind)
+
+
+def read_lives(layout: RunLayout) -> tuple[Life, ...]:
+    """Return the lives of a run; none if no launcher started it, or if the file is damaged."""
+    try:
+        return tuple(read_json(layout.lives, list[Life]) or ())
+    except msgspec.DecodeError as error:
+        logger.warning("lives of the run unreadable path=%s error=%s", layout.lives, error)
+        return ()
 
 
 async def wait_json(path: Path, kind: type[_T]) -> _T:

@@ -276,11 +276,11 @@ def tail(
     topic: Annotated[str, typer.Argument(help="Topic prefix. Default: all topics.")] = "",
     run_dir: RunOption = None,
 ) -> None:
-    """Print bus events as JSON lines."""
+    """Print bus events as JSON lines; of an ended run, the recorded ones."""
     from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.text.tail import tail as show
 
-    raise typer.Exit(show(find_run(run_dir), topic))
+    raise typer.Exit(show(find_run(run_dir, living=False), topic))
 
 
 @app.command(rich_help_panel=INSPECT)

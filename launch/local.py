@@ -30,10 +30,11 @@ from rolloutmq.bus.files import private_fd
 from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.event_feed import EventFeed
+from rolloutmq.launch.end_notice import end_notice
 from rolloutmq.launch.plan import STOP_ORDER, plan
-from rolloutmq.launch.preflight import check
+from rolloutmq.launch.preflight.checks import check
 from rolloutmq.launch.results import conclude
-from rolloutmq.launch.rundir import claimed, clear, trim_journal
+from rolloutmq.launch.rundir import claimed, clear, living, trim_journal
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import OutputFailedError, WireError
 from rolloutmq.schemas.files import RunLayout
@@ -63,6 +64,9 @@ EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
 SERVICE_GRACE_S: Final = 20.0
 """Time a service has after SIGTERM: for a step, a checkpoint, or saving the queues."""
+END_TOLD_S: Final = 2.0
+END_AGAIN_S: Final = 5.0
+"""Time after which the end of a run says what it waits for, and the interval from then on."""
 LISTEN_S: Final = 1.0
 """Longest wait for one finding about the health of the rewards."""
 SAVE_GRACE_S: Final = 2.0
@@ -76,10 +80,12 @@ class UpOptions:
     Attributes:
         resume: Resume the run in the run directory.
         plain: Print progress lines even on a terminal.
+        picture: Draw `report.png` at the end.
     """
 
     resume: bool = False
     plain: bool = False
+    picture: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def up(config: RunConfig, options: UpOptions) -> int:
         write_json(layout.config, config)
         with _listener(config, layout) as listener:
             view = make_view(config, plain=options.plain)
-            launcher = Launcher(config, layout, token, view, listener)
+            launcher = Launcher(config, layout, token, view, listener, options)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(launcher.run()).code
 
@@ -144,8 +150,10 @@ class Launcher:
         token: str,
         view: LiveView | PlainView,
         listener: socket.socket | None = None,
+        options: UpOptions = UpOptions(),
     ) -> None:
         self._config = config
+        self._options = options
         self._listener = listener
         self._layout = layout
         self._token = token
@@ -159,17 +167,17 @@ class Launcher:
         )
         self._roles: dict[str, Role] = {}
         self._killed = False
-        self._began = time.monotonic()
 
     async def run(self) -> Ending:
         """Start, watch and end the run, and report its result; the second signal kills everything at once."""
         stop = Stop()
         with _signals(stop, self._kill):
-            ending = await self._live(stop)
+            with living(self._layout):
+                ending = await self._live(stop)
             # These calls block the loop, so that a signal cannot interrupt the summary.
             clear(self._config, self._layout)
             trim_journal(self._layout)
-            conclude(self._config, self._layout, ending.reason, time.monotonic() - self._began)
+            conclude(self._config, self._layout, ending.reason, picture=self._options.picture)
         return ending
 
     async def _live(self, stop: Stop) -> Ending:
@@ -233,10 +241,26 @@ class Launcher:
     async def _stop(self, reason: str) -> None:
         limits = self._config.orchestrator
         workers_s = limits.drain_deadline_s + limits.term_grace_s + SERVICE_GRACE_S
+        grace_s = {
+            role: workers_s if Role.ORCHESTRATOR in roles else SERVICE_GRACE_S
+            for roles in STOP_ORDER
+            for role in roles
+        }
+        telling = asyncio.create_task(self._tell_end(grace_s), name="end notice")
         for roles in STOP_ORDER:
             names = [name for name, role in self._roles.items() if role in roles]
-            grace_s = workers_s if Role.ORCHESTRATOR in roles else SERVICE_GRACE_S
-            await self._supervisor.stop(names, term_ladder(grace_s), reason)
+            await self._supervisor.stop(names, term_ladder(max(grace_s[role] for role in roles)), reason)
+        telling.cancel()
+        self._view.board.notice = ""
+
+    async def _tell_end(self, grace_s: Mapping[Role, float]) -> None:
+        """Let the view say what the end waits for, once it lasts."""
+        drain_s = self._config.orchestrator.drain_deadline_s
+        await asyncio.sleep(END_TOLD_S)
+        while True:
+            views, board = self._supervisor.views().values(), self._view.board
+            board.notice = end_notice(views, board.workers(), grace_s, drain_s, time.monotonic())
+            await asyncio.sleep(END_AGAIN_S)
 
     def _kill(self) -> None:
         """Kill everything now, but let the broker save its queues; `run` notices and continues from there."""

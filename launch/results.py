@@ -10,6 +10,7 @@ groups of a worker killed before it wrote, of a producer without a log, or of an
 import json
 import logging
 import sys
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,14 +18,15 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from rolloutmq.bus.evaluation.log import in_force, recorded
 from rolloutmq.bus.files import write_private
-from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.rundir import read_json, read_lives
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.launch.rundir import ended_lives
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.lives import Life, seconds_of
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
 from rolloutmq.services.broker.journal.format.events import Accepted, GroupSnapshot, GroupState
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
@@ -36,6 +38,7 @@ from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.bias import Bias, Produced, described, find_bias, headed
 from rolloutmq.services.monitor.report.bias_table import table, verdict_line
+from rolloutmq.services.monitor.report.evaluation import Evaluations
 from rolloutmq.services.monitor.report.plot import bound_text, write_report
 from rolloutmq.services.monitor.report.summary import (
     LedgerFigures,
@@ -173,27 +176,30 @@ def _of(events: Iterable[AnyEvent], wanted: Collection[str]) -> Iterable[tuple[s
 logger = logging.getLogger(__name__)
 
 
-def conclude(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | None) -> None:
+def conclude(config: RunConfig, layout: RunLayout, reason: str, *, picture: bool = True) -> None:
     """Write summary and picture of an ended run, and print the result.
 
     Args:
         config: Configuration of the run.
         layout: Files of the run.
         reason: Why the run ended.
-        wall_s: Seconds from the start of the command to the end of its last process; None if unknown.
+        picture: Draw the picture.
     """
     if config.gateway.enabled and not config.trainer.enabled:
-        _conclude_gateway(config, layout, reason, wall_s)
+        _conclude_gateway(config, layout, reason)
         return
     records = _read(layout)
     found = survey(layout, records.saved, records.ledger)
-    summary, picture = _write(config, layout, reason, wall_s, records, found)
-    lines = _lines(config, layout, summary, picture, found)
+    summary = _summary(config, layout, reason, None, records, found)
+    drawn = _picture(config, layout, summary) if picture else None
+    lines = _lines(config, layout, summary, drawn, found)
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _conclude_gateway(config: RunConfig, layout: RunLayout, reason: str, wall_s: float | None) -> None:
+def _conclude_gateway(config: RunConfig, layout: RunLayout, reason: str) -> None:
     """Print how to continue. The trainer is not ours, and only it knows the learning result."""
+    lives = _lives(layout)
+    wall_s = round(seconds_of(lives, time.time()), 3) if lives else None
     _write_summary(layout, {"ended": reason, "wall_s": wall_s})
     sys.stdout.write(
         f"ended      {reason}\n"
@@ -211,14 +217,22 @@ def _command(config: RunConfig, layout: RunLayout) -> str:
     return f"up CONFIG --run-dir {layout.root} --resume"
 
 
+def _lives(layout: RunLayout) -> list[Life]:
+    """Return the lives of a run, each with its end; that of a run that goes on ends now."""
+    if fate_of(layout).life is RunLiveness.LIVING:
+        now = time.time()
+        return [Life(life.began, now if life.ended is None else life.ended) for life in read_lives(layout)]
+    return ended_lives(layout)
+
+
 UNENDED: Final = "not yet"
 """Reason in the summary of a run that is still active."""
 
 
 def _end(layout: RunLayout) -> tuple[str, float | None]:
-    """Return why a run ended, and its duration if the launcher measured it.
+    """Return why a run ended, and its duration if the summary has it.
 
-    The launcher recorded both in the summary. Nobody does so for a broker started by hand.
+    The launcher recorded the reason in the summary. Nobody does so for a broker started by hand.
     """
     fate = fate_of(layout)
     if fate.life is RunLiveness.LIVING:
@@ -252,7 +266,8 @@ def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> No
     summary: dict[str, Any] | None = None
     lines: list[str] = []
     try:
-        summary, picture = _write(config, layout, *_end(layout), records, found)
+        summary = _summary(config, layout, *_end(layout), records, found)
+        picture = _picture(config, layout, summary)
         lines = [*_lines(config, layout, summary, picture, found), ""]
     finally:
         if as_json:
@@ -262,20 +277,26 @@ def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> No
         sys.stdout.write(text + "\n")
 
 
-def _write(
+def _summary(
     config: RunConfig,
     layout: RunLayout,
     reason: str,
     wall_s: float | None,
     records: BrokerRecords,
     found: Survey,
-) -> tuple[dict[str, Any], Path | None]:
+) -> dict[str, Any]:
+    """Write the summary and return it."""
     summary = summarise(
-        layout, config, saved_ids=lambda _: records.saved, wall_s=wall_s, ledger=records.ledger
+        layout,
+        config,
+        saved_ids=lambda _: records.saved,
+        wall_s=wall_s,
+        lives=_lives(layout),
+        ledger=records.ledger,
     )
     summary = {**summary, "bias": found.bias.short(), "ended": reason, "seed": config.run.seed}
     _write_summary(layout, summary)
-    return summary, _picture(config, layout, summary)
+    return summary
 
 
 def _write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
@@ -300,13 +321,15 @@ def _lines(
     config: RunConfig, layout: RunLayout, summary: dict[str, Any], picture: Path | None, found: Survey
 ) -> Iterator[str]:
     after = f", after {summary['wall_s']:.1f} s" if summary["wall_s"] else ""
+    if summary["lives"] > 1:
+        after += f" in {summary['lives']} lives, {summary['downtime_s']:.1f} s apart"
     yield f"ended      {summary['ended']}{after}"
     if summary["reward_first"] is not None:
-        yield f"reward     {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} in {summary['steps']} steps"
-    for number, line in enumerate(evaluation.lines(in_force(recorded(layout.evaluations)))):
+        yield from _rewards(summary)
+    for number, line in enumerate(evaluation.lines(Evaluations.read(layout))):
         yield f"{'' if number else 'evaluation':<11}{line}"
     yield from _groups(layout, summary)
-    if summary["staleness_max"] is not None:
+    if summary["staleness_max"] is not None and summary["staleness_bound"] is not None:
         yield f"staleness  at most {summary['staleness_max']}, bound {bound_text(summary)}"
     yield f"bias       {verdict_line(found.bias)}"
     yield f"workers    {summary['workers_min']} to {summary['workers_max']}"
@@ -316,6 +339,18 @@ def _lines(
     evaluated = summary["evaluation"]["last"]["step"] if summary["evaluation"] else 0
     if max(summary["steps"], evaluated) < config.trainer.steps and summary["ended"] != UNENDED:
         yield f"continue with `rolloutmq {_command(config, layout)}`"
+
+
+def _rewards(summary: dict[str, Any]) -> Iterator[str]:
+    """Yield the course of the scores; of several environments, whose scales may differ, also of each."""
+    several = summary["environments"] if len(summary["environments"]) > 1 else {}
+    together = ", all environments together" if several else ""
+    yield f"reward     {_course(summary)} in {summary['steps']} steps{together}"
+    yield from (f"           {env}: {_course(own)}" for env, own in several.items())
+
+
+def _course(figures: dict[str, Any]) -> str:
+    return f"{figures['reward_first']:.3f} -> {figures['reward_last']:.3f}"
 
 
 def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 config.json          resolved configuration                             written by the launcher
 run.json             owner of the run directory (ProcessIdentity)       launcher
+lives.json           start and end of each life of the run (list of Life)    launcher
 processes.json       live processes (list of ProcessIdentity)           launcher; workers.json: orchestrator
 engines.json         live engines of the orchestrator                   orchestrator
 supervision.json     state of each worker                               orchestrator
@@ -21,7 +22,7 @@ model/               configuration and tokenizer of the policy          trainer
 checkpoints/         step-000050/ ...                                   trainer
 trained.jsonl        settled batches, with the ids of their groups      trainer
 acks/<worker>.jsonl  acked groups                                       each producer
-evaluations.jsonl    points of the evaluation                           whoever evaluates
+evaluations.jsonl    points of the evaluation, and postponed ones       whoever evaluates
 evaluation.json      tasks of the point under way; evaluation.lock       the same
 dropped.jsonl        groups that left the queue untrained               broker
 saved.rmq            final state with its groups, at durability `memory`    broker
@@ -59,6 +60,7 @@ class RunLayout:
         self.root = root
         self.config = root / "config.json"
         self.owner = root / "run.json"
+        self.lives = root / "lives.json"
         self.processes = root / "processes.json"
         self.workers = root / "workers.json"
         self.engines = root / "engines.json"
@@ -181,6 +183,25 @@ class SentAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Last version that vLLM received completely; None if it has none of this trainer."""
     waits: str = ""
     """Reason why the trainer waits for vLLM before it pulls again; empty if it does not."""
+
+
+class PostponedPoint(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_postponed", tag_field="kind"):
+    """A line of `evaluations.jsonl`: a point in between that was due and did not begin."""
+
+    at: float
+    """Wall clock."""
+    step: int
+    """Optimizer step at which it was due; the point of `step // every`."""
+    every: int
+    """`evaluation.every`."""
+    max_share: float | None = None
+    """`evaluation.max_share` if the point would exceed it; None if the point before was still under way."""
+    point_s: float = 0.0
+    """Seconds that the point before took."""
+    spent_s: float = 0.0
+    """Seconds of all points before."""
+    wall_s: float = 0.0
+    """Seconds of the run until then."""
 
 
 class OpenPoint(msgspec.Struct, frozen=True):

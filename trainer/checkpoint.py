@@ -12,11 +12,10 @@ damaged later (size, header or checksum) is skipped in favour of the one before.
 that continues from the earlier checkpoint takes them again, with another result. So the newest checkpoint is that of
 the highest incarnation, and within it that of the highest step. Void checkpoints are removed once a checkpoint of the
 current incarnation is on disk. The counter of incarnations lies beside the checkpoints; it grows with each start of the
-trainer, and is on disk before that trainer changes a weight.
+trainer, and is on disk before that trainer changes a weight. `checkpoint_files` reads what needs no torch.
 """
 
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ from rolloutmq.bus.encoding.codec import checksum
 from rolloutmq.bus.files import (
     PRIVATE_DIRECTORY,
     copy_private,
-    decode_json,
     force,
     make_private,
     read_regular,
@@ -42,7 +40,19 @@ from rolloutmq.bus.files import (
     write_private,
 )
 from rolloutmq.schemas.errors import ConfigError, DamagedFileError
-from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.checkpoint_files import (
+    PREFIX,
+    STATE,
+    UNKNOWN,
+    UNREADABLE,
+    TrainerState,
+    check_sizes,
+    check_sums,
+    incarnation_of,
+    saved,
+    state_of,
+    step_of,
+)
 from rolloutmq.trainer.policy.adapters import ADAPTERS, Adapters
 from rolloutmq.trainer.step.optimizer import PolicyOptimizer
 from rolloutmq.trainer.weights.manifest import named_tensors
@@ -51,38 +61,10 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
-STATE: Final = "state.json"
 INCARNATIONS: Final = "incarnation"
-PREFIX: Final = "step-"
-_NAME: Final = re.compile(rf"{PREFIX}(\d+)")
-_UNREADABLE: Final = (OSError, msgspec.MsgspecError, SafetensorError, ValueError)
+_UNREADABLE: Final = (*UNREADABLE, SafetensorError)
 """Errors of reading a damaged checkpoint."""
-_UNKNOWN: Final = -1
-"""Incarnation of a checkpoint whose state cannot be read."""
 _RANDOM: Final = "random_state"
-
-
-class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """`state.json`.
-
-    Attributes:
-        version: Policy version of the weights.
-        unsettled: Groups that were trained on, but whose lease was lost before the broker heard. They are redelivered,
-            and then settled without being trained on again.
-        base: Digest of the frozen base weights of the adapters, if there are adapters.
-        alpha: Scale of the adapters, before division by their rank.
-        sizes: Bytes of the other files, by name.
-        sums: CRC-32C of the other files, by name; empty in old checkpoints without checksums.
-        own: CRC-32C of this file, computed with 0 in this field.
-    """
-
-    version: PolicyVersion
-    unsettled: tuple[str, ...] = ()
-    base: str = ""
-    alpha: float = 0.0
-    sizes: dict[str, int] = {}
-    sums: dict[str, int] = {}
-    own: int = 0
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +87,7 @@ def next_incarnation(directory: Path) -> int:
     """
     directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     path = directory / INCARNATIONS
-    number = 1 + max(_counted(path), *map(_incarnation, saved(directory)), _UNKNOWN)
+    number = 1 + max(_counted(path), *map(incarnation_of, saved(directory)), UNKNOWN)
     partial = directory / f".{INCARNATIONS}.partial"
     write_private(partial, b"%d\n" % number)
     force(partial)
@@ -118,7 +100,7 @@ def _counted(path: Path) -> int:
     try:
         return int(read_regular(path))
     except FileNotFoundError:
-        return _UNKNOWN
+        return UNKNOWN
     except ValueError:
         problem = "must be a number; write the largest incarnation in trained.jsonl there"
         raise DamagedFileError(str(path), 1, problem) from None
@@ -211,59 +193,10 @@ def latest(directory: Path) -> Checkpoint | None:
     return None
 
 
-def saved(directory: Path) -> list[Path]:
-    """List the checkpoints, oldest first: by incarnation, then step. Unreadable ones come last."""
-    return sorted((path for path in directory.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name)), key=_age)
-
-
-def _age(path: Path) -> tuple[bool, int, int]:
-    """Return a sort key, larger for newer checkpoints; unknown incarnations are largest, so that they are tried
-    first.
-    """
-    incarnation = _incarnation(path)
-    return incarnation == _UNKNOWN, incarnation, _step(path)
-
-
-def _incarnation(path: Path) -> int:
-    """Return the incarnation that wrote a checkpoint."""
-    try:
-        return _state(path).version.incarnation
-    except _UNREADABLE:
-        return _UNKNOWN
-
-
-def _step(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    assert found
-    return int(found[1])
-
-
-def _state(path: Path) -> TrainerState:
-    data = read_regular(path / STATE)
-    state = decode_json(data, TrainerState)
-    if (state.sums or state.own) and state.own != checksum(
-        [data.replace(b'"own":%d' % state.own, b'"own":0')]
-    ):
-        raise ValueError(f"{STATE} does not match its checksum")
-    return state
-
-
-def _check_sizes(path: Path, state: TrainerState) -> None:
-    for name, size in state.sizes.items():
-        if (found := (path / name).stat().st_size) != size:
-            raise ValueError(f"{name} has {found} bytes, {size} were written")
-
-
-def _check_sums(path: Path, state: TrainerState) -> None:
-    for name, known in state.sums.items():
-        if sum_of(path / name) != known:
-            raise ValueError(f"{name} does not match its checksum")
-
-
 def _read(path: Path) -> Checkpoint:
-    state = _state(path)
-    _check_sizes(path, state)
-    _check_sums(path, state)
+    state = state_of(path)
+    check_sizes(path, state)
+    check_sums(path, state)
     return Checkpoint(
         path=path,
         state=state,
@@ -311,13 +244,13 @@ def prune(written: Path, keep: int, *, began: int, proven: set[Path]) -> None:
         proven: Checkpoints this incarnation knows to be valid; extended here. Only others are read, as few as needed
             and each once, because reading all of them takes as long as writing them.
     """
-    life, step = _incarnation(written), _step(written)
+    life, step = incarnation_of(written), step_of(written)
     proven.add(written)
     others = [path for path in saved(written.parent) if path != written]
     before = (
         path
         for path in reversed(others)
-        if _step(path) < step and (_step(path) <= began or _incarnation(path) == life)
+        if step_of(path) < step and (step_of(path) <= began or incarnation_of(path) == life)
     )
     kept = set(islice((path for path in before if _is_whole(path, proven)), keep - 1))
     for path in others:
@@ -328,10 +261,10 @@ def prune(written: Path, keep: int, *, began: int, proven: set[Path]) -> None:
 def _is_whole(path: Path, proven: set[Path]) -> bool:
     """Return whether all files are as written; of known checkpoints only the sizes are checked."""
     try:
-        state = _state(path)
-        _check_sizes(path, state)
+        state = state_of(path)
+        check_sizes(path, state)
         if path not in proven:
-            _check_sums(path, state)
+            check_sums(path, state)
     except _UNREADABLE:
         return False
     proven.add(path)

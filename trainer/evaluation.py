@@ -4,9 +4,10 @@
     every N steps           the point runs in a thread while training goes on, and says which policies answered
     after the last step     the trainer waits again
 
-All points together take at most `evaluation.max_share` of the trainer's wall time, the last point included: a point in
-between that would exceed it waits until it fits. A point costs the time from its first rollout to its last answer,
-although training goes on meanwhile: the workers and the inference servers have less time for it.
+All points together take at most `evaluation.max_share` of the run's time, the last point included: a point in between
+that would exceed it waits until it fits. A point costs the time from its first rollout to its last answer, although
+training goes on meanwhile: the workers and the inference servers have less time for it. Cost and time are those of all
+lives of the run, without the time between them. A postponed point is a line of `evaluations.jsonl`, for the report.
 
 The leading rank evaluates. At both ends the other ranks wait with it, a moment at a time, so that none of them takes
 another for hung. An evaluation that fails is logged, and the training continues.
@@ -14,7 +15,7 @@ another for hung. An evaluation that fails is logged, and the training continues
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -23,12 +24,14 @@ from msgspec.structs import replace
 
 from rolloutmq.bus.blocking import LoopThread, StartedCall
 from rolloutmq.bus.evaluation.client import PointRequest
-from rolloutmq.bus.evaluation.log import recorded
+from rolloutmq.bus.evaluation.log import record, recorded
+from rolloutmq.bus.rundir import read_lives
 from rolloutmq.bus.shm.segment_file import SegmentOwner
 from rolloutmq.schemas.config.evaluation import EvaluationConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import PostponedPoint, RunLayout
+from rolloutmq.schemas.lives import seconds_of
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.trainer.process import Stop, StoppedError
@@ -48,17 +51,18 @@ class Schedule:
     Args:
         config: The section.
         last_step: Step of the last recorded point that still counts; None if there is none.
+        spent: Seconds of each point before, in this run.
 
     Attributes:
-        spent_s: Time of all points of this trainer process.
+        spent_s: Time of all points.
     """
 
-    def __init__(self, config: EvaluationConfig, last_step: int | None) -> None:
+    def __init__(self, config: EvaluationConfig, last_step: int | None, spent: Sequence[float] = ()) -> None:
         self._config = config
         self._last_step = last_step
         self._postponed = -1
-        self._expected_s = 0.0
-        self.spent_s = 0.0
+        self._expected_s = spent[-1] if spent else 0.0
+        self.spent_s = sum(spent)
 
     def began(self, step: int) -> None:
         """Note that a point begins at a step."""
@@ -87,11 +91,27 @@ class Schedule:
         share = self._config.max_share
         return share >= NO_LIMIT or self.spent_s + 2 * self._expected_s <= share * wall_s
 
-    def is_news(self, step: int) -> bool:
-        """Return whether the point of this step is postponed for the first time, and count it as told."""
+    def postpone(self, step: int, wall_s: float, *, busy: bool) -> PostponedPoint | None:
+        """Return what to record of a point that does not begin now; None if that was recorded before.
+
+        Args:
+            step: The present step.
+            wall_s: Time of the run.
+            busy: The point before is still under way.
+        """
         number = step // self._config.every
         told, self._postponed = self._postponed == number, number
-        return not told
+        if told:
+            return None
+        return PostponedPoint(
+            at=time.time(),
+            step=step,
+            every=self._config.every,
+            max_share=None if busy else self._config.max_share,
+            point_s=self._expected_s,
+            spent_s=self.spent_s,
+            wall_s=wall_s,
+        )
 
 
 class Evaluation:
@@ -116,12 +136,14 @@ class Evaluation:
         self._layout = layout
         self._ranks = ranks
         self._clock = clock
-        self._began_at = clock()
         self._request = PointRequest(config) if config.evaluation.enabled else None
-        points = recorded(layout.evaluations) if self._request else ()
+        points = list(recorded(layout.evaluations)) if self._request else []
         steps = [done.version.step for done in points if done.rollouts]
         last = max((step for step in steps if step <= version.step), default=None)
-        self._schedule = Schedule(config.evaluation, last)
+        # Without a launcher nobody knows the time of earlier lives: then their points do not count either.
+        lives = read_lives(layout)
+        self._began_at = clock() - seconds_of(lives, time.time())
+        self._schedule = Schedule(config.evaluation, last, [done.seconds for done in points] if lives else ())
         self._loop: LoopThread | None = None
         self._running: StartedCall[EvaluationDone] | None = None
 
@@ -140,16 +162,24 @@ class Evaluation:
         idle = self._is_over(0.0)
         if not self._schedule.due(version.step):
             return
-        if idle and self._schedule.fits(self._wall_s()):
+        wall_s = self._wall_s()
+        if idle and self._schedule.fits(wall_s):
             self._start(version, awaited=False)
-        elif self._schedule.is_news(version.step):
-            logger.info(
-                "evaluation postponed step=%d spent_s=%.1f wall_s=%.0f: %s",
-                version.step,
-                self._schedule.spent_s,
-                self._wall_s(),
-                "it would exceed evaluation.max_share" if idle else "the point before is still under way",
-            )
+        elif line := self._schedule.postpone(version.step, wall_s, busy=not idle):
+            self._tell_postponed(line)
+
+    def _tell_postponed(self, line: PostponedPoint) -> None:
+        try:
+            record(self._layout.evaluations, line)
+        except OSError as error:  # a full disk: the training does not depend on it
+            logger.warning("postponed evaluation not recorded error=%s", error)
+        logger.info(
+            "evaluation postponed step=%d spent_s=%.1f wall_s=%.0f: %s",
+            *(line.step, line.spent_s, line.wall_s),
+            "the point before is still under way"
+            if line.max_share is None
+            else f"it would exceed evaluation.max_share = {line.max_share:g}",
+        )
 
     def close(self) -> None:
         """End the point under way, without its result, and the thread. May be called twice."""

@@ -56,6 +56,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.broker_client import LAST_WORD_S, BrokerClient, StepBatch, connect
+from rolloutmq.trainer.checkpoint_files import TrainerState
 from rolloutmq.trainer.evaluation import Evaluation
 from rolloutmq.trainer.losses.registry import columns_needed
 from rolloutmq.trainer.policy.adapters import Adapters
@@ -434,7 +435,7 @@ class Trainer:
         """Write a checkpoint of the current version unless there is one, and commit."""
         if self.version.step > self._covered:
             unsettled = tuple(sorted(self._unsettled))
-            state = checkpoint.TrainerState(version=self.version, unsettled=unsettled)
+            state = TrainerState(version=self.version, unsettled=unsettled)
             if self._ranks.leads:
                 weights = self._sharded.plain if self._sharded else self._policy
                 what = state, weights, self._optimizer, self._adapters

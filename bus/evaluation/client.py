@@ -219,7 +219,7 @@ class PointRequest:
             planned = self._plan(name)
             await _cancel_left(tasks, layout)
             write_json(layout.evaluation, OpenPoint(name, tuple(task.id for task in planned), waiter))
-            scores = PointScores(planned, self.config.evaluation.pass_score)
+            scores = PointScores(planned, self.config.evaluation.pass_score, self._pass_scores())
             began = time.monotonic()
             left_s = max(0.01, until - began)
             point = PointRun(name, tasks, consumer, planned, scores, left_s, awaited=awaited)
@@ -227,6 +227,10 @@ class PointRequest:
             passed_s = time.monotonic() - began
         layout.evaluation.unlink(missing_ok=True)
         return self._done(name, version, scores, why, passed_s)
+
+    def _pass_scores(self) -> dict[str, float]:
+        given = {name: self.config.environment[name].pass_score for name in self.environments}
+        return {name: score for name, score in given.items() if score is not None}
 
     def _plan(self, name: str) -> list[PlannedTask]:
         return plan(name, self.environments, tasks=self.tasks, samples=self.samples, greedy=self.greedy)

@@ -32,6 +32,11 @@ class PlannedTask:
     greedy: bool
 
 
+def answering_producer(worker: str) -> str:
+    """Return the name of the producer with which a worker answers the evaluation beside the training."""
+    return f"{worker}.eval"
+
+
 def plan(
     point: str, environments: Sequence[str], *, tasks: int, samples: int, greedy: bool
 ) -> list[PlannedTask]:

@@ -11,9 +11,10 @@ the tasks that have it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum, inf, isfinite, prod, sqrt
+from typing import Final
 
 from rolloutmq.bus.evaluation.plan import PlannedTask
 from rolloutmq.schemas.wire.envelope import PolicyVersion
@@ -59,8 +60,10 @@ class TaskAnswers:
         greedy: Scores of the greedy answers; usually one.
         sampled: Scores of the sampled answers.
         failed: A worker gave up one of its groups.
+        pass_score: Least score of an answer that passes.
     """
 
+    pass_score: float
     wanted: tuple[int, int] = (0, 0)
     greedy: list[float] = field(default_factory=list)
     sampled: list[float] = field(default_factory=list)
@@ -70,6 +73,13 @@ class TaskAnswers:
     def is_whole(self) -> bool:
         return len(self.greedy) >= self.wanted[0] and len(self.sampled) >= self.wanted[1]
 
+    def passing(self, scores: Sequence[float]) -> int:
+        """Return how many of some answers to it pass."""
+        return sum(score >= self.pass_score for score in scores)
+
+
+NO_OTHERS: Final[Mapping[str, float]] = {}
+
 
 class PointScores:
     """Collects the answers to the tasks of one point.
@@ -77,6 +87,7 @@ class PointScores:
     Args:
         tasks: The plan.
         pass_score: Least score of an answer that passes.
+        by_env: The same of environments with another one.
 
     Attributes:
         rollouts, sequences, tokens: Groups that answered, their sequences and tokens.
@@ -84,13 +95,15 @@ class PointScores:
         started_at: Start of the first rollout, wall clock; None before the first answer.
     """
 
-    def __init__(self, tasks: Iterable[PlannedTask], pass_score: float) -> None:
-        self._pass_score = pass_score
+    def __init__(
+        self, tasks: Iterable[PlannedTask], pass_score: float, by_env: Mapping[str, float] = NO_OTHERS
+    ) -> None:
         self._left: dict[str, PlannedTask] = {}
         self._of: defaultdict[str, dict[int, TaskAnswers]] = defaultdict(dict)
         for task in tasks:
             self._left[task.id] = task
-            answers = self._of[task.env].setdefault(task.index, TaskAnswers())
+            own = TaskAnswers(by_env.get(task.env, pass_score))
+            answers = self._of[task.env].setdefault(task.index, own)
             greedy, sampled = answers.wanted
             answers.wanted = (greedy + task.size, sampled) if task.greedy else (greedy, sampled + task.size)
         self.k = max((one.wanted[1] for own in self._of.values() for one in own.values()), default=0)
@@ -153,26 +166,23 @@ class PointScores:
     def _scores(self, tasks: Sequence[TaskAnswers]) -> EnvironmentScores:
         whole = sum(one.is_whole for one in tasks)
         failed = sum(one.failed and not one.is_whole for one in tasks)
-        greedy = [one.greedy for one in tasks if one.greedy]
-        sampled = [one.sampled for one in tasks if one.sampled]
-        means = [_mean_of(own) for own in sampled]
-        enough = [own for own in sampled if len(own) >= self.k] if self.k else []
+        greedy = [one for one in tasks if one.greedy]
+        sampled = [one for one in tasks if one.sampled]
+        means = [_mean_of(one.sampled) for one in sampled]
+        enough = [one for one in sampled if len(one.sampled) >= self.k] if self.k else []
         return EnvironmentScores(
             tasks=len(tasks),
             answered=whole,
             failed=failed,
             missing=len(tasks) - whole - failed,
-            greedy=_mean([_mean_of(own) for own in greedy]),
-            greedy_pass=_mean([self._passing(own) / len(own) for own in greedy]),
+            greedy=_mean([_mean_of(one.greedy) for one in greedy]),
+            greedy_pass=_mean([one.passing(one.greedy) / len(one.greedy) for one in greedy]),
             mean=_mean(means),
             mean_error=standard_error(means),
-            pass_1=_mean([self._passing(own) / len(own) for own in sampled]),
-            pass_k=_mean([pass_at_k(len(own), self._passing(own), self.k) for own in enough]),
+            pass_1=_mean([one.passing(one.sampled) / len(one.sampled) for one in sampled]),
+            pass_k=_mean([pass_at_k(len(one.sampled), one.passing(one.sampled), self.k) for one in enough]),
             k=self.k,
         )
-
-    def _passing(self, scores: Sequence[float]) -> int:
-        return sum(score >= self._pass_score for score in scores)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -335,14 +335,15 @@ class Producer:
         return True
 
     def _check_size(self, group: Group) -> None:
-        """Warn once: sizes may differ from group to group, but credit and pacing assume the usual one."""
-        if group.sequences == self._session.register.group_size or self._told_size:
+        """Warn once: sizes may differ, but credit and pacing assume the usual one. An evaluation asks for its sizes."""
+        own = self._session.register
+        if group.sequences == own.group_size or self._told_size or own.split is Split.EVAL:
             return
         self._told_size = True
         logger.warning(
             "group of another size producer=%s group=%s sequences=%d group_size=%d: credit counts group_size for each "
             "rollout; open the producer with the usual size",
-            self.name, group.group_id, group.sequences, self._session.register.group_size,
+            self.name, group.group_id, group.sequences, own.group_size,
         )  # fmt: skip
 
     async def send_acked(

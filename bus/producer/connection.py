@@ -182,7 +182,11 @@ class ProducerConnection:
         was = session.number
         accepted = session.registered(reply.ack, time.monotonic())
         if session.without_arena == "arena_unreachable":
-            logger.warning("arena unreadable for the broker, sending frames")
+            logger.warning(
+                "shared memory not readable for the broker, sending frames producer=%s: the broker runs as another "
+                "user, in another container, or could not open it in time",
+                session.register.producer,
+            )
         self.info = reply.info
         logger.info(
             "registered producer=%s session=%d was=%d epoch=%d unacked=%d",

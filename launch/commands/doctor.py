@@ -146,12 +146,12 @@ def configuration(file: Path) -> list[Finding]:
 
     Its advice is one finding each.
     """
-    from rolloutmq.launch import preflight
+    from rolloutmq.launch.preflight import checks
     from rolloutmq.launch.settings import load
 
     wrong = partial(Finding, "configuration", fine=False, found=str(file))
     try:
-        advice = preflight.check(load(file, environ=os.environ))
+        advice = checks.check(load(file, environ=os.environ))
     except ConfigError as error:
         return [wrong(remedy=str(error), verdict="WRONG", code=EXIT_CONFIG)]
     except RolloutMQError as error:

@@ -18,6 +18,7 @@ from rolloutmq.schemas.config.evaluation import evaluated
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.trainer.checkpoint_files import PREFIX, STATE, is_whole, newest_whole, state_of
 
 
 def evaluate(config: RunConfig, checkpoint: Path, *, plain: bool = False) -> int:
@@ -43,40 +44,36 @@ def evaluate(config: RunConfig, checkpoint: Path, *, plain: bool = False) -> int
     _alone(config, 1)  # refuses what does not fit before anything is moved or copied
     with claimed(config.run.dir, secrets.token_hex(8), resume=False) as layout:
         step = _copied(source, layout)
-    code = local.up(_alone(config, step), local.UpOptions(resume=True, plain=plain))
+    code = local.up(_alone(config, step), local.UpOptions(resume=True, plain=plain, picture=False))
     answers = sum(done.rollouts for done in recorded(RunLayout(config.run.dir).evaluations))
     return code or int(not answers)
 
 
 def _found(checkpoint: Path) -> Path:
-    from rolloutmq.trainer import checkpoint as checkpoints  # imports torch, which takes seconds
-
-    if (checkpoint / checkpoints.STATE).is_file():
+    if (checkpoint / STATE).is_file():
         return checkpoint
-    newest = checkpoints.latest(RunLayout(checkpoint).checkpoints)
+    newest = newest_whole(RunLayout(checkpoint).checkpoints)
     if newest is None:
         raise ConfigError(
             "--checkpoint",
             f"holds no checkpoint (got {checkpoint}); name one, such as checkpoints/step-000050, or a run directory",
         )
-    return newest.path
+    return newest
 
 
 def _copied(source: Path, layout: RunLayout) -> int:
     """Copy a checkpoint into a run, and return its step once it is proven to be whole."""
-    from rolloutmq.trainer import checkpoint as checkpoints
-
-    target = layout.checkpoints / f"{checkpoints.PREFIX}000000"
+    target = layout.checkpoints / f"{PREFIX}000000"
     target.mkdir(mode=PRIVATE_DIRECTORY, parents=True)
     for file in source.iterdir():
         if file.is_file():
             copy_private(file, target / file.name)
-    found = checkpoints.latest(layout.checkpoints)
-    if found is None:
+    if not is_whole(target):
         shutil.rmtree(target)
         raise ConfigError("--checkpoint", f"is damaged (got {source}); name another one")
-    target.rename(layout.checkpoints / f"{checkpoints.PREFIX}{found.state.version.step:06d}")
-    return found.state.version.step
+    step = state_of(target).version.step
+    target.rename(layout.checkpoints / f"{PREFIX}{step:06d}")
+    return step
 
 
 def _alone(config: RunConfig, step: int) -> RunConfig:

@@ -78,7 +78,7 @@ def _put_away(layout: RunLayout) -> int:
                 else "was killed"
             )
             _say(f"run {layout.root} was dead: its launcher, process {fate.launcher}, {how}; {what}")
-            conclude(config, layout, "its launcher was killed", None)
+            conclude(config, layout, "its launcher was killed")
         case RunLiveness.ENDED if not ended:
             _say(f"run {layout.root} had already ended: {fate.reason}")
         case _ if ended:

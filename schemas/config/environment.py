@@ -23,6 +23,7 @@ OF_CLASSES: Final = (
     "min_group_size",
     "group_deadline_s",
     "split",
+    "pass_score",
     "rewards",
 )
 """Keys that a program of one's own does not know: they keep their defaults beside `command`."""
@@ -98,6 +99,8 @@ class EnvironmentConfig(Section):
     failure_limit: PositiveInt = 20
     """Failed rollouts in a row after which a worker gives up. The run fails when all workers of an environment have, or
     when so many tasks of its curriculum failed in a row."""
+    pass_score: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Least score of an answer that passes in the evaluation. None: `evaluation.pass_score`."""
     rewards: RewardsConfig = RewardsConfig.default()
 
     @model_validator(mode="before")

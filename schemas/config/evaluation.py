@@ -35,13 +35,13 @@ class EvaluationConfig(Section):
     environments: tuple[NameText, ...] = ()
     """Environments to evaluate. Empty: all with a class."""
     pass_score: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """Least score of an answer that passes."""
+    """Least score of an answer that passes, where `environment.NAME.pass_score` gives no other."""
     concurrency: PositiveInt = 4
     """Tasks that one worker evaluates at once, beside its rollouts for the training."""
     max_share: Fraction = 0.1
-    """Largest part of the trainer's wall time for all points together. A point in between is postponed if it would
-    exceed it, and the log says so. The points at both ends always run. 1: no limit; a point
-    still waits for the one before it."""
+    """Largest part of the run's time for all points together. A point in between is postponed if it would exceed it;
+    `status`, `top` and `report` say how many were. The points at both ends always run. 1: no limit; a point still waits
+    for the one before it."""
     deadline_s: Annotated[float, Field(gt=0, le=DEADLINE_MAX_S)] = 600.0
     """Longest time of one point. Tasks without an answer by then are reported as missing, and the run continues."""
 

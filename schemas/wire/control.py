@@ -343,6 +343,8 @@ class StatusReply(Message, tag="status_reply", frozen=True, kw_only=True):
     rejected_messages: Count
     """Messages rejected as malformed, beyond a limit, or beyond a session's credit."""
     rejected_by_reason: dict[str, int]
+    """The same by reason; also resent groups (`duplicate`) and shared memory that was not opened (`arena_*`): neither
+    refuses a message."""
     journal: JournalStatus = JournalStatus()
     changed: tuple[SettingStatus, ...] = ()
     """Settings with other values than in the configuration."""

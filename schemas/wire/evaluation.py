@@ -52,8 +52,9 @@ class EvaluationDone(Message, tag="evaluation_done", frozen=True, kw_only=True):
         sequences: Sequences of those groups.
         tokens: Their tokens, prompts included.
         seconds: Time from the first task to the last answer.
-        total_s: Time of all points of this trainer process so far, this one included.
-        share: Part of the trainer's wall time that `total_s` is; None without the run's own trainer.
+        total_s: Time of all points of the run so far, this one included.
+        share: Part of the run's time that `total_s` is; None without the run's own trainer. Without a launcher, both
+            count the present trainer process.
         waited: The trainer waited for this point, at one end of the run.
         why: Why the point ended early, or empty.
         seed: Seed of the tasks.

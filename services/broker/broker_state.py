@@ -55,7 +55,7 @@ class BrokerState:
         self.ledger = Ledger()
         self.run = RunState(config)
         last = max(1, broker.max_deliveries - 1)
-        self.lanes = Lanes(config.environment, self.groups, last, config.unconfigured)
+        self.lanes = Lanes(config.environment, self.groups, last, config.unconfigured, config.evaluated)
         self.sessions = ProducerSessions(epoch)
         self.credits = ByteCredits(broker, self.lanes, self.sessions, self._trainer_demand)
         self.permits = RolloutPermits(self.lanes, self.credits, broker.silent_env_s, self.run.batch_sequences)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from rolloutmq.bus.engine_registry import FIRST
+from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.bus.producer.resend import resend_spools
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
@@ -193,12 +194,13 @@ class Orchestrator:
         told = ""
         while True:
             await asyncio.sleep(ORPHANS_S)
+            workers = {name for name, view in self._workers.views().items() if view.phase not in OVER}
             try:
                 await resend_spools(
                     self._layout.root,
                     self._layout.spools,
                     ack_logs=self._layout.acks,
-                    living={name for name, view in self._workers.views().items() if view.phase not in OVER},
+                    living=workers | set(map(answering_producer, workers)),
                 )
                 told = ""
             except RolloutMQError as error:

@@ -110,7 +110,7 @@ class Ensemble:
                 f"{name}.weights.{stranger[0]}", f"no rater has this name; raters: {', '.join(raters)}"
             )
         self._build(name, _validated(name, {"raters": sections, **settings}), functions)
-        self._on_finding = on_finding or _log
+        self._on_finding = on_finding or log_finding
 
     @classmethod
     def of(cls, name: str, config: RewardsConfig, functions: Mapping[str, Rater]) -> "Ensemble":
@@ -120,7 +120,7 @@ class Ensemble:
         """
         made = cls.__new__(cls)
         made._build(name, config, functions)
-        made._on_finding = _log
+        made._on_finding = log_finding
         return made
 
     def _build(self, name: str, config: RewardsConfig, functions: Mapping[str, Rater]) -> None:
@@ -394,13 +394,14 @@ class Ensemble:
         self._on_finding(finding)
 
 
-def _log(finding: HealthFinding) -> None:
+def log_finding(finding: HealthFinding) -> None:
+    """Log a finding as a warning; its end is no problem."""
+    if finding.ended:
+        logger.info("reward finding has ended env=%s finding=%s", finding.env, finding.finding)
+        return
     logger.warning(
-        "reward finding env=%s finding=%s ended=%s problem=%s",
-        finding.env,
-        finding.finding,
-        finding.ended,
-        finding.problem,
+        "reward finding env=%s finding=%s problem=%s; %s numbers=%s",
+        *(finding.env, finding.finding, finding.problem, finding.remedy, finding.numbers),
     )
 
 

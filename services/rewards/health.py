@@ -45,10 +45,13 @@ def collapse(now: LaneScores, limit: float) -> Symptom | None:
     )
 
 
-def saturation(now: LaneScores, limit: float) -> Symptom | None:
-    """Find scores at an end of their range: at least a part `limit` of all is the highest or the lowest."""
-    if now.low == now.high:
-        return None  # a collapse
+def saturation(now: LaneScores, limit: float, *, lasting: bool = False) -> Symptom | None:
+    """Find scores at an end of their range: at least a part `limit` of all is the highest or the lowest.
+
+    Scores that are all equal are a collapse; a saturation that has been found lasts nevertheless.
+    """
+    if now.low == now.high and not lasting:
+        return None
     for name, value, count in (("highest", now.high, now.at_high), ("lowest", now.low, now.at_low)):
         share = count / now.sequences
         if share >= limit:

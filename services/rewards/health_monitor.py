@@ -3,13 +3,14 @@
 Each environment has its checks, and the trainer has some of its own, under the name `trainer`. A window is that of the
 last `window_steps` batches with scores of the environment, those without a signal included; nothing is checked before
 it is full. So an environment in every tenth batch is checked too, ten times as slowly. A finding is told when it
-begins, again each `window_steps` such batches while it lasts (events may be lost), and when it has ended. A resumed
-trainer takes steps again: they replace the lost ones, and what came after these.
+begins, again each `window_steps` such batches while it lasts (events may be lost), and when it has ended. A finding
+about one window lasts until its figure is clearly within the limit (`RELEASE`), so that it does not begin and end again
+and again near it. A resumed trainer takes steps again: they replace the lost ones, and what came after these.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -24,6 +25,8 @@ T = TypeVar("T")
 
 TRAINER: Final = "trainer"
 """Name that stands for the trainer in findings about its figures."""
+RELEASE: Final = 0.9
+"""Part of its limit below which the figure of a lasting finding must fall for the finding to end."""
 FORGOTTEN_WINDOWS: Final = 50
 """Windows of the run without scores of an environment after which it is forgotten, and its findings end."""
 
@@ -179,30 +182,37 @@ class HealthMonitor:
 
     def _checked(self, scores: Iterable[LaneScores]) -> Iterator[tuple[str, str, Symptom]]:
         for env in sorted({one.env for one in scores}):
-            for name, symptom in self._of_lane(self._lanes[env]):
+            for name, symptom in self._of_lane(env, self._lanes[env]):
                 if symptom is not None:
                     yield env, name, symptom
         for name, symptom in self._of_trainer():
             if symptom is not None:
                 yield TRAINER, name, symptom
 
-    def _of_lane(self, lane: Windows[LaneScores]) -> Iterator[tuple[str, Symptom | None]]:
+    def _of_lane(self, env: str, lane: Windows[LaneScores]) -> Iterator[tuple[str, Symptom | None]]:
         config, now, before = self._config, _merged(lane.now()), _merged(lane.before())
         if now is None:
             return
-        yield "collapse", health.collapse(now, config.flat)
-        yield "saturation", health.saturation(now, config.saturated)
-        yield "length_bias", health.length_bias(now, config.length_correlation)
+        limit = partial(self._limit, env)
+        yield "collapse", health.collapse(now, limit("collapse", config.flat))
+        lasting = (env, "saturation") in self._active
+        yield "saturation", health.saturation(now, limit("saturation", config.saturated), lasting=lasting)
+        yield "length_bias", health.length_bias(now, limit("length_bias", config.length_correlation))
         if before is not None:
             yield "explosion", health.explosion(now, before, config.growth)
             yield "drift", health.drift(now, before, config.drop)
 
     def _of_trainer(self) -> Iterator[tuple[str, Symptom | None]]:
         config, steps, counts = self._config, self._figures.now(), self._counts.now()
-        yield "clipping", health.clipping(steps, config.clipped)
-        yield "precision", health.precision(steps, config.fresh_kl)
+        limit = partial(self._limit, TRAINER)
+        yield "clipping", health.clipping(steps, limit("clipping", config.clipped))
+        yield "precision", health.precision(steps, limit("precision", config.fresh_kl))
         groups, rejected = sum(one for one, _ in counts), sum(one for _, one in counts)
-        yield "rejection", health.rejection(groups, rejected, config.rejected)
+        yield "rejection", health.rejection(groups, rejected, limit("rejection", config.rejected))
+
+    def _limit(self, env: str, name: str, configured: float) -> float:
+        """Return the limit in force: a lasting finding ends only clearly below the configured one."""
+        return configured * RELEASE if (env, name) in self._active else configured
 
 
 def _merged(lanes: list[LaneScores]) -> LaneScores | None:

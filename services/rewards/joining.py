@@ -16,7 +16,7 @@ from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.health import HealthFinding
-from rolloutmq.services.rewards.ensemble import Ensemble
+from rolloutmq.services.rewards.ensemble import Ensemble, log_finding
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +82,7 @@ class FindingOutlet:
 
     def tell(self, finding: HealthFinding) -> None:
         """Log a finding and publish it."""
-        logger.warning(
-            "reward finding finding=%s ended=%s problem=%s; %s numbers=%s",
-            finding.finding,
-            finding.ended,
-            finding.problem,
-            finding.remedy,
-            finding.numbers,
-        )
+        log_finding(finding)
         self._connect()
         if self._publisher is not None:
             self._publisher.publish(topics.telemetry("health", finding.env), finding)

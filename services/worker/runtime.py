@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rolloutmq.bus.engine_registry import FIRST, engines_of
+from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run
@@ -56,8 +57,6 @@ PATIENCE: Final = 0.9
 """Fraction of `rollout_timeout_s` to wait for the policy, so that the rollout can report the reason."""
 DELIVERY_S: Final = 60.0
 """Seconds that a task's lease exceeds `rollout_timeout_s`: its group may have to wait for credits."""
-EVALUATING: Final = "{worker}.eval"
-"""Name of the producer that answers the evaluation beside the training."""
 LAST_FLUSH_S: Final = 1.0
 """Seconds for delivery even if finishing the rollouts took the whole deadline."""
 
@@ -251,7 +250,7 @@ class Worker:
         """Open what answers the evaluation beside the training, if the environment is evaluated."""
         if self._evaluation_seed is None or self.section.split == "eval":
             return []
-        name, asked = EVALUATING.format(worker=self.name), self.config.evaluation
+        name, asked = answering_producer(self.name), self.config.evaluation
         opening = self._producer_of(name, Split.EVAL, max(1, asked.samples), asked.concurrency)
         producer = self._evaluating = await stack.enter_async_context(opening)
         self._answers = Rollouts(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rolloutmq import Completion
-from rolloutmq.launch.preflight import check
+from rolloutmq.launch.preflight.checks import check
 from rolloutmq.launch.settings import load
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -23,6 +23,8 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.monitor.live.top import PlainView
 from rolloutmq.services.process import logbook
 
 PRELUDE = """
@@ -56,7 +58,8 @@ class Run:
         log = str(self.layout.log(role.value))
         self._specs.append(ProcessSpec(name=role.value, role=role, argv=argv, log=log))
 
-    def conclude(self, _config: RunConfig, _layout: RunLayout, reason: str, _wall_s: float | None) -> None:
+    def conclude(self, _config: RunConfig, _layout: RunLayout, reason: str, *, picture: bool) -> None:
+        assert picture
         self.concluded.append(reason)
 
     def up(self, *assignments: str) -> int:
@@ -131,7 +134,7 @@ def test_what_a_broker_reserved_that_is_killed_at_the_end_goes_back(run: Run) ->
 
 
 def test_no_signal_tears_the_summary(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
         run.concluded.append("whole")
 
@@ -140,6 +143,33 @@ def test_no_signal_tears_the_summary(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert run.up() == 0
     assert run.concluded == ["whole"]
     assert not run.layout.owner.exists()
+
+
+def test_an_end_that_lasts_says_what_it_waits_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "END_TOLD_S", 0.05)
+    run.add(
+        Role.BROKER,
+        "def slow(*_):\n"
+        "    while not (run_dir / 'told').exists(): time.sleep(0.01)\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, slow)\n"
+        "os.kill(launcher, signal.SIGINT)\n"
+        "while True: time.sleep(60)\n",
+    )
+    said: list[str] = []
+
+    def write(line: str) -> None:
+        said.append(line)
+        if line.startswith("ending"):
+            (run.layout.root / "told").touch()
+
+    view = PlainView(RunState.of(load(None, environ={})), write)
+    monkeypatch.setattr(local, "make_view", lambda *_, **__: view)
+    assert run.up() == 130
+    assert run.concluded == ["interrupted by SIGINT"]
+    (told,) = {line.rpartition(", killed in ")[0] for line in said if line.startswith("ending")}
+    assert told == "ending, waits for: broker saves the queued groups"
+    assert view.board.notice == "", "the last frame stays on the terminal"
 
 
 def test_a_hangup_ends_the_run_in_order(run: Run) -> None:

@@ -27,6 +27,7 @@ from rolloutmq.launch.commands.ledger import check
 from rolloutmq.launch.results import Survey, survey, unread
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, Endpoints, RunLayout
+from rolloutmq.schemas.lives import Life
 from rolloutmq.services.broker.journal.format.events import Dropped, Numbers
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.liveness import fate_of
@@ -204,6 +205,22 @@ def test_counts_of_a_trainer_of_ones_own_are_those_of_the_ledger(run_dir: Path) 
         assert summary[f"groups_{state}"] == verdict.counts[state]
     found = json.loads(report(made.layout, "--json").stdout)["bias"]["environments"]["sort3"]
     assert found["fates"] == {"trained": 1, "filtered": 1, "expired": 1, "in_flight": 1}
+
+
+def test_a_run_without_a_training_environment_has_no_bound_to_tell(layout: RunLayout) -> None:
+    exam = {"environment": {"exam": {"entry": "a:B", "split": "eval"}}, "evaluation": {"enabled": True}}
+    write_json(layout.config, validate(exam))
+    assert "staleness" not in report(layout).stdout
+
+
+def test_report_of_a_resumed_run_counts_its_lives(layout: RunLayout) -> None:
+    layout.summary.write_text(json.dumps({"ended": "the trainer is done", "wall_s": 3.0}))
+    layout.log("up").parent.mkdir()
+    layout.log("up").touch()
+    write_json(layout.lives, [Life(10.0, 15.5), Life(100.0, 107.0)])
+    assert "ended      the trainer is done, after 12.5 s in 2 lives, 84.5 s apart\n" in report(layout).stdout
+    summary = json.loads(layout.summary.read_text())
+    assert (summary["wall_s"], summary["lives"], summary["downtime_s"]) == (12.5, 2, 84.5)
 
 
 def test_report_keeps_the_recorded_end(layout: RunLayout) -> None:

@@ -14,8 +14,8 @@ from rolloutmq.schemas.config.run import ModelConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import ConfigError, DamagedFileError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer import checkpoint
-from rolloutmq.trainer.checkpoint import TrainerState
+from rolloutmq.trainer import checkpoint, checkpoint_files
+from rolloutmq.trainer.checkpoint_files import TrainerState
 from rolloutmq.trainer.policy.model import Policy, build_policy, write_identity
 from rolloutmq.trainer.step.optimizer import PolicyOptimizer
 
@@ -36,7 +36,7 @@ def prune(written: Path, keep: int, began: int = 0, proven: set[Path] | None = N
 
 
 def steps(root: Path) -> list[str]:
-    return [path.name for path in checkpoint.saved(root / "checkpoints")]
+    return [path.name for path in checkpoint_files.saved(root / "checkpoints")]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -294,7 +294,7 @@ def test_what_has_a_wrong_bit_takes_the_place_of_no_whole_one_and_each_is_read_o
         read.append(path.parent.name)
         return sum_of(path)
 
-    monkeypatch.setattr(checkpoint, "sum_of", counted)
+    monkeypatch.setattr(checkpoint_files, "sum_of", counted)
     prune(three, keep=2, proven=proven)
     assert steps(tmp_path) == ["step-000001", "step-000003"]
     assert set(read) == {"step-000001", "step-000002"}  # what was just written is known

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.bus.evaluation.answering import VERSION, Answer, answering, configured, of_index
 
-from rolloutmq.bus.evaluation.log import record, recorded
+from rolloutmq.bus.evaluation.log import postponed, record, recorded
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.tasks.taker import LeasedTask
 from rolloutmq.schemas.config.evaluation import EvaluationConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.trainer.evaluation import Evaluation, Schedule
@@ -79,7 +82,11 @@ def test_a_point_in_between_waits_until_it_and_the_last_one_fit() -> None:
 
 def test_a_postponed_point_is_told_once() -> None:
     asked = schedule(every=10)
-    assert [asked.is_news(step) for step in (10, 11, 12, 20, 21)] == [True, False, False, True, False]
+    told = [asked.postpone(step, 50.0, busy=step > 15) for step in (10, 11, 12, 20, 21)]
+    assert [line is not None for line in told] == [True, False, False, True, False]
+    first, second = filter(None, told)
+    assert (first.step, first.every, first.max_share, first.wall_s) == (10, 10, 0.1, 50.0)
+    assert (second.step, second.max_share) == (20, None)
 
 
 @contextmanager
@@ -236,7 +243,27 @@ def test_a_postponed_point_is_in_the_log(run_dir: Path, caplog: pytest.LogCaptur
         for step in (1, 2, 3):
             asked.after_step(PolicyVersion(0, step))
     assert caplog.text.count("evaluation postponed step=2") == 1
+    assert "it would exceed evaluation.max_share = 0.1" in caplog.text
     assert len(points(run_dir)) == 1
+    (line,) = postponed(RunLayout(run_dir).evaluations)
+    assert (line.step, line.every, line.max_share) == (2, 2, 0.1)
+
+
+def test_cost_and_time_are_those_of_all_lives(run_dir: Path) -> None:
+    config, layout = configured(run_dir, evaluation={"every": 2, "max_share": 0.5}), RunLayout(run_dir)
+    with running_broker(config, layout), workers(run_dir):
+        with evaluating(config, run_dir) as first:
+            first.before_first(PolicyVersion(), Stop(), nothing)
+        (done,) = recorded(layout.evaluations)
+        record(layout.evaluations, replace(done, seconds=40.0))
+        now = time.time()
+        write_json(layout.lives, [Life(now - 1000.0, now - 900.0), Life(now - 10.0)])
+        with evaluating(config, run_dir, PolicyVersion(1, 2), clock=lambda: 7.0) as second:
+            assert not second._schedule.fits(second._wall_s()), "40 s of 110 s, and two more of 40 s"
+            second.after_last(PolicyVersion(1, 2), Stop(), nothing)
+    last = list(recorded(layout.evaluations))[-1]
+    assert last.total_s == pytest.approx(done.seconds + 40.0 + last.seconds)
+    assert last.share == pytest.approx(last.total_s / 110.0, rel=0.05)
 
 
 def test_without_the_section_nothing_happens(run_dir: Path) -> None:

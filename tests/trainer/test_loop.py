@@ -31,7 +31,7 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.schemas.files import RunLayout, SettledBatch, VllmAddress
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer import checkpoint, loop
+from rolloutmq.trainer import checkpoint, checkpoint_files, loop
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.process import Stop, stop_on_signals
@@ -133,7 +133,10 @@ def test_a_whole_run(layout: RunLayout) -> None:
     assert broker.pulls == [(step + 1, PolicyVersion(0, step)) for step in range(5)]
     assert [one["version"].step for one in broker.settled] == [1, 2, 3, 4, 5]
     assert broker.commits == [PolicyVersion(0, 2), PolicyVersion(0, 4), PolicyVersion(0, 5)]
-    assert [path.name for path in checkpoint.saved(layout.checkpoints)] == ["step-000004", "step-000005"]
+    assert [path.name for path in checkpoint_files.saved(layout.checkpoints)] == [
+        "step-000004",
+        "step-000005",
+    ]
     assert [line.version.step for line in lines(layout)] == [1, 2, 3, 4, 5]
     assert lines(layout)[0].trained == ("s1-0", "s1-1", "s1-2", "s1-3")
     assert lines(layout)[0].rewards == pytest.approx((0.5, 7 / 8, 1.5, 13 / 8))

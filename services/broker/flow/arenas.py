@@ -26,6 +26,13 @@ RELEASE_ACK_BYTES: Final = 1 << 20
 """This much released memory is worth an ack of its own; less waits for the next ack."""
 
 
+UNREACHABLE: Final = "arena_unreachable"
+DESCRIPTORS: Final = "arena_descriptors"
+ARENA_REFUSALS: Final = frozenset({UNREACHABLE, DESCRIPTORS})
+"""Reasons why an arena that a producer offers is not opened. The session goes on with frames, or with another arena: a
+producer that waits too long for the broker connects anew and has closed the one of its first request by then."""
+
+
 class ArenaMapping(Protocol):
     """An arena opened for reading."""
 
@@ -184,14 +191,14 @@ class ProducerArenas:
     def claim(self, ref: ArenaRef, window: SequenceWindow, touch: Callable[[], None]) -> ProducerArena | str:
         """Open the arena a producer offers for a session, or return the reason of a refusal."""
         if self._open is None or ref.nbytes > self.nbytes:
-            return "arena_unreachable"
+            return UNREACHABLE
         try:
             mapped = self._open(ref)
         except SegmentGoneError:
-            return "arena_unreachable"
+            return UNREACHABLE
         if mapped.fd >= _most_descriptors():
             mapped.close()
-            return "arena_descriptors"
+            return DESCRIPTORS
         arena = ProducerArena(mapped, window, touch, self._leaves)
         self._arenas.append(arena)
         return arena

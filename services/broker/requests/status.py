@@ -6,14 +6,16 @@ from rolloutmq.schemas.wire.control import LaneStatus, Pressure, StatusReply
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.services.broker.broker_state import BrokerState
+from rolloutmq.services.broker.flow.arenas import ARENA_REFUSALS
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.requests.consumers import ConsumerRequests
 from rolloutmq.services.broker.requests.live_settings import LiveSettings
 from rolloutmq.services.broker.requests.vacancies import Vacancies
 from rolloutmq.services.broker.state.queues import Lane
 
-UNCOUNTED = frozenset({"duplicate"})
-"""Refusals without a fault: a group that was resent to be safe."""
+UNCOUNTED = frozenset({"duplicate", *ARENA_REFUSALS})
+"""Refusals that refuse no message: a group that was resent to be safe, shared memory without which groups come as
+frames."""
 
 
 class StatusReporter:

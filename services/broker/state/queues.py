@@ -356,15 +356,6 @@ class Lane:
         assert min(self.granted, self.granted_bytes) >= 0, self.env
 
 
-def _rule(env: EnvironmentConfig, split: Split) -> EnvironmentConfig:
-    """Return the rule of a lane.
-
-    Groups that a training environment makes for evaluation are not paced: they wait for no step.
-    """
-    aside = split is Split.EVAL and env.split == "train"
-    return env.model_copy(update={"pacing": False}) if aside else env
-
-
 class Lanes:
     """All lanes, and their sums."""
 
@@ -374,7 +365,9 @@ class Lanes:
         groups: Groups,
         last_chance: int = 1 << 30,
         other: EnvironmentConfig = UNCONFIGURED,
+        evaluated: Container[str] = (),
     ) -> None:
+        self._evaluated = evaluated
         self._rules = environments
         self._other = other
         self._fixed: dict[str, Container[str]] = dict.fromkeys(environments, ("weight", "min_share"))
@@ -402,7 +395,7 @@ class Lanes:
         """Return the lane, made on first use by the configuration's rule."""
         lane = self._lanes.get((env, split))
         if lane is None:
-            rule = _rule(self._rules.get(env, self._other), split)
+            rule = self._rule(env, split, self._rules.get(env, self._other))
             lane = Lane(env, split, rule, now, self._last_chance, self._splits[split])
             self._lanes[env, split] = lane
         return lane
@@ -428,7 +421,17 @@ class Lanes:
         self._fixed |= {env: fields for env, fields in fixed.items() if env not in self._configured}
         for lane in self:
             if lane.env in environments:
-                lane.adopt(_rule(environments[lane.env], lane.split), self._fixed.get(lane.env, ()))
+                rule = self._rule(lane.env, lane.split, environments[lane.env])
+                lane.adopt(rule, self._fixed.get(lane.env, ()))
+
+    def _rule(self, env: str, split: Split, given: EnvironmentConfig) -> EnvironmentConfig:
+        """Return the rule of a lane.
+
+        Groups that answer `[evaluation]`, or that a training environment makes for evaluation, are not paced: they wait
+        for no step. An environment of split `eval` that a trainer pulls from is.
+        """
+        aside = split is Split.EVAL and (given.split == "train" or env in self._evaluated)
+        return given.model_copy(update={"pacing": False}) if aside else given
 
     def apply_producer_settings(self, lane: Lane, weight: float, min_share: float, group_size: int) -> None:
         """Adopt a producer's values for its environment, where the configuration and live settings have none."""

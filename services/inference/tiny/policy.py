@@ -8,13 +8,15 @@ weights under their old version.
 
 import logging
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run
+from rolloutmq.schemas.config.run import ModelConfig
 from rolloutmq.schemas.errors import SegmentGoneError, WeightsDamagedError, WeightsMismatchError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
@@ -89,6 +91,20 @@ class ServedPolicy:
             policy, share, end_ids(layout, config), text.decode, seed, fp32_head=run.trainer.fp32_head
         )
         return cls(policy, share, text, limits, generator)
+
+    @staticmethod
+    def prepare(model: ModelConfig) -> None:
+        """Import the code of the run's model, while the trainer starts: `attach` would take a second longer.
+
+        Errors are left to the trainer, which tells them.
+        """
+        with suppress(Exception), torch.device("meta"):
+            found = (
+                AutoConfig.from_pretrained(model.path, local_files_only=True)
+                if model.path
+                else LlamaConfig(num_hidden_layers=1)
+            )
+            AutoModelForCausalLM.from_config(found)
 
     @property
     def version(self) -> PolicyVersion:

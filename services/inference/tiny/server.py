@@ -97,6 +97,7 @@ async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.
         raise ConfigError("engine", f"{name!r} is not an engine; the names are {FIRST}, {FIRST}-1, ...")
     leaving = Leaving(stop, draining or asyncio.Event())
     seed = _seed(run.run.seed, name)
+    ServedPolicy.prepare(run.model)
     served = await _attached(layout, run.inference, seed, leaving)
     if served is None:
         return

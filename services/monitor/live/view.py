@@ -134,18 +134,20 @@ def health_lines(board: RunState, now: float) -> list[Text]:
 
 
 def evaluation_lines(board: RunState) -> list[Text]:
-    """Return the last point of the evaluation and its cost, if there was one."""
+    """Return the last point of the evaluation and its cost, if there was one, and the points left out."""
     point = board.evaluation
+    left = [_row("eval", Text(board.left_out, style="yellow"))] if board.left_out else []
     if point is None:
-        return []
-    scores = Text(evaluation.scores_text(point.all), style=ACCENT)
+        return left
+    scores = Text(evaluation.point_text(point), style=ACCENT)
     return [
         _row(
             "eval",
             scores,
             f" · {evaluation.policies(point)}",
             Text(f" · {evaluation.cost_text(point)}", style=QUIET),
-        )
+        ),
+        *left,
     ]
 
 

@@ -1,26 +1,120 @@
 """The evaluation of a run as figures for `summary.json` and as lines for people. Pure."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from math import ceil
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
+from rolloutmq.bus.evaluation.log import in_force, postponed, recorded
+from rolloutmq.schemas.files import PostponedPoint, RunLayout
 from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
 
 
-def figures(points: Sequence[EvaluationDone]) -> dict[str, Any] | None:
+class LeftOut(NamedTuple):
+    """The points in between that were due and never began.
+
+    Attributes:
+        postponed: Points that did not begin when they were due, later ones included.
+        by_share, by_point: Those that never began: no room in `evaluation.max_share`; the point before was under way.
+        every, max_share: As configured when the last of them was due; `max_share` is None without one of `by_share`.
+        point_s: Seconds of a point, as last known.
+        needed_share: Part of the run's time that all points together would have taken so far.
+    """
+
+    postponed: int = 0
+    by_share: int = 0
+    by_point: int = 0
+    every: int = 0
+    max_share: float | None = None
+    point_s: float = 0.0
+    needed_share: float = 0.0
+
+    @classmethod
+    def of(cls, points: Sequence[EvaluationDone], lines: Sequence[PostponedPoint]) -> Self:
+        """Count the postponed points of a run; of a step that was taken again, the last line counts."""
+        if not lines:
+            return cls()
+        due = {line.step // line.every: line for line in lines if line.every}
+        left = [
+            line
+            for number, line in due.items()
+            if not any(one.version.step // line.every == number for one in points)
+        ]
+        last, by_share = lines[-1], [line for line in left if line.max_share is not None]
+        cost_s = last.spent_s + len(left) * last.point_s
+        return cls(
+            len(due),
+            len(by_share),
+            len(left) - len(by_share),
+            last.every,
+            by_share[-1].max_share if by_share else None,
+            last.point_s,
+            cost_s / last.wall_s if last.wall_s > 0 else 0.0,
+        )
+
+    @property
+    def total(self) -> int:
+        """Points that never began."""
+        return self.by_share + self.by_point
+
+    def text(self) -> str:
+        """Return how many points were left out, why, and what to set; empty if none was."""
+        if not self.total:
+            return ""
+        reasons = [
+            f"{self.by_share} by evaluation.max_share = {self.max_share:g}" if self.by_share else "",
+            f"{self.by_point} because the point before was under way" if self.by_point else "",
+        ]
+        every = f"evaluation.every = {self.every}"
+        count = f"{self.total} point{'s' * (self.total > 1)} of {every} left out"
+        return f"{count} ({', '.join(filter(None, reasons))}); {self._remedy()}"
+
+    def _remedy(self) -> str:
+        fewer = "raise evaluation.every or lower evaluation.tasks"
+        share = ceil(100 * self.needed_share) / 100
+        if not self.by_share:
+            return f"a point takes {self.point_s:.1f} s: {fewer}"
+        if share >= 1:
+            return f"all of {self.point_s:.1f} s each do not fit into the time of the run: {fewer}"
+        return f"with points of {self.point_s:.1f} s all need about {share:g}: raise max_share, or {fewer}"
+
+
+class Evaluations(NamedTuple):
+    """The points of a run that count, by step, and the points left out."""
+
+    points: Sequence[EvaluationDone] = ()
+    left_out: LeftOut = LeftOut()
+
+    @classmethod
+    def read(cls, layout: RunLayout) -> Self:
+        """Read `evaluations.jsonl`; a missing file counts as empty."""
+        points = list(recorded(layout.evaluations))
+        return cls(in_force(points), LeftOut.of(points, list(postponed(layout.evaluations))))
+
+
+NO_EVALUATIONS: Final = Evaluations()
+
+
+def figures(found: Evaluations) -> dict[str, Any] | None:
     """Return the figures of all points; None if there are none.
 
     - points: number of points.
+    - postponed, left_out: points in between that did not begin when they were due, and those of them that never did;
+      left_out_why: the same for a person, with what to set, or empty.
     - first, last: step, policies and scores of the first and the last point.
     - environments: scores of each environment at the last point.
-    - seconds: time of all points of the trainer's last process; share: part of its wall time.
+    - seconds: time of all points; share: part of the run's time.
     """
+    points, left = found
     if not points:
         return None
     last = points[-1]
     return {
         "points": len(points),
+        "postponed": left.postponed,
+        "left_out": left.total,
+        "left_out_why": left.text(),
         "seed": last.seed,
         "first": _point(points[0]),
         "last": _point(last),
@@ -43,17 +137,26 @@ def _point(point: EvaluationDone) -> dict[str, Any]:
     }
 
 
-def lines(points: Sequence[EvaluationDone]) -> Iterator[str]:
-    """Yield the lines of the report: the first and the last point, each environment if there are several, the cost."""
+def lines(found: Evaluations) -> Iterator[str]:
+    """Yield the lines of the report: the first and the last point, the cost, and the points left out."""
+    points, left = found
     if not points:
         return
     first, last = points[0], points[-1]
-    if last is not first:
-        yield f"{policies(first)}: {scores_text(first.all)}"
-    yield f"{policies(last)}: {scores_text(last.all)}"
-    if len(last.environments) > 1:
-        yield from (f"  {env}: {scores_text(one)}" for env, one in last.environments.items())
+    for point in [last] if last is first else [first, last]:
+        yield f"{policies(point)}: {point_text(point)}"
+        if len(point.environments) > 1:
+            yield from (f"  {env}: {scores_text(one)}" for env, one in point.environments.items())
     yield f"{len(points)} point{'s' * (len(points) > 1)}, {cost_text(last)}"
+    if text := left.text():
+        yield text
+
+
+def point_text(point: EvaluationDone) -> str:
+    """Return the scores of a point in one line; of several environments without the means, whose scales may differ."""
+    if len(point.environments) < 2:
+        return scores_text(point.all)
+    return scores_text(msgspec.structs.replace(point.all, greedy=None, mean=None))
 
 
 def policies(point: EvaluationDone) -> str:

@@ -7,7 +7,7 @@ Worker reports become marks while they are read. A worker was drained if it repo
 process took its name, or if it fell silent without draining.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -162,15 +162,17 @@ class Metrics:
         """Return the seconds from the first line to the last."""
         return self.last_t - self.first_t
 
-    def ready_counts(self, wanted: int = 1, until: float | None = None) -> Sequence[int]:
+    def ready_counts(self, wanted: int = 1, until: float | None = None, since: float = 0.0) -> Sequence[int]:
         """Return the counts of ready workers up to `until`, from the first time that `wanted` workers were ready.
 
-        If that many never were, start at the first time that any worker was ready.
+        If that many never were, start at the first time that any worker was ready; always after `since`.
         """
-        end = len(self.pressures)
+        begin, end = 0, len(self.pressures)
+        if since:
+            begin = bisect_left(self.pressures, since, key=lambda point: point.t)
         if until is not None:
             end = bisect_right(self.pressures, until, key=lambda point: point.t)
-        counts = [point.ready for point in self.pressures[:end]]
+        counts = [point.ready for point in self.pressures[begin:end]]
         for enough in (max(1, wanted), 1):
             start = next((index for index, count in enumerate(counts) if count >= enough), None)
             if start is not None:

@@ -13,8 +13,10 @@ from typing import Any, Final
 
 from rolloutmq.bus.evaluation.log import in_force, recorded
 from rolloutmq.bus.files import private_file
+from rolloutmq.bus.rundir import read_lives
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout, SettledBatch
+from rolloutmq.schemas.lives import pauses
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.services.monitor.report.metrics import MarkKind, Metrics, bounds_in_force, read_metrics
 from rolloutmq.services.monitor.report.summary import TrainerLog, read_trainer_log
@@ -62,12 +64,13 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
     )
     figure.subplots_adjust(left=0.085, right=0.975, top=0.865, bottom=0.07)
     start = _start(metrics, log)
+    down = [end - start for end, _ in pauses(read_lives(layout))]
     _title(figure, config, summary)
     evaluated = _evaluated(in_force(recorded(layout.evaluations)), start)
     _reward(panels[0], log, evaluated, start)
-    _pressure(panels[1], metrics, config, start)
+    _pressure(panels[1], metrics, config, start, down)
     _staleness(panels[2], log, bounds_in_force(config, metrics.bounds), start)
-    _workers(panels[3], metrics, start)
+    _workers(panels[3], metrics, start, down)
     _marks(panels, metrics, log, start)
     for panel in panels:
         dress(panel)
@@ -127,7 +130,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
 
 
 def _broken(times: Sequence[float], values: Sequence[float], breaks: Sequence[float]) -> _Series:
-    """Return the series with a gap at each break, so that no line spans time without a trainer."""
+    """Return the series with a gap at each break, so that no line spans time without a trainer or without a run."""
     points = sorted([*zip(times, values, strict=True), *((at, math.nan) for at in breaks)])
     return [at for at, _ in points], [value for _, value in points]
 
@@ -158,13 +161,13 @@ def _reward(panel: Any, log: TrainerLog, evaluated: _Series, start: float) -> No
     _label(panel, "reward", about, BLUE)
 
 
-def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float) -> None:
+def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float, down: Sequence[float]) -> None:
     setpoint = config.orchestrator.scaling.setpoint_batches
     low, high = setpoint / 2.0, setpoint * 2.0
     times = [point.t - start for point in metrics.pressures]
     values = [point.pressure for point in metrics.pressures]
     panel.axhspan(low, high, color=AMBER, alpha=0.16, linewidth=0)
-    panel.plot(times, values, color=ORANGE, linewidth=1.1)
+    panel.plot(*_broken(times, values, down), color=ORANGE, linewidth=1.1)
     panel.set_ylim(0, max([high * 1.15, *values]) * 1.03)
     _label(panel, "rollout pressure", "batches queued; shaded: half to twice the setpoint", ORANGE)
 
@@ -187,13 +190,13 @@ def _staleness(panel: Any, log: TrainerLog, bounds: Sequence[tuple[float, int]],
     _label(panel, "staleness", "policy versions; dots: largest of a step, line: mean, dashed: bound", VIOLET)
 
 
-def _workers(panel: Any, metrics: Metrics, start: float) -> None:
+def _workers(panel: Any, metrics: Metrics, start: float, down: Sequence[float]) -> None:
     times = [point.t - start for point in metrics.pressures]
-    ready = [point.ready for point in metrics.pressures]
+    ready = _broken(times, [point.ready for point in metrics.pressures], down)
     total = [point.ready + point.draining for point in metrics.pressures]
-    panel.fill_between(times, ready, step="post", color=GREEN, alpha=0.18, linewidth=0)
-    panel.plot(times, total, drawstyle="steps-post", color=BROWN, linewidth=1.0, alpha=0.9)
-    panel.plot(times, ready, drawstyle="steps-post", color=GREEN, linewidth=1.6)
+    panel.fill_between(*ready, step="post", color=GREEN, alpha=0.18, linewidth=0)
+    panel.plot(*_broken(times, total, down), drawstyle="steps-post", color=BROWN, linewidth=1.0, alpha=0.9)
+    panel.plot(*ready, drawstyle="steps-post", color=GREEN, linewidth=1.6)
     panel.set_ylim(0, max([2, *total]) * 1.5)
     _label(panel, "workers", "green: ready, amber: with those that drain", GREEN)
 

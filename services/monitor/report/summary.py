@@ -12,16 +12,20 @@ A trainer of one's own writes no log here, and its producers may write none. The
 (`LedgerFigures`), so that the figures are those of `rolloutmq ledger verify`.
 """
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from math import inf
+from sys import intern
 from typing import Any, Final
 
-from rolloutmq.bus.evaluation.log import in_force, recorded
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.lives import Life, paused_s, pauses, seconds_of
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.services.monitor.report.evaluation import figures
+from rolloutmq.services.monitor.report.evaluation import Evaluations, figures
 from rolloutmq.services.monitor.report.metrics import Metrics, bounds_in_force, read_metrics
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
@@ -71,17 +75,35 @@ class TrainerLog:
 
         A batch without a step (all its groups filtered) belongs to the next step.
         """
-        points: list[tuple[float, float]] = []
-        pulled: list[float] = []
+        return [(at, _mean([reward for _, reward in pulled])) for at, pulled in self._pulled()]
+
+    def rewards_of(self, env_of: Mapping[str, str]) -> dict[str, list[float]]:
+        """Return the mean raw score of each step by environment; steps without its groups are left out.
+
+        Args:
+            env_of: Environment of each group; groups that it does not name are left out.
+        """
+        found: defaultdict[str, list[float]] = defaultdict(list)
+        for _, pulled in self._pulled():
+            own: defaultdict[str, list[float]] = defaultdict(list)
+            for name, reward in pulled:
+                own[env_of.get(name, "")].append(reward)
+            for env, rewards in own.items():
+                found[env].append(_mean(rewards))
+        found.pop("", None)
+        return found
+
+    def _pulled(self) -> Iterator[tuple[float, list[tuple[str, float]]]]:
+        """Yield the time of each step, and id and score of every group pulled for it."""
+        pulled: list[tuple[str, float]] = []
         taken = 0
         for batch in self.batches:
-            pulled.extend(batch.rewards)
+            pulled.extend(zip((*batch.trained, *batch.filtered), batch.rewards, strict=False))
             if batch.version.step <= taken:
                 continue
             taken = batch.version.step
-            points.append((batch.at, _mean(pulled)))
+            yield batch.at, pulled
             pulled = []
-        return points
 
 
 def read_trainer_log(lines: Iterable[SettledBatch]) -> TrainerLog:
@@ -191,6 +213,8 @@ class AckLog:
     """Those of the groups for evaluation, which no trainer gets; `ids` does not have them."""
     repeated: int = 0
     """Ids acked under two numbers: two groups of one name, or one group accepted twice."""
+    env_of: dict[str, str] = field(default_factory=dict)
+    """Environment of each group, without those of lines that name none."""
 
 
 def read_acks(layout: RunLayout) -> AckLog:
@@ -203,6 +227,8 @@ def read_acks(layout: RunLayout) -> AckLog:
             number = (path.stem, line.session, line.seq)
             if numbers.setdefault(line.group_id, number) != number:
                 log.repeated += 1
+            if line.env:
+                log.env_of[line.group_id] = intern(line.env)
             if line.split is Split.EVAL:
                 evaluated.add(line.group_id)
     log.ids, log.evaluated = numbers.keys() - evaluated, evaluated
@@ -215,6 +241,7 @@ def summarise(
     *,
     saved_ids: ReadIds,
     wall_s: float | None = None,
+    lives: Sequence[Life] = (),
     ledger: LedgerFigures | None = None,
 ) -> dict[str, Any]:
     """Join the logs of an ended run.
@@ -223,7 +250,8 @@ def summarise(
         layout: Location of the logs; a missing one counts as empty.
         config: Configuration of the run; gives the staleness bounds that nobody changed.
         saved_ids: Reads the ids of the groups the broker still has.
-        wall_s: Duration of the run in seconds. Default: the span of the recorded events.
+        wall_s: Duration of the run in seconds, for one without lives. Default: the span of the recorded events.
+        lives: Lives of the run, each with its end; none if no launcher started it.
         ledger: The broker's ledger, if the trainer wrote no log; it then supplies the counts of groups.
 
     Returns:
@@ -231,8 +259,11 @@ def summarise(
 
         - reward_first, reward_last: mean raw score of the first and the last 50 steps, each step the mean over
           all groups pulled for it, filtered ones included.
+        - environments: reward_first and reward_last of each environment, over the steps with its groups. The
+          figures of all together mix scores of different scales.
         - steps: optimizer steps of the final policy.
-        - wall_s: as given.
+        - wall_s: seconds of the lives of the run together; else as given.
+        - lives, downtime_s: number of lives, and the seconds between them, which no other figure counts.
         - groups_accepted: groups named by an ack log or by any list downstream of one.
         - groups_trained: groups the final policy was trained on.
         - groups_filtered: groups pulled but not trained: equal rewards, or too stale for the loss.
@@ -252,9 +283,9 @@ def summarise(
         - staleness_bound: largest `max_staleness` of the environments in force at the end.
         - staleness_bound_max: largest bound ever in force: at least `staleness_max`, unless stale groups are
           delivered.
-        - workers_min, workers_max: fewest and most workers ready at once, from the first time that `min_workers`
-          were to the last step.
-        - steps_per_s: steps over the time from the first to the last of them.
+        - workers_min, workers_max: fewest and most workers ready at once; in each life from the first time that
+          `min_workers` were to its last step.
+        - steps_per_s: steps over the time from the first to the last of them, without the time between lives.
         - tokens: tokens of the published steps; too few if an event was dropped.
         - late_members: sequences missing from groups closed at their deadline.
         - curriculum: only with curricula: the last recorded progress of each, by environment.
@@ -270,9 +301,12 @@ def summarise(
     accounts = settle_accounts(acks.ids, log, dropped, saved, ledger)
     seen = read_metrics(layout.metrics)
     fewest = sum(env.min_workers for env in config.environment.values())
-    ready = seen.ready_counts(fewest, until=log.batches[-1].at if log.batches else None)
+    ready = _ready(seen, log, lives, fewest)
+    if lives:
+        wall_s = seconds_of(lives, seen.last_t)
     return {
-        **_progress(log, seen, wall_s),
+        **_progress(log, seen, wall_s, lives),
+        "environments": {env: _course(own) for env, own in sorted(log.rewards_of(acks.env_of).items())},
         **_groups(accounts, log, ledger, is_ours=config.trainer.enabled or bool(log.batches)),
         "groups_acked_twice": acks.repeated,
         **_staleness(log, bounds_in_force(config, seen.bounds)),
@@ -284,23 +318,46 @@ def summarise(
         **({"curriculum": seen.curricula} if seen.curricula else {}),
         "findings": sorted(seen.findings),
         "groups_evaluated": len(acks.evaluated),
-        "evaluation": figures(in_force(recorded(layout.evaluations))),
+        "evaluation": figures(Evaluations.read(layout)),
     }
 
 
-def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None) -> dict[str, Any]:
+def _ready(seen: Metrics, log: TrainerLog, lives: Sequence[Life], fewest: int) -> list[int]:
+    """Return the counts of ready workers of all lives, without those of a start or an end."""
+    if len(lives) < 2:
+        return list(seen.ready_counts(fewest, until=log.batches[-1].at if log.batches else None))
+    settled_at = sorted(batch.at for batch in (*log.batches, *log.voided))
+    counts: list[int] = []
+    for life, following in zip_longest(lives, lives[1:]):
+        end = bisect_left(settled_at, inf if following is None else following.began)
+        if end and settled_at[end - 1] >= life.began:
+            counts += seen.ready_counts(fewest, until=settled_at[end - 1], since=life.began)
+    return counts
+
+
+def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None, lives: Sequence[Life]) -> dict[str, Any]:
     rewards = [reward for _, reward in log.step_points()]
-    span_s = log.batches[-1].at - log.batches[0].at if log.batches else 0.0
+    first_at, last_at = (log.batches[0].at, log.batches[-1].at) if log.batches else (0.0, 0.0)
+    span_s = last_at - first_at - paused_s(lives, first_at, last_at)
     steps = max((batch.version.step for batch in log.batches), default=0)
     return {
-        "reward_first": _mean(rewards[:WINDOW_STEPS]) if rewards else None,
-        "reward_last": _mean(rewards[-WINDOW_STEPS:]) if rewards else None,
+        **_course(rewards),
         "steps": steps,
         "wall_s": round(seen.span_s if wall_s is None else wall_s, 3),
+        "lives": len(lives),
+        "downtime_s": round(sum(begin - end for end, begin in pauses(lives)), 3),
         "steps_per_s": round((len(rewards) - 1) / span_s, 3) if span_s > 0 and rewards else None,
         "trainer_resumes": len(log.resumed_at),
         "batches": len(log.batches),
         "batches_without_signal": sum(1 for batch in log.batches if not batch.trained),
+    }
+
+
+def _course(rewards: Sequence[float]) -> dict[str, float | None]:
+    """Return the mean score of the first and of the last steps."""
+    return {
+        "reward_first": _mean(rewards[:WINDOW_STEPS]) if rewards else None,
+        "reward_last": _mean(rewards[-WINDOW_STEPS:]) if rewards else None,
     }
 
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,8 @@ from rolloutmq.schemas.wire.control import GetStatus, JournalStatus, LaneStatus,
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
+from rolloutmq.services.monitor.report import evaluation
+from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluations
 from rolloutmq.services.monitor.status import curricula, gpus, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
 from rolloutmq.services.monitor.status.gpus import read_gpus
@@ -42,7 +44,7 @@ _LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
 @dataclass(frozen=True)
 class RunDetails:
     """State beside the broker's reply: workers, engines, GPUs, the trainer's wait outside the broker, whether the run
-    has workers by design, and the curricula.
+    has workers by design, the curricula, and the points of the evaluation.
     """
 
     crew: Sequence[WorkerRow] = ()
@@ -51,6 +53,7 @@ class RunDetails:
     outside: str = ""
     has_workers: bool = True
     curricula: tuple[CurriculumProgress, ...] = ()
+    evaluations: Evaluations = NO_EVALUATIONS
 
 
 def status(where: Path, as_json: bool) -> int:
@@ -73,7 +76,13 @@ def status(where: Path, as_json: bool) -> int:
     crew = joined(known, reply.pressure.workers, time.monotonic())
     has_workers = known is not None or _configures_workers(layout)
     also = RunDetails(
-        crew, engines_of(layout), book, waits.outside(layout), has_workers, read_curricula(layout)
+        crew,
+        engines_of(layout),
+        book,
+        waits.outside(layout),
+        has_workers,
+        read_curricula(layout),
+        Evaluations.read(layout),
     )
     if as_json:
         plain = status_json(reply, also, supervision=fields(known, also.crew), life=fate.life)
@@ -101,7 +110,7 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
     """Return the reply as JSON objects, with `why`, one line on the reasons of waits, and with the other details.
 
     `gpus` carry their standings; `limits` says why an environment has fewer workers than its target; `curriculum` has
-    the progress of each curriculum, by environment.
+    the progress of each curriculum, by environment; `evaluation` has the points so far, as in `summary.json`.
     """
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
@@ -111,6 +120,7 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
         "gpus": [_gpu(record) for record in also.book.gpus],
         "limits": also.book.limits,
         "curriculum": curricula.figures(also.curricula),
+        "evaluation": evaluation.figures(also.evaluations),
         **plain,
         **more,
     }
@@ -146,6 +156,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         ("groups", format.accounts(pressure.ledger) + format.for_evaluation(pressure.lanes)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
         *(("sampler", curricula.line(one)) for one in also.curricula),
+        *(("eval", line) for line in _evaluated(also.evaluations)),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
         ("workers", _workers(reply, also.crew)),
         *(line for row in also.crew if row.is_unwell for line in _unwell(row)),
@@ -172,12 +183,31 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     if reply.rejected_messages:
         reasons = ", ".join(f"{why} {count}" for why, count in reply.rejected_by_reason.items())
         rows.append(("refused", f"{reply.rejected_messages} messages ({reasons})"))
+    elif arenas := {why: n for why, n in reply.rejected_by_reason.items() if why.startswith("arena_")}:
+        rows.append(("arenas", _arenas(arenas, framed=bool(reply.as_frames))))
     return "\n".join(f"{label:<9}{text}" for label, text in rows)
 
 
+def _evaluated(found: Evaluations) -> Iterator[str]:
+    """Yield the last point of the evaluation, and the points left out."""
+    if found.points:
+        last = found.points[-1]
+        yield f"{evaluation.policies(last)}: {evaluation.point_text(last)}; {evaluation.cost_text(last)}"
+    if text := found.left_out.text():
+        yield text
+
+
+def _arenas(refused: Mapping[str, int], *, framed: bool) -> str:
+    reasons = ", ".join(f"{why} {count}" for why, count in refused.items())
+    then = "groups came as frames" if framed else "no group was affected: the producer offered another"
+    return f"{sum(refused.values())} offers of shared memory not opened ({reasons}); {then}"
+
+
 def _lane(lane: LaneStatus) -> str:
+    """Return a lane as text. For the evaluation a permit without a task is no rollout: `tasks` counts those."""
+    granted = "may start" if lane.split is Split.EVAL else "under way"
     return (
-        f"{lane.env}{_split(lane)}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} under way"
+        f"{lane.env}{_split(lane)}: {lane.queued_groups} queued, {lane.leased_groups} leased, {lane.granted} {granted}"
         f" at {lane.producers} producers, {lane.accepted_per_s:.1f} groups a second"
         + (
             f", {format.portion(lane.held_bytes, lane.high_bytes)} of its high-water mark"

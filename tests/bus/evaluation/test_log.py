@@ -1,11 +1,13 @@
 """`evaluations.jsonl`."""
 
+import threading
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from rolloutmq.bus.evaluation.log import in_force, record, recorded
+from rolloutmq.bus.evaluation.log import in_force, postponed, record, recorded
+from rolloutmq.schemas.files import PostponedPoint
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
 
@@ -71,3 +73,31 @@ def test_one_policy_means_the_one_that_was_asked_for() -> None:
     assert not replace(point(5), newest=PolicyVersion(0, 6)).one_policy
     assert not replace(point(5), version=PolicyVersion(0, 6)).one_policy
     assert not replace(point(5), rollouts=0).one_policy
+
+
+def test_a_postponed_point_is_no_point(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    late = PostponedPoint(at=1.0, step=10, every=10, max_share=0.1)
+    for line in (point(0), late, point(20)):
+        record(path, line)
+    assert [one.version.step for one in recorded(path)] == [0, 20]
+    assert list(postponed(path)) == [late]
+    assert list(postponed(tmp_path / "none")) == []
+
+
+def test_two_writers_lose_no_line(tmp_path: Path) -> None:
+    """A point ends in its own thread while the trainer postpones the next one."""
+    path = tmp_path / "evaluations.jsonl"
+    late = [PostponedPoint(at=1.0, step=step, every=1) for step in range(100)]
+
+    def postpone() -> None:
+        for line in late:
+            record(path, line)
+
+    other = threading.Thread(target=postpone)
+    other.start()
+    for step in range(100):
+        record(path, point(step))
+    other.join(60)
+    assert [one.version.step for one in recorded(path)] == list(range(100))
+    assert list(postponed(path)) == late

@@ -103,3 +103,15 @@ def test_huge_scores_overflow_no_figure() -> None:
     assert found.mean_error == pytest.approx(5e159)
     assert standard_error([1.7e308, 1.7e308, -1.7e308]) is not None
     assert standard_error([0.0, 0.0]) == 0.0
+
+
+def test_environments_may_have_pass_scores_of_their_own() -> None:
+    scores = PointScores(plan("p", ["a", "b"], tasks=1, samples=2, greedy=True), 1.0, {"b": 50.0})
+    for env, low, high in (("a", 0.5, 1.0), ("b", 1.0, 60.0)):
+        scores.answer(f"p/{env}/0/greedy", [low], 1, PolicyVersion(), PolicyVersion())
+        scores.answer(f"p/{env}/0/sampled", [low, high], 1, PolicyVersion(), PolicyVersion())
+    found = scores.of_environments()
+    assert [(found[env].greedy_pass, found[env].pass_1, found[env].pass_k) for env in "ab"] == [
+        (0.0, 0.5, 1.0)
+    ] * 2
+    assert (scores.of_all().greedy_pass, scores.of_all().pass_1) == (0.0, 0.5)

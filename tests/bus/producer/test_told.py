@@ -14,6 +14,7 @@ from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.schemas.errors import InvalidGroupError, RolloutMQError, UnusablePathError, UsageError
 from rolloutmq.schemas.group import Column, Group
+from rolloutmq.schemas.wire.envelope import Split
 
 if TYPE_CHECKING:
     from tests.bus.transport.fake_broker import FakeBroker
@@ -56,6 +57,16 @@ async def test_groups_of_another_size_are_told_once(
     told = [record.getMessage() for record in caplog.records if "another size" in record.getMessage()]
     assert len(told) == 1
     assert "producer=p group=odd-0 sequences=3 group_size=2" in told[0]
+
+
+async def test_the_evaluation_asks_for_sizes_and_is_not_warned(
+    fake: "FakeBroker", group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    opening = Producer.open(fake.layout.root, env="e", producer="p.eval", group_size=2, split=Split.EVAL)
+    async with fake.running(), opening as p:
+        await p.send(replace(group("greedy", n=1), task="point/e/0/greedy"))
+        assert await p.flush(30)
+    assert "another size" not in caplog.text
 
 
 async def test_a_wait_for_acks_is_told(

@@ -21,6 +21,7 @@ from rolloutmq.bus.shm.segment_file import SegmentOwner
 from rolloutmq.schemas import files
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion
@@ -39,6 +40,7 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample,
 from rolloutmq.services.process.identity import boot_id
 from rolloutmq.services.telemetry.recorder import Recorder
 from rolloutmq.trainer import checkpoint
+from rolloutmq.trainer.checkpoint_files import TrainerState
 from rolloutmq.trainer.step.optimizer import PolicyOptimizer
 from rolloutmq.trainer.trained_log import TrainedLog
 
@@ -98,6 +100,7 @@ def _write_states(layout: RunLayout) -> None:
     states: dict[Path, Any] = {
         layout.config: settings(),
         layout.owner: launcher,
+        layout.lives: [Life(1.0, 2.0), Life(5.0)],
         layout.processes: [broker],
         layout.workers: [_identity(WORKER, Role.WORKER)],
         layout.engines: [_identity("inference-1", Role.INFERENCE)],
@@ -246,7 +249,7 @@ def _write_checkpoints(layout: RunLayout) -> None:
     (identity / "config.json").write_bytes(b'{"vocab_size": 9}')
     checkpoint.next_incarnation(layout.checkpoints)
     for step in (2, 4):
-        state = checkpoint.TrainerState(version=PolicyVersion(0, step), unsettled=("g9",))
+        state = TrainerState(version=PolicyVersion(0, step), unsettled=("g9",))
         checkpoint.save(layout.checkpoints, identity, state, policy, optimizer)
     (identity / "config.json").unlink()
     identity.rmdir()

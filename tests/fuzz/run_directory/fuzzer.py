@@ -31,7 +31,7 @@ from rolloutmq.bus.producer import spool_file
 from rolloutmq.bus.producer.ack_log import AckLog
 from rolloutmq.bus.producer.session import SessionState
 from rolloutmq.bus.producer.spool import Spool
-from rolloutmq.bus.rundir import load_run, read_json, read_run
+from rolloutmq.bus.rundir import load_run, read_json, read_lives, read_run
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.tokenizer_fingerprint import fingerprint, vocabulary
 from rolloutmq.bus.transport.bindings import claim
@@ -65,7 +65,7 @@ from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.logbook import LogLimits, last_lines, rotate
 from rolloutmq.services.telemetry.recorder import Recorder
 from rolloutmq.services.telemetry.server import processes_of
-from rolloutmq.trainer import checkpoint
+from rolloutmq.trainer import checkpoint, checkpoint_files
 from rolloutmq.trainer.trained_log import PolicyAncestry, TrainedLog
 from rolloutmq.trainer.weights import address
 
@@ -266,7 +266,7 @@ def _decisions(layout: RunLayout) -> None:
 
 
 def _checkpoints(layout: RunLayout) -> None:
-    checkpoint.saved(layout.checkpoints)
+    checkpoint_files.saved(layout.checkpoints)
     checkpoint.latest(layout.checkpoints)
     written = layout.checkpoints / "step-000004"
     if written.is_dir():
@@ -317,6 +317,7 @@ TABLE: Final = (
     Readers(CONFIG, (), (lambda one: load(one.root / CONFIG, environ={}, assignments=()),)),
     Readers("run.json", (), (fate_of, lambda one: fate_of(one).say(one))),
     Readers("run.json", JSON, (rundir.owner,)),
+    Readers("lives.json", (), (read_lives, rundir.ended_lives)),
     Readers("processes.json", (), (fate_of, processes_of, lambda one: identities_of(one.processes))),
     Readers("processes.json", JSON, (rundir.recorded,)),
     Readers("workers.json", (), (processes_of, lambda one: identities_of(one.workers))),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rolloutmq.launch import preflight
 from rolloutmq.launch.commands import doctor
+from rolloutmq.launch.preflight import checks
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError
 
 
@@ -85,7 +85,7 @@ def test_only_a_wrong_configuration_is_wrong_and_advice_fails_nothing(
         return found
 
     monkeypatch.setattr(doctor, "examine", list)
-    monkeypatch.setattr(preflight, "check", check)
+    monkeypatch.setattr(checks, "check", check)
     file = tmp_path / "run.toml"
     file.touch()
     assert doctor.report(as_json=False, file=file) == code

@@ -1,5 +1,7 @@
 """What `rolloutmq evaluate` makes of a configuration, and what it refuses before it touches anything."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ from rolloutmq.launch.plan import plan
 from rolloutmq.launch.settings import load, validate
 from rolloutmq.schemas.errors import ConfigError, RolloutMQError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.checkpoint import _seal
+from rolloutmq.trainer.checkpoint_files import TrainerState
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
 
@@ -36,6 +41,31 @@ def test_it_starts_workers_although_the_run_had_none(tmp_path: Path) -> None:
     alone = evaluate._alone(config, 5)
     assert alone.environment["e"].min_workers == 1
     assert "orchestrator" in [process.name for process in plan(alone, RunLayout(tmp_path), "python")]
+
+
+def test_the_checkpoint_is_found_and_proven_without_torch(tmp_path: Path) -> None:
+    """Its import takes seconds, before any process of the evaluation starts."""
+    for step, good in ((5, True), (7, False)):
+        checkpoint = RunLayout(tmp_path / "run").checkpoints / f"step-{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "model.safetensors").write_bytes(b"weights")
+        _seal(checkpoint, TrainerState(version=PolicyVersion(0, step)))
+        if not good:
+            (checkpoint / "model.safetensors").write_bytes(b"damaged")
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from rolloutmq.launch.commands import evaluate\nfrom rolloutmq.schemas.files import RunLayout\n"
+        "root = Path(sys.argv[1])\n"
+        "found = evaluate._found(root / 'run')\n"
+        "print(found.name, evaluate._copied(found, RunLayout(root / 'alone')), 'torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert told.stdout.split() == ["step-000005", "5", "False"]
+    with pytest.raises(ConfigError, match="is damaged"):
+        evaluate._copied(
+            RunLayout(tmp_path / "run").checkpoints / "step-000007", RunLayout(tmp_path / "other")
+        )
 
 
 def test_a_checkpoint_inside_of_the_new_run_is_refused_and_stays(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(run_dir: Path) -> N
 
 
 def test_the_end_says_how_to_go_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    conclude(alone(), RunLayout(run_dir), "interrupted", 1.0)
+    conclude(alone(), RunLayout(run_dir), "interrupted")
     said = capsys.readouterr().out
     assert f"rolloutmq gateway --run-dir {run_dir}" in said
     assert "trained" not in said, "nobody here knows what was learned"

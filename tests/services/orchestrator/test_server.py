@@ -283,20 +283,22 @@ async def test_what_a_worker_left_comes_home_though_its_name_never_does(
     assert b'"left"' in layout.ack_log("env-7").read_bytes()
 
 
+@pytest.mark.parametrize("producer", ["env-0", "env-0.eval"])
 async def test_what_a_drained_worker_left_comes_home_in_the_same_life(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, producer: str
 ) -> None:
+    """Also of its second producer, that of the evaluation: whoever sends for a living one fences it."""
     monkeypatch.setattr(server, "ORPHANS_S", 0.05)
     layout = RunLayout(run_dir)
     settings = config()
     late_acks = acking_late(settings)
-    spool = layout.spools / "env-0"
+    spool = layout.spools / producer
     group = Group.build("left", tokens=[[1, 2]], mask=[[0, 1]], scores=[1.0])
     with running_broker(late_acks, layout) as real:
         async with orchestrator(layout, settings):
             await asyncio.to_thread(wait_up, layout.log("env-0"))
             async with Producer.open(
-                run_dir, env="env", producer="env-0", save_to=spool, drain_s=0.0
+                run_dir, env="env", producer=producer, save_to=spool, drain_s=0.0
             ) as left:
                 await left.send(group)
             assert spool.exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.launch import preflight
+from rolloutmq.launch.preflight import checks
 from rolloutmq.launch.settings import load, validate
 from rolloutmq.services.rewards.builtin import BUILTIN
 from rolloutmq.services.worker.loader import load_environment
@@ -62,7 +62,7 @@ def test_the_configuration_gives_a_class_its_raters(tmp_path: Path) -> None:
     config = load(
         tmp_path / "run.toml", environ={}, assignments=["trainer.enabled=false", "inference.port=0"]
     )
-    preflight.check(config)
+    checks.check(config)
     environment = load_environment("add", config.environment["add"], tmp_path)
     group = play(environment, ScriptedPolicy("no"))
     assert group.scores.tolist() == [0.25] * 4  # the weighted median of 0, 0, 0.5 and 1

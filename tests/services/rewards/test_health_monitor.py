@@ -84,6 +84,20 @@ def test_a_finding_begins_with_a_full_window_is_repeated_and_ends() -> None:
     assert fed(monitor, range(9, 9 + WINDOW), of("math", ALIVE)) == [("math", "collapse", True)]
 
 
+def test_a_finding_near_its_limit_begins_once_and_ends_once() -> None:
+    monitor, high, below = HealthMonitor(CONFIG), of("math", [1.0] * 96 + [0.0] * 4), [0.0] * 6 + [1.0] * 94
+    found = fed(monitor, range(1, 1 + WINDOW), high)
+    for number in range(5, 45):  # the window is now above 95 %, now below it, now without any other score
+        lane = (high, of("math", below), of("math", [1.0] * 100))[number // WINDOW % 3]
+        found += [one for one in told(monitor.feed(step(number, lane), 0.0)) if one[1] == "saturation"]
+    assert set(found) == {("math", "saturation", False)}
+    end = fed(monitor, range(45, 45 + WINDOW), of("math", [1.0] * 70 + [0.0] * 30))
+    assert ("math", "saturation", True) in end
+    assert fed(monitor, range(50, 50 + WINDOW), of("math", below)) == [], (
+        "the limit to begin is as configured"
+    )
+
+
 def test_environments_are_checked_apart() -> None:
     monitor = HealthMonitor(CONFIG)
     found = fed(monitor, range(1, 1 + WINDOW), of("math", FLAT), of("code", ALIVE))

@@ -106,6 +106,20 @@ def test_without_a_broker_findings_are_logged(tmp_path: Path, caplog: pytest.Log
     assert (layout.ratings / "math.rewards.window").is_file()
 
 
+@pytest.mark.parametrize(("ended", "level"), [(False, logging.WARNING), (True, logging.INFO)])
+def test_the_end_of_a_finding_is_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ended: bool, level: int
+) -> None:
+    problem = "" if ended else "half of the groups"
+    with caplog.at_level(logging.INFO):
+        finding = HealthFinding(env="math", at=1.0, finding="collapse", problem=problem, ended=ended)
+        FindingOutlet(RunLayout(tmp_path)).tell(finding)
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert ("has ended env=math finding=collapse" in record.getMessage()) is ended
+    assert "problem=;" not in record.getMessage()
+
+
 def test_an_environment_without_ensembles_takes_no_part(tmp_path: Path) -> None:
     layout = RunLayout(tmp_path)
     with joined(object(), "math", "math-0", layout):

@@ -286,6 +286,23 @@ def test_an_ack_is_due_at_once_when_much_came_free(bench: ArenaBench) -> None:
     assert [ack.released for ack in told] == [2]
 
 
+def test_a_late_registration_of_a_producer_that_has_connected_anew_refuses_no_message(
+    bench: ArenaBench,
+) -> None:
+    """The broker was slow, as after a resume: the producer gave up its first request and closed the arena of it."""
+    given_up = Arena(MIB)
+    ref = given_up.ref
+    given_up.close()
+    late = RegisterProducer(producer="p", env="e", group_size=4, arena=ref, key="first")
+    assert not bench.ask(late, Registered).ack.arena
+    peer = ArenaProducer(bench, key="second")
+    assert peer.registered.arena
+    peer.lay()
+    status = bench.status()
+    assert (status.rejected_messages, status.rejected_by_reason) == (0, {"arena_unreachable": 1})
+    assert status.as_frames == {}
+
+
 @pytest.mark.parametrize(
     "lie",
     [
@@ -303,6 +320,7 @@ def test_who_names_what_cannot_be_read_is_told_and_sends_frames(
     peer = ArenaProducer(bench, arena=lie(honest.ref))
     assert not peer.registered.arena
     assert bench.core._state.rejected["arena_unreachable"] == 1
+    assert bench.status().rejected_messages == 0, "nothing was refused: its groups come as frames"
     peer.lay()
     assert bench.core._state.rejected["no_arena"] == 1
     peer.seq = peer.position = 0

@@ -1,8 +1,9 @@
 import pytest
 from tests.services.broker.bench import Bench, Peer, config
 
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import Disconnect, WorkerBeat, WorkerState
-from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.envelope import ErrorCode, Split
 from rolloutmq.schemas.wire.replies import Ack, Ok, Wait
 from rolloutmq.schemas.wire.requests import Goodbye, RegisterProducer
 from rolloutmq.services.broker.flow.credit_windows import OPEN_WINDOW
@@ -51,6 +52,17 @@ def test_pacing_binds_staleness_exactly() -> None:
             bench.tick()
         assert bench.pressure().staleness_max == staleness
         assert bench.pressure().ledger.expired == 0
+
+
+@pytest.mark.parametrize(("enabled", "wait"), [(True, Wait.NONE), (False, Wait.STALE_GUARD)])
+def test_the_evaluation_of_a_held_out_environment_waits_for_no_step(enabled: bool, wait: Wait) -> None:
+    """A trainer that pulls such an environment itself is paced as before."""
+    tree = config(batch=16, e={}, exam={"pacing": True, "split": "eval", "max_staleness": 0}).model_dump()
+    tree["trainer"]["enabled"] = enabled
+    bench = Bench(RunConfig.model_validate({**tree, "evaluation": {"enabled": enabled}}))
+    peer = bench.producer(env="exam", split=Split.EVAL, slots=99)
+    assert (peer.sync().wait, bench.pressure().lanes[0].wait) == (wait, wait.value.replace("none", ""))
+    assert (peer.sync().start_limit > 16) is enabled
 
 
 def test_without_pacing_only_the_marks_bind() -> None:

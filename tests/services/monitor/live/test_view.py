@@ -366,3 +366,9 @@ def test_many_environments_share_three_lines(board: RunState) -> None:
 def test_a_notice_comes_first(board: RunState) -> None:
     board.notice = "the run in runs/x is dead"
     assert "the run in runs/x is dead" in drawn(board)[1]
+
+
+def test_points_of_the_evaluation_that_were_left_out_are_shown(board: RunState) -> None:
+    assert view.evaluation_lines(board) == []
+    board.left_out = "9 points of evaluation.every = 10 left out"
+    assert [line.plain.split(None, 1) for line in view.evaluation_lines(board)] == [["eval", board.left_out]]

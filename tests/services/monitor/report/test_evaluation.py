@@ -1,10 +1,22 @@
 """The evaluation in the summary and in the report."""
 
+from pathlib import Path
 from typing import Any
 
+from rolloutmq.bus.evaluation.log import record
+from rolloutmq.schemas.files import PostponedPoint, RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
-from rolloutmq.services.monitor.report.evaluation import cost_text, figures, lines, policies, scores_text
+from rolloutmq.services.monitor.report.evaluation import (
+    NO_EVALUATIONS,
+    Evaluations,
+    LeftOut,
+    cost_text,
+    figures,
+    lines,
+    policies,
+    scores_text,
+)
 
 
 def scores(**given: Any) -> EnvironmentScores:
@@ -29,18 +41,18 @@ def point(step: int, newest: int | None = None, **given: Any) -> EvaluationDone:
 
 
 def test_a_run_without_evaluation_has_neither_figures_nor_lines() -> None:
-    assert figures([]) is None
-    assert list(lines([])) == []
+    assert figures(NO_EVALUATIONS) is None
+    assert list(lines(NO_EVALUATIONS)) == []
 
 
 def test_the_first_and_the_last_point_are_told_with_the_cost() -> None:
     points = [point(0), point(50, 57), point(100, total_s=6.25, share=0.0825)]
-    assert list(lines(points)) == [
+    assert list(lines(Evaluations(points))) == [
         "step 0: greedy 0.750, mean 0.500 ± 0.013, pass@1 0.250, pass@8 0.875",
         "step 100: greedy 0.750, mean 0.500 ± 0.013, pass@1 0.250, pass@8 0.875",
         "3 points, 6.2 s, 8.2% of the wall time",
     ]
-    found = figures(points)
+    found = figures(Evaluations(points))
     assert found is not None
     assert (found["points"], found["seconds"], found["share"]) == (3, 6.25, 0.0825)
     assert (found["first"]["step"], found["last"]["step"], found["last"]["pass_k"]) == (0, 100, 0.875)
@@ -51,7 +63,7 @@ def test_a_point_of_several_policies_says_so() -> None:
     assert policies(point(50)) == "step 50"
     assert policies(point(50, 57)) == "steps 50 to 57"
     assert policies(point(50, rollouts=0)) == "step 50"
-    spread = figures([point(50, 57)])
+    spread = figures(Evaluations([point(50, 57)]))
     assert spread is not None
     assert (spread["last"]["oldest"], spread["last"]["newest"], spread["last"]["one_policy"]) == (
         [0, 50],
@@ -70,7 +82,8 @@ def test_tasks_without_every_answer_are_never_left_out() -> None:
 
 def test_several_environments_have_a_line_each() -> None:
     both = point(9, environments={"a": scores(greedy=1.0), "b": scores(greedy=0.5)})
-    found = list(lines([both]))
+    found = list(lines(Evaluations([both])))
+    assert found[0] == "step 9: pass@1 0.250, pass@8 0.875", "means over different scales say nothing"
     assert found[1].startswith("  a: greedy 1.000")
     assert found[2].startswith("  b: greedy 0.500")
     assert found[-1] == "1 point, 2.0 s"
@@ -78,4 +91,42 @@ def test_several_environments_have_a_line_each() -> None:
 
 def test_the_cost_is_that_of_the_point_without_a_trainer_of_the_run() -> None:
     assert cost_text(point(1)) == "2.0 s"
-    assert figures([point(1), point(2)])["seconds"] == 4.0  # type: ignore[index]
+    assert figures(Evaluations([point(1), point(2)]))["seconds"] == 4.0  # type: ignore[index]
+
+
+def late(step: int, max_share: float | None = 0.1, **given: Any) -> PostponedPoint:
+    usual: dict[str, Any] = {"point_s": 5.0, "spent_s": 5.0, "wall_s": 50.0}
+    return PostponedPoint(at=1.0, step=step, every=10, max_share=max_share, **(usual | given))
+
+
+def test_points_that_never_began_are_told_with_what_to_set(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    told = [late(10), late(20), late(30, None), late(40), late(40)]  # that of step 40 began at step 43
+    for line in told:
+        record(layout.evaluations, line)
+    for done in (point(0), point(43), point(50)):
+        record(layout.evaluations, done)
+    found = Evaluations.read(layout)
+    assert [one.version.step for one in found.points] == [0, 43, 50]
+    assert (found.left_out.postponed, found.left_out.by_share, found.left_out.by_point) == (4, 2, 1)
+    why = (
+        "3 points of evaluation.every = 10 left out (2 by evaluation.max_share = 0.1, 1 because the point before was "
+        "under way); with points of 5.0 s all need about 0.4: raise max_share, or raise evaluation.every or lower "
+        "evaluation.tasks"
+    )
+    assert list(lines(found))[-1] == why
+    figure = figures(found)
+    assert figure is not None
+    assert (figure["postponed"], figure["left_out"], figure["left_out_why"]) == (4, 3, why)
+
+
+def test_a_point_that_takes_longer_than_the_steps_between_two_asks_for_fewer() -> None:
+    busy = LeftOut.of([point(0)], [late(10, None)])
+    assert busy.text() == (
+        "1 point of evaluation.every = 10 left out (1 because the point before was under way); a point takes 5.0 s: "
+        "raise evaluation.every or lower evaluation.tasks"
+    )
+    never = LeftOut.of([point(0)], [late(10, wall_s=6.0)])
+    assert "do not fit into the time of the run: raise evaluation.every" in never.text()
+    assert LeftOut.of([point(0), point(12)], [late(10)]).text() == ""
+    assert LeftOut.of([], []) == LeftOut()

@@ -13,6 +13,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import DamagedFileError
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.monitor.report.metrics import bounds_in_force, read_metrics
@@ -324,6 +325,64 @@ def test_workers_count_from_the_first_ready_to_the_last_step(run_dir: Path) -> N
     summary = join(layout)
 
     assert (summary["workers_min"], summary["workers_max"]) == (1, 4)
+
+
+def test_the_time_between_two_lives_is_in_no_figure(run_dir: Path) -> None:
+    """Nobody worked then, and workers that end or start with a life are not missing."""
+    layout = RunLayout(run_dir)
+    lives = (Life(100.0, 110.0), Life(1100.0, 1111.5))
+    write(
+        layout.trained,
+        [
+            batch(1, "a", rewards=(0.0,)),
+            batch(3, "b", rewards=(0.0,)),
+            batch(2, at=1104.0, resumed=True, incarnation=1),
+            batch(3, "b", at=1105.0, rewards=(0.0,), incarnation=1),
+            batch(4, "c", at=1109.0, rewards=(0.0,), incarnation=1),
+        ],
+    )
+    ready = [(100.5, 2), (103.5, 0), (1100.0, 0), (1101.0, 1), (1103.0, 2), (1108.0, 3), (1110.0, 0)]
+    write(
+        layout.metrics,
+        [
+            {"t": t, "topic": "pressure", "kind": "pressure", "worker_states": {"ready": count}}
+            for t, count in ready
+        ],
+    )
+    two = {
+        **CONFIG.model_dump(),
+        "environment": {"sort3": {"entry": "a:B", "min_workers": 2}},
+        "evaluation": {},
+    }
+    config = RunConfig.model_validate(two)
+    summary = summarise(layout, config, saved_ids=lambda _: [], wall_s=1011.5, lives=lives)
+    assert (summary["wall_s"], summary["lives"], summary["downtime_s"]) == (21.5, 2, 990.0)
+    assert summary["steps_per_s"] == round(2 / (1109.0 - 101.0 - 990.0), 3)
+    assert (summary["workers_min"], summary["workers_max"]) == (2, 3)
+    alone = summarise(layout, config, saved_ids=lambda _: [], wall_s=12.0)
+    assert (alone["wall_s"], alone["lives"], alone["downtime_s"]) == (12.0, 0, 0.0)
+
+
+def test_scores_are_told_by_environment(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    of = {"a": "math", "b": "code", "c": "math", "d": "code", "unknown": ""}
+    acked = [
+        AckedGroup(group_id=name, session=1, seq=seq, at=1.0, env=env)
+        for seq, (name, env) in enumerate(of.items())
+    ]
+    write(layout.ack_log("w"), acked)
+    write(
+        layout.trained,
+        [
+            batch(1, "a", "b", filtered=("unknown",), rewards=(0.25, 100.0, 7.0)),
+            batch(2, "c", filtered=("d",), rewards=(0.75, 300.0)),
+        ],
+    )
+    summary = join(layout)
+    assert summary["environments"] == {
+        "code": {"reward_first": 200.0, "reward_last": 200.0},
+        "math": {"reward_first": 0.5, "reward_last": 0.5},
+    }
 
 
 def test_findings_about_rewards_are_named_once(run_dir: Path) -> None:

@@ -12,9 +12,11 @@ import msgspec
 import pytest
 import zmq
 from msgspec.structs import replace
+from tests.services.monitor.report.test_evaluation import late, point
 
 from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.engine_registry import engine_name
+from rolloutmq.bus.evaluation.log import record
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
 from rolloutmq.launch.settings import validate
@@ -32,6 +34,7 @@ from rolloutmq.schemas.files import (
 )
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.tasks import TaskCounts
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
@@ -166,6 +169,36 @@ def test_nothing_refused_is_not_told(reply: StatusReply) -> None:
 
     assert "refused" not in status_text(quiet)
     assert status_json(quiet)["rejected_messages"] == 0
+
+
+def test_shared_memory_that_was_not_opened_is_told_with_what_it_means(reply: StatusReply) -> None:
+    refused = replace(reply, rejected_messages=0, rejected_by_reason={"arena_unreachable": 1, "duplicate": 4})
+    told = "arenas   1 offers of shared memory not opened (arena_unreachable 1); "
+    assert f"{told}groups came as frames" in status_text(refused).splitlines()
+    harmless = f"{told}no group was affected: the producer offered another"
+    assert harmless in status_text(replace(refused, as_frames={})).splitlines()
+
+
+def test_the_evaluation_is_told_with_the_points_left_out(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(answering.evaluations, point(0))
+    record(answering.evaluations, late(10))
+    assert status(answering.root, as_json=False) == 0
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("eval ")]
+    assert rows[0].startswith("eval     step 0: greedy 0.750, mean 0.500")
+    assert rows[1].startswith(
+        "eval     1 point of evaluation.every = 10 left out (1 by evaluation.max_share = 0.1); "
+    )
+
+
+def test_a_permit_of_the_evaluation_is_no_rollout(
+    reply: StatusReply, make_lane: Callable[..., LaneStatus]
+) -> None:
+    lanes = (make_lane(granted=8, producers=2), make_lane(split=Split.EVAL, granted=224, producers=2))
+    rows = status_text(replace(reply, pressure=replace(reply.pressure, lanes=lanes))).splitlines()
+    assert any("sort3: 0 queued, 0 leased, 8 under way at 2 producers" in row for row in rows)
+    assert any("sort3 (eval): 0 queued, 0 leased, 224 may start at 2 producers" in row for row in rows)
 
 
 def test_missing_directory_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -76,3 +77,62 @@ def test_unknown_topic_lists_those_there_are(run_dir: Path, capsys: pytest.Captu
 
 def test_missing_directory_is_a_usage_error(tmp_path: Path) -> None:
     assert tail(tmp_path / "none", "step") == 2
+
+
+def ended(layout: RunLayout, *events: tuple[str, int]) -> None:
+    """Leave what a run in order leaves: its summary and its events."""
+    write_json(layout.summary, {"ended": "the trainer is done"})
+    lines = [json.dumps({"t": 1.0, "topic": topic, "number": number}) for topic, number in events]
+    layout.metrics.write_text("".join(f"{line}\n" for line in lines) + '{"t": 2.0, "topic": "st')
+
+
+def test_of_an_ended_run_the_recorded_events_are_printed(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended(RunLayout(run_dir), ("step", 1), ("telemetry.health.add", 2), ("telemetry.health.add", 3))
+    assert tail(run_dir, "telemetry.health.") == 0
+    told = capsys.readouterr()
+    assert [json.loads(line)["number"] for line in told.out.splitlines()] == [2, 3]
+    assert f"the run in {run_dir} has ended: the trainer is done" in told.err
+    assert tail(run_dir, "", count=2) == 0
+    assert [json.loads(line)["number"] for line in capsys.readouterr().out.splitlines()] == [1, 2]
+
+
+def test_an_ended_run_without_such_an_event_is_an_error(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(run_dir)
+    ended(layout, ("step", 1))
+    assert tail(run_dir, "ack.w") == 1
+    problem = (
+        f"error: the run in {run_dir} has ended: the trainer is done; {layout.metrics} has no event of ack.w"
+    )
+    assert capsys.readouterr().err == f"{problem}\n"
+    layout.metrics.unlink()
+    assert tail(run_dir, "step") == 1
+
+
+async def until_said(capsys: pytest.CaptureFixture[str], text: str, task: "asyncio.Task[Any]") -> None:
+    said = ""
+    async with asyncio.timeout(30):
+        while text not in said:
+            assert not task.done()
+            await asyncio.sleep(0.02)
+            said += capsys.readouterr().err
+
+
+async def test_a_run_without_a_broker_is_named_and_its_end_ends_the_command(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = RunLayout(run_dir)
+    monkeypatch.setattr(command, "PATIENCE_S", 0.05)
+    task = asyncio.create_task(command.print_events(layout, wanted("step"), None, lambda _: None))
+    await until_said(capsys, f"no broker serves {run_dir} ({layout.endpoints} does not exist); start", task)
+    gone = Endpoints(ingest="", serve="", events=f"ipc://{run_dir}/e", publish="", pid=1 << 30, epoch=1)
+    write_json(layout.endpoints, gone)
+    await until_said(capsys, f"the broker of {layout.endpoints} does not run on this machine", task)
+    layout.endpoints.unlink()
+    ended(layout)
+    fate = await asyncio.wait_for(task, 30)
+    assert fate is not None
+    assert fate.say(layout) == f"the run in {run_dir} has ended: the trainer is done"

@@ -76,7 +76,7 @@ def try_environments(config: RunConfig) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory(prefix="rolloutmq-trial-") as directory:
         file, result, log = (Path(directory) / name for name in ("config.json", "result.json", "log"))
         write_json(file, config)
-        command = (sys.executable, "-m", "rolloutmq.launch.trial", str(file), str(result))
+        command = (sys.executable, "-m", "rolloutmq.launch.preflight.trial", str(file), str(result))
         spec = ProcessSpec(name="trial", role=Role.WORKER, argv=command, log=str(log))
         ended = _ended(spawn(spec, secrets.token_hex(8)), result)
         if not result.exists():

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.launch import preflight, trial
+from rolloutmq.launch.preflight import checks, trial
+from rolloutmq.launch.preflight.trial import Verdict, try_environments, verdict_on
 from rolloutmq.launch.settings import validate
-from rolloutmq.launch.trial import Verdict, try_environments, verdict_on
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 
@@ -275,7 +275,7 @@ def test_a_task_that_cannot_be_drawn_is_advice(base_dir: Path) -> None:
 def test_another_process_tries_them(base_dir: Path) -> None:
     assert try_environments(config(base_dir, "Good")) == ()
     with pytest.raises(ConfigError, match=r"^environment\.e\.rewards\.raters: Own has its own `rewards`"):
-        preflight.check(config(base_dir, "Own", {"rewards": {"raters": {"c": {"rater": "exact"}}}}))
+        checks.check(config(base_dir, "Own", {"rewards": {"raters": {"c": {"rater": "exact"}}}}))
     assert "rolloutmq_entry_tried" not in sys.modules
 
 

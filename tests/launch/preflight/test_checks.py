@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.launch import preflight
-from rolloutmq.launch.preflight import check
+from rolloutmq.launch.preflight import checks
+from rolloutmq.launch.preflight.checks import check
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import (
@@ -30,7 +30,7 @@ ENV = "class Env:\n    async def rollout(self, policy, size, rng): ...\n"
 @pytest.fixture(autouse=True)
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the trial of the environments to its own tests: it starts a process."""
-    monkeypatch.setattr(preflight, "try_environments", lambda _config: ("not tried",))
+    monkeypatch.setattr(checks, "try_environments", lambda _config: ("not tried",))
 
 
 def config(tmp_path: Path, **sections: Any) -> RunConfig:

@@ -15,7 +15,7 @@ import psutil
 
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
 from rolloutmq.bus.transport.bindings import bind_host
-from rolloutmq.launch.trial import try_environments
+from rolloutmq.launch.preflight.trial import try_environments
 from rolloutmq.schemas.config.command import problem_of_secrets
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.inference import InferenceConfig

@@ -1,0 +1,63 @@
+"""What the end of a run waits for, as one line for its view. Pure.
+
+The processes end group by group. Those of the present group are named with what they still do, and with the time after
+which they are killed.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.wire.control import WorkerStatus
+from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
+
+DOES: Final[Mapping[Role, str]] = {
+    Role.TRAINER: "settles its step and writes a checkpoint",
+    Role.CURRICULUM: "saves its state",
+    Role.GATEWAY: "answers its requests",
+    Role.INFERENCE: "answers its requests",
+    Role.TEACHER: "answers its requests",
+    Role.BROKER: "saves the queued groups",
+    Role.TELEMETRY: "records the end",
+}
+
+
+def end_notice(
+    views: Iterable[ProcessView],
+    workers: Iterable[WorkerStatus],
+    grace_s: Mapping[Role, float],
+    drain_s: float,
+    now: float,
+) -> str:
+    """Return which processes the end waits for, and why; empty if it waits for none.
+
+    Args:
+        views: Processes of the launcher.
+        workers: Workers as the broker last knew them.
+        grace_s: Seconds from the request to SIGKILL, by role.
+        drain_s: Seconds that workers have to finish their rollouts.
+        now: Present time on the clock of the views.
+    """
+    stopping = [view for view in views if view.phase is Phase.STOPPING]
+    parts = [
+        _orchestrator(view, workers, drain_s, now)
+        if view.role is Role.ORCHESTRATOR
+        else f"{view.name} {DOES.get(view.role, 'ends')}, killed in {_left_s(view, grace_s[view.role], now):.0f} s"
+        for view in stopping
+    ]
+    return f"ending, waits for: {'; '.join(parts)}" if parts else ""
+
+
+def _orchestrator(view: ProcessView, workers: Iterable[WorkerStatus], drain_s: float, now: float) -> str:
+    busy = [worker for worker in workers if worker.in_hand]
+    if not busy:
+        return f"{view.name} ends its workers"
+    names = ", ".join(worker.worker for worker in busy[:3]) + (", ..." if len(busy) > 3 else "")
+    rollouts = sum(worker.in_hand for worker in busy)
+    left_s = _left_s(view, drain_s, now)
+    within = f"for at most {left_s:.0f} s (orchestrator.drain_deadline_s)" if left_s else "and are ended now"
+    return f"{view.name}, whose workers finish {rollouts} rollouts {within}: {names}"
+
+
+def _left_s(view: ProcessView, seconds: float, now: float) -> float:
+    return max(0.0, view.since + seconds - now)
