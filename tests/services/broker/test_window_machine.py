@@ -144,7 +144,7 @@ class WindowMachine(RuleBasedStateMachine):
     def verify(self) -> None:
         """Compare the ledger with the journal's, and with this model."""
         model, journal = LedgerModel(), self.bench.journal
-        model.open(journal.events[: self.first_records])
+        model.open(journal.events[: self.first_records])  # type: ignore[arg-type]
         for event in journal.events[self.first_records :]:
             model.apply(event)  # type: ignore[arg-type]
         assert model.problems == []

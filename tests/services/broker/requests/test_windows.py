@@ -251,7 +251,7 @@ def test_the_trainer_is_told_to_settle_when_no_rollout_may_start() -> None:
     trainer.take()
     bench.tick(1.0)
     assert trainer.wait() is Wait.UNSETTLED
-    trainer.settle("p-%d-1" % peer.session)
+    trainer.settle(f"p-{peer.session}-1")
     bench.tick(1.0)
     assert trainer.wait() is Wait.NO_BATCH
 
