@@ -6,8 +6,9 @@ checkpoint covers it, and a resumed trainer gets it again, as a whole and in ord
 exact batches step by step, and those of several ranks.
 
 A lease may be lost: the broker heard nothing for too long, or restarted without its state. Its groups are queued again
-and come again. Those that this consumer has settled as trained, too late, are settled without being returned a second
-time: no group is trained on twice in the life of a consumer.
+and come again. The consumer returns none of them a second time that are still in the hand, since a settlement goes by
+id. Those that it has settled as trained, too late, it settles again by itself: no group is trained on twice in the life
+of a consumer.
 """
 
 import asyncio
@@ -57,12 +58,17 @@ class HeldGroup:
         group: The decoded group. Its arrays are read-only and stay valid after the settlement.
         delivery: Header, environment, producer and number of deliveries.
         rewound: The group was settled before; the trainer has since resumed from an earlier checkpoint.
+        lease, generation: The broker's identifiers of its lease.
+        place: Its place in the lease, from 0.
         life: Registration of the consumer that pulled it.
     """
 
     group: Group
     delivery: Delivery
     rewound: bool
+    lease: int
+    generation: int
+    place: int
     life: int
 
     @property
@@ -94,6 +100,8 @@ class GroupConsumer:
         self._link = ConsumerConnection(where, register)
         self._puller = BatchPuller(self._link, StepSize(groups=groups), split, window)
         self._ready: deque[HeldGroup] = deque()
+        self._in_hand: set[str] = set()
+        """Groups that were returned and are not settled."""
         self._trained_too_late: OrderedDict[str, None] = OrderedDict()
         self._nonce = os.urandom(16)
         self._settling = asyncio.Lock()
@@ -235,21 +243,22 @@ class GroupConsumer:
         while True:
             while self._ready:
                 held = self._ready[0]
-                if held.life != self._link.life:  # its lease was lost, and it comes again
-                    self._ready.popleft()
+                if held.life != self._link.life or held.group_id in self._in_hand:
+                    self._ready.popleft()  # its lease was lost and it comes again; or that of the one in the hand was
                 elif held.group_id in self._trained_too_late:
                     await self._settle(self.version, trained=[held.group_id])
                     self._trained_too_late.pop(held.group_id, None)
                     self._ready.popleft()
                 else:
                     self.progress()
+                    self._in_hand.add(held.group_id)
                     return self._ready.popleft()
             batch = await self._puller.pull(self.version.step + 1, self.version, until)
             if batch is None:
                 return None
             self._ready += [
-                HeldGroup(group, delivery, batch.rewound, batch.life)
-                for group, delivery in zip(batch.groups, batch.deliveries, strict=True)
+                HeldGroup(group, delivery, batch.rewound, batch.lease, batch.generation, place, batch.life)
+                for place, (group, delivery) in enumerate(zip(batch.groups, batch.deliveries, strict=True))
             ]
             await self._reject(batch)
 
@@ -292,12 +301,13 @@ class GroupConsumer:
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
-        used = _ids(trained)
+        used, unused, bad = _ids(trained), _ids(filtered), tuple(rejected)
         if version is None:
             version = msgspec.structs.replace(self.version, step=self.version.step + bool(used))
-        work = self._settle(version, used, _ids(filtered), tuple(rejected))
+        work = self._settle(version, used, unused, bad)
         reply = await within(limit_s, "settle", work, lambda: self._link.problem)
         self.version = max(self.version, version)
+        self._in_hand.difference_update(used, unused, (one.group_id for one in bad))
         if reply.lost:
             self._note_lost(reply.lost, set(used))
         return reply
