@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -100,8 +100,8 @@ class GroupConsumer:
         self._link = ConsumerConnection(where, register)
         self._puller = BatchPuller(self._link, StepSize(groups=groups), split, window)
         self._ready: deque[HeldGroup] = deque()
-        self._in_hand: set[str] = set()
-        """Groups that were returned and are not settled."""
+        self._in_hand: defaultdict[str, list[int]] = defaultdict(list)
+        """Checksums of the groups that were returned and are not settled, by id."""
         self._trained_too_late: OrderedDict[str, None] = OrderedDict()
         self._nonce = os.urandom(16)
         self._settling = asyncio.Lock()
@@ -243,7 +243,7 @@ class GroupConsumer:
         while True:
             while self._ready:
                 held = self._ready[0]
-                if held.life != self._link.life or held.group_id in self._in_hand:
+                if held.life != self._link.life or self._holds(held):
                     self._ready.popleft()  # its lease was lost and it comes again; or that of the one in the hand was
                 elif held.group_id in self._trained_too_late:
                     await self._settle(self.version, trained=[held.group_id])
@@ -251,7 +251,7 @@ class GroupConsumer:
                     self._ready.popleft()
                 else:
                     self.progress()
-                    self._in_hand.add(held.group_id)
+                    self._in_hand[held.group_id].append(held.delivery.header.crc)
                     return self._ready.popleft()
             batch = await self._puller.pull(self.version.step + 1, self.version, until)
             if batch is None:
@@ -261,6 +261,15 @@ class GroupConsumer:
                 for place, (group, delivery) in enumerate(zip(batch.groups, batch.deliveries, strict=True))
             ]
             await self._reject(batch)
+
+    def _holds(self, held: HeldGroup) -> bool:
+        return held.delivery.header.crc in self._in_hand.get(held.group_id, ())
+
+    def _let_go(self, group_id: str) -> None:
+        if checksums := self._in_hand.get(group_id):
+            del checksums[0]
+            if not checksums:
+                del self._in_hand[group_id]
 
     async def _reject(self, batch: Batch) -> None:
         """Settle undecodable groups."""
@@ -307,7 +316,8 @@ class GroupConsumer:
         work = self._settle(version, used, unused, bad)
         reply = await within(limit_s, "settle", work, lambda: self._link.problem)
         self.version = max(self.version, version)
-        self._in_hand.difference_update(used, unused, (one.group_id for one in bad))
+        for group_id in (*used, *unused, *(one.group_id for one in bad)):
+            self._let_go(group_id)
         if reply.lost:
             self._note_lost(reply.lost, set(used))
         return reply

@@ -6,7 +6,7 @@ lease does, so a checkpoint, a rewind and the ledger treat what was settled toge
 queue count against another account than new ones, and are carved out apart.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -117,21 +117,22 @@ class WindowRequests:
         held = self._held(request.consumer)
         done: set[str] = set()
         for again in (True, False):
-            groups = [group for name in _named(request) for group, of in held.get(name, ()) if of is again]
+            found = (held[name] for name in _named(request) if name in held)
+            groups = [group for group, rewound in found if rewound is again]
             if groups:
                 done |= self._settle_carved(request, groups, now, wall)
         return done
 
-    def _held(self, consumer: str) -> dict[str, list[tuple[StoredGroup, bool]]]:
+    def _held(self, consumer: str) -> dict[str, tuple[StoredGroup, bool]]:
         """Return the groups of a consumer's window by id, each with whether it was rewound.
 
-        Should two of them have the same id, the settlement is for both: the trainer cannot tell them apart.
+        Groups of the same id and other contents are settled one after another, the oldest first.
         """
-        held: defaultdict[str, list[tuple[StoredGroup, bool]]] = defaultdict(list)
+        held: dict[str, tuple[StoredGroup, bool]] = {}
         for lease in self._state.leases:
             if lease.window and lease.parts[0].consumer == consumer:
                 for group in lease.groups:
-                    held[group.header.group_id].append((group, lease.rewound))
+                    held.setdefault(group.header.group_id, (group, lease.rewound))
         return held
 
     def _settle_carved(

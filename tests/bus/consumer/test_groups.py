@@ -140,8 +140,22 @@ async def test_what_was_trained_on_too_late_is_not_returned_again(run_dir: Path,
             while (got := await consumer.get(1.0)) is not None:
                 seen.add(got.group_id)
             assert held[0].group_id not in seen
-            assert held[1].group_id in seen, "it was not trained on"
-            assert (await counts(broker.endpoints.serve)).trained == 1
+            assert held[1].group_id not in seen, "it is still in the hand"
+            assert (await consumer.settle(held[1:2])).lost == ()
+            assert (await counts(broker.endpoints.serve)).trained == 2
+
+
+async def test_what_is_in_the_hand_is_not_returned_again(run_dir: Path, group: MakeGroup) -> None:
+    """Its lease was lost and it came again. The trainer goes on with what it holds."""
+    with running_broker(config(), RunLayout(run_dir)) as broker:
+        await send(run_dir, [group("a"), group("b")])
+        async with GroupConsumer.open(run_dir, batch_sequences=4, groups=2) as consumer:
+            a, b = [await consumer.get(timeout_s=20) for _ in range(2)]
+            first = next(iter(broker.core._state.leases))
+            broker.core._state.transitions.lose(first, 0.0, failed=True, why="played")
+            assert await consumer.get(1.0) is None
+            assert (await consumer.settle([b, a])).lost == ()
+            assert (await counts(broker.endpoints.serve)).trained == 2
 
 
 async def test_a_resumed_trainer_gets_its_mixes_again(run_dir: Path, group: MakeGroup) -> None:

@@ -154,6 +154,18 @@ def test_a_group_that_is_not_held_is_told_and_the_others_are_settled(bench: Benc
     assert places(bench) == {"trained": 1, "filtered": 1}
 
 
+def test_groups_of_one_id_are_settled_one_after_another(bench: Bench, peer: Peer) -> None:
+    """The same id with other contents is another group."""
+    peer.deliver(peer.next(group_id="same"))
+    peer.deliver(peer.next(group_id="same", nbytes=120))
+    trainer = Trainer(bench)
+    assert trainer.take() == ("same", "same")
+    assert trainer.settle("same").lost == ()
+    assert places(bench) == {"leased": 1, "trained": 1}
+    assert trainer.settle("same").lost == ()
+    assert places(bench) == {"trained": 2}
+
+
 def test_a_new_life_of_the_consumer_gets_everything_again(bench: Bench, peer: Peer) -> None:
     a, b, c, d = peer.send(4)
     trainer = Trainer(bench, groups=2)
