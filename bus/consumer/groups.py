@@ -6,9 +6,9 @@ checkpoint covers it, and a resumed trainer gets it again, as a whole and in ord
 exact batches step by step, and those of several ranks.
 
 A lease may be lost: the broker heard nothing for too long, or restarted without its state. Its groups are queued again
-and come again. The consumer returns none of them a second time that are still in the hand, since a settlement goes by
-id. Those that it has settled as trained, too late, it settles again by itself: no group is trained on twice in the life
-of a consumer.
+and come again. The consumer returns no group that is still in the hand, since a settlement goes by id. A group that it
+has settled before, perhaps too late, it settles again by itself, with the same outcome. So no group is trained on twice
+in the life of a consumer.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from rolloutmq.schemas.wire.requests import (
 logger = logging.getLogger(__name__)
 
 REMEMBERED: Final = 1 << 16
-"""Most groups that are remembered as trained on although their lease was lost."""
+"""Most settled groups that are remembered, in case they come again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +72,11 @@ class HeldGroup:
     life: int
 
     @property
+    def identity(self) -> "Identity":
+        """Id and checksum: the same id with other contents is another group."""
+        return self.group.group_id, self.delivery.header.crc
+
+    @property
     def group_id(self) -> str:
         """Id of the group, unique in the run."""
         return self.group.group_id
@@ -81,6 +86,8 @@ class HeldGroup:
         return version.staleness(self.delivery.header.oldest)
 
 
+Identity = tuple[str, int]
+"""Id and checksum of a group."""
 Named = Iterable[str | HeldGroup]
 """Groups, or their ids."""
 
@@ -99,10 +106,12 @@ class GroupConsumer:
         """Policy after the last settlement. At first that of `resume`, or of the run."""
         self._link = ConsumerConnection(where, register)
         self._puller = BatchPuller(self._link, StepSize(groups=groups), split, window)
-        self._ready: deque[HeldGroup] = deque()
+        self._ready: OrderedDict[Identity, HeldGroup] = OrderedDict()
+        """Groups to return, none of them in the hand; one that comes again replaces itself."""
         self._in_hand: defaultdict[str, list[int]] = defaultdict(list)
         """Checksums of the groups that were returned and are not settled, by id."""
-        self._trained_too_late: OrderedDict[str, None] = OrderedDict()
+        self._outcomes: OrderedDict[Identity, bool] = OrderedDict()
+        """Settled groups, with whether they were trained on. A rejected one may be queued again by an operator."""
         self._nonce = os.urandom(16)
         self._settling = asyncio.Lock()
         self._link.idle = lambda: bool(self._ready)
@@ -242,39 +251,52 @@ class GroupConsumer:
     async def _get(self, until: float) -> HeldGroup | None:
         while True:
             while self._ready:
-                held = self._ready[0]
-                if held.life != self._link.life or self._holds(held):
-                    self._ready.popleft()  # its lease was lost and it comes again; or that of the one in the hand was
-                elif held.group_id in self._trained_too_late:
-                    await self._settle(self.version, trained=[held.group_id])
-                    self._trained_too_late.pop(held.group_id, None)
-                    self._ready.popleft()
-                else:
-                    self.progress()
-                    self._in_hand[held.group_id].append(held.delivery.header.crc)
-                    return self._ready.popleft()
+                held = next(iter(self._ready.values()))
+                if held.life == self._link.life and held.identity in self._outcomes:
+                    await self._settle_again(held)
+                elif held.life == self._link.life:
+                    return self._hand_over(held)
+                self._ready.pop(held.identity, None)  # of an earlier life: it comes again
             batch = await self._puller.pull(self.version.step + 1, self.version, until)
             if batch is None:
                 return None
-            self._ready += [
-                HeldGroup(group, delivery, batch.rewound, batch.lease, batch.generation, place, batch.life)
-                for place, (group, delivery) in enumerate(zip(batch.groups, batch.deliveries, strict=True))
-            ]
+            for place, (group, delivery) in enumerate(zip(batch.groups, batch.deliveries, strict=True)):
+                lease, generation = batch.lease, batch.generation
+                held = HeldGroup(group, delivery, batch.rewound, lease, generation, place, batch.life)
+                if not self._holds(held):
+                    self._ready[held.identity] = held
             await self._reject(batch)
 
     def _holds(self, held: HeldGroup) -> bool:
         return held.delivery.header.crc in self._in_hand.get(held.group_id, ())
 
-    def _let_go(self, group_id: str) -> None:
-        if checksums := self._in_hand.get(group_id):
-            del checksums[0]
-            if not checksums:
-                del self._in_hand[group_id]
+    def _hand_over(self, held: HeldGroup) -> HeldGroup:
+        self.progress()
+        del self._ready[held.identity]
+        self._in_hand[held.group_id].append(held.delivery.header.crc)
+        return held
+
+    async def _settle_again(self, held: HeldGroup) -> None:
+        names = (held.group_id,)
+        if self._outcomes[held.identity]:
+            await self._settle(trained=names, steps=0)
+        else:
+            await self._settle(filtered=names)
+
+    def _let_go(self, group_id: str) -> Identity | None:
+        """Forget that a group is in the hand; return which it was. Of one id it is the oldest."""
+        checksums = self._in_hand.get(group_id)
+        if not checksums:
+            return None
+        checksum = checksums.pop(0)
+        if not checksums:
+            del self._in_hand[group_id]
+        return group_id, checksum
 
     async def _reject(self, batch: Batch) -> None:
         """Settle undecodable groups."""
         if batch.rejected:
-            await self._settle(self.version, rejected=batch.rejected)
+            await self._settle(rejected=batch.rejected)
 
     async def settle(
         self,
@@ -299,8 +321,8 @@ class GroupConsumer:
             timeout_s: Longest wait in seconds; None waits without a limit.
 
         Returns:
-            `Settled`. Its `commit_wanted` asks for a checkpoint soon. `lost` names the groups that were not in the hand
-            any more; `get` does not return those of `trained` again.
+            `Settled`. Its `commit_wanted` asks for a checkpoint soon. `lost` names groups whose lease was
+            lost before. When they come again, the consumer settles them by itself, and `get` does not return them.
 
         Raises:
             WaitTimeoutError: There is no answer after `timeout_s`.
@@ -311,52 +333,52 @@ class GroupConsumer:
         """
         limit_s = time_limit("timeout_s", timeout_s)
         used, unused, bad = _ids(trained), _ids(filtered), tuple(rejected)
-        if version is None:
-            version = msgspec.structs.replace(self.version, step=self.version.step + bool(used))
-        work = self._settle(version, used, unused, bad)
+        work = self._settle(used, unused, bad, version, steps=bool(used))
         reply = await within(limit_s, "settle", work, lambda: self._link.problem)
-        self.version = max(self.version, version)
-        for group_id in (*used, *unused, *(one.group_id for one in bad)):
-            self._let_go(group_id)
+        self._outcomes.update(dict.fromkeys(filter(None, map(self._let_go, used)), True))
+        self._outcomes.update(dict.fromkeys(filter(None, map(self._let_go, unused)), False))
+        for one in bad:
+            self._let_go(one.group_id)
+        while len(self._outcomes) > REMEMBERED:
+            self._outcomes.popitem(last=False)
         if reply.lost:
-            self._note_lost(reply.lost, set(used))
+            logger.warning(
+                "groups were settled after their lease was lost groups=%d first=%s",
+                len(reply.lost), reply.lost[0],
+            )  # fmt: skip
         return reply
 
     async def _settle(
         self,
-        version: PolicyVersion,
         trained: Iterable[str] = (),
         filtered: Iterable[str] = (),
         rejected: Iterable[Rejected] = (),
+        version: PolicyVersion | None = None,
+        *,
+        steps: int = 0,
     ) -> Settled:
+        """Settle groups at a policy, or so many steps after the present one."""
         self.progress()
-        message = SettleGroups(
-            consumer=self._link.register.consumer,
-            generation=0,
-            key="",
-            version=version,
-            trained=tuple(trained),
-            filtered=tuple(filtered),
-            rejected=tuple(rejected),
-        )
-        # The same call again is the same request: a cancelled one may have been carried out.
-        digest = hashlib.blake2b(msgspec.msgpack.encode(message), key=self._nonce, digest_size=16)
-        message = msgspec.structs.replace(message, key=digest.hexdigest())
         async with self._settling:  # settlements arrive in the order of their policies
+            policy = version or msgspec.structs.replace(self.version, step=self.version.step + steps)
+            message = SettleGroups(
+                consumer=self._link.register.consumer,
+                generation=0,
+                key="",
+                version=policy,
+                trained=tuple(trained),
+                filtered=tuple(filtered),
+                rejected=tuple(rejected),
+            )
+            # The same call again is the same request: a cancelled one may have been carried out.
+            digest = hashlib.blake2b(msgspec.msgpack.encode(message), key=self._nonce, digest_size=16)
+            message = msgspec.structs.replace(message, key=digest.hexdigest())
             reply, _ = await self._link.ask(message)
-        if not isinstance(reply, Settled):
-            raise wrong_reply(reply, message)
+            if not isinstance(reply, Settled):
+                raise wrong_reply(reply, message)
+            self.version = max(self.version, policy)
         self.progress()
         return reply
-
-    def _note_lost(self, lost: Iterable[str], trained: set[str]) -> None:
-        names = sorted(lost)
-        logger.warning(
-            "groups were settled after their lease was lost groups=%d first=%s", len(names), names[0]
-        )
-        self._trained_too_late.update(dict.fromkeys(name for name in names if name in trained))
-        while len(self._trained_too_late) > REMEMBERED:
-            self._trained_too_late.popitem(last=False)
 
     async def commit(self, version: PolicyVersion, *, timeout_s: float | None = None) -> None:
         """Report that a durable checkpoint covers every step up to `version`; the broker may delete their groups.

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.bus.consumer import connection
-from rolloutmq.bus.consumer.groups import GroupConsumer
+from rolloutmq.bus.consumer.groups import GroupConsumer, HeldGroup
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.transport import discovery
 from rolloutmq.bus.transport.request_client import BrokerClient
@@ -156,6 +157,51 @@ async def test_what_is_in_the_hand_is_not_returned_again(run_dir: Path, group: M
             assert await consumer.get(1.0) is None
             assert (await consumer.settle([b, a])).lost == ()
             assert (await counts(broker.endpoints.serve)).trained == 2
+
+
+async def test_a_group_that_came_twice_is_returned_once(run_dir: Path, group: MakeGroup) -> None:
+    """It was in the hand when it came again, and settled before the consumer came to its second copy."""
+    with running_broker(config(), RunLayout(run_dir)) as broker:
+        await send(run_dir, [group(name) for name in "abc"])
+        async with GroupConsumer.open(run_dir, batch_sequences=4, groups=3) as consumer:
+            a = await consumer.get(timeout_s=20)
+            b = await consumer.get(timeout_s=20)
+            first = next(iter(broker.core._state.leases))
+            broker.core._state.transitions.lose(first, 0.0, failed=True, why="played")
+            assert (await consumer.get(timeout_s=20)).group_id == "c", "it is there, and its lease was lost"
+            assert await consumer.get(0.5) is None
+            assert (await consumer.settle([a, b, "c"])).lost == ()
+            assert await consumer.get(0.5) is None
+            assert (await counts(broker.endpoints.serve)).trained == 3
+
+
+async def test_settling_while_getting_returns_no_settled_group(run_dir: Path, group: MakeGroup) -> None:
+    """Leases are lost again and again, and one task gets while another settles: each group is trained on once."""
+    names = [f"g-{index}" for index in range(60)]
+    trained: Counter[str] = Counter()
+    with running_broker(config(max_deliveries=1000), RunLayout(run_dir)) as broker:
+        await send(run_dir, [group(name) for name in names])
+        async with GroupConsumer.open(run_dir, batch_sequences=4, groups=3, window=4) as consumer:
+            buffer: list[HeldGroup] = []
+
+            async def fill() -> None:
+                while True:
+                    buffer.append(await consumer.get())
+
+            filling, rng = asyncio.create_task(fill()), random.Random(1)
+            async with asyncio.timeout(20):
+                while (await counts(broker.endpoints.serve)).trained < len(names):
+                    rng.shuffle(buffer)
+                    mix, buffer[:] = buffer[:2], buffer[2:]
+                    await consumer.settle(mix)
+                    trained.update(one.group_id for one in mix)
+                    leases = list(broker.core._state.leases)
+                    if leases and rng.random() < 0.5:
+                        lost = rng.choice(leases)
+                        broker.core._state.transitions.lose(lost, 0.0, failed=True, why="played")
+            filling.cancel()
+            await asyncio.wait({filling})
+    assert trained == dict.fromkeys(names, 1)
 
 
 async def test_a_resumed_trainer_gets_its_mixes_again(run_dir: Path, group: MakeGroup) -> None:
