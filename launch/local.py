@@ -11,6 +11,7 @@ the leftovers of dead processes, and makes the summary from the logs alone.
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -55,6 +56,8 @@ from rolloutmq.services.process.child import end_marked
 from rolloutmq.services.process.logbook import LogLimits, Rotation
 from rolloutmq.services.process.runner import Stop
 
+logger = logging.getLogger(__name__)
+
 EXIT_DONE: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_INTERRUPTED: Final = 130
@@ -97,11 +100,13 @@ def up(config: RunConfig, options: UpOptions) -> int:
         UnusablePathError: The run directory cannot be read or written.
         RecordVersionError: Another version wrote the run directory; nothing was started.
     """
-    check(config)
+    advice = check(config)
     token = secrets.token_hex(8)
     with claimed(config.run.dir, token, resume=options.resume) as layout:
         os.close(private_fd(layout.log("up"), os.O_WRONLY | os.O_CREAT))
         set_up_logging(layout.log("up"))
+        for each in advice:
+            logger.warning("configuration advice=%s", each)
         write_json(layout.config, config)
         with _listener(config, layout) as listener:
             view = make_view(config, plain=options.plain)

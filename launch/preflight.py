@@ -1,6 +1,6 @@
-"""Preflight checks: errors found before any process starts, reported in one line each.
+"""Preflight checks: errors found before any process of the run starts, reported in one line each.
 
-The user's own code does not run here: a worker loads its environment's class in its own process.
+Environments are tried last, in a process of its own (`trial`): their code does not run here.
 """
 
 import errno
@@ -15,6 +15,7 @@ import psutil
 
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
 from rolloutmq.bus.transport.bindings import bind_host
+from rolloutmq.launch.trial import try_environments
 from rolloutmq.schemas.config.command import problem_of_secrets
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.inference import InferenceConfig
@@ -36,13 +37,16 @@ from rolloutmq.services.worker.loader import check_entry
 TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
 
 
-def check(config: RunConfig) -> None:
-    """Raise the first error that would make the run fail.
+def check(config: RunConfig) -> tuple[str, ...]:
+    """Raise the first error that would make the run fail; return advice on what could not be checked, a line each.
+
+    Blocks for as long as the modules of the environments need to load.
 
     Raises:
-        ConfigError: The entry or the program of an environment does not exist, a secret is not set, a sampler does not
-            exist or has a wrong option, an address cannot be bound, the token file has no token or is not private, no
-            combination of whole groups fills a batch, or the teacher does not fit the student.
+        ConfigError: The entry or the program of an environment does not exist, its class or rewards cannot work, a
+            secret is not set, a sampler does not exist, has a wrong option or draws no task, an address cannot be
+            bound, the token file has no token or is not private, no combination of whole groups fills a batch, the
+            normalization of scores changes nothing, or the teacher does not fit the student.
         MissingError: A required package is not installed.
         AddressInUseError: Another process listens on the port of the inference server.
     """
@@ -54,6 +58,7 @@ def check(config: RunConfig) -> None:
         _check_secrets(name, environment)
     check_samplers(config)
     _check_batch(config)
+    _check_normalization(config)
     http_token(config)
     if config.broker.transport == "tcp":
         bind_host(config.broker)
@@ -68,6 +73,7 @@ def check(config: RunConfig) -> None:
     _check_device(config)
     _check_port(config.inference)
     _check_teacher(config)
+    return try_environments(config)
 
 
 def _check_secrets(name: str, environment: EnvironmentConfig) -> None:
@@ -94,6 +100,19 @@ def _check_batch(config: RunConfig) -> None:
         raise ConfigError(
             "trainer.batch_sequences",
             f"must be a sum of whole groups of {choices} sequences (got {batch}); use a multiple of a group size",
+        )
+
+
+def _check_normalization(config: RunConfig) -> None:
+    """Reject a divisor that cancels: `grpo` divides by the deviation of each group anyway."""
+    rewards, trainer = config.trainer.rewards, config.trainer
+    if not trainer.enabled or rewards.normalize == "none" or rewards.clip is not None:
+        return
+    if trainer.loss.advantage == "grpo":
+        raise ConfigError(
+            "trainer.rewards.normalize",
+            f'has no effect with trainer.loss.advantage = "grpo", which divides by the deviation of each group (got '
+            f'{rewards.normalize!r}); set advantage to "dr_grpo" or "rloo", set clip, or remove it',
         )
 
 

@@ -383,7 +383,7 @@ class Trainer:
         for env, groups in report.negligible.items():
             throttle = self._negligible.setdefault(env, LogThrottle())
             if throttle.is_due(env, time.monotonic()):
-                remedy = "bound the scores, or set trainer.rewards.half_life_groups"
+                remedy = "bound the scores, then resume with trainer.rewards.half_life_groups"
                 logger.warning("groups left out env=%s groups=%d reason=%s; %s", env, groups, HIDDEN, remedy)
 
     def _note_barren(self, report: StepReport, reason: str, broker: BrokerClient) -> None:

@@ -1,7 +1,7 @@
 """`rolloutmq doctor`: check the dependencies and limits of this machine, with a remedy for each finding.
 
 Each check is a function that returns a `Finding` and changes nothing. A finding with `needed=False` is advice: a run
-works without it.
+works without it. With a configuration also its environments are tried, in a process of their own.
 """
 
 import importlib.util
@@ -13,10 +13,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.schemas.errors import RolloutMQError, install_remedy
+from rolloutmq.launch.endings import EXIT_CONFIG, EXIT_FAILED
+from rolloutmq.schemas.errors import ConfigError, MissingError, RolloutMQError, install_remedy
+from rolloutmq.schemas.printable import printable
 
 MIN_PYTHON: Final = (3, 11)
 MIN_DESCRIPTORS: Final = 4096
@@ -37,6 +40,8 @@ class Finding:
         found: Observed value.
         remedy: How to fix a failed check; empty if it passed.
         needed: Whether a run requires it.
+        verdict: First word of its line; by default `ok`, `MISSING` or `advice`.
+        code: Exit code if it failed and is required.
     """
 
     what: str
@@ -44,6 +49,13 @@ class Finding:
     found: str
     remedy: str = ""
     needed: bool = True
+    verdict: str = ""
+    code: int = EXIT_FAILED
+
+    @property
+    def word(self) -> str:
+        """First word of its line."""
+        return self.verdict or ("ok" if self.fine else "MISSING" if self.needed else "advice")
 
 
 def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
@@ -129,16 +141,23 @@ CHECKS: Final[Iterable[Callable[[], Finding]]] = (
 )
 
 
-def configuration(file: Path) -> Finding:
-    """Check a configuration with all checks of `rolloutmq up FILE`: keys, entries, addresses, teacher."""
+def configuration(file: Path) -> list[Finding]:
+    """Check a configuration with all checks of `rolloutmq up FILE`: keys, environments, addresses, teacher.
+
+    Its advice is one finding each.
+    """
     from rolloutmq.launch import preflight
     from rolloutmq.launch.settings import load
 
+    wrong = partial(Finding, "configuration", fine=False, found=str(file))
     try:
-        preflight.check(load(file, environ=os.environ))
+        advice = preflight.check(load(file, environ=os.environ))
+    except ConfigError as error:
+        return [wrong(remedy=str(error), verdict="WRONG", code=EXIT_CONFIG)]
     except RolloutMQError as error:
-        return Finding("configuration", fine=False, found=str(file), remedy=str(error))
-    return Finding("configuration", fine=True, found=str(file))
+        return [wrong(remedy=str(error), verdict="" if isinstance(error, MissingError) else "FAILED")]
+    fine = Finding("configuration", fine=True, found=str(file))
+    return [fine, *(wrong(remedy=each, needed=False) for each in advice)]
 
 
 def examine(checks: Iterable[Callable[[], Finding]] = CHECKS) -> list[Finding]:
@@ -147,24 +166,26 @@ def examine(checks: Iterable[Callable[[], Finding]] = CHECKS) -> list[Finding]:
 
 
 def report(*, as_json: bool, file: Path | None = None) -> int:
-    """Print the findings for this machine and a configuration; return 0 if a run can start here, else 1."""
-    more = [] if file is None else [configuration(file)]
+    """Print the findings for this machine and a configuration; return 0 if a run can start here.
+
+    Otherwise 2 for a wrong configuration, else 1.
+    """
+    more = [] if file is None else configuration(file)
     return print_findings([*examine(), *more], as_json=as_json)
 
 
 def print_findings(findings: Sequence[Finding], *, as_json: bool) -> int:
-    """Print findings; return 1 if a required check failed, else 0."""
+    """Print findings; return the highest exit code of a required check that failed, else 0."""
     if as_json:
-        text = json.dumps([asdict(finding) for finding in findings], indent=2)
+        text = json.dumps([asdict(finding) | {"verdict": finding.word} for finding in findings], indent=2)
     else:
-        text = "\n".join(_line(finding) for finding in findings)
+        text = "\n".join(printable(_line(finding)) for finding in findings)
     sys.stdout.write(text + "\n")
-    return int(any(finding.needed and not finding.fine for finding in findings))
+    return max((finding.code for finding in findings if finding.needed and not finding.fine), default=0)
 
 
 def _line(finding: Finding) -> str:
-    mark = "ok     " if finding.fine else "MISSING" if finding.needed else "advice "
-    text = f"{mark} {finding.what}: {finding.found}"
+    text = f"{finding.word:<7} {finding.what}: {finding.found}"
     return text if finding.fine else f"{text}; {finding.remedy}"
 
 

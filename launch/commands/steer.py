@@ -32,8 +32,8 @@ from rolloutmq.services.process.logbook import last_line
 
 ANSWER_S: Final = 5.0
 """Longest wait for the broker's reply to a command."""
-START_S: Final = 60.0
-"""Longest wait for the broker of a detached run."""
+START_S: Final = 120.0
+"""Longest wait for the broker of a detached run. The trial of its environments may take half of it."""
 LOOK_S: Final = 0.05
 
 

@@ -29,6 +29,8 @@ OF_CLASSES: Final = (
 
 LEVELS_LIMIT: Final = 1024
 """Most levels of a task space."""
+LEVELS: Final = 16
+"""Levels of a task space that has as many tasks, unless the section says otherwise."""
 
 
 class EnvironmentConfig(Section):
@@ -162,9 +164,10 @@ class CurriculumConfig(Section):
     `rolloutmq.samplers`)."""
     options: dict[str, Any] = {}
     """Keyword options of the sampler; `docs/guides/curriculum.md` lists them."""
-    levels: Annotated[int, Field(ge=1, le=LEVELS_LIMIT)] = 16
+    levels: Annotated[int, Field(ge=1, le=LEVELS_LIMIT)] | None = None
     """Number of equal parts of the task space, by task number. Tasks of one level count as similarly difficult: the
-    outcome of one helps to judge the others. Number tasks from easy to difficult, as far as you know it."""
+    outcome of one helps to judge the others. Number tasks from easy to difficult, as far as you know it. None: 16, or
+    as many as there are tasks if they are fewer."""
     ahead: NonNegativeInt = 0
     """Most open tasks, waiting or being rolled out. Few keep the choice fresh; too few leave workers idle. 0: as many
     groups as the environment has in two batches."""

@@ -92,7 +92,9 @@ class RewardsConfig(Section):
         if not self.raters:
             if given := _changed(self):
                 raise ValueError(
-                    f"raters must name at least one rater, or {given[0]} has no effect (got none)"
+                    f"{given[0]} has no effect without raters in this section; add "
+                    "`[environment.NAME.rewards.raters.RATER]`, or remove it: an ensemble of the class takes it in the "
+                    f"code, `Ensemble(..., {given[0]}=...)`"
                 )
             return self
         if len(self.raters) > RATERS_LIMIT:

@@ -228,6 +228,11 @@ class RunConfig(Section):
                     f"environment.{name}.task_count: is required by curriculum.{name} (got 0); set the number of "
                     "tasks that the environment can draw"
                 )
+            if (levels := self.curriculum[name].levels or 1) > env.task_count:
+                raise ValueError(
+                    f"curriculum.{name}.levels: must not exceed environment.{name}.task_count {env.task_count}, the "
+                    f"number of its tasks (got {levels}); lower it"
+                )
             if env.tasks != "submitted":
                 raise ValueError(
                     f'environment.{name}.tasks: must be "submitted", because curriculum.{name} chooses the tasks '

@@ -3,13 +3,16 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.services.inference.openai.requests import ApiError
+
+UNKNOWN_SHOWN: Final = 10
+"""Most unknown characters that an error names."""
 
 
 class TextTokenizer:
@@ -38,8 +41,10 @@ class TextTokenizer:
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
-            why = "a built-in model knows the characters of model.alphabet only"
-            raise ApiError(400, f"prompt: not in the vocabulary ({error}); {why}") from None
+            unknown = [each for each in dict.fromkeys(text) if self._tokenizer.token_to_id(each) is None]
+            named = ", ".join(map(repr, unknown[:UNKNOWN_SHOWN])) or str(error)
+            why = "add the characters of the prompt to model.alphabet, all that a built-in model knows"
+            raise ApiError(400, f"prompt: not in the vocabulary ({named}); {why}") from None
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -53,6 +53,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     values: tuple[float | None, float | None]
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether a rater gave a rating in one scoring, and none in the other."""
+        return self.what != "tokens" and None in self.values
+
 
 def differences(first: Sequence[ScoredGroup], second: Sequence[ScoredGroup]) -> Iterator[Difference]:
     """Yield where two scorings of the same groups differ, bit for bit.

@@ -134,9 +134,9 @@ class Ensemble:
         self._weights = np.array([section.weight for section in config.raters.values()])
         self._window: Window
         self.judgement: Judgement
-        self.forget()
         self._env = "ensemble"
         self._source = ""
+        self.forget()
 
     def join_run(self, env: str, source: str, window: Path, on_finding: OnFinding) -> None:
         """Share the window with the other workers of an environment, in a file of a private directory that exists.
@@ -150,8 +150,9 @@ class Ensemble:
         self._env, self._source, self._on_finding = env, source, on_finding
         self._window = SharedWindow(window, self.names, self.config.window)
 
-    def forget(self) -> None:
-        """Begin with an empty window in memory."""
+    def forget(self, env: str = "") -> None:
+        """Begin with an empty window in memory; findings name `env` from now on, if it is given."""
+        self._env = env or self._env
         self._window = MemoryWindow(len(self.names), self.config.window)
         self.judgement = Judgement(NOTHING)
         self._told_at: dict[int, float] = {}

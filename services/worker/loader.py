@@ -118,9 +118,17 @@ def _check_source(key: str, entry: str, base_dir: Path, what: str) -> None:
 
 def _give_rewards(key: str, environment: Any, config: RewardsConfig, base_dir: Path) -> None:
     """Set `rewards` of the environment to the ensemble of its section."""
+    kind = type(environment)
     if getattr(environment, "rewards", None) is not None:
-        kind = type(environment).__name__
-        raise ConfigError(key, f"{kind} has its own `rewards`; remove them from the class or from here")
+        raise ConfigError(
+            f"{key}.raters", f"{kind.__name__} has its own `rewards`; remove them from the class or from here"
+        )
+    if isinstance(environment, SingleTurn) and kind.score is not SingleTurn.score:
+        raise ConfigError(
+            f"{key}.raters",
+            f"{kind.__name__} has its own `score`, which they would replace; remove one of them, or make `score` a "
+            "function outside the class and name it among the raters",
+        )
     functions = {
         name: _function(f"{key}.raters.{name}.rater", section.rater, base_dir)
         for name, section in config.raters.items()

@@ -53,6 +53,11 @@ ON_A_GPU = ["up", "run.toml", "--set", "trainer.device=cuda", "--set", "weights.
         (["up", "run.toml", "--set", "broker.hig_bytes=1"], 2, "broker.hig_bytes: unknown key"),
         (["up", "run.toml", "--set", "environment.e.min_workers=9"], 2, "must not exceed max_workers"),
         (["up", "run.toml", "--set", "environment.e.entry=none.py:E"], 2, "there is no file"),
+        (
+            ["up", "run.toml", "--set", "environment.e.entry=e.py:F"],
+            2,
+            "e.py has no class `F`",
+        ),
         (["up", "run.toml", "--set", "weights.backend=vllm_http"], 2, "works only with vLLM"),
         (ON_A_GPU, 1, "trainer.device"),
         (["up"], 2, "config"),
@@ -84,7 +89,7 @@ def test_bad_input_is_one_line_and_a_code(
     tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     (tmp_path / "run.toml").write_text('[environment.e]\nentry = "e.py:E"\n')
-    (tmp_path / "e.py").write_text("class E: ...\n")
+    (tmp_path / "e.py").write_text("class E:\n    async def rollout(self, policy, size, rng): ...\n")
     told = rolloutmq(*arguments, cwd=tmp_path)
     assert told.returncode == code, told.stderr
     assert words in told.stderr

@@ -201,3 +201,18 @@ def test_they_travel_and_numbers_that_cannot_be_are_refused() -> None:
     for bad in ([-1], [1, -1.0], [1, 1.0, 0.0, -1.0], [1, math.nan]):
         with pytest.raises(msgspec.ValidationError):
             msgspec.msgpack.decode(msgspec.msgpack.encode(bad), type=Moments)
+
+
+@pytest.mark.parametrize(("half_life", "groups"), [(1, 400), (4, 1600)])
+def test_moments_recover_from_an_absurd_score_only_with_a_half_life(half_life: int, groups: int) -> None:
+    """As `docs/guides/losses.md` says, by about 400 half-lives."""
+    rng = np.random.default_rng(3)
+    ordinary = [rng.random(8) for _ in range(groups)]
+    spoiled = of([*ordinary[:100], np.array([0.5, 1e60])])
+    faded = kept = spoiled
+    for group in ordinary:
+        faded = faded.after(summary(group), len(group), half_life)
+        kept = kept.after(summary(group), len(group))
+    assert kept.deviation > 1e50
+    assert 0.1 < faded.deviation < 1.0
+    assert 0.0 <= faded.low <= faded.high < 1.5

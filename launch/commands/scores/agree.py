@@ -3,9 +3,13 @@
 The column `ratings` of each group has what every rater gave; so the command needs neither the raters nor the running
 environment. Groups of an evaluation are left out and counted, as the workers keep them out of their window. The journal
 keeps a group until a checkpoint covers it, or for good with `up --replay`.
+
+Time and memory are bounded, however large the journal is: the groups last on disk count, up to `RATINGS_LIMIT` ratings
+of an environment, and up to `RATIO_LIMIT` with the metric `ratio`, which compares all pairs. The others are counted.
 """
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isfinite
@@ -14,6 +18,7 @@ from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rolloutmq.bus.encoding.codec import decode_group
 from rolloutmq.bus.rundir import read_run
@@ -32,24 +37,32 @@ from rolloutmq.services.rewards.combine import Scale, scaled
 
 SHOWN: Final = 5
 """Groups shown, those with the largest disagreement."""
+RATINGS_LIMIT: Final = 1 << 22
+"""Most ratings of an environment in a computation: 32 MiB."""
+RATIO_LIMIT: Final = 1 << 14
+"""The same with the metric `ratio`: alpha takes about a second."""
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class RatedGroups:
-    """Ratings of all groups of training with the same raters.
+    """Ratings of the last groups of training with the same raters, at most `RATINGS_LIMIT`.
 
     Attributes:
         env: Environment.
         raters: Names of the raters.
-        groups: Id of each group, once for each of its sequences.
-        rows: Ratings of each sequence.
+        groups: Id and ratings `[sequences][raters]` of each group.
+        sequences: Sequences of these groups.
+        left_out: Sequences of earlier groups.
         evaluation_groups: Groups of an evaluation, which are left out.
     """
 
     env: str
     raters: tuple[str, ...]
-    groups: list[str] = field(default_factory=list)
-    rows: list[Any] = field(default_factory=list)
+    groups: deque[tuple[str, Floats]] = field(default_factory=deque)
+    sequences: int = 0
+    left_out: int = 0
     evaluation_groups: int = 0
 
     def add(self, group: Group, split: Split) -> None:
@@ -57,8 +70,16 @@ class RatedGroups:
         if split is not Split.TRAIN:
             self.evaluation_groups += 1
             return
-        self.rows += group[RATINGS]
-        self.groups += [group.group_id] * group.sequences
+        self.groups.append((group.group_id, np.stack(group[RATINGS]).astype(np.float64)))
+        self.sequences += group.sequences
+        self.keep(RATINGS_LIMIT)
+
+    def keep(self, ratings: int) -> None:
+        """Leave out the earliest groups beyond a number of ratings; the last group always stays."""
+        while len(self.groups) > 1 and self.sequences * len(self.raters) > ratings:
+            _, table = self.groups.popleft()
+            self.sequences -= len(table)
+            self.left_out += len(table)
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +92,8 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True):
     sequences: int
     evaluation_groups: int
     """Groups of an evaluation that were left out."""
+    left_out: int
+    """Earlier sequences that were left out, since time and memory are bounded."""
     alpha: float | None
     problem: str
     missing: dict[str, int]
@@ -93,7 +116,7 @@ def ratings(run_dir: Path, env: str | None, metric: str | None, *, as_json: bool
         return complain("at durability `memory` the broker keeps no groups on disk", FAILED)
     config, _ = read_run(run_dir)
     known = [one for one in rated(layout) if env in {None, one.env}]
-    found = [agreement(one, config, metric) for one in known if one.rows]
+    found = [agreement(one, config, metric) for one in known if one.groups]
     if not found:
         evaluated = sum(one.evaluation_groups for one in known)
         rest = f" ({evaluated} groups of evaluations were left out)" if evaluated else ""
@@ -108,7 +131,7 @@ def ratings(run_dir: Path, env: str | None, metric: str | None, *, as_json: bool
 
 
 def rated(layout: RunLayout) -> list[RatedGroups]:
-    """Return the ratings of all groups on disk, by environment and raters. Blocks on the disk."""
+    """Return the ratings of the last groups on disk, by environment and raters. Blocks on the disk."""
     found: dict[tuple[str, tuple[str, ...]], RatedGroups] = {}
     for meta, frames in stored(layout.journal):
         if all(column.name != RATINGS for column in meta.table.columns):
@@ -134,12 +157,14 @@ def _names(group: Group) -> tuple[str, ...]:
 
 
 def agreement(groups: RatedGroups, config: RunConfig, metric: str | None) -> Agreement:
-    """Return the agreement over all groups, on the configured scale."""
+    """Return the agreement over the groups, on the configured scale; `ratio` leaves out more of them."""
     section = config.environment.get(groups.env)
     rewards = section.rewards if section else None
     chosen: Any = metric or (rewards.agreement.metric if rewards else "interval")
     scale: Scale = rewards.scale if rewards else "none"
-    given = np.asarray(groups.rows, np.float64)
+    if chosen == "ratio":
+        groups.keep(RATIO_LIMIT)
+    given = np.concatenate([ratings for _, ratings in groups.groups])
     table = scaled(given, given, scale)
     found = alpha(table, chosen)
     without = alphas_without(table, chosen)
@@ -150,6 +175,7 @@ def agreement(groups: RatedGroups, config: RunConfig, metric: str | None) -> Agr
         scale=scale,
         sequences=len(table),
         evaluation_groups=groups.evaluation_groups,
+        left_out=groups.left_out,
         alpha=_number(found.value),
         problem=found.problem,
         missing=dict(zip(groups.raters, np.isnan(given).sum(axis=0).tolist(), strict=True)),
@@ -160,7 +186,8 @@ def agreement(groups: RatedGroups, config: RunConfig, metric: str | None) -> Agr
 
 def _disputed(groups: RatedGroups, disagreed: Any) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
-    for name, value in zip(groups.groups, disagreed.tolist(), strict=True):
+    names = (name for name, ratings in groups.groups for _ in ratings)
+    for name, value in zip(names, disagreed.tolist(), strict=True):
         if isfinite(value):
             sums.setdefault(name, []).append(value)
     means = {name: sum(values) / len(values) for name, values in sums.items()}
@@ -176,6 +203,8 @@ def _lines(found: Agreement) -> Iterator[str]:
     yield f"{found.env}: alpha {value} ({found.metric}, scale {found.scale}, {found.sequences} sequences)"
     if found.evaluation_groups:
         yield f"  {found.evaluation_groups} groups of evaluations left out"
+    if found.left_out:
+        yield f"  {found.left_out} earlier sequences left out: the computation is bounded"
     for name in found.raters:
         without = found.alpha_without[name]
         rest = "undefined" if without is None else f"{without:.4f}"

@@ -4,6 +4,11 @@ The environment of a configuration rolls out with a scripted policy, whose answe
 must not depend on what the process has done before, on the order of sets (each process hashes text with its own seed),
 on the clock or on unseeded chance. The scorings are one here, another here with the same object, and two in new
 processes.
+
+    same      every score and rating is the same
+    DIFFERS   a score, a rater or a rollout gave other values, or raised only this time
+    MISSING   a rater gave no rating in one of two scorings, or too few did to score: it failed or was late
+    FAILED    the rollouts could not be scored at all
 """
 
 import asyncio
@@ -15,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,8 +30,7 @@ from rolloutmq.bus.rundir import read_run
 from rolloutmq.launch.commands.doctor import Finding, print_findings
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.printable import printable
+from rolloutmq.schemas.errors import ConfigError, RatersMissingError
 from rolloutmq.services.rewards.determinism import Difference, ScoredGroup, differences
 from rolloutmq.services.rewards.joining import ensembles_of
 from rolloutmq.services.worker.loader import load_environment
@@ -41,10 +46,16 @@ PATIENCE_S: Final = 300.0
 """Time for the scoring in another process: raters may ask a server."""
 SHOWN: Final = 5
 """Differences shown."""
+UNRATED: Final = 3
+"""Exit code of a scoring in another process that lacked ratings."""
+
+
+class UnratedError(Exception):
+    """A scoring in another process lacked ratings."""
 
 
 def report(env: str, given: Path | None, *, as_json: bool) -> int:
-    """Check one environment and print the findings; return 1 if its scores differ or cannot be computed, else 0.
+    """Check one environment and print the findings; return 1 if one of them is not `same`, else 0.
 
     Args:
         env: Name of the environment.
@@ -64,17 +75,7 @@ def report(env: str, given: Path | None, *, as_json: bool) -> int:
         raise ConfigError(
             f"environment.{env}.command", "a program scores by itself; check a class with `entry`"
         )
-    findings = examine(env, config)
-    if as_json:
-        return print_findings(findings, as_json=True)
-    for one in findings:
-        text = (
-            f"same    {one.what}: {one.found}"
-            if one.fine
-            else f"DIFFERS {one.what}: {one.found}; {one.remedy}"
-        )
-        sys.stdout.write(f"{printable(text)}\n")
-    return int(not all(one.fine for one in findings))
+    return print_findings(examine(env, config), as_json=as_json)
 
 
 def read_config(given: Path | None) -> RunConfig:
@@ -87,11 +88,14 @@ def read_config(given: Path | None) -> RunConfig:
 def examine(env: str, config: RunConfig) -> list[Finding]:
     """Return the finding for each repetition of the scoring. Raises ConfigError if the environment cannot be loaded."""
     environment = load_environment(env, config.environment[env], config.base_dir)
+    what = f"rewards of {env}"
     try:
         first = scored(environment, config, env)
+    except RatersMissingError as error:
+        return [_unrated(what, one_line(error))]
     except Exception as error:  # noqa: BLE001 - user code may raise anything
         remedy = "repair the environment, or test it with your own script (rolloutmq.play)"
-        return [Finding(f"rewards of {env}", fine=False, found=one_line(error), remedy=remedy)]
+        return [Finding(what, fine=False, found=one_line(error), remedy=remedy, verdict="FAILED")]
     findings = [_finding(env, "scored twice", first, lambda: scored(environment, config, env))]
     for number in (1, 2):
         name = f"in another process ({number})"
@@ -102,7 +106,7 @@ def examine(env: str, config: RunConfig) -> list[Finding]:
 def scored(environment: Any, config: RunConfig, env: str) -> list[ScoredGroup]:
     """Roll out and score the same groups as every other call. Blocks; not inside an event loop."""
     for ensemble in ensembles_of(environment).values():
-        ensemble.forget()  # scales depend on the ratings before, and should
+        ensemble.forget(env)  # scales depend on the ratings before, and should
     size = min(config.environment[env].group_size, MOST_SEQUENCES)
     return asyncio.run(_scored(environment, size, config.model.alphabet))
 
@@ -130,6 +134,7 @@ def elsewhere(env: str, config: RunConfig) -> list[ScoredGroup]:
     """Score in a new process, with another seed of the hashes of text.
 
     Raises:
+        UnratedError: An answer had too few ratings.
         ConfigError: It failed.
     """
     with tempfile.TemporaryDirectory(prefix="rolloutmq-rewards-") as directory:
@@ -152,22 +157,49 @@ def elsewhere(env: str, config: RunConfig) -> list[ScoredGroup]:
             raise ConfigError(f"environment.{env}", f"scoring took longer than {PATIENCE_S:g} s") from None
         if ended.returncode or not result.exists():
             last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+            if ended.returncode == UNRATED:
+                raise UnratedError(last)
             raise ConfigError(f"environment.{env}", f"scoring failed in another process: {last}")
         return msgspec.json.decode(result.read_bytes(), type=list[ScoredGroup])
 
 
 def _finding(env: str, how: str, first: Sequence[ScoredGroup], again: Any) -> Finding:
     what = f"rewards of {env}, {how}"
+    differs = partial(Finding, what, fine=False, verdict="DIFFERS")
     try:
         found = list(differences(first, again()))
+    except (RatersMissingError, UnratedError) as error:
+        return _unrated(what, str(error))
     except Exception as error:  # noqa: BLE001 - user code may raise anything
-        return Finding(
-            what, fine=False, found=one_line(error), remedy="repair the environment: it scored before"
-        )
+        return differs(found=one_line(error), remedy="repair the environment: it scored before")
     sequences = sum(len(group.scores) for group in first)
-    if not found:
-        return Finding(what, fine=True, found=f"{sequences} sequences in {len(first)} groups are the same")
-    return Finding(what, fine=False, found=_told(found, sequences), remedy=_remedy(found))
+    missing = [one for one in found if one.is_missing]
+    # Without a rating the others make the score, and the scale of later ones: no finding about these.
+    others = [one for one in found if not one.is_missing and not (missing and one.what == "score")]
+    if others:
+        return differs(found=_told(others, sequences), remedy=_remedy(others))
+    if missing:
+        return _unrated(what, _told(missing, sequences))
+    text = f"{sequences} sequences in {len(first)} groups are the same"
+    return Finding(what, fine=True, found=text + _never_rated(first), verdict="same")
+
+
+def _unrated(what: str, found: str) -> Finding:
+    remedy = "the scores could not be compared; repair these raters, or raise their timeout_s or retries"
+    return Finding(what, fine=False, found=found, remedy=remedy, verdict="MISSING")
+
+
+def _never_rated(scored: Sequence[ScoredGroup]) -> str:
+    """Return how many ratings are missing each time, by rater: it has no opinion, or always fails."""
+    counts = Counter(
+        rater
+        for group in scored
+        for row in group.ratings
+        for rater, rating in zip(group.raters, row, strict=True)
+        if rating is None
+    )
+    told = ", ".join(f"{rater} {count} times" for rater, count in counts.items())
+    return f", without a rating of {told}" if told else ""
 
 
 def _told(found: Sequence[Difference], sequences: int) -> str:
@@ -196,7 +228,7 @@ def main(env: str, config: str, result: str) -> int:
         Path(result).write_bytes(msgspec.json.encode(scored(environment, resolved, env)))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
         sys.stderr.write(f"{one_line(error)}\n")
-        return 1
+        return UNRATED if isinstance(error, RatersMissingError) else 1
     return 0
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from rolloutmq.schemas.config.environment import LEVELS
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.curriculum.samplers.learnability import learnability
@@ -47,7 +48,7 @@ def space_of(config: RunConfig, env: str) -> TaskSpace:
     steps = config.trainer.steps if config.trainer.enabled else 0
     return TaskSpace(
         count=environment.task_count,
-        levels=min(section.levels, environment.task_count),
+        levels=section.levels or min(LEVELS, environment.task_count),
         expected=steps * config.part(env) // environment.group_size,
         seed=f"{seed}/{env}",
     )
@@ -150,11 +151,16 @@ class ForeignSampler:
 
     def _error(self, method: str, problem: str) -> ConfigError:
         return ConfigError(
-            self._key, f"{self._name}.{method} {problem}; repair the sampler, then resume the run"
+            self._key, f"{self._name}.{method} {problem}; repair the sampler, then start or resume the run"
         )
 
 
 def check_samplers(config: RunConfig) -> None:
-    """Make each configured sampler once. Raises ConfigError, as `make_sampler`."""
+    """Make each configured sampler, draw a task and ask for its state.
+
+    Raises ConfigError as `make_sampler`, or if the sampler of another package cannot do that.
+    """
     for env in config.curriculum:
-        make_sampler(config, env)
+        sampler = make_sampler(config, env)
+        sampler.draw(0)
+        sampler.state()

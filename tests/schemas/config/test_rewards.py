@@ -39,7 +39,7 @@ def test_a_written_configuration_is_read_back(rewards: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("rewards", "path"),
     [
-        ({"combine": "median"}, "raters"),
+        ({"combine": "median"}, "combine"),
         ({"raters": {"a": {"rater": "exact", "weight": 0.0}}}, "raters"),
         ({"raters": {"a": {"rater": "exact", "weight": -1}}}, "raters.a.weight"),
         ({"raters": {"a": {"weight": 1}}}, "raters.a.rater"),

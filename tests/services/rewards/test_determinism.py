@@ -31,7 +31,9 @@ def test_the_rater_is_named_and_the_last_bit_counts() -> None:
         scored([0.3, 1.0], [[0.1, 0.2], [1.0, NO]]),
         scored([0.1 + 0.2, 1.0], [[0.1, 0.25], [1.0, 1.0]]),
     )
-    assert list(differences([one], [other])) == [
+    found = list(differences([one], [other]))
+    assert [each.is_missing for each in found] == [False, False, True]
+    assert found == [
         Difference(group=0, row=0, what="b", values=(0.2, 0.25)),
         Difference(group=0, row=0, what="score", values=(0.3, 0.1 + 0.2)),
         Difference(group=0, row=1, what="b", values=(None, 1.0)),
@@ -40,6 +42,9 @@ def test_the_rater_is_named_and_the_last_bit_counts() -> None:
 
 def test_other_rollouts_are_told_and_not_compared() -> None:
     found = list(differences([scored([1.0, 1.0])], [scored([0.0, 0.0], token=9)]))
-    assert [(one.row, one.what) for one in found] == [(0, "tokens"), (1, "tokens")]
+    assert [(one.row, one.what, one.is_missing) for one in found] == [
+        (0, "tokens", False),
+        (1, "tokens", False),
+    ]
     (shorter,) = differences([scored([1.0, 1.0])], [scored([1.0])])
     assert (shorter.what, shorter.values) == ("tokens", (2, 1))

@@ -214,3 +214,8 @@ def test_wrong_raters_of_the_users_code_are_refused_by_the_worker(base_dir: Path
     )
     with pytest.raises(ConfigError, match="Own has its own `rewards`"):
         load_environment("mine", rewarded("own.py:Own", one={"rater": "exact"}), base_dir)
+
+
+def test_raters_of_the_configuration_never_replace_a_score(base_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^environment\.mine\.rewards\.raters: Echo has its own `score`"):
+        load_environment("mine", rewarded("good.py:Echo", one={"rater": "exact"}), base_dir)

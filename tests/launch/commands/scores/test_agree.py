@@ -10,6 +10,7 @@ import pytest
 
 from rolloutmq import ConfigError, Ensemble, Group, Producer
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.launch.commands.scores import agree
 from rolloutmq.launch.commands.scores.agree import ratings
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import RunLayout
@@ -100,6 +101,30 @@ def test_a_person_reads_a_table_by_another_metric(
     assert [line.split()[0] for line in lines[2:5]] == ["a", "noisy", "bad"]
     assert ratings(run_dir, "other", None, as_json=False) == 1
     assert "has ratings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("metric", "kept"), [("interval", 5), ("ratio", 2)])
+def test_a_large_journal_is_bounded_to_its_last_groups(
+    metric: str,
+    kept: int,
+    run: tuple[Path, Ratings],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ratio compares all pairs of ratings, so it takes fewer; the last group alone is never left out."""
+    run_dir, _ = run
+    monkeypatch.setattr(agree, "RATINGS_LIMIT", 5 * 8 * 3)
+    monkeypatch.setattr(agree, "RATIO_LIMIT", 3 * 8 * 3 - 1)
+    assert ratings(run_dir, None, metric, as_json=True) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["sequences"], found["left_out"]) == (8 * kept, 8 * (GROUPS - kept))
+    latest = {f"rated/{number}" for number in range(GROUPS - kept, GROUPS)}
+    assert set(found["most_disputed"]) == latest
+    assert ratings(run_dir, None, metric, as_json=False) == 0
+    assert f"  {8 * (GROUPS - kept)} earlier sequences left out" in capsys.readouterr().out
+    monkeypatch.setattr(agree, "RATINGS_LIMIT", 1)
+    assert ratings(run_dir, None, metric, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)[0]["sequences"] == 8
 
 
 def test_groups_of_an_evaluation_alone_have_no_agreement(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,26 @@ class Judged(Steady):
     )
 
 
+def at_first(task, answer):
+    return len(answer.text) / 8 if os.getpid() == FIRST else None
+
+
+def failing(task, answer):
+    raise ValueError("no judge")
+
+
+class Late(Steady):
+    rewards = Ensemble({"fine": lambda task, answer: 1.0, "late": at_first, "mute": lambda task, answer: None})
+
+
+class Alone(Steady):
+    rewards = Ensemble({"late": at_first})
+
+
+class Unrated(Steady):
+    rewards = Ensemble({"failing": failing})
+
+
 class Broken(Steady):
     def score(self, task, completion):
         raise ValueError("no such reference")
@@ -89,7 +110,7 @@ FIRST = int(os.environ["TEST_FIRST_PROCESS"])
 def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TEST_FIRST_PROCESS", str(os.getpid()))
     (tmp_path / "scoring.py").write_text(CLASSES)
-    names = ("Steady", "Lucky", "Clocked", "Growing", "Unordered", "Unseeded", "Judged", "Broken", "Once")
+    names = re.findall(r"^class (\w+)", CLASSES, re.MULTILINE)
     sections = [f'[environment.{name.lower()}]\nentry = "scoring.py:{name}"\n' for name in names]
     sections.append('[environment.program]\ncommand = ["run"]\n[gateway]\nenabled = true\n')
     file = tmp_path / "run.toml"
@@ -113,21 +134,36 @@ def test_the_example_scores_the_same(capsys: pytest.CaptureFixture[str]) -> None
         ("unseeded", ["DIFFERS", "DIFFERS", "DIFFERS"]),
         ("judged", ["same", "DIFFERS", "DIFFERS"]),
         ("once", ["same", "DIFFERS", "DIFFERS"]),
+        ("late", ["same", "MISSING", "MISSING"]),
+        ("alone", ["same", "MISSING", "MISSING"]),
+        ("unrated", ["MISSING"]),
+        ("broken", ["FAILED"]),
     ],
 )
 def test_each_dependence_is_found(
-    env: str, how: list[str], configured: Path, capsys: pytest.CaptureFixture[str]
+    env: str,
+    how: list[str],
+    configured: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = report(env, configured, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == how
-    assert found == int("DIFFERS" in how)
+    assert found == int(how != ["same"] * 3)
     text = "\n".join(lines)
     if env == "judged":
         assert "hashed" in text
         assert "make the raters hashed depend on task and answer alone" in text
     if env == "unseeded":
         assert "take all randomness of the rollout from `rng`" in text
+    if env == "late":
+        assert "the same, without a rating of mute 64 times" in lines[0]
+        assert "of 64 sequences differ: late 64 times" in lines[1]
+        assert "repair these raters" in lines[1]
+    if env == "unrated":
+        assert "failing: ValueError: no judge" in text
+        assert "reward finding env=unrated finding=raters_missing" in caplog.text
     if env == "once":
         assert "only in the first process" in text
 

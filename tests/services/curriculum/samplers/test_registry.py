@@ -43,9 +43,24 @@ def test_every_sampler_of_ours_is_made_from_its_defaults() -> None:
 def test_the_space_is_that_of_the_configuration() -> None:
     space = space_of(config({"levels": 7}, trainer={"steps": 10, "batch_sequences": 16}), "e")
     assert space == TaskSpace(count=100, levels=7, expected=40, seed="0/e")
-    assert space_of(config({"seed": 5, "levels": 1000}, trainer={"enabled": False}), "e") == TaskSpace(
+    assert space_of(config({"seed": 5, "levels": 100}, trainer={"enabled": False}), "e") == TaskSpace(
         count=100, levels=100, expected=0, seed="5/e"
     )
+
+
+def test_more_levels_than_tasks_are_refused_and_by_default_there_are_no_more() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^curriculum\.e\.levels: must not exceed environment\.e\.task_count 100"
+    ):
+        config({"levels": 101})
+    small = {
+        "environment": {"e": {"entry": "a:B", "task_count": 5, "group_size": 4}},
+        "curriculum": {"e": {}},
+    }
+    assert space_of(validate(small), "e").levels == 5
+    assert space_of(config(), "e").levels == 16
+    read_back = RunConfig.model_validate_json(validate(small).model_dump_json())
+    assert space_of(read_back, "e").levels == 5
 
 
 @pytest.mark.parametrize(
@@ -119,6 +134,21 @@ def test_a_sampler_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(ConfigError, match=error):
             make_sampler(config(section), "e")
+
+
+@pytest.mark.parametrize(("draw", "state"), [(100, b""), (RuntimeError("no"), b""), (0, "text")])
+def test_a_sampler_that_cannot_draw_is_refused_before_the_run(
+    draw: Any, state: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Wrong(draw)
+    monkeypatch.setattr(made, "state", lambda: state)
+    point = EntryPoint("mine", f"{__name__}:mine", registry.GROUP)
+    monkeypatch.setattr(EntryPoint, "load", lambda _: lambda _space, _options: made)
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [point])
+    with pytest.raises(
+        ConfigError, match=r"^curriculum\.e\.sampler: mine\.(draw|state) .*then start or resume the run"
+    ):
+        check_samplers(config({"sampler": "mine"}))
 
 
 class Wrong:

@@ -281,7 +281,11 @@ async def test_errors_are_those_of_openai(trainer: Trainer) -> None:
     async with serving(trainer) as client:
         for body, status, says in [
             (b"{", 400, "invalid request"),
-            ({"prompt": "3x="}, 400, "not in the vocabulary"),
+            (
+                {"prompt": "3x="},
+                400,
+                "not in the vocabulary ('x'); add the characters of the prompt to model.alphabet",
+            ),
             ({"prompt": [99]}, 400, "from 0 to 31"),
             ({"prompt": "1=", "model": "other"}, 404, "does not exist"),
             ({"prompt": "1=", "n": 513}, 400, "at most 512"),
