@@ -83,6 +83,8 @@ class TrainerPlan(msgspec.Struct, frozen=True):
     tokens: int
     commits: bool
     ahead: bool
+    window: int = 0
+    """Most leases of a rank that settles mixes of groups; 0 for steps."""
 
     @property
     def members(self) -> list[str]:
@@ -192,6 +194,8 @@ def _act(number: int, groups: int, kills: int, rng: random.Random) -> Act:
         ),
         TrainerPlan("e0", Split.EVAL, 1, 64, 0, commits=False, ahead=False),
     ]
+    if ranks == 1 and not by_tokens and rng.random() < 0.7:
+        trainers[0] = msgspec.structs.replace(trainers[0], window=rng.choice((2, 8, 64)), ahead=False)
     rivals = rng.random() < 0.3
     if rivals:
         trainers.append(TrainerPlan("t1", Split.TRAIN, 1, 64, 0, commits=False, ahead=rng.random() < 0.5))

@@ -116,9 +116,11 @@ def _producer(text: str) -> int:
 
 
 def _rank(text: str) -> int:
+    from benchmarks.soak.mixing import mix
     from benchmarks.soak.training import train
 
-    uvloop.run(train(_decode(text, RankSpec)))
+    spec = _decode(text, RankSpec)
+    uvloop.run(mix(spec) if spec.plan.window else train(spec))
     return 0
 
 

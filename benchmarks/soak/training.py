@@ -16,7 +16,7 @@ from benchmarks.soak.board import Board
 from benchmarks.soak.bodies import is_whole
 from benchmarks.soak.books import Asked, Began, Book, Got, Saved, Told
 from benchmarks.soak.players import RankSpec
-from rolloutmq import Consumer
+from rolloutmq import Consumer, GroupConsumer
 from rolloutmq.bus.consumer.client import LeasedBatch
 from rolloutmq.schemas.errors import LeaseLostError, RefusedError
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
@@ -58,6 +58,17 @@ async def train(spec: RankSpec) -> None:
             async with rank.registered() as consumer:
                 await rank.train(consumer)
     book.close()
+
+
+async def save(
+    spec: RankSpec, book: Book, consumer: Consumer | GroupConsumer, version: PolicyVersion
+) -> None:
+    """Write a checkpoint, then commit it."""
+    book.note(Saved(time.monotonic(), version.incarnation, version.step))
+    written = spec.checkpoint.with_suffix(".tmp")
+    written.write_bytes(msgspec.json.encode(Checkpoint(version.incarnation, version.step)))
+    written.replace(spec.checkpoint)
+    await consumer.commit(version)
 
 
 class Rank:
@@ -136,15 +147,8 @@ class Rank:
         )
         # Only now all ranks have settled the step before.
         if self._spec.plan.commits and self._spec.rank == 0 and self._random.random() < CHECKPOINTS:
-            await self._save(consumer, version)
+            await save(self._spec, self._book, consumer, version)
         return batch
-
-    async def _save(self, consumer: Consumer, version: PolicyVersion) -> None:
-        self._book.note(Saved(time.monotonic(), version.incarnation, version.step))
-        written = self._spec.checkpoint.with_suffix(".tmp")
-        written.write_bytes(msgspec.json.encode(Checkpoint(version.incarnation, version.step)))
-        written.replace(self._spec.checkpoint)
-        await consumer.commit(version)
 
     async def _settle(self, consumer: Consumer, batch: LeasedBatch) -> None:
         await asyncio.sleep(self._random.random() * self._random.random() * THINK_S)

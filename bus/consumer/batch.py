@@ -21,10 +21,18 @@ REASON_CHARS = 512
 
 
 class StepSize(NamedTuple):
-    """Size of one step over all ranks; one of the two is 0."""
+    """Size of one step over all ranks, or of one lease of a window in groups; two of the three are 0."""
 
-    sequences: int
-    tokens: int
+    sequences: int = 0
+    tokens: int = 0
+    groups: int = 0
+
+    @property
+    def text(self) -> str:
+        """The size in words."""
+        if self.groups:
+            return f"up to {self.groups} groups"
+        return f"{self.tokens} tokens" if self.tokens else str(self.sequences)
 
 
 def step_size(sequences: int, tokens: int) -> StepSize:

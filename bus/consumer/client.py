@@ -13,36 +13,31 @@ computes in its main thread therefore uses `Consumer.blocking`, whose loop has i
 import asyncio
 import logging
 import math
-import os
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
-from typing import Any, Final, Self, overload
+from typing import Any, Self, overload
 
 import msgspec
 
 from rolloutmq.bus.blocking import Facade, with_arguments_of
 from rolloutmq.bus.consumer.batch import Batch, StepSize, step_size
-from rolloutmq.bus.consumer.batch_reader import BatchReader, DecodedBatch
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.consumer.prefetch import Prefetch
+from rolloutmq.bus.consumer.puller import BatchPuller, wrong_reply
 from rolloutmq.bus.encoding.codec import require_encodable
-from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.bus.transport.time_limit import time_limit, within
 from rolloutmq.schemas.errors import (
     EndOfReplayError,
     LeaseLostError,
     UsageError,
-    WireError,
 )
-from rolloutmq.schemas.wire import replies
 from rolloutmq.schemas.wire import requests as wire
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo, Settled, Wait
-from rolloutmq.schemas.wire.requests import Pull, RegisterConsumer, Release, Settle
+from rolloutmq.schemas.wire.requests import RegisterConsumer, Release, Settle
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +338,7 @@ class Consumer:
             await self._ahead.drop()
             raise
         if not isinstance(reply, Settled):
-            raise _unexpected(reply, message)
+            raise wrong_reply(reply, message)
         self._forget(batch)
         self._before = batch.version if reply.provisional else None
         self.version = version
@@ -392,10 +387,6 @@ class Consumer:
             return await self.pull(self.version.step + 1, self.version)
         except EndOfReplayError:
             raise StopAsyncIteration from None
-
-
-def _unexpected(reply: replies.Reply, request: wire.Request) -> WireError:
-    return WireError(f"broker: wrong type of reply to {type(request).__name__} (got {type(reply).__name__})")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -503,108 +494,3 @@ class BlockingConsumer(Facade[Consumer]):
     def wait(self) -> Wait:
         """See `Consumer.wait`."""
         return self._object.wait
-
-
-POLL_S: Final = 3.0
-"""Wait of one pull at the broker before its repetition; within it a dead broker is noticed."""
-
-PAUSE_S: Final = 0.05
-"""Least time between two pulls without a batch."""
-
-
-class BatchPuller:
-    """Pulls batches for one consumer.
-
-    Attributes:
-        wait: Reason of the last pull's waiting.
-    """
-
-    def __init__(self, link: ConsumerConnection, size: StepSize, split: Split) -> None:
-        self.wait = Wait.NONE
-        self._link = link
-        self._size = size
-        self._split = split
-        self._reader = BatchReader()
-        self._numbers = count(1)
-        self._nonce = os.urandom(8).hex()
-        self._wait_log = WaitLog()
-
-    async def pull(self, step: int, version: PolicyVersion, until: float) -> Batch | None:
-        """Return the batch of a step; None if there was none in time.
-
-        Args:
-            step: Optimizer step of the batch.
-            version: Learning policy.
-            until: Monotonic time of the last request. The broker is asked at least once.
-
-        Raises:
-            RefusedError: The pull contradicts that of another rank.
-            EndOfReplayError: Every batch of the replayed run was delivered.
-        """
-        request_id = f"{self._nonce}-{next(self._numbers)}"
-        self._link.progress += 1
-        while True:
-            began = time.monotonic()
-            self._wait_log.begin(began)
-            wait_s = min(POLL_S, max(0.0, until - began))
-            pull = self._request(step, version, request_id, wait_s)
-            reply, frames = await self._link.ask(pull, wait_s)
-            if isinstance(reply, replies.Batch):
-                self._link.progress += 1
-                self._wait_log.over()
-                if (decoded := self._reader.read(reply, frames)) is None:
-                    continue
-                return self._batch(reply, decoded, version)
-            if not isinstance(reply, replies.NoBatch):
-                raise _unexpected(reply, pull)
-            self.wait = reply.wait
-            if reply.wait is Wait.END_OF_REPLAY:
-                raise EndOfReplayError("replay: every recorded batch was delivered; no further batch follows")
-            now = time.monotonic()
-            if self._wait_log.is_due(reply.wait.value, now):
-                logger.warning(
-                    "waiting for a batch consumer=%s step=%d reason=%s queued_sequences=%d of=%s waited_s=%.0f",
-                    pull.consumer, step, reply.wait.value, reply.queued_sequences,
-                    pull.sequences or f"{pull.tokens} tokens", self._wait_log.waited_s(now),
-                )  # fmt: skip
-            if now >= until:
-                return None
-            await asyncio.sleep(max(0.0, PAUSE_S - (now - began)))
-
-    def _request(self, step: int, version: PolicyVersion, request_id: str, wait_s: float) -> Pull:
-        about = self._link.register
-        return Pull(
-            consumer=about.consumer,
-            group=about.group,
-            run=about.info.run,
-            rank=about.rank,
-            world_size=about.world_size,
-            step=step,
-            version=version,
-            sequences=self._size.sequences,
-            tokens=self._size.tokens,
-            request_id=request_id,
-            wait_s=wait_s,
-            split=self._split,
-            arenas=self._reader.in_place,
-        )
-
-    def _batch(self, reply: replies.Batch, decoded: DecodedBatch, version: PolicyVersion) -> Batch:
-        return Batch(
-            groups=tuple(decoded.groups),
-            deliveries=tuple(decoded.deliveries),
-            rejected=tuple(decoded.rejected),
-            step=reply.step,
-            version=version,
-            lease=reply.lease,
-            generation=reply.generation,
-            life=self._link.life,
-            short=reply.short,
-            over=reply.over,
-            rewound=reply.rewound,
-            moments=reply.moments,
-        )
-
-    def close(self) -> None:
-        """Unmap the arenas."""
-        self._reader.close()

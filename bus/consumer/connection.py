@@ -35,7 +35,14 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.replies import ConsumerRegistered, Reply
-from rolloutmq.schemas.wire.requests import ConsumerBeat, Pull, RegisterConsumer, Release, Request
+from rolloutmq.schemas.wire.requests import (
+    ConsumerBeat,
+    Pull,
+    RegisterConsumer,
+    Release,
+    Request,
+    SettleGroups,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +222,7 @@ class ConsumerConnection:
 
     def _stamped(self, message: Request) -> Request:
         """Return the request with the generation of the present registration, if it has a place for it."""
-        if isinstance(message, Pull | Release | ConsumerBeat) and self.registered is not None:
+        if isinstance(message, Pull | SettleGroups | Release | ConsumerBeat) and self.registered is not None:
             return msgspec.structs.replace(message, generation=self.registered.generation)
         return message
 

@@ -87,6 +87,11 @@ CONSUMER_EXCHANGES: Final = (
         (replies.Settled,),
         "With the same outcome: the same reply. With another outcome: error `conflict`.",
     ),
+    Exchange(
+        requests.SettleGroups,
+        (replies.Settled,),
+        "With the same `key`: the same reply, also after a restart.",
+    ),
     Exchange(requests.Commit, (replies.Ok,), "Nothing changes."),
     Exchange(requests.Release, (replies.Ok,), "Nothing changes: the consumer holds no lease."),
     Exchange(requests.ConsumerBeat, (replies.Ok,), "`progress` is a total; only a larger one counts."),

@@ -383,6 +383,11 @@ leased again first, in the same composition and order, with `Batch.rewound` |
 - `ConsumerBeat` at least every `broker.silence_s`, with a growing `progress`, keeps the lease.
 - `Batch.generation` fences earlier leases: `Settle` repeats it.
 
+A consumer without other ranks may pull by `groups` instead: as many as are queued, at least one, in a lease that is no
+step. It holds up to `window` such leases and settles groups of any of them with `SettleGroups`. What one request
+settles is one batch for commits and rewinds. A lease without a group left is over. Heartbeats and faults are as above,
+for each lease.
+
 ## Repeated requests
 
 Replies get lost with a connection or a broker. The SDK repeats a request every {RESEND_S:g} s until a reply arrives.

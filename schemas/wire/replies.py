@@ -64,6 +64,8 @@ class Wait(StrEnum):
     """Another step of this consumer group is still leased."""
     STEP_MISMATCH = "step_mismatch"
     """The other ranks of this consumer group have settled the step."""
+    UNSETTLED = "unsettled"
+    """The groups that the consumer holds fill its window, the mark or the staleness bound: it must settle some."""
     TOO_FEW_GROUPS = "too_few_groups"
     """The queued batch has fewer groups than there are ranks, and groups are never cut."""
     END_OF_REPLAY = "end_of_replay"
@@ -208,11 +210,14 @@ class Settled(Message, tag="settled", frozen=True, kw_only=True):
         commit_wanted: The broker asks for a checkpoint soon, because it keeps many uncommitted groups.
         provisional: Other ranks have yet to settle. If the lease is lost before, all its groups are delivered again,
             and the next pull of this rank is refused with `lease_lost`.
+        lost: Of `SettleGroups`: groups that the consumer did not hold any more, as their lease was lost. They are
+            queued again, or ended otherwise.
     """
 
     step: Count
     commit_wanted: bool = False
     provisional: bool = False
+    lost: tuple[GroupId, ...] = ()
 
 
 class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):

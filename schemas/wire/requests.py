@@ -26,6 +26,10 @@ from rolloutmq.schemas.wire.tasks import TaskRequest
 
 RANKS_LIMIT = 4096
 """Most data-parallel ranks of one trainer; each of them adds to the time of sharding a step."""
+WINDOW_LIMIT = 64
+"""Most leases in one hand: they are kept in the broker's memory, and in its snapshots."""
+GROUPS_LIMIT = 1024
+"""Most groups of one lease of a window."""
 
 
 class RegisterProducer(Message, tag="register_producer", frozen=True, kw_only=True):
@@ -134,8 +138,11 @@ class Pull(Message, tag="pull", frozen=True, kw_only=True):
         world_size: Number of ranks.
         step: Optimizer step of the batch. All ranks of a step share its lease.
         version: Learning policy; staleness counts from it.
-        sequences: Sequences of the step over all ranks; 0 with `tokens`.
-        tokens: Most tokens of the step over all ranks; 0 with `sequences`.
+        sequences: Sequences of the step over all ranks; 0 with `tokens` or `groups`.
+        tokens: Most tokens of the step over all ranks; 0 with `sequences` or `groups`.
+        groups: Most groups, which come as they are there, at least one; `SettleGroups` settles them. 0 with `sequences`
+            or `tokens`.
+        window: With `groups`: most leases that the consumer may hold. Otherwise 0.
         request_id: Chosen by the consumer; a repeated pull with the same id gets the same batch.
         wait_s: Longest wait, in seconds.
         split: Split of the groups.
@@ -153,6 +160,8 @@ class Pull(Message, tag="pull", frozen=True, kw_only=True):
     version: PolicyVersion
     sequences: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
     tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    groups: Annotated[int, Meta(ge=0, le=GROUPS_LIMIT)] = 0
+    window: Annotated[int, Meta(ge=0, le=WINDOW_LIMIT)] = 0
     request_id: Annotated[str, Meta(min_length=1, max_length=64)]
     wait_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 10.0
     split: Split = Split.TRAIN
@@ -178,6 +187,26 @@ class Settle(Message, tag="settle", frozen=True, kw_only=True):
     lease: Count
     generation: Count
     rank: Count = 0
+    version: PolicyVersion
+    trained: tuple[GroupId, ...] = ()
+    filtered: tuple[GroupId, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+
+
+class SettleGroups(Message, tag="settle_groups", frozen=True, kw_only=True):
+    """Report the outcome of some groups that a consumer with a window holds, of any of its leases.
+
+    Attributes:
+        consumer: Name of the consumer.
+        generation: Generation of its registration.
+        key: Chosen by the consumer; a repeated request with the same key changes nothing, and gets the same reply.
+        version: Policy after the step; the present policy if no step was taken.
+        trained, filtered, rejected: As in `Settle`; each group is named once. Groups that are in no list stay leased.
+    """
+
+    consumer: Name
+    generation: Count
+    key: Annotated[str, Meta(min_length=1, max_length=64)]
     version: PolicyVersion
     trained: tuple[GroupId, ...] = ()
     filtered: tuple[GroupId, ...] = ()
@@ -224,6 +253,7 @@ Request = (
     | RegisterConsumer
     | Pull
     | Settle
+    | SettleGroups
     | Commit
     | Release
     | ConsumerBeat

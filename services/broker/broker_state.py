@@ -127,10 +127,11 @@ class BrokerState:
                 group.body.spare()
 
     def _trainer_demand(self) -> TrainerDemand:
-        if not any(lease.split is Split.TRAIN for lease in self.leases):
+        leased = [lease for lease in self.leases if lease.split is Split.TRAIN]
+        if all(lease.window for lease in leased):
             if self.consumers.any_unserved:
                 return TrainerDemand.STARVED
-            if self.lanes.queued_sequences(Split.TRAIN) >= self.run.batch_sequences:
+            if not leased and self.lanes.queued_sequences(Split.TRAIN) >= self.run.batch_sequences:
                 return TrainerDemand.NONE
         return TrainerDemand.CONSUMING
 

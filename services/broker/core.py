@@ -50,6 +50,7 @@ from rolloutmq.schemas.wire.requests import (
     Release,
     Request,
     Settle,
+    SettleGroups,
     Sync,
 )
 from rolloutmq.schemas.wire.tasks import AwaitTasks, CancelTasks, HandBack, SubmitTasks, TakeTasks
@@ -128,6 +129,7 @@ class BrokerCore:
             Goodbye: lambda r, now, _: producers.goodbye(r, now),
             RegisterConsumer: consumers.register,
             Settle: consumers.settle,
+            SettleGroups: consumers.settle_groups,
             Commit: lambda r, now, _: consumers.commit(r, now),
             Release: consumers.release,
             ConsumerBeat: lambda r, now, _: consumers.beat(r, now),

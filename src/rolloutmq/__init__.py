@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rolloutmq.bus.consumer.batch import Batch
     from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer, LeasedBatch
+    from rolloutmq.bus.consumer.groups import BlockingGroupConsumer, GroupConsumer, HeldGroup
     from rolloutmq.bus.evaluation.client import evaluate, evaluate_async
     from rolloutmq.bus.producer.client import BlockingProducer, Producer
     from rolloutmq.bus.producer.credit import Permit
@@ -109,6 +110,8 @@ __all__ += ["BlockingProducer"]
 _live_in("rolloutmq.bus.producer.client")
 __all__ += ["BlockingBatch", "BlockingConsumer", "Consumer", "LeasedBatch"]
 _live_in("rolloutmq.bus.consumer.client")
+__all__ += ["BlockingGroupConsumer", "GroupConsumer", "HeldGroup"]
+_live_in("rolloutmq.bus.consumer.groups")
 __all__ += ["evaluate", "evaluate_async"]
 _live_in("rolloutmq.bus.evaluation.client")
 __all__ += ["Permit"]

@@ -23,7 +23,13 @@ from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import Pull
 from rolloutmq.services.broker.batches import by_tokens
-from rolloutmq.services.broker.batches.candidates import Candidate, Floors, all_candidates, most_owed
+from rolloutmq.services.broker.batches.candidates import (
+    Candidate,
+    Floors,
+    all_candidates,
+    most_owed,
+    next_groups,
+)
 from rolloutmq.services.broker.batches.drop import GroupDropper
 from rolloutmq.services.broker.batches.exact import Counts, LaneSupply, compose, compose_below
 from rolloutmq.services.broker.batches.staleness import StalenessRule
@@ -68,7 +74,7 @@ class BatchBuilder:
         self._config = config
 
     def build(self, stream: Stream, pull: Pull, now: float, wall: float) -> BatchPlan | Wait:
-        """Take exactly `pull.sequences`, or at most `pull.tokens`, from the queues, or return the reason to wait."""
+        """Take exactly `pull.sequences`, or at most `pull.tokens` or `pull.groups`, or return the reason to wait."""
         measure = by_tokens.tokens if pull.tokens else _sequences
         while not self.closed:
             plan = self._take_suspect(pull) or self._compose(stream, pull, now)
@@ -82,7 +88,8 @@ class BatchBuilder:
                 return Wait.JOURNAL_SLOW
             if not stale and not damaged:
                 self._no_fit_since.pop(stream, None)
-                self._staleness.record(plan.groups, pull.version)
+                if not pull.window:  # those of a window are recorded when they are settled
+                    self._staleness.record(plan.groups, pull.version)
                 self._note_shares(pull, plan.groups, measure)
                 return plan
             self._lanes.put_back(plan.groups)
@@ -126,6 +133,8 @@ class BatchBuilder:
 
     def _compose(self, stream: Stream, pull: Pull, now: float) -> BatchPlan | Wait:
         queue = self._lanes.of_split(pull.split)
+        if pull.groups:
+            return self._compose_as_they_come(queue, pull.groups)
         if _too_few_queued(queue, pull):
             self._no_fit_since.pop(stream, None)
             return Wait.NO_BATCH
@@ -138,6 +147,14 @@ class BatchBuilder:
             stream, all_candidates(queue, floors), pull, now
         )
         return self._take_large(queue, floors, pull, plan) or plan
+
+    def _compose_as_they_come(self, queue: SplitQueue[Lane], count: int) -> BatchPlan | Wait:
+        """Take up to `count` groups. Minimum shares hold over time: what a lane misses is owed to it."""
+        groups = next_groups(queue, count)
+        for group in groups:
+            self._lanes.of(group).remove(group)
+        groups.sort(key=lambda group: group.order)
+        return BatchPlan(groups) if groups else Wait.NO_BATCH
 
     def _compose_few(self, queue: SplitQueue[Lane], floors: Floors, pull: Pull) -> BatchPlan | None:
         """Take an exact batch from the lanes owed most; None if they have none, or if all lanes are few."""

@@ -4,6 +4,8 @@ With few lanes these are all lanes with groups. With many, most batches come fro
 composing does not grow with the others: they are only ranked. If these lanes have no fitting batch, all lanes are
 tried.
 
+A pull of groups as they come has no size to fit: each group is that of the lane owed most at that moment.
+
 The wishes of the lanes owed most are made to add up to the batch: what they are owed more than the others, they are all
 owed. It stays owed to them until they are served.
 """
@@ -11,6 +13,7 @@ owed. It stays owed to them until they are served.
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.queues import Lane
 from rolloutmq.services.broker.state.split_queue import SplitQueue
 
@@ -60,6 +63,28 @@ def most_owed(
             chosen.append(lane)
             held += queued(lane)
     return _centred(chosen, floors)
+
+
+def next_groups(queue: SplitQueue[Lane], count: int) -> list[StoredGroup]:
+    """Return up to `count` groups whose turn comes next: of the lane owed most at that moment, its oldest first."""
+    owed = queue.owed(0)
+    ranked = sorted(owed, key=owed.__getitem__, reverse=True)[:FEW_LANES]
+    heads = {lane: lane.heads(lane.sizes) for lane in ranked}
+    turns = {lane: next(heads[lane]) for lane in ranked}
+    found: list[StoredGroup] = []
+    total = 0
+    while turns and len(found) < count:
+        _, _, lane = max((owed[one] + one.part * total, -turns[one].order, one) for one in turns)
+        group, size = turns[lane], turns[lane].header.sequences
+        found.append(group)
+        owed[lane] -= size
+        total += size
+        following = next(heads[lane], None)
+        if following is None:
+            del turns[lane]
+        else:
+            turns[lane] = following
+    return found
 
 
 def _centred(lanes: list[Lane], floors: Floors) -> list[Candidate]:

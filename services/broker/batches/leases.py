@@ -1,15 +1,18 @@
-"""Leases: one step handed to all ranks of a consumer group.
+"""Leases: groups handed to a consumer group, as a rule one step to all its ranks.
 
 A lease fixes composition and shards. It ends in one of two ways. Settled: every rank has reported the outcome of its
 shard. Lost: its groups return to their places in the queue, and later reports of its ranks are fenced by the
 generation. Every rank must send heartbeats and make progress; a hung rank cannot hold the others for ever.
+
+A stream has one leased step at a time, or a window: leases of a consumer without other ranks, which settles group by
+group. The groups of one settlement are carved out of the window's leases into a lease of their own, and it ends.
 
 A rank settles provisionally while others have yet to settle. If the lease is lost in between, the rank's next pull
 tells it so.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -52,6 +55,8 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
     version: PolicyVersion
     sequences: int
     tokens: int = 0
+    window: int = 0
+    """Most leases of its consumer, which settles group by group; 0 for a step, of which a stream has one at a time."""
     parts: list[RankShard]
     short: bool = False
     rewound: bool = False
@@ -75,7 +80,7 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
 
     def measure(self) -> None:
         """Note whether the lease exceeds the request: a single large group, or a rewound batch returned whole."""
-        if not self.rewound and sum(len(part.groups) for part in self.parts) > 1:
+        if self.window or (not self.rewound and sum(len(part.groups) for part in self.parts) > 1):
             return
         asked = self.tokens or self.sequences
         self.over = asked < sum(g.header.tokens if self.tokens else g.header.sequences for g in self.groups)
@@ -85,7 +90,9 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
         return (p for p in self.parts if p.consumer == consumer and p.settle is None)
 
     def fits(self, pull: Pull) -> bool:
-        """Return whether a pull is for this very step."""
+        """Return whether a pull is for this very step, or for a lease of the window."""
+        if self.window:
+            return pull.window > 0
         return (self.step, self.sequences, self.tokens, len(self.parts)) == (
             pull.step,
             pull.sequences,
@@ -135,6 +142,7 @@ class Leases:
     def __init__(self) -> None:
         self._open: dict[int, Lease] = {}
         self._of_stream: dict[Stream, Lease] = {}
+        self._windows: dict[Stream, dict[int, Lease]] = {}
         self._ended: OrderedDict[int, EndedLease] = OrderedDict()
         self.void: dict[tuple[str, Split], VoidSettlement] = {}
         """Void settlements by consumer and split."""
@@ -155,8 +163,22 @@ class Leases:
         self.generation += 1
         return self.generation
 
+    def newest_first(self) -> list[Lease]:
+        """Return the open leases in the order to lose them in: what is lost last comes again first."""
+        return list(self._open.values())[::-1]
+
     def of(self, stream: Stream) -> Lease | None:
+        """Return the leased step of a stream."""
         return self._of_stream.get(stream)
+
+    def window_of(self, stream: Stream) -> Mapping[int, Lease]:
+        """Return the leases of a stream's window by number, oldest first."""
+        return self._windows.get(stream, {})
+
+    def of_stream(self, stream: Stream) -> list[Lease]:
+        """Return the leased step, or the leases of the window, newest first."""
+        step = self.of(stream)
+        return [step] if step is not None else list(self.window_of(stream).values())[::-1]
 
     def find(self, number: int, generation: int) -> Lease | EndedLease | None:
         """Return the lease, open or settled, if the generation matches."""
@@ -172,7 +194,10 @@ class Leases:
         self.generation = max(self.generation, lease.generation)
         lease.measure()
         self._open[lease.number] = lease
-        self._of_stream[lease.stream] = lease
+        if lease.window:
+            self._windows.setdefault(lease.stream, {})[lease.number] = lease
+        else:
+            self._of_stream[lease.stream] = lease
 
     def end(self, lease: Lease) -> None:
         """Close a settled lease and remember its outcome."""
@@ -191,6 +216,8 @@ class Leases:
     def lose(self, lease: Lease) -> None:
         """Close a lease without an outcome. It is not remembered, so its ranks are fenced; settlements are void."""
         self._close(lease)
+        if lease.window:  # its consumer settles by itself, and its policy is always the settled one
+            return
         before = self._lost.pop(lease.stream, lease.version)
         self._lost[lease.stream] = min(lease.version, before, key=lambda policy: policy.step)
         for part in lease.parts:
@@ -205,7 +232,39 @@ class Leases:
 
     def _close(self, lease: Lease) -> None:
         del self._open[lease.number]
-        del self._of_stream[lease.stream]
+        if not lease.window:
+            del self._of_stream[lease.stream]
+            return
+        window = self._windows[lease.stream]
+        del window[lease.number]
+        if not window:
+            del self._windows[lease.stream]
+
+    def carve(self, number: int, generation: int, groups: Sequence[StoredGroup]) -> Lease:
+        """Take groups out of the window of one consumer, into a new lease of its own; close leases without a group."""
+        own = set(map(id, groups))
+        sources = [
+            lease for lease in self._open.values() if lease.window and own & set(map(id, lease.groups))
+        ]
+        first = sources[0]
+        for lease in sources:
+            lease.parts[0].groups = [group for group in lease.parts[0].groups if id(group) not in own]
+            if not lease.parts[0].groups:
+                self._close(lease)
+        carved = Lease(
+            number=number,
+            generation=generation,
+            stream=first.stream,
+            step=max(lease.step for lease in sources),
+            version=max(lease.version for lease in sources),
+            sequences=0,
+            window=first.window,
+            parts=[RankShard(list(groups), first.parts[0].progress_at, first.parts[0].consumer)],
+            rewound=first.rewound,
+            moments=sources[-1].moments,
+        )
+        self.open(carved)
+        return carved
 
     def void_for(self, pull: Pull, generation: int) -> VoidSettlement | None:
         """Return the void settlement to tell this pull of a consumer's life; a later pull is told nothing."""
@@ -254,11 +313,16 @@ class Leases:
         self._lost.clear()
         self._open.clear()
         self._of_stream.clear()
+        self._windows.clear()
         self._ended.clear()
 
     def validate(self) -> None:
         """Assert that both indexes hold the same leases and that no group is in two of them."""
-        assert {lease.number for lease in self._of_stream.values()} == set(self._open)
+        steps = {lease.number for lease in self._of_stream.values()}
+        windows = [lease for window in self._windows.values() for lease in window.values()]
+        assert all(lease.window and any(lease.groups) for lease in windows)
+        assert len(steps) + len(windows) == len(self._open)
+        assert steps | {lease.number for lease in windows} == set(self._open)
         ids = [id(group) for lease in self for group in lease.groups]
         assert len(ids) == len(set(ids))
         assert not any(lease.settled for lease in self)

@@ -7,7 +7,9 @@ Each environment bounds it with `max_staleness`. Above the bound, `stale = "drop
 dropped for its age. A group of the split `eval` is trained on by nobody, so no bound holds for it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+
+from msgspec.structs import replace
 
 from rolloutmq.schemas.policy_lineage import PolicyLineage
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
@@ -43,6 +45,14 @@ class StalenessRule:
                 self.max_delivered = max(self.max_delivered, self.staleness(group, version))
         if passed:
             self._ledger.reasons["passed(stale)"] += passed
+
+    def note_trained(self, groups: Iterable[StoredGroup], trained: Set[str], version: PolicyVersion) -> None:
+        """Record the staleness of groups of a window at their step, which led to `version`.
+
+        At their pull they were as stale as allowed; how long they are held is the trainer's choice.
+        """
+        used = [group for group in groups if group.header.group_id in trained]
+        self.record(used, replace(version, step=max(0, version.step - 1)))
 
     def _is_dropped(self, group: StoredGroup, version: PolicyVersion) -> bool:
         drops = self._lanes.of(group).rule.stale == "drop"

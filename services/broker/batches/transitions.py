@@ -24,6 +24,7 @@ from rolloutmq.services.broker.batches.rewind import RetainedBatch, RewindBuffer
 from rolloutmq.services.broker.batches.shards import shard
 from rolloutmq.services.broker.journal.event_buffer import EventBuffer
 from rolloutmq.services.broker.journal.format.events import (
+    Carved,
     Committed,
     Forgot,
     GroupState,
@@ -133,6 +134,7 @@ class GroupTransitions:
             version=pull.version,
             sequences=pull.sequences,
             tokens=pull.tokens,
+            window=pull.window,
             parts=[RankShard(groups, now) for groups in shards],
             short=short,
             rewound=again is not None,
@@ -179,6 +181,21 @@ class GroupTransitions:
                 self._lanes.of(group).leased.add(group)
         self._ledger.move(GroupState.QUEUED, GroupState.LEASED, sum(1 for _ in lease.groups))
         self._leases.open(lease)
+
+    def carve(self, groups: Sequence[StoredGroup], consumer: str, request_id: str) -> Lease:
+        """Make groups of a consumer's window a lease of their own; all of them are rewound, or none."""
+        orders_ = tuple(group.order for group in groups)
+        event = Carved(
+            self._leases.next_number(), self._leases.next_generation(), consumer, request_id, orders_
+        )
+        self._events.add(event)
+        return self.apply_carve(event, groups)
+
+    def apply_carve(self, event: Carved, groups: Sequence[StoredGroup]) -> Lease:
+        """Take groups out of the leases that hold them."""
+        lease = self._leases.carve(event.number, event.generation, groups)
+        self._leases.hand_out(lease, 0, event.consumer, event.request_id)
+        return lease
 
     def settle(self, lease: Lease, now: float, wall: float) -> None:
         """End a lease after all its ranks have settled."""
@@ -324,7 +341,7 @@ class GroupTransitions:
 
         The batches up to `version` are committed: the trainer has just started from that checkpoint.
         """
-        leases = [lease for split in Split if (lease := self._leases.of((consumer_group, split)))]
+        leases = [lease for split in Split for lease in self._leases.of_stream((consumer_group, split))]
         for lease in leases:
             split_up = self._needs_split(lease, failed=True)
             self._events.add(Lost(lease.number, True, "rewound", recalled=True, apart=split_up))
@@ -402,6 +419,7 @@ def _leased(lease: Lease) -> Leased:
         again=lease.rewound,
         tokens=lease.tokens,
         moments=lease.moments,
+        window=lease.window,
     )
 
 

@@ -71,6 +71,14 @@ class RolloutPermits:
             if lane.rule.pacing or lane in self._short:
                 self._pace(lane, self._active[lane.split].share(lane), now)
 
+    def used_up(self, split: Split) -> bool:
+        """Return whether no group of a split is under way, and none may be started before others are settled."""
+        active = self._active.get(split)
+        lanes = [lane for lane in self._lanes.of_split(split).lanes if lane.connected]
+        if active is None or not lanes or any(lane.granted for lane in lanes):
+            return False
+        return all(self._free(lane, active.share(lane))[0] <= 0 for lane in lanes)
+
     def note(self, lane: Lane) -> None:
         """Note that a lane may have more permits."""
         self._due.add(lane)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from rolloutmq.schemas.errors import DamagedJournalError, MissingError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.moments import Moments
@@ -77,6 +79,8 @@ class Transcript:
                 self.accepted.setdefault(event.accepted.order, event.accepted)
             case f.Leased():
                 self._open[event.number] = event, []
+            case f.Carved():
+                self._carve(event)
             case f.Lost():
                 self._open.pop(event.lease, None)
             case f.Settles():
@@ -91,6 +95,16 @@ class Transcript:
                 self._open.clear()
                 self._certain.clear()
                 self._uncommitted.clear()
+
+    def _carve(self, event: f.Carved) -> None:
+        """Take groups out of the leases of a window. What was settled together is a batch of the recording."""
+        own = set(event.orders)
+        for number, (lease, settles) in list(self._open.items()):
+            if not lease.window or own.isdisjoint(lease.shards[0]):
+                continue
+            left = tuple(order for order in lease.shards[0] if order not in own)
+            self._open[event.number] = replace(lease, number=event.number, shards=(event.orders,)), []
+            self._open[number] = replace(lease, shards=(left,)), settles
 
     def _settle(self, event: f.Settles) -> None:
         lease, settles = self._open.get(event.settle.lease, (None, []))

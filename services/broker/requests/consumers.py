@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
+from msgspec.structs import replace
+
 from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.schemas.wire.envelope import ArenaRef, ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import (
@@ -19,7 +21,15 @@ from rolloutmq.schemas.wire.replies import (
     Settled,
     Wait,
 )
-from rolloutmq.schemas.wire.requests import Commit, ConsumerBeat, Pull, RegisterConsumer, Release, Settle
+from rolloutmq.schemas.wire.requests import (
+    Commit,
+    ConsumerBeat,
+    Pull,
+    RegisterConsumer,
+    Release,
+    Settle,
+    SettleGroups,
+)
 from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.batches.consumers import POLL_S, Consumer, WaitingPull
 from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard
@@ -28,6 +38,8 @@ from rolloutmq.services.broker.broker_state import BrokerState, refuse
 from rolloutmq.services.broker.flow.arenas import ArenaSlot
 from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.requests import windows
+from rolloutmq.services.broker.requests.windows import WindowRequests
 
 MISMATCH_S: Final = 3.0
 """How long a rank pulls a step that another, living rank has settled before it is refused."""
@@ -40,6 +52,7 @@ class ConsumerRequests:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
+        self._windows = WindowRequests(state, self._end)
 
     def register(self, request: RegisterConsumer, now: float, wall: float) -> ConsumerRegistered | ErrorReply:
         """Register a new life of a consumer: the lease of its previous life is lost."""
@@ -124,7 +137,7 @@ class ConsumerRequests:
         if (error := self._unpullable(pull, now)) is not None:
             state.outbox.reply(route, error)
             return
-        if pull.split is Split.TRAIN and state.run.pulled(pull.sequences, pull.tokens):
+        if pull.split is Split.TRAIN and not pull.groups and state.run.pulled(pull.sequences, pull.tokens):
             self._rebatch()
         self._dismiss(pull.consumer, now)
         waiting = WaitingPull(route, pull, (pull.group, pull.split), now + pull.wait_s, now)
@@ -180,17 +193,14 @@ class ConsumerRequests:
                 "pull: group, rank and world_size must match the registration "
                 f"(got {pull.group}, {pull.rank}, {pull.world_size}; registered {registered})",
             )
-        if bool(pull.sequences) == bool(pull.tokens):
-            return refuse(
-                ErrorCode.INVALID,
-                f"pull: set exactly one of sequences and tokens (got {pull.sequences} and {pull.tokens})",
-            )
+        if (unfit := windows.unfit(pull)) is not None:
+            return unfit
         if not math.isfinite(pull.wait_s):
             return refuse(ErrorCode.INVALID, f"wait_s: must be a finite number (got {pull.wait_s})")
         if state.leases.over(pull.consumer, pull.request_id):
             return refuse(ErrorCode.LEASE_LOST, f"request {pull.request_id} got a batch that is settled")
         lease = state.leases.of((pull.group, pull.split))
-        if lease is not None and lease.step == pull.step and not lease.fits(pull):
+        if lease is not None and not pull.window and lease.step == pull.step and not lease.fits(pull):
             return refuse(ErrorCode.CONFLICT, f"step {pull.step} is leased with another size or world_size")
         return None
 
@@ -211,17 +221,10 @@ class ConsumerRequests:
             return True
         if waiting.wait is Wait.STEP_MISMATCH:
             return False
-        lease = state.leases.of(waiting.stream)
-        if lease is None:
-            found = state.transitions.lease(waiting.stream, pull, now, wall)
-            if isinstance(found, Wait):
-                self._hold(waiting, self._cap(found, pull.split), now)
-                return False
-            lease = found
-            if lease.split is Split.TRAIN:
-                state.run.leased(lease)
-                if lease.tokens:
-                    self._rebatch()
+        lease = self._lease(waiting, now, wall)
+        if isinstance(lease, Wait):
+            self._hold(waiting, self._cap(lease, pull.split), now)
+            return False
         part = lease.parts[pull.rank] if lease.fits(pull) else None
         if part is None or part.settle is not None or part.consumer not in {"", pull.consumer}:
             self._hold(waiting, Wait.LEASED_ELSEWHERE, now)
@@ -236,6 +239,23 @@ class ConsumerRequests:
         self._count(waiting, now)
         self._hand_out(waiting, lease, part, now)
         return True
+
+    def _lease(self, waiting: WaitingPull, now: float, wall: float) -> Lease | Wait:
+        """Return the lease that a pull is for, or a new one, or why there is none."""
+        state, pull, last = self._state, waiting.pull, self._state.leases.last_number
+        if pull.groups:
+            found = self._windows.lease(waiting.stream, pull, now, wall)
+        elif state.leases.window_of(waiting.stream):
+            return Wait.LEASED_ELSEWHERE
+        else:
+            found = state.leases.of(waiting.stream) or state.transitions.lease(
+                waiting.stream, pull, now, wall
+            )
+        if isinstance(found, Lease) and found.number > last and found.split is Split.TRAIN:
+            state.run.leased(found)
+            if found.tokens:
+                self._rebatch()
+        return found
 
     def _contradiction(self, waiting: WaitingPull, now: float, wall: float) -> ErrorReply | None:
         """Refuse a pull that cannot be of the same step as those of the other ranks.
@@ -441,6 +461,13 @@ class ConsumerRequests:
             return refuse(ErrorCode.CONFLICT, f"rank {settle.rank} has settled with another outcome")
         return self._settled(lease.step, provisional=not lease.settled)
 
+    def settle_groups(self, request: SettleGroups, now: float, wall: float) -> Settled | ErrorReply:
+        """End groups of a consumer's window; see `WindowRequests`."""
+        reply = self._windows.settle(request, now, wall)
+        if isinstance(reply, ErrorReply):
+            return reply
+        return replace(reply, commit_wanted=self._settled(reply.step, provisional=False).commit_wanted)
+
     def _settled(self, step: int, *, provisional: bool) -> Settled:
         state = self._state
         wanted = state.rewind_buffer.nbytes > state.config.broker.retain_bytes
@@ -490,12 +517,12 @@ class ConsumerRequests:
 
         The new life knows nothing of that settlement and would pull the step again.
         """
-        for lease in list(self._state.leases):
+        for lease in self._state.leases.newest_first():
             if any(part.consumer == consumer for part in lease.parts):
                 self._state.transitions.lose(lease, wall, failed=False, why=f"{consumer} registered again")
 
     def _release(self, consumer: str, wall: float, *, failed: bool, why: str) -> None:
-        for lease in self._state.leases:
+        for lease in self._state.leases.newest_first():
             if any(lease.held_by(consumer)):
                 self._state.transitions.lose(lease, wall, failed=failed, why=why)
                 self._state.permits_due = True
@@ -528,7 +555,7 @@ class ConsumerRequests:
     def _expire(self, now: float, wall: float) -> None:
         state = self._state
         moment = now - state.config.broker.silence_s
-        for lease in state.leases:
+        for lease in state.leases.newest_first():
             holders = {p.consumer for p in lease.parts if p.consumer and p.settle is None}
             gone = [name for name in holders if state.consumers.silent_since(name, moment)]
             if gone or lease.expires_at(state.config.broker.lease_s) <= now:

@@ -119,6 +119,7 @@ class StateRestorer:
             f.Leased: self._leased,
             f.Pulled: self._pulled,
             f.Settles: self._settles,
+            f.Carved: self._carved,
             f.Lost: self._lost,
             f.Dropped: self._dropped,
             f.Committed: lambda event: state.transitions.commit(event.group, event.version),
@@ -208,7 +209,7 @@ class StateRestorer:
     def _leased(self, event: f.Leased) -> None:
         state = self._state
         stream = event.group, event.split
-        if (previous := state.leases.of(stream)) is not None:
+        if not event.window and (previous := state.leases.of(stream)) is not None:
             state.transitions.apply_loss(previous, failed=False)
             self.problems.append(
                 f"the outcome of lease {previous.number} is lost: its groups are queued again"
@@ -225,16 +226,18 @@ class StateRestorer:
             version=event.version,
             sequences=event.sequences,
             tokens=event.tokens,
+            window=event.window,
             parts=[RankShard(groups, self._now) for groups in state.transitions.take_leased(event)],
             short=event.short,
             rewound=event.again,
             moments=event.moments,
         )
         state.transitions.apply_lease(lease)
-        if not event.again:
+        if not event.again and not event.window:
             state.staleness.record(lease.groups, event.version)
         if event.split == 0:
-            state.run.pulled(event.sequences, event.tokens)
+            if not event.window:
+                state.run.pulled(event.sequences, event.tokens)
             state.run.leased(lease)
 
     def _find(self, lease: int) -> Lease:
@@ -254,9 +257,21 @@ class StateRestorer:
             self._state.transitions.apply_loss(lease, failed=False)
             raise UnknownReferenceError(f"lease {lease.number} was settled with other groups")
         part.settle = event.settle
+        if lease.window and not lease.rewound:
+            settle = event.settle
+            self._state.staleness.note_trained(part.groups, set(settle.trained), settle.version)
         if lease.settled:
             self._state.transitions.apply_settle(lease, self._wall)
             self._consumers.moved_on(lease)
+
+    def _carved(self, event: f.Carved) -> None:
+        leased = {
+            group.order: group for lease in self._state.leases if lease.window for group in lease.groups
+        }
+        groups = [leased[order] for order in event.orders if order in leased]
+        if len(groups) < len(event.orders) or not groups:
+            raise UnknownReferenceError(f"lease {event.number} has groups that are in no window")
+        self._state.transitions.apply_carve(event, groups)
 
     def _lost(self, event: f.Lost) -> None:
         transitions, lease = self._state.transitions, self._find(event.lease)
@@ -404,6 +419,7 @@ class StateRestorer:
             version=item.version,
             sequences=item.sequences,
             tokens=item.tokens,
+            window=item.window,
             parts=[RankShard(groups, self._now) for groups in shards],
             short=item.short,
             rewound=item.rewound,

@@ -143,6 +143,7 @@ def _lease(lease: Lease) -> LeaseSnapshot:
         parts=tuple((part.consumer, part.request_id, part.settle) for part in lease.parts),
         tokens=lease.tokens,
         moments=lease.moments,
+        window=lease.window,
     )
 
 

@@ -140,6 +140,10 @@ def _leased_elsewhere(pressure: Pressure) -> str:
     return f"{pressure.ledger.leased:,} groups of another step are still leased"
 
 
+def _unsettled(pressure: Pressure) -> str:
+    return f"it holds {pressure.ledger.leased:,} groups, and no other comes before it settles some of them"
+
+
 def _step_mismatch(_pressure: Pressure) -> str:
     return "a rank pulls a step that the other ranks have settled; it is refused unless they start over"
 
@@ -202,6 +206,7 @@ TRAINER_WAITS: Final[Mapping[str, Callable[[Pressure], str]]] = {
     Wait.MIN_SHARE: _min_share,
     Wait.BATCH_EXCEEDS_CAP: _batch_exceeds_cap,
     Wait.LEASED_ELSEWHERE: _leased_elsewhere,
+    Wait.UNSETTLED: _unsettled,
     Wait.STEP_MISMATCH: _step_mismatch,
     Wait.JOURNAL_SLOW: _journal_slow,
     Wait.TOO_FEW_GROUPS: _too_few_groups,

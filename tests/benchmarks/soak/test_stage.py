@@ -20,7 +20,7 @@ def act(*faults: Fault, durability: str = "disk") -> Act:
 
     found = next(iter(plan.acts(3 * GROUPS, 3, 5)))
     t0, e0, *_ = found.trainers
-    two = replace(t0, ranks=2, sequences=64, tokens=0, commits=True)
+    two = replace(t0, ranks=2, sequences=64, tokens=0, commits=True, window=0)
     return replace(found, durability=durability, transport="ipc", trainers=(two, e0), faults=faults)
 
 

@@ -146,6 +146,8 @@ class Leased(Event, frozen=True, tag=7):
     """The budget of a step pulled by tokens; `sequences` is 0 then."""
     moments: dict[str, Moments] = {}
     """Moments of the scores of each environment of the step."""
+    window: int = 0
+    """Most leases of its consumer; 0 for a step, of which there is one at a time."""
 
 
 class Pulled(Event, frozen=True, tag=8):
@@ -161,6 +163,19 @@ class Settles(Event, frozen=True, tag=9):
     """A rank reported the outcome of its shard; the last one ends the lease."""
 
     settle: Settle
+
+
+class Carved(Event, frozen=True, tag=23):
+    """Groups of a consumer's window became a lease of their own, which a `Settles` event then ends.
+
+    `request_id` is the key of their settlement. A lease without a group left is over.
+    """
+
+    number: int
+    generation: int
+    consumer: str
+    request_id: str
+    orders: tuple[int, ...]
 
 
 class Lost(Event, frozen=True, tag=10):
@@ -356,6 +371,7 @@ class LeaseSnapshot(Event, frozen=True, tag=69):
     parts: tuple[tuple[str, str, Settle | None], ...]
     tokens: int = 0
     moments: dict[str, Moments] = {}
+    window: int = 0
 
 
 class EndedLeaseSnapshot(Event, frozen=True, tag=70):

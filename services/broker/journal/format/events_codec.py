@@ -7,6 +7,7 @@ import msgspec
 from rolloutmq.services.broker.journal.format.events import (
     Accepted,
     Began,
+    Carved,
     Committed,
     ConsumerSnapshot,
     Declared,
@@ -53,8 +54,8 @@ from rolloutmq.services.broker.journal.format.events import (
 AnyEvent = (
     Accepted | Skipped | Opened | Declared | Produced | Joined | Leased | Pulled | Settles | Lost | Dropped
     | Committed | Forgot | Rewound | Requeued | Disconnected | WasReset | Wanted | Told | Began | Tuned | Vacated
-    | GpuAsked | Numbers | Table | LaneSnapshot | SessionSnapshot | GroupSnapshot | LeaseSnapshot | EndedLeaseSnapshot |
-    RetainedBatchSnapshot | RewoundBatchSnapshot
+    | Carved | GpuAsked | Numbers | Table | LaneSnapshot | SessionSnapshot | GroupSnapshot | LeaseSnapshot
+    | EndedLeaseSnapshot | RetainedBatchSnapshot | RewoundBatchSnapshot
     | LedgerSnapshot | ConsumerSnapshot | RunSnapshot | EndedGroupsSnapshot
     | TaskSubmitted | TaskTaken | TaskReturned | TaskEnded | TaskQueueSnapshot | TaskSnapshot
 )  # fmt: skip

@@ -16,6 +16,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import Settle
 from rolloutmq.services.broker.journal.format.events import (
     Accepted,
+    Carved,
     Committed,
     Dropped,
     Event,
@@ -250,6 +251,7 @@ class LedgerModel(SnapshotModel):
             Opened: lambda event: self.opened.add(event.number),
             Skipped: self._skip,
             Leased: self._lease,
+            Carved: self._carve,
             Settles: lambda event: self._settle(event.settle),
             Lost: self._lose,
             Dropped: self._drop,
@@ -318,6 +320,26 @@ class LedgerModel(SnapshotModel):
             self._report("is not the same in the batch that came again and in the one that was due", order)
         for batch in queue:
             batch.orders = [order for order in batch.orders if order not in wanted]
+
+    def _carve(self, event: Carved) -> None:
+        """Take groups out of the leases of a window; they become one lease."""
+        own, sources = set(event.orders), []
+        for number, lease in list(self.leases.items()):
+            if own.isdisjoint(lease.orders()):
+                continue
+            sources.append(lease)
+            lease.shards = tuple(tuple(one for one in shard if one not in own) for shard in lease.shards)
+            if not any(lease.shards):
+                del self.leases[number]
+        for order in event.orders:
+            self._expect(order, GroupState.LEASED, f"was settled with lease {event.number}")
+        if not sources:
+            self._report(f"lease {event.number} has groups of no open lease")
+            return
+        again = {lease.again for lease in sources}
+        if len(again) > 1:
+            self._report(f"lease {event.number} has groups of the rewind queue, and others")
+        self.leases[event.number] = OpenLease(sources[0].stream, (event.orders,), sources[0].again, {})
 
     def _settle(self, settle: Settle) -> None:
         lease = self.leases.get(settle.lease)

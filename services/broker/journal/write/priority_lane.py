@@ -20,6 +20,7 @@ from typing import Final
 
 from rolloutmq.services.broker.journal.event_buffer import Entry
 from rolloutmq.services.broker.journal.format.events import (
+    Carved,
     Committed,
     Declared,
     Dropped,
@@ -37,7 +38,9 @@ from rolloutmq.services.broker.journal.format.events import (
 )
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 
-PRIORITY_EVENTS: Final[frozenset[type]] = frozenset({Leased, Pulled, Settles, Committed, Forgot, Dropped})
+PRIORITY_EVENTS: Final[frozenset[type]] = frozenset(
+    {Leased, Pulled, Carved, Settles, Committed, Forgot, Dropped}
+)
 """They change stored groups, leases, retained batches, and sums of the ledger."""
 PASSABLE_EVENTS: Final[frozenset[type]] = frozenset(
     {StoredGroup, Skipped, Declared, Produced, TaskSubmitted, TaskTaken, TaskReturned, TaskEnded}

@@ -1,0 +1,170 @@
+"""Windows: several leases in the hand of one consumer, which settles group by group.
+
+A trainer that buffers groups and trains on any mix of them pulls them as they come, and holds up to `Pull.window`
+leases. `SettleGroups` names groups of any of them: they are carved out into a lease of their own, which ends as every
+lease does, so a checkpoint, a rewind and the ledger treat what was settled together as one batch. Groups of the rewind
+queue count against another account than new ones, and are carved out apart.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from msgspec.structs import replace
+
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import ErrorReply, Settled, Wait
+from rolloutmq.schemas.wire.requests import Pull, Settle, SettleGroups
+from rolloutmq.services.broker.batches.leases import Lease
+from rolloutmq.services.broker.broker_state import BrokerState, refuse
+from rolloutmq.services.broker.journal.format.events import Settles
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.groups import Stream
+
+End = Callable[[Lease, float, float], None]
+"""Ends a settled lease, at a monotonic and a wall-clock time."""
+
+
+def unfit(pull: Pull) -> ErrorReply | None:
+    """Refuse a pull whose size and window contradict each other."""
+    if sum(map(bool, (pull.sequences, pull.tokens, pull.groups))) != 1:
+        return refuse(
+            ErrorCode.INVALID,
+            "pull: set exactly one of sequences, tokens and groups "
+            f"(got {pull.sequences}, {pull.tokens} and {pull.groups})",
+        )
+    if bool(pull.groups) != bool(pull.window):
+        return refuse(
+            ErrorCode.INVALID,
+            f"pull.window: must be at least 1 with groups, and 0 without (got {pull.window})",
+        )
+    if pull.groups and pull.world_size > 1:
+        return refuse(
+            ErrorCode.INVALID,
+            f"pull.groups: a consumer of {pull.world_size} ranks pulls steps, which all ranks share; "
+            "set sequences or tokens",
+        )
+    return None
+
+
+class WindowRequests:
+    """Leases groups as they come, and settles them one by one.
+
+    Args:
+        state: The broker's state.
+        end: Ends a settled lease.
+    """
+
+    def __init__(self, state: BrokerState, end: End) -> None:
+        self._state = state
+        self._end: Final = end
+
+    def lease(self, stream: Stream, pull: Pull, now: float, wall: float) -> Lease | Wait:
+        """Return the lease of this very request, or a new one, or why there is none."""
+        state = self._state
+        if state.leases.of(stream) is not None:
+            return Wait.LEASED_ELSEWHERE
+        window = state.leases.window_of(stream)
+        holders = {lease.parts[0].consumer for lease in window.values()}
+        if not holders <= {"", pull.consumer}:
+            return Wait.LEASED_ELSEWHERE
+        for lease in window.values():
+            if lease.parts[0].consumer == "" or lease.parts[0].request_id == pull.request_id:
+                return lease
+        if len(window) >= pull.window:
+            return Wait.UNSETTLED
+        # A settlement may have come while the pull waited.
+        pull = replace(pull, version=max(pull.version, state.run.present))
+        found = state.transitions.lease(stream, pull, now, wall)
+        if found is Wait.NO_BATCH and window and self._is_full(pull.split):
+            return Wait.UNSETTLED
+        return found
+
+    def _is_full(self, split: Split) -> bool:
+        """Return whether no group can come before the consumer settles some."""
+        return self._state.credits.exhausted(split) or self._state.permits.used_up(split)
+
+    def settle(self, request: SettleGroups, now: float, wall: float) -> Settled | ErrorReply:
+        """End the named groups that the consumer holds; report the others as lost."""
+        state = self._state
+        consumer = state.consumers.heard(request.consumer, now)
+        if consumer is None:
+            return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
+        if state.consumers.fenced(request.consumer, request.generation):
+            return refuse(
+                ErrorCode.FENCED, f"consumer {request.consumer}: another process registered under this name"
+            )
+        named = Counter(_named(request))
+        if named and (most := named.most_common(1)[0])[1] > 1:
+            return refuse(ErrorCode.INVALID, f"settle_groups: group {most[0]} is named more than once")
+        done = {group_id for settle in self._earlier(request) for group_id in _named(settle)}
+        if not done:
+            policy = state.consumers.settled_by(consumer.group) or request.version
+            if request.trained and request.version < policy:
+                return _behind(request.version, policy)
+            request = replace(request, version=max(request.version, policy))
+            done = self._settle_held(request, now, wall)
+        return Settled(step=request.version.step, lost=tuple(name for name in named if name not in done))
+
+    def _earlier(self, request: SettleGroups) -> Iterator[Settle]:
+        """Yield what this request has settled when it came before."""
+        for _, ended in self._state.leases.ended():
+            if (request.consumer, request.key) in ended.requests:
+                yield from ended.settles
+
+    def _settle_held(self, request: SettleGroups, now: float, wall: float) -> set[str]:
+        """Settle the named groups that the consumer holds; return their ids."""
+        held = self._held(request.consumer)
+        done: set[str] = set()
+        for again in (True, False):
+            found = (held[name] for name in _named(request) if name in held)
+            groups = [group for group, rewound in found if rewound is again]
+            if groups:
+                done |= self._settle_carved(request, groups, now, wall)
+        return done
+
+    def _held(self, consumer: str) -> dict[str, tuple[StoredGroup, bool]]:
+        """Return the groups of a consumer's window by id, each with whether it was rewound.
+
+        Groups of the same id and other contents are settled one after another, the oldest first.
+        """
+        held: dict[str, tuple[StoredGroup, bool]] = {}
+        for lease in self._state.leases:
+            if lease.window and lease.parts[0].consumer == consumer:
+                for group in lease.groups:
+                    held.setdefault(group.header.group_id, (group, lease.rewound))
+        return held
+
+    def _settle_carved(
+        self, request: SettleGroups, groups: list[StoredGroup], now: float, wall: float
+    ) -> set[str]:
+        state, ids = self._state, {group.header.group_id for group in groups}
+        lease = state.transitions.carve(groups, request.consumer, request.key)
+        settle = Settle(
+            consumer=request.consumer,
+            lease=lease.number,
+            generation=lease.generation,
+            version=request.version,
+            trained=tuple(one for one in request.trained if one in ids),
+            filtered=tuple(one for one in request.filtered if one in ids),
+            rejected=tuple(one for one in request.rejected if one.group_id in ids),
+        )
+        lease.parts[0].settle = settle
+        state.events.add(Settles(settle))
+        if not lease.rewound:
+            state.staleness.note_trained(groups, set(settle.trained), request.version)
+        self._end(lease, now, wall)
+        return ids
+
+
+def _named(request: SettleGroups | Settle) -> Iterator[str]:
+    yield from request.trained
+    yield from request.filtered
+    yield from (one.group_id for one in request.rejected)
+
+
+def _behind(version: PolicyVersion, policy: PolicyVersion) -> ErrorReply:
+    return refuse(
+        ErrorCode.INVALID,
+        f"settle_groups.version: must not be behind the policy of the last settlement, {policy} (got {version})",
+    )
