@@ -21,7 +21,7 @@ def view(role: Role, phase: Phase = Phase.STOPPING) -> ProcessView:
     return ProcessView(role.value, role, phase, 100.0, 0.0, 0, 0, "")
 
 
-@pytest.mark.parametrize("role", GRACE_S)
+@pytest.mark.parametrize("role", sorted(GRACE_S))
 def test_every_process_of_a_run_is_named_with_what_it_does(role: Role) -> None:
     told = end_notice([view(role), view(Role.LAUNCHER, Phase.ENDED)], [], GRACE_S, 30.0, 105.0)
     assert told.startswith(f"ending, waits for: {role.value} ")
