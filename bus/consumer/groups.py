@@ -114,7 +114,7 @@ class GroupConsumer:
         """Settled groups, with whether they were trained on. A rejected one may be queued again by an operator."""
         self._nonce = os.urandom(16)
         self._settling = asyncio.Lock()
-        self._link.idle = lambda: bool(self._ready)
+        self._link.idle = lambda: bool(self._ready) and not self._in_hand
 
     @classmethod
     @asynccontextmanager

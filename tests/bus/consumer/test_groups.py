@@ -204,6 +204,20 @@ async def test_settling_while_getting_returns_no_settled_group(run_dir: Path, gr
     assert trained == dict.fromkeys(names, 1)
 
 
+async def test_a_trainer_that_hangs_loses_its_leases(run_dir: Path, group: MakeGroup) -> None:
+    """Also with groups that wait to be returned: it holds others, and does nothing with them."""
+    with running_broker(config(lease_s=1.0), RunLayout(run_dir)):
+        await send(run_dir, [group("a"), group("b")])
+        async with GroupConsumer.open(run_dir, batch_sequences=4, groups=2) as consumer:
+            assert not consumer._link.idle()
+            a = await consumer.get(timeout_s=20)
+            assert consumer._ready
+            assert not consumer._link.idle()
+            async with GroupConsumer.open(run_dir, batch_sequences=4, consumer="next") as other:
+                assert (await other.get(timeout_s=20)).group_id == "a", "the broker took it back"
+            assert (await consumer.settle([a])).lost == ("a",)
+
+
 async def test_a_resumed_trainer_gets_its_mixes_again(run_dir: Path, group: MakeGroup) -> None:
     layout, rng = RunLayout(run_dir), random.Random(3)
     names = [f"g-{index}" for index in range(24)]
