@@ -88,30 +88,39 @@ class BusCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             force_tree(path)
         training.commit()
 
+    def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
+        """Note the loss, for the run's own displays."""
+        if self._bus.training is not None:
+            self._bus.training.logged(more.get("logs") or {})
+
     def on_train_end(self, *_given: Any, **_more: Any) -> None:
         """Settle a batch that was used in part, and leave the bus."""
         self._bus.end()
 
 
-def step_of(state: Any) -> int | None:
+def step_of(state: Any, callback: str = BusCallback.__name__) -> int | None:
     """Return the step of the policy in the checkpoint that a trainer resumed from; None if it did not resume.
+
+    Args:
+        state: Of the trainer.
+        callback: Class whose state tells the step.
 
     Raises:
         UsageError: The checkpoint does not tell: it is from another training, or was written inside a generation.
     """
     if not state.global_step:
         return None
-    saved = state.stateful_callbacks.get(BusCallback.__name__, {})
+    saved = state.stateful_callbacks.get(callback, {})
     step = _step(saved)
     if step is None:
         raise UsageError(
             f"resume_from_checkpoint: the checkpoint of step {state.global_step} has no step of the bus, so it is not "
-            "known which groups it has learned from; pass `bus.last_checkpoint(output_dir)`"
+            "known which groups it has learned from; pass `last_checkpoint(output_dir)`"
         )
     return step
 
 
-def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+def last_checkpoint(output_dir: str | os.PathLike[str], callback: str = BusCallback.__name__) -> str | None:
     """Return the newest complete checkpoint in a directory that a training on the bus can continue from, if any."""
     found = [
         path for path in Path(output_dir).glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()
@@ -121,7 +130,7 @@ def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
             known = read_json(path / STATE, dict[str, Any]) or {}  # the trainer writes this file last
         except ValueError:
             continue
-        if _step(known.get("stateful_callbacks", {}).get(BusCallback.__name__)) is not None:
+        if _step(known.get("stateful_callbacks", {}).get(callback)) is not None:
             return str(path)
     return None
 

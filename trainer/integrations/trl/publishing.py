@@ -12,7 +12,7 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, copy_private
+from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
@@ -127,6 +128,66 @@ def published(
     with owned(skeleton(identity, identity.dtype), run, layout, version, source) as share:
         logger.info("weights published backend=%s", run.weights.backend)
         yield _Leading(share)
+
+
+class BusWeightTransfer:
+    """Implements TRL's `WeightTransferProtocol`: weights of an `AsyncGRPOTrainer` go to the engines of the run.
+
+    Args:
+        run_dir: Run directory; its `weights.backend` is posix_shm or disk.
+        model: The trainer's model, before it is sharded or wrapped.
+        tokenizer: That of the model.
+        version: Returns the policy that the weights are to be published as, such as `lambda: worker.version`.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, model: nn.Module, tokenizer: Any, version: Callable[[], PolicyVersion]
+    ) -> None:
+        self._run, self._layout = load_run(Path(run_dir))
+        if self._run.weights.backend not in {"posix_shm", "disk"}:
+            raise ConfigError(
+                "weights.backend",
+                f"must be posix_shm or disk with AsyncGRPOTrainer (got {self._run.weights.backend}), because it sends "
+                "its weights once for each version",
+            )
+        self._model = model
+        self._tokenizer = tokenizer
+        self._version = version
+        self._stack = ExitStack()
+        self._share: Any = None
+        self._tensors: Iterable[tuple[str, Tensor]] = ()
+
+    def init_weight_transfer(self) -> None:
+        """Write the identity that engines build their model from."""
+        self._identity = _identity(self._model)
+        _write_identity(self._model, self._identity, self._tokenizer, self._layout.model)
+
+    def pause(self) -> None:
+        """Do nothing: engines finish their forward pass, and each token has its version."""
+
+    def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
+        """Publish the tensors as the current version, one at a time.
+
+        Raises:
+            WeightsMismatchError: They are not all tensors of the model; names the first that differs.
+        """
+        self._tensors = iterator
+        if self._share is None:
+            meant = skeleton(self._identity, self._identity.dtype)
+            owner = owned(meant, self._run, self._layout, self._version(), lambda: self._tensors)
+            self._share = self._stack.enter_context(owner)
+        else:
+            with self._share.writing(self._version()):
+                pass
+        self._tensors = ()
+
+    def resume(self) -> None:
+        """Do nothing; see `pause`."""
+
+    def destroy(self) -> None:
+        """Remove the weights. May be called twice."""
+        self._share = None
+        self._stack.close()
 
 
 def require_publishable(model: nn.Module, tensors: Tensors, run: RunConfig) -> None:

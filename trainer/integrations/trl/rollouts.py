@@ -21,6 +21,7 @@ continue from the last checkpoint.
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from importlib import import_module
 from pathlib import Path
@@ -28,12 +29,15 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.tasks.client import TaskClient
-from rolloutmq.bus.transport.endpoint import is_address
+from rolloutmq.bus.transport.endpoint import is_address, resolve_blocking
+from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, UsageError
 from rolloutmq.schemas.files import RunLayout, SettledBatch
+from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.checkpoint import next_incarnation
@@ -265,9 +269,23 @@ class BusRollouts:
         if incarnation:
             journal.write(SettledBatch(at=time.time(), version=version, resumed=True))
         self.training = Training(
-            consumer, journal, publication, demand, generation, version, args.process_index, ranks
+            consumer,
+            journal,
+            publication,
+            self._teller() if leads else lambda _event: None,
+            demand,
+            generation,
+            version,
+            args.process_index,
+            ranks,
         )
         logger.info("joined incarnation=%d step=%d ranks=%d", incarnation, version.step, ranks)
+
+    def _teller(self) -> Callable[[StepDone], None]:
+        """Return what publishes the report of a step, for `status`, `top` and the checks of the rewards' health."""
+        assert self._stack is not None
+        events = self._stack.enter_context(Publisher(resolve_blocking(self._where).publish))
+        return lambda event: events.publish(topics.STEP, event)
 
     def _publishes(self, run: RunConfig) -> bool:
         return run.inference.kind in ENGINES if self._publish is None else self._publish

@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.loss_mask import trained_tokens
+from rolloutmq.schemas.wire.health import LaneScores
 from rolloutmq.trainer.step import collate, overrides
 from rolloutmq.trainer.step.collate import Bounds
+from rolloutmq.trainer.step.lane_scores import lane_scores
 
 UNUSED: Final = ("advantages", "distill_token_ids", "distill_logprobs")
 """Columns that change a step of the shipped trainer and that TRL would ignore."""
@@ -60,6 +62,8 @@ class PulledGroup:
         rows: Its sequences; none with a fault.
         staleness: Of the group.
         reward: Mean score.
+        tokens: Trained tokens.
+        lanes: Sums over its scores, for the checks of their health.
     """
 
     group_id: str
@@ -68,6 +72,8 @@ class PulledGroup:
     rows: tuple[Row, ...] = ()
     staleness: int = 0
     reward: float = 0.0
+    tokens: int = 0
+    lanes: tuple[LaneScores, ...] = ()
 
 
 class Demand(NamedTuple):
@@ -84,7 +90,14 @@ def pulled(group: Group, staleness: int, rank: int, demand: Demand) -> PulledGro
         return PulledGroup(group.group_id, rank, fault)
     rows = tuple(_rows(group, staleness))
     return PulledGroup(
-        group.group_id, rank, "", rows, staleness, float(group.columns["scores"].numbers().mean())
+        group_id=group.group_id,
+        rank=rank,
+        fault="",
+        rows=rows,
+        staleness=staleness,
+        reward=float(group.columns["scores"].numbers().mean()),
+        tokens=int(sum(row.mask.sum() for row in rows)),
+        lanes=lane_scores([group]),
     )
 
 

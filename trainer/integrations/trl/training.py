@@ -11,7 +11,7 @@ with vLLM by itself. `_correct` turns the correction on, and `_require_corrected
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, Final
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer
 from rolloutmq.schemas.errors import LeaseLostError, UsageError
 from rolloutmq.schemas.files import SettledBatch
+from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected
 from rolloutmq.trainer.integrations.trl.publishing import Publication
@@ -33,6 +34,7 @@ from rolloutmq.trainer.integrations.trl.rows import (
     without_signal,
 )
 from rolloutmq.trainer.integrations.trl.settings import Generation
+from rolloutmq.trainer.step.lane_scores import merged
 from rolloutmq.trainer.trained_log import TrainedLog
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,9 @@ CORRECTED: Final = "importance_sampling_ratio"
 class Training:
     """One life of a trainer on the bus. All ranks call each method, at the same places.
 
+    Args:
+        tell: Publishes the report of a step; does nothing on ranks that do not lead.
+
     Attributes:
         consumer: Connection of this rank.
         version: Policy of the weights, after the last settled batch.
@@ -58,6 +63,7 @@ class Training:
         consumer: BlockingConsumer,
         journal: TrainedLog,
         publication: Publication,
+        tell: Callable[[StepDone], object],
         demand: Demand,
         generation: Generation,
         version: PolicyVersion,
@@ -69,6 +75,7 @@ class Training:
         self.leads = rank == 0
         self._journal = journal
         self._publication = publication
+        self._tell = tell
         self._demand = demand
         self._generation = generation
         self._rank = rank
@@ -79,6 +86,8 @@ class Training:
         """The groups of the batch, of all ranks, in the order of the rows; those with a fault last."""
         self._left = 0
         """Optimizer steps until the batch is used up."""
+        self._loss = 0.0
+        self._asked_at = self._pulled_at = time.monotonic()
         self._usable = False
         """Whether this life has seen a group that it can train on."""
 
@@ -115,6 +124,7 @@ class Training:
 
     def _pull(self) -> list[PulledGroup]:
         """Pull until a batch has a group to train on; return the groups of all ranks."""
+        self._asked_at = time.monotonic()
         while True:
             self._publication.supply()
             batch = self.consumer.pull(self.version.step + 1, self.version)
@@ -129,7 +139,7 @@ class Training:
             usable = [group for group in groups if not group.fault]
             self._require_room(len(usable))
             if usable:
-                self._usable = True
+                self._usable, self._pulled_at = True, time.monotonic()
                 return groups
             if groups and not self._usable:
                 raise UsageError(f"no group of the first batch can be trained on: {groups[0].fault}")
@@ -152,10 +162,40 @@ class Training:
         self._left -= 1
         return self._finish() if not self._left else False
 
+    def logged(self, logs: Mapping[str, Any]) -> None:
+        """Note what TRL logs."""
+        if isinstance(loss := logs.get("loss"), float):
+            self._loss = loss
+
     def _finish(self) -> bool:
         after = PolicyVersion(self.version.incarnation, self.version.step + 1)
         self._publication.publish(after)
-        return self._settle(after, self._flat())
+        groups, flat = self._groups, self._flat()
+        wanted = self._settle(after, flat)
+        self._tell(self._event(groups, flat))
+        return wanted
+
+    def _event(self, groups: Sequence[PulledGroup], flat: Sequence[str]) -> StepDone:
+        """Return the report of a settled batch; its loss is the one that TRL has logged last."""
+        usable = [group for group in groups if not group.fault]
+        ages = [group.staleness for group in usable]
+        return StepDone(
+            run=self.consumer.info.run,
+            incarnation=self.version.incarnation,
+            step=self.version.step,
+            at=time.time(),
+            reward=sum(group.reward for group in usable) / len(usable),
+            loss=self._loss,
+            tokens=sum(group.tokens for group in usable),
+            groups=len(groups),
+            filtered=len(flat),
+            staleness_max=max(ages),
+            staleness_mean=sum(ages) / len(ages),
+            pull_s=self._pulled_at - self._asked_at,
+            step_s=time.monotonic() - self._pulled_at,
+            extra={"rejected": len(groups) - len(usable)},
+            scores=merged([lane for group in usable for lane in group.lanes]),
+        )
 
     def _flat(self) -> list[str]:
         """Return the ids of the groups that gave TRL's loss nothing, on any rank."""

@@ -66,7 +66,8 @@ def test_it_learns_from_the_scores_and_not_without_them(run_dir: Path, shuffle: 
     def train(_live: LiveRun) -> None:
         played.append(play(run_dir, STEPS, args=LEARNING, evaluate=True, shuffle=shuffle))
 
-    beside(run_dir, train)
+    summary = beside(run_dir, train)
+    assert summary["tokens"] > STEPS * 256  # told with each step, as `top` and `report` show
     greedy = played[0].told["greedy"]
     assert greedy <= 0.5 if shuffle else greedy >= 0.9
     assert [line.version.step for line in settled(RunLayout(run_dir))] == list(range(1, STEPS + 1))
