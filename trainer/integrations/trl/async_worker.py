@@ -70,7 +70,8 @@ class BusRolloutWorker:
         sequences: Sequences of a batch.
         group_size: Sequences of a group; others are dead letters.
         temperature: That of the `AsyncGRPOConfig`.
-        vocabulary, positions: Limits of the policy: token ids below the first, sequences up to the second.
+        vocabulary: Size of the policy's vocabulary.
+        positions: Longest sequence of the policy, in tokens.
         output_dir: The trainer's; its lives are counted there if `where` is an address.
         scale: Divide advantages by the standard deviation of their group.
         name: Name of the trainer at the broker.

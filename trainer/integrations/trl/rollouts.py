@@ -35,7 +35,7 @@ from rolloutmq.bus.tasks.client import TaskClient
 from rolloutmq.bus.transport.endpoint import is_address, resolve_blocking
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import MissingError, UsageError
+from rolloutmq.schemas.errors import MissingError, UsageError, WaitTimeoutError
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion
@@ -73,8 +73,8 @@ class BusRollouts:
     Args:
         where: Run directory, or address of the broker's `serve` socket.
         name: Name of the trainer at the broker; its ranks are `NAME-0`, `NAME-1`, ...
-        publish: Publish the weights to the engines of the run. None: if its configuration has engines that sample from
-            them. With an address there is no run directory to publish in.
+        publish: Publish the weights to the engines of the run. None: if `rolloutmq up` has started engines that sample
+            from them. With an address there is no run directory to publish in.
         tensors: Yields the tensors to publish, see `publishing.Tensors`; for wrapped models, such as of DeepSpeed.
         timeout_s: Longest wait for the broker when the block is entered and when training begins, in seconds.
 
@@ -117,8 +117,11 @@ class BusRollouts:
                 self._run, _ = load_run(Path(self._where))
             except MissingError:
                 self._run = None  # the broker says better what is missing, and one without a run needs none
-        with TaskClient.blocking(self._where, timeout_s=self._timeout_s):
-            pass
+        try:
+            with TaskClient.blocking(self._where, timeout_s=self._timeout_s):
+                pass
+        except WaitTimeoutError as error:
+            raise WaitTimeoutError(f"broker of {self._where}", error.waited_s, error.problem) from None
         if self._run is None and self._publish:
             raise UsageError(
                 f"publish: must not be True without a configured run (got {self._where}); start one with `rolloutmq up`"
@@ -210,16 +213,18 @@ class BusRollouts:
         """Check the settings of a trainer; see `settings`. Called when it is made."""
         generation = generation_of(args)
         if self._run is not None:
-            require_same_groups(args, self._run)
+            require_same_groups(args, self._run, launched=self._launched)
         return generation
 
     def begin(self, args: Any, state: Any, step: int | None, model: Any, tokenizer: Any) -> None:
         """Join the bus for one training; called by the callback, on all ranks.
 
         Args:
-            args, state: Of the trainer.
+            args: The `GRPOConfig`.
+            state: State of the trainer.
             step: Step of the policy in the checkpoint; None without one.
-            model, tokenizer: Of the trainer.
+            model: Model of the trainer.
+            tokenizer: Tokenizer of the trainer.
         """
         if self._stack is None:
             raise UsageError("BusRollouts: is not open; train inside its `with` block")
@@ -288,7 +293,14 @@ class BusRollouts:
         return lambda event: events.publish(topics.STEP, event)
 
     def _publishes(self, run: RunConfig) -> bool:
-        return run.inference.kind in ENGINES if self._publish is None else self._publish
+        if self._publish is None:
+            return self._launched and run.inference.kind in ENGINES
+        return self._publish
+
+    @property
+    def _launched(self) -> bool:
+        """Whether `rolloutmq up` has started the run, and not its broker alone."""
+        return self._layout is not None and self._layout.owner.exists()
 
     def progress(self) -> None:
         """Report progress to the broker. Never waits."""

@@ -106,13 +106,18 @@ def require_whole_generations(args: Any, state: Any, generation: Generation) -> 
         raise ConfigError("save_steps", f"must be a multiple of {lasts} (got {state.save_steps})")
 
 
-def require_same_groups(args: Any, run: RunConfig) -> None:
+def require_same_groups(args: Any, run: RunConfig, *, launched: bool) -> None:
     """Check a `GRPOConfig` against the configuration of a run.
+
+    Args:
+        args: The `GRPOConfig`.
+        run: The configuration.
+        launched: `rolloutmq up` has started the run; beside a broker alone, the configuration starts no trainer.
 
     Raises:
         ConfigError: The run trains by itself, or an environment makes groups of another size; names the key.
     """
-    if run.trainer.enabled:
+    if launched and run.trainer.enabled:
         raise ConfigError(
             "trainer.enabled", "must be false beside TRL (got true); set it in the run's configuration"
         )

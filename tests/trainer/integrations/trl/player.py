@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,10 @@ class Plan(msgspec.Struct):
     """Optimizer step after which the process kills itself; the step is not settled."""
     die_in_save: bool = False
     """Die while the checkpoint of `die_at` is being committed instead."""
+    stop_at: int = 0
+    """Optimizer step after which the training is asked to end."""
+    hang_s: float = 0.0
+    """Time that each optimizer step takes longer."""
     resume: bool = True
     eval_first: bool = False
     dataset: int = 0
@@ -64,7 +69,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.write(generation=found)
         return found
 
-    def on_step_end(self, _args: Any, state: Any, _control: Any, **_more: Any) -> None:
+    def on_step_end(self, _args: Any, state: Any, control: Any, **_more: Any) -> Any:
+        time.sleep(self.plan.hang_s)
+        control.should_training_stop |= state.global_step == self.plan.stop_at
         if state.global_step == self.plan.die_at and not self.plan.die_in_save:
             os.kill(os.getpid(), signal.SIGKILL)
         version = self.bus.running.version
@@ -73,6 +80,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             before=[version.incarnation, version.step],
             advantages=list(self.trainer._logs["advantages"]),
         )
+        return control
 
     def on_save(self, _args: Any, state: Any, _control: Any, **_more: Any) -> None:
         if state.global_step == self.plan.die_at and self.plan.die_in_save:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests.trainer.integrations.trl.support import (
     ENDED_WITHIN_S,
+    PYTHON,
     ROOT,
     Played,
     command,
@@ -112,6 +113,22 @@ def test_two_ranks_learn_together_and_are_killed_together(run_dir: Path) -> None
     assert [(line.version.incarnation, line.version.step) for line in lines if line.resumed] == [(1, 10)]
     assert lines[-1].version.step == 20
     assert all(len(line.trained) + len(line.filtered) == 4 for line in lines if not line.resumed)
+
+
+def test_the_example_is_run_by_one_command(run_dir: Path) -> None:
+    ended: list[subprocess.CompletedProcess[str]] = []
+
+    def train(_live: LiveRun) -> None:
+        words = [str(PYTHON), str(CONFIG.with_suffix(".py")), str(run_dir), "10"]
+        ended.append(
+            subprocess.run(
+                words, env=environment(), capture_output=True, text=True, timeout=ENDED_WITHIN_S, check=False
+            )
+        )
+
+    beside(run_dir, train)
+    assert ended[0].returncode == 0, ended[0].stderr
+    assert "greedy score of held-out tasks: 0." in ended[0].stdout
 
 
 @pytest.mark.extended

@@ -88,13 +88,14 @@ def test_the_last_step_and_checkpoints_fall_between_generations() -> None:
 
 
 def test_groups_of_the_run_have_the_size_that_trl_expects() -> None:
-    require_same_groups(args(num_generations=4), config())
+    require_same_groups(args(num_generations=4), config(), launched=True)
     with pytest.raises(
         ConfigError, match=r"environment\.mine\.group_size: must be num_generations .*, 8 \(got 4\)"
     ):
-        require_same_groups(args(), config())
+        require_same_groups(args(), config(), launched=False)
     with pytest.raises(ConfigError, match=r"trainer\.enabled: must be false beside TRL"):
-        require_same_groups(args(num_generations=4), config(trainer={}, inference={}))
+        require_same_groups(args(num_generations=4), config(trainer={}, inference={}), launched=True)
+    require_same_groups(args(num_generations=4), config(trainer={}, inference={}), launched=False)
 
 
 def test_it_is_known_when_nothing_depends_on_the_logprobs() -> None:

@@ -23,6 +23,7 @@ from tests.trainer.integrations.trl.support import (
 )
 
 from rolloutmq import Group
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.loss_mask import trained_tokens
 
@@ -153,6 +154,49 @@ def test_a_batch_is_settled_after_the_last_optimizer_step_that_uses_it(
     verify(run_dir)
 
 
+def test_a_batch_that_was_used_in_part_is_settled_at_the_end(run_dir: Path, stage: Stage) -> None:
+    """Its groups were trained on; they must not come again."""
+    with broker(run_dir) as layout:
+        push(run_dir, [group(number) for number in range(4)])
+        played = stage.play(run_dir, 4, args={"num_iterations": 2}, stop_at=3)
+        assert played.told["step"] == 3
+        assert [len(line.trained) for line in settled(layout)] == [2, 2]
+        assert "generation used in part steps_left=1" in played.output
+    verify(run_dir)
+
+
+def test_a_lease_that_is_lost_during_a_step_ends_the_training(run_dir: Path, stage: Stage) -> None:
+    """The groups are queued again: what the step has changed is in no checkpoint."""
+    with broker(run_dir, config(broker={"lease_s": 0.5})) as layout:
+        push(run_dir, [group(number) for number in range(2)])
+        played = stage.play(run_dir, 1, hang_s=3.0)
+        assert played.code != 0
+        assert "LeaseLostError" in played.output
+        assert "resume from the last checkpoint" in played.output
+        assert stage.play(run_dir, 1).told["step"] == 1
+        lives = [line.version.incarnation for line in settled(layout) if line.trained]
+        assert lives == [0, 1]
+    assert "2 trained" in verify(run_dir)
+
+
+def test_a_broker_that_holds_many_trained_groups_gets_a_checkpoint(run_dir: Path, stage: Stage) -> None:
+    with broker(run_dir, config(broker={"retain_bytes": 1})):
+        push(run_dir, [group(number) for number in range(4)])
+        assert stage.play(run_dir, 2, args={"save_strategy": "no"}).told["step"] == 2
+        assert list((run_dir / "trl").glob("checkpoint-*"))
+    assert "committed" in verify(run_dir)
+
+
+def test_a_broker_alone_is_enough(run_dir: Path, stage: Stage) -> None:
+    """Its configuration is the default, which would start a trainer and engines with `rolloutmq up`."""
+    model = {"hidden_size": 16, "layers": 1, "mlp_size": 16}
+    with broker(run_dir, RunConfig.model_validate({"model": model})):
+        push(run_dir, [group(number) for number in range(2)])
+        assert stage.play(run_dir, 1).told["step"] == 1
+        assert not RunLayout(run_dir).weights.exists()
+    verify(run_dir)
+
+
 def test_groups_without_a_signal_are_filtered(run_dir: Path, stage: Stage) -> None:
     with broker(run_dir) as layout:
         push(run_dir, [group(0), group(1, scores=[0.3] * SIZE)])
@@ -226,11 +270,3 @@ def test_groups_that_trl_cannot_train_on_end_the_training_and_stay_queued(
         assert settled(layout) == []
         push(run_dir, [group(number, size=2) for number in range(2, 6)])
     assert "6 queued" in verify(run_dir)
-
-
-def test_a_directory_without_a_broker_is_told_at_once(run_dir: Path, stage: Stage) -> None:
-    played = stage.play(run_dir / "nowhere", 1)
-    assert played.code != 0
-    assert "start" in played.output
-    layout = RunLayout(run_dir)
-    assert not layout.trained.exists()
