@@ -112,7 +112,7 @@ class Training:
             _correct(trainer)
         self._trainer = trainer
         groups = self._pull()
-        blank = trainer.processing_class.eos_token_id
+        blank = getattr(trainer.processing_class, "eos_token_id", None)
         everything = filled(
             [group for group in groups if not group.fault],
             self._generation.group_size,

@@ -206,6 +206,21 @@ def test_groups_without_a_signal_are_filtered(run_dir: Path, stage: Stage) -> No
     assert "1 filtered" in verify(run_dir)
 
 
+def test_a_batch_without_any_signal_is_a_step_of_its_own(run_dir: Path, stage: Stage) -> None:
+    """TRL steps nevertheless: the momentum of its optimizer moves the weights, so they are another version."""
+    with broker(run_dir) as layout:
+        push(run_dir, [group(number, scores=[0.3] * SIZE) for number in range(2)])
+        push(run_dir, [group(number) for number in range(2, 4)])
+        args = {"save_strategy": "steps", "save_steps": 2}
+        assert stage.play(run_dir, 2, args=args).told["step"] == 2
+        lines = settled(layout)
+        assert [(line.version.step, len(line.trained), len(line.filtered)) for line in lines] == [
+            (1, 0, 2),
+            (2, 2, 0),
+        ]
+    assert "2 committed + 2 filtered" in verify(run_dir)
+
+
 def test_an_unusable_group_is_a_dead_letter_and_filler_takes_its_place(run_dir: Path, stage: Stage) -> None:
     """The rows of the other groups have the advantages and the gradient that they would have alone."""
     bad = group(2, temperatures=[[0.5] * len(row) for row in group(2)["tokens"]])
