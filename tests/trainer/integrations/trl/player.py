@@ -39,6 +39,8 @@ class Plan(msgspec.Struct):
     evaluate: bool = False
     die_at: int = 0
     """Optimizer step after which the process kills itself; the step is not settled."""
+    die_rank: int = -1
+    """The only rank that dies; all by default."""
     die_in_save: bool = False
     """Die while the checkpoint of `die_at` is being committed instead."""
     stop_at: int = 0
@@ -72,7 +74,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, _args: Any, state: Any, control: Any, **_more: Any) -> Any:
         time.sleep(self.plan.hang_s)
         control.should_training_stop |= state.global_step == self.plan.stop_at
-        if state.global_step == self.plan.die_at and not self.plan.die_in_save:
+        mine = self.plan.die_rank in {-1, self.rank}
+        if state.global_step == self.plan.die_at and not self.plan.die_in_save and mine:
             os.kill(os.getpid(), signal.SIGKILL)
         version = self.bus.running.version
         self.write(

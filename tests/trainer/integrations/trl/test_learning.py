@@ -76,7 +76,12 @@ def test_it_learns_from_the_scores_and_not_without_them(run_dir: Path, shuffle: 
 
 def test_a_killed_trainer_continues_from_its_checkpoint_and_nothing_is_trained_twice(run_dir: Path) -> None:
     """Killed between a step and its settlement, and between a checkpoint and its commit."""
-    args = LEARNING | {"per_device_train_batch_size": 64, "save_strategy": "steps", "save_steps": 10}
+    args = LEARNING | {
+        "per_device_train_batch_size": 64,
+        "save_strategy": "steps",
+        "save_steps": 10,
+        "logging_steps": 1,
+    }
     lives: list[Played] = []
 
     def train(live: LiveRun) -> None:
@@ -87,6 +92,8 @@ def test_a_killed_trainer_continues_from_its_checkpoint_and_nothing_is_trained_t
 
     beside(run_dir, train, "trainer.batch_sequences=64", "evaluation.enabled=false")
     assert [one.code for one in lives[:2]] == [-signal.SIGKILL, -signal.SIGKILL]
+    # The first batch was sampled from the weights that TRL has: engine and trainer compute the same.
+    assert lives[0].of("log")[0]["log"]["sampling/sampling_logp_difference/max"] < 1e-4
     assert lives[2].told["step"] == 40
     assert lives[2].told["resumed"].endswith("checkpoint-30")
     lines = settled(RunLayout(run_dir))
@@ -98,12 +105,13 @@ def test_a_killed_trainer_continues_from_its_checkpoint_and_nothing_is_trained_t
     assert all({*again[step].trained, *again[step].filtered} == first[step] for step in range(11, 17))
 
 
-def test_two_ranks_learn_together_and_are_killed_together(run_dir: Path) -> None:
+def test_two_ranks_learn_together_and_one_is_killed(run_dir: Path) -> None:
+    """The other one ends, too, and has settled nothing of the step."""
     args = LEARNING | {"per_device_train_batch_size": 32, "save_strategy": "steps", "save_steps": 10}
     lives: list[Played] = []
 
     def train(_live: LiveRun) -> None:
-        lives.append(play(run_dir, 20, ranks=2, args=args, die_at=15))
+        lives.append(play(run_dir, 20, ranks=2, args=args, die_at=15, die_rank=1))
         lives.append(play(run_dir, 20, ranks=2, args=args))
 
     beside(run_dir, train, "trainer.batch_sequences=64", "evaluation.enabled=false")
