@@ -47,10 +47,7 @@ class Plan(msgspec.Struct):
     """Optimizer step after which the training is asked to end."""
     hang_s: float = 0.0
     """Time that each optimizer step takes longer."""
-    resume: bool = True
     eval_first: bool = False
-    dataset: int = 0
-    """Prompts of an own dataset instead of `bus.prompts`."""
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
@@ -129,8 +126,6 @@ def play(plan: Plan) -> dict[str, Any]:
             return scores
 
         made = bus.prompts(args)
-        if plan.dataset:
-            made = type(made).from_dict({"prompt": [""] * plan.dataset})
         trainer = GRPOTrainer(
             policy,
             args=args,
@@ -144,7 +139,7 @@ def play(plan: Plan) -> dict[str, Any]:
         recorder.trainer = trainer
         if plan.eval_first:
             trainer.evaluate()
-        resumed = bus.last_checkpoint(args.output_dir) if plan.resume else None
+        resumed = bus.last_checkpoint(args.output_dir)
         trainer.train(resume_from_checkpoint=resumed)
         greedy = rolloutmq.evaluate(plan.run_dir).all.greedy if plan.evaluate else None
         return {"greedy": greedy, "step": trainer.state.global_step, "resumed": resumed}
