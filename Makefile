@@ -53,8 +53,9 @@ test-atropos: $(VENV)/.installed .venv-atropos/.installed ## Atropos' server, en
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_atropos.py tests/benchmarks/queues/test_gateway.py \
 		tests/services/gateway/atropos tests/services/programs tests/examples
 
-test-trl: $(VENV)/.installed .venv-trl/.installed ## the losses against those of TRL, which computes them anew
-	$(BIN)/python -m pytest -m rival tests/trainer/losses tests/benchmarks/training/test_trl.py
+test-trl: $(VENV)/.installed .venv-trl/.installed ## TRL's trainer on the bus, and our losses against those of TRL
+	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/trl tests/trainer/losses \
+		tests/benchmarks/training/test_trl.py
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_transferqueue.py

@@ -12,7 +12,7 @@ damaged later (size, header or checksum) is skipped in favour of the one before.
 that continues from the earlier checkpoint takes them again, with another result. So the newest checkpoint is that of
 the highest incarnation, and within it that of the highest step. Void checkpoints are removed once a checkpoint of the
 current incarnation is on disk. The counter of incarnations lies beside the checkpoints; it grows with each start of the
-trainer, and is on disk before that trainer changes a weight. `checkpoint_files` reads what needs no torch.
+trainer, and is on disk before that trainer changes a weight. `files.checkpoints` reads what needs no torch.
 """
 
 import logging
@@ -40,7 +40,7 @@ from rolloutmq.bus.files import (
     write_private,
 )
 from rolloutmq.schemas.errors import ConfigError, DamagedFileError
-from rolloutmq.trainer.checkpoint_files import (
+from rolloutmq.trainer.files.checkpoints import (
     PREFIX,
     STATE,
     UNKNOWN,

@@ -56,8 +56,8 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.broker_client import LAST_WORD_S, BrokerClient, StepBatch, connect
-from rolloutmq.trainer.checkpoint_files import TrainerState
 from rolloutmq.trainer.evaluation import Evaluation
+from rolloutmq.trainer.files.checkpoints import TrainerState
 from rolloutmq.trainer.losses.registry import columns_needed
 from rolloutmq.trainer.policy.adapters import Adapters
 from rolloutmq.trainer.policy.device import find_device, moved

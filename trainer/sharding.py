@@ -5,6 +5,8 @@ rank's loss is divided by the size of the whole step already. Shards are float32
 computation is in bfloat16, and the shards are their masters.
 """
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,6 +52,16 @@ class Sharded:
                 whole = parameter.full_tensor()
                 if self.plain:
                     self.plain[name].copy_(whole)
+
+
+def gathered(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield named tensors, those of sharded modules whole: a `weights.share.Source` that holds one at a time.
+
+    All ranks of the tensors take part: those that do not publish exhaust it, `for _ in gathered(...): pass`.
+    """
+    with torch.no_grad():
+        for name, tensor in tensors:
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _mesh(size: int) -> DeviceMesh:

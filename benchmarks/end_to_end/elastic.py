@@ -3,9 +3,9 @@
     python -m benchmarks.end_to_end.elastic               the figures
     python -m benchmarks.end_to_end.elastic picture.png   and a plot of them
 
-The run is `examples/elastic.toml`, started from the command line. The trainer is in this process: it pulls a batch,
-sleeps according to its demand, and settles. It measures its waits itself, independently of the run. Workers are counted
-as running processes, and groups by the ids this trainer received and those in the workers' ack logs.
+The run is `examples/elastic/elastic.toml`, started from the command line. The trainer is in this process: it pulls a
+batch, sleeps according to its demand, and settles. It measures its waits itself, independently of the run. Workers are
+counted as running processes, and groups by the ids this trainer received and those in the workers' ack logs.
 """
 
 import json
@@ -32,7 +32,7 @@ from rolloutmq.schemas.process import ProcessIdentity
 from rolloutmq.services.plotting import GREEN, ORANGE, QUIET, RED, blank, dress
 from rolloutmq.services.process.identity import alive, find_marked
 
-EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "elastic.toml"
+EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "elastic" / "elastic.toml"
 BATCH: Final = 32
 USUAL: Final = 48.0
 """The trainer's demand at 1x, in sequences per second; a worker produces 32."""

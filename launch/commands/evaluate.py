@@ -18,7 +18,7 @@ from rolloutmq.schemas.config.evaluation import evaluated
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.trainer.checkpoint_files import PREFIX, STATE, is_whole, newest_whole, state_of
+from rolloutmq.trainer.files.checkpoints import PREFIX, STATE, is_whole, newest_whole, state_of
 
 
 def evaluate(config: RunConfig, checkpoint: Path, *, plain: bool = False) -> int:

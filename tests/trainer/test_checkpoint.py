@@ -14,8 +14,9 @@ from rolloutmq.schemas.config.run import ModelConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import ConfigError, DamagedFileError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer import checkpoint, checkpoint_files
-from rolloutmq.trainer.checkpoint_files import TrainerState
+from rolloutmq.trainer import checkpoint
+from rolloutmq.trainer.files import checkpoints as checkpoint_files
+from rolloutmq.trainer.files.checkpoints import TrainerState
 from rolloutmq.trainer.policy.model import Policy, build_policy, write_identity
 from rolloutmq.trainer.step.optimizer import PolicyOptimizer
 

@@ -31,7 +31,8 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.schemas.files import RunLayout, SettledBatch, VllmAddress
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer import checkpoint, checkpoint_files, loop
+from rolloutmq.trainer import checkpoint, loop
+from rolloutmq.trainer.files import checkpoints as checkpoint_files
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.process import Stop, stop_on_signals

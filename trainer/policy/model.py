@@ -26,6 +26,7 @@ from rolloutmq.trainer.policy.tokenizer import (
     replace,
     write_tokenizer,
 )
+from rolloutmq.trainer.weights.binding import derived, place_derived
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,17 @@ def twin(policy: Policy) -> Policy:
     """Return a second policy with the same tensors, whose modules may be rebuilt without changing the first."""
     tensors = {id(tensor): tensor for tensor in (*policy.parameters(), *policy.buffers())}
     return copy.deepcopy(policy, tensors)
+
+
+def skeleton(config: Any, dtype: torch.dtype) -> Policy:
+    """Return a policy of a transformers configuration whose parameters are on meta, and take no memory.
+
+    It describes the weights of a trainer whose own modules are sharded or wrapped; see `weights.share.Source`.
+    """
+    with torch.device("meta"):
+        policy: Policy = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    place_derived(derived(policy))
+    return policy.eval()
 
 
 def policy_vocabulary(policy: Policy) -> int:

@@ -16,17 +16,25 @@ from rolloutmq.trainer.weights.cuda_ipc import CudaShare, share_kind
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.share import SharedWeights
+from rolloutmq.trainer.weights.share import SharedWeights, Source
 from rolloutmq.trainer.weights.vllm_http import VllmSender
 
 
 @contextmanager
 def owned(
-    policy: nn.Module, config: RunConfig, layout: RunLayout, version: PolicyVersion
+    policy: nn.Module,
+    config: RunConfig,
+    layout: RunLayout,
+    version: PolicyVersion,
+    source: Source | None = None,
 ) -> Iterator[WeightShare | DiskShare | VllmSender]:
     """Share a trainer's weights with the backend of its run.
 
     An orderly end removes everything. After a failure it stays, and the next trainer takes it over.
+
+    Args:
+        policy: Its weights are shared.
+        source: Tensors to share instead of the policy's, see `Source`; not with `cuda_ipc`.
     """
     tokenizer, backend = directory_fingerprint(layout.model), config.weights.backend
     fused = config.inference.kind == "vllm"  # the only server with fused tensors
@@ -35,11 +43,16 @@ def owned(
     if backend == "disk":
         segment_file.sweep(layout.weights)
         address.sweep_sent(layout.weights)  # published versions stay valid until there is a newer one
-        share = DiskShare.create(policy, layout.weights, version=version, tokenizer=tokenizer)
+        share = DiskShare.create(policy, layout.weights, version=version, tokenizer=tokenizer, source=source)
     elif backend == "vllm_http":
         segment_file.sweep(layout.weights)
-        share = VllmSender.create(policy, layout.weights, layout.vllm, version=version, tokenizer=tokenizer)
+        share = VllmSender.create(
+            policy, layout.weights, layout.vllm, version=version, tokenizer=tokenizer, source=source
+        )
     elif backend == "cuda_ipc":
+        if source is not None:
+            problem = "shares the trainer's own tensors (got a source); use posix_shm, disk or vllm_http"
+            raise ConfigError("weights.backend", f"cuda_ipc {problem}")
         address.sweep(layout.weights)
         share = CudaShare.create_or_adopt(
             policy, layout.weights, version=version, fused=fused, tokenizer=tokenizer
@@ -47,7 +60,7 @@ def owned(
     else:
         address.sweep(layout.weights)
         share = WeightShare.create_or_adopt(
-            policy, layout.weights, version=version, fused=fused, tokenizer=tokenizer
+            policy, layout.weights, version=version, fused=fused, tokenizer=tokenizer, source=source
         )
     orderly = False
     try:

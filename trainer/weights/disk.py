@@ -23,7 +23,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final, Self
@@ -31,10 +31,10 @@ from typing import Final, Self
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rolloutmq.bus.files import force, make_private, sum_of, write_private
+from rolloutmq.bus.files import force, private_file, sum_of, write_private
 from rolloutmq.schemas.errors import (
     SegmentGoneError,
     WeightsDamagedError,
@@ -44,12 +44,14 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.files import DiskAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.files import safetensors as safetensors_file
 from rolloutmq.trainer.weights import disk
 from rolloutmq.trainer.weights.address import directory_of, is_locked, own, read_disk
 from rolloutmq.trainer.weights.binding import adopt, manifest_of, prove
+from rolloutmq.trainer.weights.layout import TensorSpec
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S, WRITE_PATIENCE_S
-from rolloutmq.trainer.weights.manifest import WeightManifest, named_tensors
-from rolloutmq.trainer.weights.share import Level, Proof
+from rolloutmq.trainer.weights.manifest import WeightManifest, arriving, named_tensors
+from rolloutmq.trainer.weights.share import Level, Proof, Source, require_own_tensors
 from rolloutmq.trainer.weights.verify import logits_digest, tensor_digests
 
 logger = logging.getLogger(__name__)
@@ -160,14 +162,15 @@ def publish(
     version: PolicyVersion,
     run: str,
     manifest: WeightManifest,
-    tensors: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Write a version, name it in the address file, and remove old ones. Blocks while the disk writes.
 
-    Old versions that cannot be removed stay until the next version.
+    Old versions that cannot be removed stay until the next version. If the tensors fail, nothing is published.
 
     Raises:
         WeightsNotWrittenError: The disk is full or failed; the address still names the previous version.
+        WeightsMismatchError: The tensors are not those of the manifest.
     """
     root = directory_of(address_file)
     encoded = msgspec.json.encode(manifest)
@@ -175,16 +178,18 @@ def publish(
     partial = root / f".{name}.partial"
     try:
         before = read_disk(address_file)
-        _write(partial, encoded, tensors)
+        _write(partial, encoded, manifest.tensors, arriving(manifest, tensors))
         written = sum_of(partial / TENSORS)
         partial.rename(root / name)
         force(root)
         address = DiskAddress(directory=name, version=version, manifest=digest, tensors=written, run=run)
         _replace(address_file, msgspec.json.encode(address) + b"\n")
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         for path in (partial, root / name):
             shutil.rmtree(path, ignore_errors=True)
-        raise WeightsNotWrittenError(str(root), str(error)) from error
+        if isinstance(error, OSError):
+            raise WeightsNotWrittenError(str(root), str(error)) from error
+        raise
     try:
         # Until the new address is on disk, a power cut may restore the previous one, which needs its version.
         force(address_file.parent)
@@ -193,11 +198,16 @@ def publish(
         logger.warning("old versions not removed directory=%s error=%s", root, error)
 
 
-def _write(partial: Path, manifest: bytes, tensors: Mapping[str, Tensor]) -> None:
+def _write(
+    partial: Path,
+    manifest: bytes,
+    specs: Iterable[TensorSpec],
+    tensors: Iterable[tuple[TensorSpec, Tensor]],
+) -> None:
     """Write the files of a version, and sync them."""
     partial.mkdir(mode=0o700)
-    save_file(dict(tensors), partial / TENSORS, metadata={"format": "pt"})
-    make_private(partial / TENSORS)
+    with private_file(partial / TENSORS, "wb") as file:
+        safetensors_file.write(file, specs, tensors, {"format": "pt"})
     write_private(partial / MANIFEST, manifest)
     for path in (partial / TENSORS, partial / MANIFEST, partial):
         force(path)
@@ -246,6 +256,7 @@ class DiskShare:
         self._run = run
         """Id of the owner's life; for a reader, that of its version."""
         self._tokenizer = ""
+        self._source: Source | None = None
         self._version = PolicyVersion()
         self._torn = False
         self._directory = ""
@@ -264,8 +275,12 @@ class DiskShare:
         *,
         version: PolicyVersion = PolicyVersion(),
         tokenizer: str = "",
+        source: Source | None = None,
     ) -> Self:
         """Publish the weights of a model as `version`; versions of earlier owners are kept like any old version.
+
+        Args:
+            source: Tensors to publish instead of the model's, see `Source`.
 
         Raises:
             SegmentInUseError: A live process publishes there.
@@ -273,7 +288,7 @@ class DiskShare:
         """
         manifest = manifest_of(model, tokenizer=tokenizer)
         share = cls(model, address_file, manifest, run=secrets.token_hex(8))
-        share._tokenizer = tokenizer
+        share._tokenizer, share._source = tokenizer, source
         share._lock = own(directory_of(address_file))
         try:
             with share.writing(version, restoring=True):
@@ -400,8 +415,7 @@ class DiskShare:
     def _publish(self, version: PolicyVersion) -> None:
         self._writes += 1
         name = f"{version.incarnation}.{version.step}.{self._run}-{self._writes}"
-        own = dict(named_tensors(self._model))
-        tensors = {spec.name: own[spec.name].detach() for spec in self._manifest.tensors}
+        tensors = self._source() if self._source else named_tensors(self._model)
         disk.publish(self._address_file, name, version, self._run, self._manifest, tensors)
         self._directory = name
 
@@ -418,6 +432,7 @@ class DiskShare:
         Without shared memory there is no aliasing and no other side to ask. Instead the files of this side's version
         must hold the bytes of the model.
         """
+        require_own_tensors(self._source, level)
         prove(self._model, self._manifest, self._tokenizer)
         digests, logits = dict[str, str](), ""
         with self.reading() as version:

@@ -7,7 +7,7 @@ torch.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -108,6 +108,40 @@ def named_tensors(model: "nn.Module") -> Iterator[tuple[str, "Tensor"]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield dot + name, buffer
+
+
+def arriving(
+    manifest: WeightManifest, tensors: "Iterable[tuple[str, Tensor]]"
+) -> "Iterator[tuple[TensorSpec, Tensor]]":
+    """Yield each tensor of a manifest once, as it arrives, with its description.
+
+    A tied tensor may arrive under any of its names, also under several: the first one is yielded.
+
+    Raises:
+        WeightsMismatchError: A tensor is sharded, unknown, of another type or shape, comes twice, or never comes.
+    """
+    specs = {name: spec for spec in manifest.tensors for name in (spec.name, *spec.ties)}
+    came, given = set[str](), set[str]()
+    for name, tensor in tensors:
+        spec = specs.get(name)
+        if spec is None:
+            raise WeightsMismatchError(name, "is not in the shared model")
+        if hasattr(tensor, "full_tensor"):
+            raise WeightsMismatchError(name, "is sharded; gather it, see `trainer.sharding.gathered`")
+        found = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if found != (spec.dtype, spec.shape):
+            raise WeightsMismatchError(
+                name, f"is {found} here, {(spec.dtype, spec.shape)} in the shared model"
+            )
+        if name in came:
+            raise WeightsMismatchError(name, "came twice")
+        came.add(name)
+        if spec.name not in given:
+            given.add(spec.name)
+            yield spec, tensor.detach()
+    for spec in manifest.tensors:
+        if spec.name not in given:
+            raise WeightsMismatchError(spec.name, "was not given; a version has every tensor")
 
 
 def _spec(names: list[str], tensor: "Tensor") -> TensorSpec:

@@ -40,8 +40,8 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.binding import adopt, bind, manifest_of, prove
 from rolloutmq.trainer.weights.layout import PhysicalTensor, TensorSpec, align
 from rolloutmq.trainer.weights.lock import PAGE_BYTES, READ_PATIENCE_S, WRITE_PATIENCE_S, WeightLock
-from rolloutmq.trainer.weights.manifest import WeightManifest
-from rolloutmq.trainer.weights.share import Level, Proof
+from rolloutmq.trainer.weights.manifest import WeightManifest, arriving
+from rolloutmq.trainer.weights.share import Level, Proof, Source, require_own_tensors
 from rolloutmq.trainer.weights.verify import (
     SCRATCH_AT,
     Scratch,
@@ -161,6 +161,7 @@ class WeightShare:
         with suppress(OSError, ValueError):
             self._scratch = Scratch(segment.path, os.fstat(segment.fd).st_ino, owner=owner)
         self._model: nn.Module | None = None
+        self._source: Source | None = None
         self._flat: Tensor | None = None
         """All tensors as bytes, from offset 0."""
         self._tokenizer = ""
@@ -176,6 +177,7 @@ class WeightShare:
         version: PolicyVersion = PolicyVersion(),
         fused: bool = False,
         tokenizer: str = "",
+        source: Source | None = None,
     ) -> Self:
         """Share the weights of a model and publish the address; adopt the segment of a killed owner if it fits.
 
@@ -187,6 +189,8 @@ class WeightShare:
             version: Version of the values.
             fused: Lay the tensors out for a server with fused projections, see `layout`.
             tokenizer: Fingerprint of the model's tokenizer, see `fingerprint`.
+            source: Tensors to share instead of the model's, see `Source`; the model is unchanged. Each write copies
+                them, and readers wait meanwhile.
 
         Raises:
             SegmentInUseError: A live process owns the segment in the address file.
@@ -199,13 +203,13 @@ class WeightShare:
         heir = cls._adopt(left, manifest, address_file) if left else None
         if heir is not None:
             try:
-                heir._give(model, manifest, version, tokenizer, ADOPT_PATIENCE_S)
+                heir._give(model, manifest, version, tokenizer, source, ADOPT_PATIENCE_S)
             except WeightsBusyError as error:
                 logger.warning("segment not adopted path=%s reason=%s", heir.path, str(error))
             else:
                 return heir
         share = cls._create(manifest, address_file, model)
-        share._give(model, manifest, version, tokenizer, WRITE_PATIENCE_S)
+        share._give(model, manifest, version, tokenizer, source, WRITE_PATIENCE_S)
         if left:
             left.path.unlink(missing_ok=True)
         return share
@@ -216,12 +220,15 @@ class WeightShare:
         manifest: WeightManifest,
         version: PolicyVersion,
         tokenizer: str,
+        source: Source | None,
         patience_s: float,
     ) -> None:
-        """Copy the weights of a model here and publish the address; on failure, close."""
+        """Copy the weights here and publish the address; on failure, close."""
+        self._source = source
         try:
             with self.writing(version, restoring=True, patience_s=patience_s), torch.no_grad():
-                bind(model, manifest, self._views(manifest), keep=True)
+                if source is None:
+                    bind(model, manifest, self._views(manifest), keep=True)
             self._model, self._tokenizer = model, tokenizer
             segment_file.write_address(self._address_file, self._segment)
         except BaseException:
@@ -375,8 +382,18 @@ class WeightShare:
         """Lock out readers while the block changes the weights to `version`; see `WeightLock.writing`."""
         with self._lock.writing(version, restoring=restoring, patience_s=patience_s):
             yield
+            if self._source is not None:
+                self._copy(self._source)
             self._settle()
         self._answer()
+
+    def _copy(self, source: Source) -> None:
+        """Copy the tensors of a source into the shared memory, one by one."""
+        manifest = self.manifest()
+        views = self._views(manifest)
+        with torch.no_grad():
+            for spec, tensor in arriving(manifest, source()):
+                views[spec.name].copy_(tensor)
 
     def _settle(self) -> None:
         """Wait for the device before the lock is released; nothing to do on the CPU."""
@@ -396,6 +413,7 @@ class WeightShare:
         """Verify the share up to `level`; see `SharedWeights.verify`."""
         assert self._model is not None
         assert self._flat is not None
+        require_own_tensors(self._source, level)
         manifest, answered, digests, logits = self.manifest(), None, {}, ""
         prove(self._model, manifest, self._tokenizer)
         if level >= Level.ALIASING:

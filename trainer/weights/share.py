@@ -11,8 +11,12 @@ are never read: if a writer dies mid-write the weights are torn, and readers ref
     vllm_http   vLLM's own memory, transferred over HTTP    one      `writing` ends; vLLM is the only reader
 
 `verify` checks the levels from the bottom up and stops at the first that fails.
+
+A trainer whose modules are sharded or wrapped shares a model of the same configuration instead
+(`policy.model.skeleton`), and passes a `Source`: its tensors, one by one, are what `writing` publishes.
 """
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -26,6 +30,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rolloutmq.trainer.weights.manifest import WeightManifest
+
+
+Source = Callable[[], "Iterable[tuple[str, Tensor]]"]
+"""Yields every tensor of a version by its name in the model: whole, on any device, in any order, tied ones under any of
+their names. Called for each write, when its block has ended. So a state dict is `lambda: state.items()`, and a sharded
+module gathers one tensor at a time (`trainer.sharding.gathered`), in which all its ranks take part."""
 
 
 class Level(IntEnum):
@@ -71,6 +81,16 @@ class Proof:
                 raise WeightsMismatchError(name, f"holds {mine} here, {theirs} there")
         if self.logits != other.logits:
             raise WeightsMismatchError("logits", f"{self.logits[:12]} here, {other.logits[:12]} there")
+
+
+def require_own_tensors(source: Source | None, level: Level) -> None:
+    """Check that a level can be verified: above MANIFEST it compares the model's own tensors.
+
+    Raises:
+        ValueError: The tensors come from a source.
+    """
+    if source is not None and level > Level.MANIFEST:
+        raise ValueError(f"level: the tensors come from a source (got {level.name}); verify at a reader")
 
 
 class Writable(Protocol):

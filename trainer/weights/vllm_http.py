@@ -12,10 +12,10 @@ requests; it stamps every token with the version given to `/finish_weight_update
 vLLM paused until a restore has transferred the weights whole.
 
 The tensors go through a safetensors file with the names of transformers and the manifest, which vLLM verifies before it
-loads (`services.inference.vllm.weight_transfer`, registered in vLLM under `BACKEND`). The file is written in place,
-tensor by tensor: the library's writer would replace it by a rename, and so lose the lock on it, and needs a second copy
-in memory. It goes from any device to any device, and to each of several workers. vLLM's own backends are not used:
-`ipc` sends pickles, and `nccl` needs vLLM in the trainer's environment.
+loads (`services.inference.vllm.weight_transfer`, registered in vLLM under `BACKEND`). The file is written in place
+(`trainer.files.safetensors`), because a rename would lose the lock on it. It goes from any device to any device, and to
+each of several workers. vLLM's own backends are not used: `ipc` sends pickles, and `nccl` needs vLLM in the trainer's
+environment.
 
 If vLLM dies or refuses a step, the trainer's step stands. Before the next pull, `supply` waits for a vLLM and transfers
 the weights whole. The trainer ends if vLLM has another model, or lives and refuses the weights several times in a row.
@@ -30,14 +30,13 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
 import msgspec
-import torch
 from msgspec.structs import astuple
 from torch import Tensor, nn
 
@@ -52,28 +51,15 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.files import SentAddress, VllmAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.files import safetensors as safetensors_file
 from rolloutmq.trainer.weights import address
 from rolloutmq.trainer.weights.address import PARCEL
 from rolloutmq.trainer.weights.binding import manifest_of
+from rolloutmq.trainer.weights.layout import TensorSpec
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S, WRITE_PATIENCE_S
-from rolloutmq.trainer.weights.manifest import WeightManifest, named_tensors
-from rolloutmq.trainer.weights.share import Level, Proof
+from rolloutmq.trainer.weights.manifest import WeightManifest, arriving, named_tensors
+from rolloutmq.trainer.weights.share import Level, Proof, Source
 from rolloutmq.trainer.weights.verify import digest
-
-TYPES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of the shareable types in the safetensors format."""
-
-_ALIGNED: Final = 8
 
 
 class SafetensorsFile(NamedTuple):
@@ -82,34 +68,19 @@ class SafetensorsFile(NamedTuple):
     path: Path
     fd: int
 
-    def write(self, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-        """Fill the file. Blocks while writing.
+    def write(
+        self,
+        described: Iterable[TensorSpec],
+        tensors: Iterable[tuple[TensorSpec, Tensor]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        """Fill the file, see `trainer.files.safetensors`. Blocks while writing.
 
         Raises:
             OSError: There is no space.
         """
-        # The format allows no gaps: the widest types come first, so that each tensor is aligned to its type.
-        order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-        header: dict[str, object] = {"__metadata__": metadata}
-        end = 0
-        for name in order:
-            tensor = tensors[name]
-            start, end = end, end + tensor.numel() * tensor.element_size()
-            header[name] = {
-                "dtype": TYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }
-        encoded = msgspec.json.encode(header)
-        encoded += b" " * (-len(encoded) % _ALIGNED)
         with os.fdopen(self.fd, "wb", closefd=False) as file:
-            file.write(len(encoded).to_bytes(8, "little") + encoded)
-            for name in order:
-                file.write(_bytes(tensors[name]))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            safetensors_file.write(file, described, tensors, metadata)
 
 
 @contextmanager
@@ -141,8 +112,8 @@ class _Results(msgspec.Struct, frozen=True):
 class SentWeights:
     """The weights of a trainer, transferred to one vLLM. Make it by `create`. Belongs to one thread at a time."""
 
-    def __init__(self, model: nn.Module, url: str, directory: Path, manifest: WeightManifest) -> None:
-        self._model = model
+    def __init__(self, source: Source, url: str, directory: Path, manifest: WeightManifest) -> None:
+        self._source = source
         self._url = url
         self._directory = directory
         self._manifest = manifest
@@ -158,11 +129,13 @@ class SentWeights:
         *,
         version: PolicyVersion = PolicyVersion(),
         tokenizer: str = "",
+        source: Source | None = None,
     ) -> Self:
         """Transfer the weights of a model as `version`.
 
         Args:
             model: Keeps its own parameters.
+            source: Tensors to transfer instead of the model's, see `Source`.
             url: Address of vLLM: `http://host:port`, or `unix:/path` of its socket.
             directory: Directory for transfer files; best in memory, such as /dev/shm.
             version: Version of the values.
@@ -173,7 +146,8 @@ class SentWeights:
                 vLLM is unchanged.
             WeightsNotSentError: vLLM is unavailable, or refuses the weights.
         """
-        sent = cls(model, url, directory, manifest_of(model, fused=True, tokenizer=tokenizer))
+        manifest = manifest_of(model, fused=True, tokenizer=tokenizer)
+        sent = cls(source or (lambda: named_tensors(model)), url, directory, manifest)
         sent._require_match()
         sent._post("/init_weight_transfer_engine", {"init_info": {}})
         with sent.writing(version, restoring=True):
@@ -238,7 +212,7 @@ class SentWeights:
         metadata = {MANIFEST: msgspec.json.encode(self._manifest).decode()}
         with parcel(self._directory) as made:
             try:
-                made.write(self._tensors(), metadata)
+                made.write(self._manifest.tensors, self._tensors(), metadata)
             except OSError as error:
                 raise WeightsNotSentError(self._url, f"{made.path} could not be written: {error}") from error
             self._post("/pause?mode=keep", {}, patience_s)
@@ -258,10 +232,9 @@ class SentWeights:
             if problem := worker.get("problem"):
                 raise WeightsNotSentError(self._url, problem)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return each tensor under its first name; ties are transferred once."""
-        found = dict(named_tensors(self._model))
-        return {spec.name: found[spec.name].detach() for spec in self._manifest.tensors}
+    def _tensors(self) -> Iterator[tuple[TensorSpec, Tensor]]:
+        """Yield each tensor once; what is tied is transferred once."""
+        return arriving(self._manifest, self._source())
 
     def verify(self, level: Level, *, exact: bool = False) -> Proof:
         """Verify as far as a copy allows: without shared memory there is no aliasing and no nonce.
@@ -306,7 +279,7 @@ class SentWeights:
         raise WeightsNotSentError(self._url, f"malformed response to {method}: {why}")
 
     def _fused_digests(self, *, exact: bool) -> dict[str, str]:
-        tensors = {name: tensor.cpu() for name, tensor in self._tensors().items()}
+        tensors = {spec.name: tensor.detach().cpu() for spec, tensor in self._tensors()}
         found = {}
         for spec in self._manifest.fused:
             whole = next(iter(tensors.values())).new_zeros(spec.shape, dtype=tensors[spec.parts[0]].dtype)
@@ -372,7 +345,13 @@ class VllmSender:
     """Transfers a trainer's weights to the run's vLLM. Make it by `create`. Belongs to one thread."""
 
     def __init__(
-        self, model: nn.Module, address_file: Path, vllm_file: Path, version: PolicyVersion, tokenizer: str
+        self,
+        model: nn.Module,
+        address_file: Path,
+        vllm_file: Path,
+        version: PolicyVersion,
+        tokenizer: str,
+        source: Source | None = None,
     ) -> None:
         self.version = version
         """Version of the model."""
@@ -380,6 +359,7 @@ class VllmSender:
         self._address_file = address_file
         self._vllm_file = vllm_file
         self._tokenizer = tokenizer
+        self._source = source
         self._sent: SentWeights | None = None
         """None while no vLLM has the weights."""
         self._nonce = ""
@@ -397,6 +377,7 @@ class VllmSender:
         *,
         version: PolicyVersion = PolicyVersion(),
         tokenizer: str = "",
+        source: Source | None = None,
     ) -> "VllmSender":
         """Publish this trainer as the sender; nothing is transferred yet, see `supply`.
 
@@ -406,6 +387,7 @@ class VllmSender:
             vllm_file: `vllm.json` of the run.
             version: Version of the values.
             tokenizer: Fingerprint of the model's tokenizer.
+            source: Tensors to transfer instead of the model's, see `Source`; also called by `supply`.
 
         Raises:
             SegmentInUseError: A live process is the sender.
@@ -415,7 +397,7 @@ class VllmSender:
         if found is not None and found.sender != me and address.owner_lives(address_file):
             raise SegmentInUseError(str(address_file), found.sender[0])
         address.sweep(address_file)
-        made = cls(model, address_file, vllm_file, version, tokenizer)
+        made = cls(model, address_file, vllm_file, version, tokenizer, source)
         made._publish()
         return made
 
@@ -488,7 +470,12 @@ class VllmSender:
 
     def _send_whole(self, found: VllmAddress) -> None:
         self._sent = SentWeights.create(
-            self._model, found.url, segment_file.SHM, version=self.version, tokenizer=self._tokenizer
+            self._model,
+            found.url,
+            segment_file.SHM,
+            version=self.version,
+            tokenizer=self._tokenizer,
+            source=self._source,
         )
         self._nonce, self._waits = found.nonce, ""
         self._refrain = LogThrottle()

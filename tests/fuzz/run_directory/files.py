@@ -40,7 +40,7 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample,
 from rolloutmq.services.process.identity import boot_id
 from rolloutmq.services.telemetry.recorder import Recorder
 from rolloutmq.trainer import checkpoint
-from rolloutmq.trainer.checkpoint_files import TrainerState
+from rolloutmq.trainer.files.checkpoints import TrainerState
 from rolloutmq.trainer.step.optimizer import PolicyOptimizer
 from rolloutmq.trainer.trained_log import TrainedLog
 

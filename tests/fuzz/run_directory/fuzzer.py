@@ -65,7 +65,8 @@ from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.logbook import LogLimits, last_lines, rotate
 from rolloutmq.services.telemetry.recorder import Recorder
 from rolloutmq.services.telemetry.server import processes_of
-from rolloutmq.trainer import checkpoint, checkpoint_files
+from rolloutmq.trainer import checkpoint
+from rolloutmq.trainer.files import checkpoints as checkpoint_files
 from rolloutmq.trainer.trained_log import PolicyAncestry, TrainedLog
 from rolloutmq.trainer.weights import address
 

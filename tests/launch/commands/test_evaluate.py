@@ -13,7 +13,7 @@ from rolloutmq.schemas.errors import ConfigError, RolloutMQError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.checkpoint import _seal
-from rolloutmq.trainer.checkpoint_files import TrainerState
+from rolloutmq.trainer.files.checkpoints import TrainerState
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
 

@@ -1,23 +1,34 @@
 """Backends by configuration, and the leftovers of another backend in the same run."""
 
+import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError, SegmentGoneError, SegmentInUseError
+from rolloutmq.schemas.errors import (
+    ConfigError,
+    SegmentGoneError,
+    SegmentInUseError,
+    WeightsMismatchError,
+    WeightsTornError,
+)
 from rolloutmq.schemas.files import RunLayout, SentAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer.policy.model import build_policy
+from rolloutmq.trainer.policy.model import build_policy, skeleton
 from rolloutmq.trainer.weights.address import PARCEL, owner_lives
 from rolloutmq.trainer.weights.backends import attach, attach_as, owned
 from rolloutmq.trainer.weights.disk import DiskShare
+from rolloutmq.trainer.weights.posix_shm import WeightShare
 from rolloutmq.trainer.weights.share import Level
 
 WAYS = [("posix_shm", "disk"), ("disk", "posix_shm")]
@@ -120,6 +131,136 @@ def test_after_a_failure_the_weights_stay_for_the_next_life(
         closing(attach_as(backend, build_policy(config.model, 2), layout.weights)) as share,
     ):
         assert share.version == V(1, 3)
+
+
+@pytest.mark.parametrize("backend", ["disk", "posix_shm"])
+def test_a_source_is_published_tensor_by_tensor(run_dir: Path, backend: str) -> None:
+    """The shared model is on meta, and at most two tensors of the source are alive at a time."""
+    layout, config = RunLayout(run_dir), way(backend)
+    model: Any = build_policy(config.model, 1)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for name in model.state_dict():
+            tensor = model.get_parameter(name).detach().clone()
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(one() is not None for one in alive))
+            yield name, tensor
+
+    with owned(skeleton(model.config, torch.float32), config, layout, V(0, 3), source) as share:
+        reader: Any = build_policy(config.model, 2)
+        attached: Any = attach_as(backend, reader, layout.weights)
+        for version, change in ((V(0, 3), 0.0), (V(0, 4), 1.0)):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(change)
+            if change:
+                with share.writing(version):
+                    pass
+            with attached.reading() as found:
+                assert found == version
+                assert all(map(torch.equal, reader.state_dict().values(), model.state_dict().values()))
+        assert attached.verify(Level.DIGESTS if backend == "disk" else Level.ALIASING).version == V(0, 4)
+        assert isinstance(share, DiskShare | WeightShare)
+        assert share.verify(Level.MANIFEST).version == V(0, 4)
+        with pytest.raises(ValueError, match="verify at a reader"):
+            share.verify(Level.DIGESTS)
+        attached.close()
+    assert most <= 2
+
+
+@pytest.mark.parametrize("backend", ["disk", "posix_shm"])
+def test_a_source_that_fails_publishes_no_version(run_dir: Path, backend: str) -> None:
+    layout, config = RunLayout(run_dir), way(backend)
+    state = dict(build_policy(config.model, 1).state_dict())
+    model = skeleton(build_policy(config.model, 1).config, torch.float32)
+    with owned(model, config, layout, V(0, 3), lambda: state.items()) as share:
+        assert isinstance(share, DiskShare | WeightShare)
+        name, tensor = state.popitem()
+        with pytest.raises(WeightsMismatchError, match=f"{name}.*was not given"), share.writing(V(0, 4)):
+            pass
+        assert share.is_torn()
+        assert share.version == V(0, 3)
+        state[name] = tensor
+        with pytest.raises(WeightsTornError), share.writing(V(0, 4)):
+            pass
+        with share.writing(V(0, 4), restoring=True):
+            pass
+        assert not share.is_torn()
+        with closing(attach_as(backend, build_policy(config.model, 2), layout.weights)) as reader:
+            assert reader.version == V(0, 4)
+
+
+def test_a_source_is_refused_where_the_trainers_own_tensors_are_shared(run_dir: Path) -> None:
+    weights, trainer = {"backend": "cuda_ipc"}, {"device": "cuda"}
+    kind = {"kind": "external", "url": "http://127.0.0.1:9"}
+    config = RunConfig.model_validate({"weights": weights, "trainer": trainer, "inference": kind})
+    sharing = owned(build_policy(config.model, 1), config, RunLayout(run_dir), V(), lambda: ())
+    with pytest.raises(ConfigError, match=r"weights\.backend: cuda_ipc shares the trainer's own"):
+        sharing.__enter__()
+
+
+SHARDED = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.policy.model import build_policy, skeleton
+from rolloutmq.trainer.sharding import gathered
+from rolloutmq.trainer.weights.backends import owned
+run_dir, backend, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{run_dir}/meeting", rank=rank, world_size=2)
+config = RunConfig.model_validate({"weights": {"backend": backend}})
+policy = build_policy(config.model, 1)
+meant = skeleton(policy.config, torch.float32)
+fully_shard(policy, mesh=init_device_mesh("cpu", (2,)))
+assert all(one.to_local().numel() < one.numel() for one in policy.parameters())
+source = lambda: gathered(policy.state_dict().items())
+if rank:
+    for _ in source(): pass
+    dist.barrier()
+else:
+    with owned(meant, config, RunLayout(run_dir), PolicyVersion(0, 7), source):
+        print("ready", flush=True)
+        sys.stdin.read()
+    dist.barrier()
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("backend", ["disk", "posix_shm"])
+def test_sharded_modules_are_published_whole(run_dir: Path, backend: str) -> None:
+    """FSDP2 over two ranks: each tensor is gathered, written and dropped before the next."""
+    command = [sys.executable, "-c", SHARDED, str(run_dir), backend]
+    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    with (
+        subprocess.Popen([*command, "1"], env=env) as other,
+        subprocess.Popen(
+            [*command, "0"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as publisher,
+    ):
+        assert publisher.stdin is not None
+        assert publisher.stdout is not None
+        try:
+            assert publisher.stdout.readline() == b"ready\n"
+            config = way(backend)
+            reader: Any = build_policy(config.model, 2)
+            with closing(attach_as(backend, reader, RunLayout(run_dir).weights)) as share:
+                assert share.version == V(0, 7)
+                wanted = build_policy(config.model, 1).state_dict()
+                assert all(map(torch.equal, reader.state_dict().values(), wanted.values()))
+            publisher.stdin.close()
+            assert (publisher.wait(60), other.wait(60)) == (0, 0)
+        finally:
+            publisher.kill()
+            other.kill()
 
 
 def test_a_second_trainer_of_a_run_on_disk_is_refused(run_dir: Path) -> None:

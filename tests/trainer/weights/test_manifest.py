@@ -14,7 +14,7 @@ from torch import nn
 
 from rolloutmq.schemas.errors import WeightsMismatchError
 from rolloutmq.trainer.weights.binding import adopt, bind, manifest_of, prove, require_real
-from rolloutmq.trainer.weights.manifest import WeightManifest, describe, named_tensors
+from rolloutmq.trainer.weights.manifest import WeightManifest, arriving, describe, named_tensors
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 MODELS = {family: built(config(family)) for family in FAMILIES}
@@ -292,3 +292,33 @@ def test_binding_keeps_the_values_of_the_owner() -> None:
 def bind_with_values(model: nn.Module, manifest: WeightManifest, room: dict[str, torch.Tensor]) -> None:
     with torch.no_grad():
         bind(model, manifest, room, keep=True)
+
+
+def test_each_tensor_of_a_source_is_taken_once_under_any_of_its_names() -> None:
+    model, manifest = MODELS["qwen2"], MANIFESTS["qwen2"]
+    state = list(model.state_dict().items())
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= dict(state).keys()  # tied
+    for tensors in (state, state[::-1], [pair for pair in state if pair[0] != "model.embed_tokens.weight"]):
+        taken = {spec.name: tensor for spec, tensor in arriving(manifest, tensors)}
+        assert sorted(taken) == sorted(spec.name for spec in manifest.tensors)
+        assert all(torch.equal(tensor, value(model, name)) for name, tensor in taken.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda state: state.pop(), r"was not given; a version has every tensor"),
+        (lambda state: state.append(state[0]), r"came twice"),
+        (lambda state: state.append(("extra", torch.ones(1))), r"extra.*is not in the shared model"),
+        (lambda state: state.append((state.pop()[0], torch.ones(2))), r"is \('float32', \(2,\)\) here"),
+        (
+            lambda state: state.append((state[-1][0], state.pop()[1].bfloat16())),
+            r"is \('bfloat16', .* here, \('float32'",
+        ),
+    ],
+)
+def test_a_source_with_other_tensors_is_refused(change: Callable[[Any], object], problem: str) -> None:
+    state = list(MODELS["llama"].state_dict().items())
+    change(state)
+    with pytest.raises(WeightsMismatchError, match=problem):
+        list(arriving(MANIFESTS["llama"], state))

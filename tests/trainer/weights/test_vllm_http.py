@@ -38,12 +38,15 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.files import RunLayout, VllmAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.trainer.files.safetensors import TYPES
+from rolloutmq.trainer.policy.model import skeleton
 from rolloutmq.trainer.process import StoppedError, stop_on_signals
 from rolloutmq.trainer.weights import vllm_http as sending
 from rolloutmq.trainer.weights.address import owner_lives, read_sent, sweep
+from rolloutmq.trainer.weights.layout import TensorSpec
 from rolloutmq.trainer.weights.manifest import DTYPES
 from rolloutmq.trainer.weights.share import Level
-from rolloutmq.trainer.weights.vllm_http import TYPES, SafetensorsFile, SentWeights, VllmSender, parcel
+from rolloutmq.trainer.weights.vllm_http import SafetensorsFile, SentWeights, VllmSender, parcel
 
 V = PolicyVersion
 
@@ -68,6 +71,27 @@ def test_weights_go_whole_between_pause_and_resume(server: Server, tmp_path: Pat
     assert (sent.version, sent.is_torn()) == (V(2, 8), False)
     with sent.reading() as version:
         assert version == V(2, 8)
+
+
+def test_tensors_of_a_source_are_sent(server: Server, tmp_path: Path) -> None:
+    model = built(config("qwen2"))
+    state = dict(model.state_dict())
+    meant = skeleton(model.config, torch.float32)
+    sent = SentWeights.create(meant, server.url, tmp_path, source=lambda: state.items())
+    assert torch.equal(server.received["model.norm.weight"], model.model.norm.weight)
+    state["model.norm.weight"] = torch.full_like(state["model.norm.weight"], 5.0)
+    with sent.writing(V(0, 1)):
+        pass
+    assert bool((server.received["model.norm.weight"] == 5.0).all())
+    del state["model.norm.weight"]
+    server.asked.clear()
+    with (
+        pytest.raises(WeightsMismatchError, match=r"model\.norm\.weight.*was not given"),
+        sent.writing(V(0, 2)),
+    ):
+        pass
+    assert server.asked == []  # vLLM keeps the weights before
+    assert (sent.version, sent.is_torn()) == (V(0, 1), True)
 
 
 def test_a_step_that_fails_sends_nothing_until_a_restore(server: Server, tmp_path: Path) -> None:
@@ -388,9 +412,28 @@ def tensors() -> dict[str, torch.Tensor]:
     return found | {"scalar": torch.tensor(2.5), "nothing": torch.empty(0, 3), "a": torch.ones(1).bool()}
 
 
+def fill(
+    made: SafetensorsFile,
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, str],
+    *,
+    backwards: bool = False,
+) -> None:
+    """Write the tensors, in their order or the other way round."""
+    pairs = [(described(name, tensor), tensor) for name, tensor in tensors.items()]
+    made.write([spec for spec, _ in pairs], reversed(pairs) if backwards else pairs, metadata)
+
+
+def described(name: str, tensor: torch.Tensor) -> TensorSpec:
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    return TensorSpec(
+        name=name, dtype=dtype, shape=shape, stride=tensor.stride(), offset=0, nbytes=tensor.nbytes
+    )
+
+
 def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     with parcel(tmp_path) as made:
-        made.write(tensors(), {"manifest": '{"name": "ä"}'})
+        fill(made, tensors(), {"manifest": '{"name": "ä"}'})
         with safe_open(made.path, framework="pt") as file:
             assert file.metadata() == {"manifest": '{"name": "ä"}'}
             assert set(file.keys()) == set(tensors())
@@ -399,7 +442,14 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
                 assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
                 assert torch.equal(found, tensor)
     assert list(tmp_path.iterdir()) == []
-    assert {str(one).removeprefix("torch.") for one in TYPES} == set(DTYPES)
+    assert set(TYPES) == set(DTYPES)
+
+
+def test_tensors_may_come_in_any_order(tmp_path: Path) -> None:
+    with parcel(tmp_path) as made:
+        fill(made, tensors(), {}, backwards=True)
+        with safe_open(made.path, framework="pt") as file:
+            assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors().items())
 
 
 def test_the_bytes_are_those_of_the_library(tmp_path: Path) -> None:
@@ -407,14 +457,14 @@ def test_the_bytes_are_those_of_the_library(tmp_path: Path) -> None:
     found = {name: torch.rand(3, 5) for name in "bca"}
     save_file(found, tmp_path / "theirs", metadata={"k": "v"})
     with parcel(tmp_path) as made:
-        made.write(found, {"k": "v"})
+        fill(made, found, {"k": "v"})
         assert made.path.read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_it_is_held_as_long_as_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_file, "SHM", tmp_path)
     with parcel(tmp_path) as made:
-        made.write(tensors(), {})
+        fill(made, tensors(), {})
         assert os.fstat(made.fd).st_ino == made.path.stat().st_ino
         assert segment_file.in_use(made.path)
         assert segment_file.sweep() == []
@@ -426,12 +476,15 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
+from rolloutmq.trainer.files import safetensors as safetensors_file
 from rolloutmq.trainer.weights import vllm_http
+from rolloutmq.trainer.weights.layout import TensorSpec
 def die(tensor):
     os.kill(os.getpid(), signal.SIGKILL)
-vllm_http._bytes = die
+safetensors_file._bytes = die
+spec = TensorSpec(name="a", dtype="float32", shape=(1 << 20,), stride=(1,), offset=0, nbytes=1 << 22)
 with vllm_http.parcel(Path(sys.argv[1])) as made:
-    made.write({"a": torch.ones(1 << 20)}, {"k": "v" * 100_000})
+    made.write([spec], [(spec, torch.ones(1 << 20))], {"k": "v" * 100_000})
 """
 
 

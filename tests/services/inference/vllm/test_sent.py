@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rolloutmq.services.inference.sampling import Sampling
 from rolloutmq.services.inference.vllm.client import EngineFailedError, VllmClient
 from rolloutmq.services.inference.vllm.process import running
 from rolloutmq.trainer.policy.device import moved
+from rolloutmq.trainer.weights.layout import TensorSpec
 from rolloutmq.trainer.weights.share import Level
 from rolloutmq.trainer.weights.vllm_http import SafetensorsFile, SentWeights
 
@@ -60,10 +61,16 @@ async def ready(client: VllmClient) -> None:
 WHOLE = SafetensorsFile.write
 
 
-def damaged(parcel: SafetensorsFile, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def damaged(
+    parcel: SafetensorsFile,
+    described: Iterable[TensorSpec],
+    tensors: Iterable[tuple[TensorSpec, torch.Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
     """Leave one tensor out of the file."""
-    left = {name: one for name, one in tensors.items() if name != "model.layers.1.self_attn.k_proj.weight"}
-    WHOLE(parcel, left, metadata)
+    left_out = "model.layers.1.self_attn.k_proj.weight"
+    pairs = [(spec, one) for spec, one in tensors if spec.name != left_out]
+    WHOLE(parcel, [spec for spec in described if spec.name != left_out], pairs, metadata)
 
 
 async def test_a_tied_model_is_sent_and_sent_again(

@@ -1,0 +1,136 @@
+"""Groups of the bus through the data path of TRL's `AsyncGRPOTrainer`: exact, settled once taken, rewound by a resume.
+
+`make test-trl` runs those in TRL's own environment. Its training needs a GPU and is not tested.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.trainer.integrations.trl.support import (
+    PYTHON,
+    ROOT,
+    SIZE,
+    broker,
+    config,
+    environment,
+    group,
+    missing,
+    push,
+    settled,
+    verify,
+)
+
+from rolloutmq.schemas.errors import UsageError
+from rolloutmq.schemas.loss_mask import trained_tokens
+from rolloutmq.trainer.integrations.trl.async_worker import LAG, BusRolloutWorker
+
+PLAYER = ROOT / "tests/trainer/integrations/trl/async_player.py"
+
+
+def play(run_dir: Path, passes: int, **plan: Any) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
+    record = run_dir.parent / "async.jsonl"
+    spec = json.dumps({"run_dir": str(run_dir), "record": str(record), "passes": passes, **plan})
+    ended = subprocess.run(
+        [str(PYTHON), str(PLAYER), spec],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    told = json.loads(ended.stdout.splitlines()[-1]) if ended.returncode == 0 else {}
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    return told, lines, ended.stderr
+
+
+@pytest.mark.rival
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_samples_are_exact_through_trls_queue_and_planner(run_dir: Path) -> None:
+    groups = [group(number) for number in range(12)]
+    with broker(run_dir) as layout:
+        push(run_dir, groups)
+        told, lines, error = play(run_dir, 6, save_at=6)
+        assert told, error
+        given = {tuple(one["input_ids"]): one for line in lines for one in line["samples"]}
+        assert len(given) >= 12
+        for one in groups:
+            chosen = np.split(trained_tokens(one), np.cumsum(one.columns["tokens"].lengths[0])[:-1])
+            scores = one.scores
+            for row, (ids, mask) in enumerate(zip(one["tokens"], chosen, strict=True)):
+                sample = given.get(tuple(ids.tolist()))
+                if sample is None:
+                    continue
+                known = np.where(mask, one["inference_logprobs"][row], 0.0).astype(np.float32)
+                assert sample["completion_mask"] == mask.astype(int).tolist()
+                assert np.array_equal(np.array(sample["old_log_probs"], np.float32), known)
+                wanted = (scores[row] - scores.mean()) / scores.std()
+                assert sample["advantage"] == pytest.approx(wanted, rel=1e-5)
+        for line in lines:  # what its loss is taken over
+            terms = [
+                value
+                for one in line["samples"]
+                for value, use in zip(one["old_log_probs"], one["completion_mask"], strict=True)
+                if use
+            ]
+            assert line["terms"] == pytest.approx(terms)
+        assert told["covered"] <= len(settled(layout))
+    verify(run_dir)
+
+
+@pytest.mark.rival
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_resumed_trainer_gets_what_its_checkpoint_does_not_cover(run_dir: Path) -> None:
+    with broker(run_dir) as layout:
+        push(run_dir, [group(number) for number in range(16)])
+        told, _, error = play(run_dir, 8, save_at=8)
+        assert told, error
+        before = [line for line in settled(layout) if line.trained]
+        covered = told["covered"]
+        assert 0 < covered < len(before)
+        later, lines, error = play(run_dir, 2, resume=covered)
+        assert later, error
+        again = next(line for line in settled(layout) if line.version.incarnation == 1 and line.trained)
+        assert again.version.step == covered + 1
+        assert (again.trained, again.rewound) == (before[covered].trained, True)
+        assert lines
+    verify(run_dir)
+
+
+@pytest.mark.rival
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_groups_that_cannot_be_trained_on_end_it_and_stay_queued(run_dir: Path) -> None:
+    with broker(run_dir, config(environment={})) as layout:
+        push(run_dir, [group(number, inference_logprobs=None) for number in range(2)])
+        told, _, error = play(run_dir, 1)
+        assert not told
+        assert "no group of a batch can be trained on: inference_logprobs: required" in error
+        assert settled(layout) == []
+    assert "2 queued" in verify(run_dir)
+
+
+def test_batches_are_of_whole_groups() -> None:
+    with pytest.raises(UsageError, match=r"sequences: must be a positive multiple of group_size 4 \(got 6\)"):
+        BusRolloutWorker("runs/mine", sequences=6, group_size=SIZE)
+
+
+def test_a_checkpoint_covers_what_was_taken_some_steps_before() -> None:
+    worker = BusRolloutWorker("runs/mine", sequences=8, group_size=SIZE)
+    assert worker.callback.state()["attributes"] == {"bus_step": 0}
+    found = []
+    for step in range(1, 8):
+        worker._newest = step
+        worker.stepped()
+        found.append(worker.step_covered)
+    assert found[LAG:] == [1, 2, 3, 4]
+
+
+def test_an_error_of_its_thread_is_told_to_the_trainer() -> None:
+    worker = BusRolloutWorker("runs/mine", sequences=8, group_size=SIZE)
+    worker.check_health(1.0)
+    worker._error = UsageError("no group can be trained on")
+    with pytest.raises(UsageError, match="no group can be trained on"):
+        worker.check_health(1.0)

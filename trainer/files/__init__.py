@@ -1,0 +1,1 @@
+"""Files that the trainer writes: how they are laid out, read and written."""

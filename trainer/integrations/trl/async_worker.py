@@ -1,0 +1,354 @@
+"""`BusRolloutWorker`: the rollout worker of TRL's experimental `AsyncGRPOTrainer`, fed from the bus.
+
+    worker = BusRolloutWorker("runs/mine", sequences=256, group_size=16)
+    trainer = AsyncGRPOTrainer(..., rollout_worker=worker, callbacks=[worker.callback])
+
+The main process of the trainer pulls batches in a thread and hands their sequences over one by one. TRL mixes them
+into micro-batches of its own and does not say when it has trained on one. So a batch is settled once TRL has taken all
+of its sequences. A checkpoint commits only the batches that had been taken `LAG` optimizer steps before: TRL's planner
+holds back one sequence, and its data loader fetches one micro-batch ahead. After a kill the broker delivers all later
+batches again: no group is lost, and groups that TRL took within the last `LAG` steps before the checkpoint are trained
+on twice.
+
+A step of the bus's policy is a batch. TRL's versions are its weight syncs, so `sequences` should be about what TRL
+trains on between two of them. A sample's `model_version` is TRL's version less the staleness of its group in batches.
+
+TRL drops samples above its own `max_staleness`, and those above its token budget; the ledger counts them as trained.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
+from rolloutmq.bus.transport.endpoint import is_address
+from rolloutmq.schemas.errors import UsageError, WaitTimeoutError
+from rolloutmq.schemas.files import RunLayout, SettledBatch
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.replies import Rejected, RunInfo
+from rolloutmq.trainer.checkpoint import next_incarnation
+from rolloutmq.trainer.integrations.trl.callback import STEP, force_tree, step_of
+from rolloutmq.trainer.integrations.trl.rows import Demand, PulledGroup, Row, pulled
+from rolloutmq.trainer.step.collate import Bounds
+from rolloutmq.trainer.trained_log import TrainedLog
+
+logger = logging.getLogger(__name__)
+
+LAG: Final = 3
+"""Optimizer steps after which TRL has trained on every sequence that it has taken."""
+PULL_S: Final = 1.0
+"""Longest wait of one pull, in seconds, so that `stop` is heard."""
+ANSWER_S: Final = 5.0
+"""Longest wait for a broker that is away, in seconds, before the call is repeated."""
+TAKEN_POLL_S: Final = 0.02
+STD_FLOOR: Final = 1e-8
+"""TRL's worker divides the advantages of a group by its standard deviation and this."""
+
+
+class SampleType(Protocol):
+    """`trl.experimental.async_grpo.async_rollout_worker.RolloutSample`."""
+
+    def __call__(self, **fields: Any) -> Any: ...
+
+
+class BusRolloutWorker:
+    """Implements TRL's `RolloutWorkerProtocol`. For the main process of one trainer.
+
+    Args:
+        where: Run directory, or address of the broker's `serve` socket.
+        sequences: Sequences of a batch.
+        group_size: Sequences of a group; others are dead letters.
+        temperature: That of the `AsyncGRPOConfig`.
+        vocabulary: Size of the policy's vocabulary.
+        positions: Longest sequence of the policy, in tokens.
+        output_dir: The trainer's; its lives are counted there if `where` is an address.
+        scale: Divide advantages by the standard deviation of their group.
+        name: Name of the trainer at the broker.
+        timeout_s: Longest wait for the broker when training begins, in seconds.
+
+    Attributes:
+        rollout_buffer: Samples for the trainer.
+        metrics_queue: Metrics of each batch for the trainer.
+        callback: For `AsyncGRPOTrainer(callbacks=[...])`.
+        resume_step: Step of the policy in the checkpoint that the next `start` continues from; None without one.
+    """
+
+    def __init__(
+        self,
+        where: str | Path,
+        *,
+        sequences: int,
+        group_size: int,
+        temperature: float = 1.0,
+        vocabulary: int = 1 << 31,
+        positions: int = 1 << 31,
+        output_dir: str | Path = ".",
+        scale: bool = True,
+        name: str = "trainer",
+        timeout_s: float = 30.0,
+    ) -> None:
+        if sequences <= 0 or sequences % group_size:
+            raise UsageError(
+                f"sequences: must be a positive multiple of group_size {group_size} (got {sequences})"
+            )
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self.callback = AsyncCallback(self)
+        self.resume_step: int | None = None
+        self._where = where
+        self._layout = None if is_address(where) else RunLayout(Path(where))
+        self._life: int | None = None
+        self._output_dir = Path(output_dir)
+        self._sequences = sequences
+        self._demand = Demand(group_size, temperature, Bounds(vocabulary, positions))
+        self._scale = scale
+        self._name = name
+        self._timeout_s = timeout_s
+        self._sample: SampleType | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._alive_at = 0.0
+        self._consumer: BlockingConsumer | None = None
+        self._model_version = 0
+        self._groups = 0
+        self._taken: deque[int] = deque(maxlen=LAG + 1)
+        """Step of the newest batch that was taken as a whole, at the end of the last optimizer steps."""
+        self._newest = 0
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Policy of the weights: after the newest batch that TRL took as a whole; before `start`, that of its life."""
+        if self._consumer is not None:
+            return self._consumer.version
+        if self._life is None:
+            self._life = next_incarnation(self._layout.checkpoints if self._layout else self._output_dir)
+        return PolicyVersion(self._life, self.resume_step or 0)
+
+    def start(self) -> None:
+        """Join the bus and begin to pull; called by the trainer.
+
+        Raises:
+            WaitTimeoutError: No broker answers.
+        """
+        self._sample = import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
+        version, layout = self.version, self._layout
+        consumer = Consumer.blocking(
+            self._where,
+            sequences=self._sequences,
+            consumer=f"{self._name}-0",
+            group=self._name,
+            info=RunInfo(batch_sequences=self._sequences, starting_step=version.step, started=True),
+            resume=version,
+            timeout_s=self._timeout_s,
+        )
+        self._consumer = consumer.__enter__()
+        self._life = None  # the next start is another one
+        self._newest = version.step
+        self._taken = deque([version.step] * (LAG + 1), maxlen=LAG + 1)
+        self._stopping.clear()
+        self._alive_at = time.monotonic()
+        log = layout.trained if layout else Path(os.devnull)
+        self._thread = threading.Thread(target=self._run, args=(version, log), name="rolloutmq rollouts")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave the bus; a batch that was not taken as a whole is delivered again. May be called twice."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def update_model_version(self, model_version: int) -> None:
+        """Note TRL's version of the weights."""
+        self._model_version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise the error that ended the thread, or UsageError if it has hung for `stale_after_s` seconds.
+
+        A wait for the broker or for groups is no hang: the log and `rolloutmq status` show its reason.
+        """
+        if self._error is not None:
+            raise self._error
+        silent_s = time.monotonic() - self._alive_at
+        if self._thread is not None and silent_s > stale_after_s:
+            raise UsageError(
+                f"rollout_worker: its thread has not moved for {silent_s:.0f} s (got stale_after_s={stale_after_s:g}); "
+                "see its log"
+            )
+
+    @property
+    def step_covered(self) -> int:
+        """Step of the newest batch that TRL has certainly trained on as a whole."""
+        return self._taken[0] if self._taken else self.resume_step or 0
+
+    def stepped(self) -> None:
+        """Note an optimizer step of the trainer."""
+        self._taken.append(self._newest)
+        if self._consumer is not None:
+            self._consumer.progress()
+
+    def commit(self) -> None:
+        """Report that a checkpoint on disk covers `step_covered`."""
+        if self._consumer is not None:
+            self._consumer.commit(PolicyVersion(self._consumer.version.incarnation, self.step_covered))
+
+    def _run(self, version: PolicyVersion, log: Path) -> None:
+        try:
+            journal = TrainedLog(log)
+            try:
+                if version.incarnation:
+                    journal.write(SettledBatch(at=time.time(), version=version, resumed=True))
+                while not self._stopping.is_set():
+                    version = self._round(version, journal)
+            finally:
+                journal.close()
+        except BaseException as error:  # raised in the trainer's thread, by `check_health`
+            self._error = error
+            logger.exception("rollouts ended")
+
+    def _round(self, version: PolicyVersion, journal: TrainedLog) -> PolicyVersion:
+        """Pull a batch, hand it over, and settle it once it is taken; return the policy after it."""
+        assert self._consumer is not None
+        self._alive_at = time.monotonic()
+        try:
+            batch = self._consumer.pull(version.step + 1, version, PULL_S, timeout_s=ANSWER_S)
+        except WaitTimeoutError as error:
+            logger.warning("broker unavailable error=%s", error)
+            return version
+        if batch is None:
+            return version
+        groups = [
+            pulled(group, age, 0, self._demand)
+            for group, age in zip(batch.groups, batch.staleness(), strict=True)
+        ]
+        usable = [group for group in groups if not group.fault]
+        if groups and not usable:
+            raise UsageError(f"no group of a batch can be trained on: {groups[0].fault}")
+        for group in usable:
+            for sample in self._samples(group):
+                self.rollout_buffer.put(sample)
+        self._tell(usable)
+        while self.rollout_buffer.qsize():
+            if self._stopping.wait(TAKEN_POLL_S):
+                return version
+            self._alive_at = time.monotonic()
+            self._consumer.progress()
+        after = PolicyVersion(version.incarnation, version.step + bool(usable))
+        self._settle(batch, after, groups, journal)
+        self._newest = after.step
+        return after
+
+    def _settle(
+        self, batch: BlockingBatch, after: PolicyVersion, groups: list[PulledGroup], journal: TrainedLog
+    ) -> None:
+        assert self._consumer is not None
+        usable = [group for group in groups if not group.fault]
+        faulty = [group for group in groups if group.fault]
+        journal.write(
+            SettledBatch(
+                at=time.time(),
+                version=after,
+                trained=tuple(group.group_id for group in usable),
+                rejected=tuple(group.group_id for group in faulty),
+                staleness=tuple(group.staleness for group in usable),
+                rewards=tuple(group.reward for group in usable),
+                rewound=batch.rewound,
+            )
+        )
+        while True:
+            self._alive_at = time.monotonic()
+            try:
+                self._consumer.settle(
+                    batch,
+                    version=after,
+                    trained=[group.group_id for group in usable],
+                    rejected=[Rejected(group_id=group.group_id, reason=group.fault) for group in faulty],
+                    timeout_s=ANSWER_S,
+                )
+            except WaitTimeoutError as error:
+                if self._stopping.is_set():
+                    raise
+                logger.warning("broker unavailable, settling again error=%s", error)
+            else:
+                return
+
+    def _samples(self, group: PulledGroup) -> Iterator[Any]:
+        """Yield the sequences of a group as TRL's samples, with their advantages."""
+        assert self._sample is not None
+        number, self._groups = self._groups, self._groups + 1
+        scores = np.array([row.score for row in group.rows], np.float64)
+        spread = float(scores.std())
+        # Equal scores have a mean that differs in its last bit, which the division would make large.
+        advantages = np.zeros_like(scores) if (scores == scores[0]).all() else scores - scores.mean()
+        if self._scale:
+            advantages /= spread + STD_FLOOR
+        for row, advantage in zip(group.rows, advantages, strict=True):
+            yield self._sample(
+                prompt=[],
+                completion=[],
+                input_ids=np.concatenate([row.prompt, row.completion]).astype(np.int64),
+                completion_mask=_with_prompt(row, row.mask, np.int64),
+                old_log_probs=_with_prompt(row, row.logprobs, np.float32),
+                advantage=float(advantage),
+                model_version=self._model_version - group.staleness,
+                group_id=number,
+                metrics={"reward": float(row.score or 0.0), "reward_std": spread},
+                enqueued_at=time.time(),
+            )
+
+    def _tell(self, usable: list[PulledGroup]) -> None:
+        if usable:
+            ages = [group.staleness for group in usable]
+            rewards = [group.reward for group in usable]
+            self.metrics_queue.put(
+                {
+                    "rolloutmq/staleness": sum(ages) / len(ages),
+                    "rolloutmq/reward": sum(rewards) / len(rewards),
+                }
+            )
+
+
+def _with_prompt(row: Row, values: Any, dtype: Any) -> Any:
+    """Return values of the completion behind zeros for the prompt."""
+    return np.concatenate([np.zeros(len(row.prompt)), values]).astype(dtype)
+
+
+class AsyncCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Joins the steps and checkpoints of an `AsyncGRPOTrainer` to its worker; acts in the main process."""
+
+    def __init__(self, worker: BusRolloutWorker) -> None:
+        self._worker = worker
+
+    def state(self) -> dict[str, Any]:
+        """Return what the trainer writes into each checkpoint."""
+        return {"args": {}, "attributes": {STEP: self._worker.step_covered}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:  # noqa: ARG002
+        """Continue from the step of the checkpoint; the trainer starts the worker afterwards."""
+        self._worker.resume_step = step_of(state, type(self).__name__)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:  # noqa: ARG002
+        """Note the step."""
+        self._worker.stepped()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_more: Any) -> None:  # noqa: ARG002
+        """Commit, once the checkpoint is on disk."""
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and path.is_dir():
+            force_tree(path)
+            self._worker.commit()
