@@ -238,10 +238,9 @@ def _texts(prompt: Any) -> Iterator[str]:
         return
     for message in prompt:
         content = message.get("content") if isinstance(message, Mapping) else None
-        parts = content if isinstance(content, list) else [{"text": content}]
-        yield from (
-            part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
+        parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
+        texts = (part.get("text") for part in parts if isinstance(part, dict))
+        yield from (text for text in texts if isinstance(text, str))
 
 
 def _check_characters(text: str, alphabet: str, name: str) -> None:
