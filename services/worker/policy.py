@@ -8,9 +8,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.services.worker.completion import ChatMessage, Completion
+
 if TYPE_CHECKING:
     from rolloutmq.services.worker.openai_wire import Endpoint
-from rolloutmq.services.worker.completion import ChatMessage, Completion
 
 MAX_TOKENS: Final = 16
 """Default length of a completion, in tokens; small, so that forgetting the argument costs little."""
@@ -112,3 +114,27 @@ class GreedyPolicy:
         """See `Policy.endpoint`. The temperature of 0 is in `Endpoint.request`, which the client must pass on."""
         async with self._policy.endpoint() as endpoint:
             yield replace(endpoint, greedy=True)
+
+
+class NoPolicy:
+    """The policy of a run without an inference server: an environment that samples by itself never asks it."""
+
+    async def complete(self, *_: object, **__: object) -> list[Completion]:
+        """Raise ConfigError."""
+        raise self._error
+
+    async def chat(self, *_: object, **__: object) -> list[Completion]:
+        """Raise ConfigError."""
+        raise self._error
+
+    def endpoint(self) -> AbstractAsyncContextManager["Endpoint"]:
+        """Raise ConfigError."""
+        raise self._error
+
+    @property
+    def _error(self) -> ConfigError:
+        return ConfigError(
+            "inference.kind",
+            "must not be `none` for an environment that asks its policy (got none); "
+            "choose a server, or sample in the environment",
+        )

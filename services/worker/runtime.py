@@ -48,6 +48,7 @@ from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.heartbeat import Heartbeat
 from rolloutmq.services.worker.loader import check_abilities, load_environment
 from rolloutmq.services.worker.openai_client import OpenAIPolicy
+from rolloutmq.services.worker.policy import NoPolicy, Policy
 from rolloutmq.services.worker.rollouts import Rollouts, one_line
 from rolloutmq.services.worker.teacher_client import TeacherClient
 
@@ -245,7 +246,7 @@ class Worker:
         return [producer, *evaluating]
 
     async def _evaluation(
-        self, stack: AsyncExitStack, environment: Environment, policy: OpenAIPolicy
+        self, stack: AsyncExitStack, environment: Environment, policy: Policy
     ) -> list[Producer]:
         """Open what answers the evaluation beside the training, if the environment is evaluated."""
         if self._evaluation_seed is None or self.section.split == "eval":
@@ -265,8 +266,10 @@ class Worker:
         )
         return [producer]
 
-    async def _policy(self, stack: AsyncExitStack) -> OpenAIPolicy:
+    async def _policy(self, stack: AsyncExitStack) -> Policy:
         """Open the client of the policy once an engine is registered. A wait of some seconds is logged."""
+        if self.config.inference.kind == "none":
+            return NoPolicy()
         log = WaitLog()
         # Another process writes the file: there is no event to wait for.
         while not self._addresses():

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENTS = """
 import asyncio
-from rolloutmq import SingleTurn
+from rolloutmq import SingleTurn, Trajectory
 
 class Good(SingleTurn):
     def task(self, rng):
@@ -71,6 +71,11 @@ class Picky(Good):
         if task == "bad":
             raise ValueError("no such prompt")
         return task
+
+class Alone(Good):
+    async def rollout(self, policy, size, rng):
+        sampled = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -0.5]}
+        return [Trajectory(**sampled, score=float(one)) for one in range(size)]
 
 class Entered(Good):
     async def __aenter__(self):
@@ -284,6 +289,24 @@ async def test_a_worker_that_still_waits_can_be_ended(staged: Staged, how: str) 
             else:
                 stage.stop.request("SIGTERM")
         assert worker.state is WorkerState.GONE
+
+
+async def test_an_environment_that_samples_by_itself_needs_no_server(staged: Staged) -> None:
+    async with staged(policy=False, entry="envs.py:Alone") as stage:
+        none = InferenceConfig(kind="none")
+        write_json(stage.layout.config, stage.config.model_copy(update={"inference": none}))
+        working = asyncio.create_task(work(stage.layout.root, "echo-0", stage.stop))
+        await stage.heard(lambda status: status.produced > 0)
+        stage.stop.request("SIGTERM")
+        await working
+
+
+async def test_one_that_asks_its_policy_without_a_server_says_so(staged: Staged) -> None:
+    async with staged(policy=False, failure_limit=3) as stage:
+        none = InferenceConfig(kind="none")
+        write_json(stage.layout.config, stage.config.model_copy(update={"inference": none}))
+        with pytest.raises(EnvironmentFailedError, match=r"inference\.kind: must not be `none`"):
+            await work(stage.layout.root, "echo-0", stage.stop)
 
 
 async def test_an_environment_that_always_raises_fails_for_good(staged: Staged) -> None:
