@@ -162,6 +162,12 @@ class ConsumerConnection:
         self.registered = reply
         self.life += reply.generation != known
         logger.info("registered consumer=%s life=%d epoch=%d", self.register.consumer, self.life, reply.epoch)
+        if reply.deleted_steps:
+            logger.warning(
+                "resume: is before the last commit, the groups of %d later steps were deleted and do not come again "
+                "consumer=%s resume=%s; resume at the last committed checkpoint",
+                reply.deleted_steps, self.register.consumer, asked.resume,
+            )  # fmt: skip
 
     async def _register_again(self, client: BrokerClient, life: int) -> None:
         """Replace the registration of `life`, unless another task has done so."""

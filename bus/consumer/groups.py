@@ -326,6 +326,7 @@ class GroupConsumer:
 
         Raises:
             WaitTimeoutError: There is no answer after `timeout_s`.
+            UsageError: A group is not in the hand: `get` has not returned it, or it is settled.
             RefusedError: A group is named twice, or `version` is behind the last settlement.
             ConsumerFencedError: Another process registered under the name of this consumer.
             ClosedError: The consumer is closed.
@@ -333,6 +334,11 @@ class GroupConsumer:
         """
         limit_s = time_limit("timeout_s", timeout_s)
         used, unused, bad = _ids(trained), _ids(filtered), tuple(rejected)
+        for group_id in (*used, *unused, *(one.group_id for one in bad)):
+            if group_id not in self._in_hand:
+                raise UsageError(
+                    f"group {group_id}: is not in the hand of this consumer; settle each group once, after `get`"
+                )
         work = self._settle(used, unused, bad, version, steps=bool(used))
         reply = await within(limit_s, "settle", work, lambda: self._link.problem)
         self._outcomes.update(dict.fromkeys(filter(None, map(self._let_go, used)), True))

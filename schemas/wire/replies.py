@@ -147,6 +147,8 @@ class ConsumerRegistered(Message, tag="consumer_registered", frozen=True, kw_onl
     info: RunInfo
     policy: PolicyVersion = PolicyVersion()
     """Policy from which a trainer without a checkpoint continues: the one it has settled, or else that of the run."""
+    deleted_steps: Count = 0
+    """Steps after `resume` that do not come again: a later checkpoint was committed, and their groups were deleted."""
 
 
 class Delivery(Message, tag="delivery", frozen=True, kw_only=True):

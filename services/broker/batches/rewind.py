@@ -110,6 +110,11 @@ class RewindBuffer:
         )
         return kept[:cut], kept[cut:]
 
+    def steps_after(self, group: str, version: PolicyVersion) -> int:
+        """Return how many steps after `version` are retained."""
+        kept = self._retained.get(group, ())
+        return len({one.version.step for one in kept if one.stepped and one.version.step > version.step})
+
     def surplus(self, group: str, retain_bytes: int) -> int:
         """Return how many of the oldest batches of a trainer without checkpoints exceed the limit."""
         if group in self._checkpointing:

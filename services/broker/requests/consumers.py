@@ -80,6 +80,7 @@ class ConsumerRequests:
         )
         self.join(joined, now, request.key)
         holds = any(any(lease.held_by(request.consumer)) for lease in state.leases)
+        deleted = self._deleted_steps(request.group, request.resume)
         if state.consumers.resumes(request, holds=holds) and request.resume is not None:
             state.transitions.rewind(request.group, request.resume, request.consumer, wall)
             state.run.resumed(request.resume)
@@ -88,9 +89,16 @@ class ConsumerRequests:
         self._void(request.consumer, wall)
         self._rebatch()
         self.serve(now, wall)
-        return self._registered(joined.group, joined.generation)
+        return self._registered(joined.group, joined.generation, deleted)
 
-    def _registered(self, group: str, generation: int) -> ConsumerRegistered:
+    def _deleted_steps(self, group: str, resume: PolicyVersion | None) -> int:
+        """Return how many steps after a checkpoint were settled and are no longer retained."""
+        policy = self._state.consumers.settled_by(group)
+        if resume is None or policy is None:
+            return 0
+        return max(0, policy.step - resume.step - self._state.rewind_buffer.steps_after(group, resume))
+
+    def _registered(self, group: str, generation: int, deleted: int = 0) -> ConsumerRegistered:
         state = self._state
         stream = group, Split.TRAIN
         lease = state.leases.of(stream)
@@ -98,7 +106,11 @@ class ConsumerRequests:
         known = (lease and lease.version, state.consumers.settled_by(group), state.leases.lost_policy(stream))
         policy = min((one for one in known if one), key=lambda one: one.step, default=state.run.present)
         return ConsumerRegistered(
-            epoch=state.epoch, generation=generation, info=state.run.info, policy=policy
+            epoch=state.epoch,
+            generation=generation,
+            info=state.run.info,
+            policy=policy,
+            deleted_steps=deleted,
         )
 
     def join(self, joined: Joined, now: float, key: str = "") -> None:

@@ -284,10 +284,28 @@ async def test_a_call_against_the_rules_is_refused(run_dir: Path, group: MakeGro
             await consumer.settle([a])
             with pytest.raises(RefusedError, match="must not be behind"):
                 await consumer.settle([b], version=PolicyVersion(0, 0))
+            with pytest.raises(UsageError, match="group a: is not in the hand"):
+                await consumer.settle(["a"])
+            with pytest.raises(UsageError, match="group unknown: is not in the hand"):
+                await consumer.settle(filtered=["unknown"])
             async with GroupConsumer.open(run_dir, batch_sequences=4) as other:
                 with pytest.raises(ConsumerFencedError):
                     await consumer.settle([b])
                 assert (await other.get(timeout_s=20)).group_id == "b"
+
+
+async def test_a_resume_before_the_last_commit_is_told(
+    run_dir: Path, group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_broker(config(), RunLayout(run_dir)):
+        await send(run_dir, [group("a"), group("b")])
+        async with GroupConsumer.open(run_dir, batch_sequences=4) as consumer:
+            for _ in range(2):
+                await consumer.settle([await consumer.get(timeout_s=20)])
+            await consumer.commit(consumer.version)
+        caplog.clear()
+        async with GroupConsumer.open(run_dir, batch_sequences=4, resume=PolicyVersion(0, 1)):
+            assert "the groups of 1 later steps were deleted" in caplog.text
 
 
 async def test_no_broker_is_a_time_out(run_dir: Path) -> None:

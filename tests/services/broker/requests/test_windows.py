@@ -8,8 +8,18 @@ import pytest
 from tests.services.broker.bench import Bench, Peer, config, ids
 
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
-from rolloutmq.schemas.wire.replies import Batch, ErrorReply, NoBatch, Ok, Rejected, RunInfo, Settled, Wait
-from rolloutmq.schemas.wire.requests import WINDOW_LIMIT, Commit, SettleGroups
+from rolloutmq.schemas.wire.replies import (
+    Batch,
+    ConsumerRegistered,
+    ErrorReply,
+    NoBatch,
+    Ok,
+    Rejected,
+    RunInfo,
+    Settled,
+    Wait,
+)
+from rolloutmq.schemas.wire.requests import WINDOW_LIMIT, Commit, RegisterConsumer, SettleGroups
 
 INFO = RunInfo(batch_sequences=8)
 
@@ -221,6 +231,23 @@ def test_a_rewind_brings_settlements_in_order_then_what_was_held(bench: Bench, p
     again.commit()
     assert places(bench) == {"committed": 6}
     assert a not in {group for batch in taken for group in batch}
+
+
+def test_a_resume_before_the_last_commit_is_told_what_is_gone(bench: Bench, peer: Peer) -> None:
+    peer.send(5)
+    trainer = Trainer(bench)
+    held = trainer.take() + trainer.take()
+    for group in held[:3]:
+        trainer.settle(group)
+    trainer.commit()
+    trainer.settle(held[3])
+
+    def deleted(resume: int) -> int:
+        asked = RegisterConsumer(consumer="c", info=INFO, resume=PolicyVersion(0, resume))
+        return bench.ask(asked, ConsumerRegistered).deleted_steps
+
+    assert deleted(3) == 0
+    assert deleted(1) == 2
 
 
 def test_rewound_and_new_groups_are_settled_together(bench: Bench, peer: Peer) -> None:
