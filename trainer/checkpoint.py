@@ -39,6 +39,7 @@ from rolloutmq.bus.files import (
     sum_of,
     write_private,
 )
+from rolloutmq.bus.tokenizer_fingerprint import fingerprint as in_directory
 from rolloutmq.schemas.errors import ConfigError, DamagedFileError
 from rolloutmq.trainer.files.checkpoints import (
     PREFIX,
@@ -224,6 +225,25 @@ def restore_policy(checkpoint: Checkpoint, policy: nn.Module) -> None:
         )
     for name, tensor in mine.items():
         tensor.copy_(saved_ones[name])
+
+
+def require_tokenizer(checkpoint: Checkpoint, configured: str) -> None:
+    """Check that the configured tokenizer is the one of the saved policy, if both have one.
+
+    Args:
+        checkpoint: The checkpoint.
+        configured: Fingerprint of the configured tokenizer; empty if there is none.
+
+    Raises:
+        ConfigError: Its tokens would mean something else to the saved policy.
+    """
+    saved = in_directory(checkpoint.path)
+    if saved and configured and saved != configured:
+        raise ConfigError(
+            "model",
+            f"has another tokenizer than the checkpoint {checkpoint.path} (got fingerprint {configured[:16]}, saved "
+            f"{saved[:16]}), so its tokens would mean something else; use the alphabet or tokenizer of the checkpoint",
+        )
 
 
 def random_state(checkpoint: Checkpoint) -> Tensor:

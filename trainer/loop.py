@@ -158,6 +158,8 @@ def train(
         MissingError: The device does not exist.
     """
     saved = checkpoint.latest(layout.checkpoints)
+    if saved:
+        checkpoint.require_tokenizer(saved, configured_fingerprint(config.model))
     incarnation = ranks.most(checkpoint.next_incarnation(layout.checkpoints) if ranks.leads else 0)
     version = PolicyVersion(incarnation, saved.state.version.step if saved else 0)
     if ranks.most(version.step) != version.step:

@@ -18,6 +18,7 @@ from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.files import checkpoints as checkpoint_files
 from rolloutmq.trainer.files.checkpoints import TrainerState
 from rolloutmq.trainer.policy.model import Policy, build_policy, write_identity
+from rolloutmq.trainer.policy.tokenizer import configured_fingerprint
 from rolloutmq.trainer.step.optimizer import PolicyOptimizer
 
 MODEL = ModelConfig(hidden_size=16, layers=1, mlp_size=16)
@@ -53,6 +54,18 @@ def test_what_is_saved_comes_back(tmp_path: Path, tied: bool) -> None:
     checkpoint.restore_policy(found, again)
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), again.parameters(), strict=True))
     assert not list(path.parent.glob(".*"))
+
+
+def test_another_tokenizer_than_the_saved_one_is_refused(tmp_path: Path) -> None:
+    """The same characters in another order: all shapes fit, and every token means something else."""
+    save(tmp_path, 1, build_policy(MODEL, 1))
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    checkpoint.require_tokenizer(found, configured_fingerprint(MODEL))
+    checkpoint.require_tokenizer(found, "")
+    other = MODEL.model_copy(update={"alphabet": MODEL.alphabet[::-1]})
+    with pytest.raises(ConfigError, match=r"model: has another tokenizer than the checkpoint"):
+        checkpoint.require_tokenizer(found, configured_fingerprint(other))
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
