@@ -16,6 +16,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.worker.loader import check_abilities
 from rolloutmq.services.worker.policy import Policy
+from rolloutmq.services.worker.trajectory import Trajectory
 from rolloutmq.trainer.checkpoint import _seal
 from rolloutmq.trainer.files.checkpoints import TrainerState
 
@@ -50,8 +51,8 @@ def test_it_starts_workers_although_the_run_had_none(tmp_path: Path) -> None:
 class Numbered:
     """A class of one's own, with neither `rollout_task` nor `rollout_at`: a curriculum needs no more."""
 
-    async def rollout(self, policy: Policy, size: int, rng: random.Random) -> list[Any]:
-        return []
+    async def rollout(self, policy: Policy, size: int, rng: random.Random) -> list[Trajectory]:
+        return [Trajectory.of(one) for one in await policy.complete(str(rng.random()), n=size)]
 
 
 @pytest.mark.parametrize("sections", [{"curriculum": {"e": {}}}, {}])
