@@ -31,7 +31,7 @@ from rolloutmq.schemas.config.base import problem_of
 from rolloutmq.schemas.config.rewards import RaterConfig, RewardsConfig
 from rolloutmq.schemas.errors import ConfigError, RatersMissingError, UnusablePathError, UsageError
 from rolloutmq.schemas.wire.health import HealthFinding
-from rolloutmq.services.rewards.acting import LOW, Judgement, judge, numbers_of, weights_in_force
+from rolloutmq.services.rewards.acting import LOW, Judgement, judge, low_problem, numbers_of, weights_in_force
 from rolloutmq.services.rewards.agreement import Alpha
 from rolloutmq.services.rewards.calls import RaterCalls, RaterCost
 from rolloutmq.services.rewards.combine import combined, scaled
@@ -322,7 +322,7 @@ class Ensemble:
         settings = self.config.agreement
         numbers = numbers_of(judgement, self.names, settings)
         if self._is_news(judgement, LOW):
-            problem = f"the raters disagree: alpha {judgement.alpha.value:.3f} is below {settings.low:g}"
+            problem = f"the raters disagree: {low_problem(judgement, settings)}"
             remedy = "look at the ratings (`rolloutmq ratings`), and repair or remove the rater who is wrong"
             self._tell("low_agreement", problem, remedy, numbers, ended=not judgement.is_low)
         for rater, name in enumerate(self.names):
@@ -367,7 +367,7 @@ class Ensemble:
         settings = self.config.agreement
         if settings.act != "hold" or not self.judgement.is_low or EVALUATING.get():
             return ""
-        problem = f"alpha {self.judgement.alpha.value:.3f} of the raters is below {settings.low:g}"
+        problem = low_problem(self.judgement, settings)
         numbers = numbers_of(self.judgement, self.names, settings)
         self._tell("held", f"a group is not trained on: {problem}", "repair the raters", numbers)
         return problem
