@@ -38,7 +38,7 @@ from rolloutmq.services.rewards.calls import RaterCalls, RaterCost
 from rolloutmq.services.rewards.combine import combined, scaled
 from rolloutmq.services.rewards.raters import EVALUATING, Rater
 from rolloutmq.services.rewards.ratings import Ratings
-from rolloutmq.services.rewards.registry import make_rater
+from rolloutmq.services.rewards.registry import check_function, make_rater
 from rolloutmq.services.rewards.window import MemoryWindow, SharedWindow, Window, WindowState
 
 logger = logging.getLogger(__name__)
@@ -466,4 +466,5 @@ def _validated(name: str, tree: Mapping[str, Any]) -> RewardsConfig:
 def _made(key: str, section: RaterConfig, function: Rater | None) -> Rater:
     if function is None:
         return make_rater(key, section.rater, section.options)
+    check_function(key, function, section.options)
     return partial(function, **section.options) if section.options else function

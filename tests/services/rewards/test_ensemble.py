@@ -38,6 +38,14 @@ def asked_by(task: Any, answer: Any, *, by: float) -> float:
     return by * float(answer)
 
 
+def one_argument(answer: Any) -> float:
+    return float(answer)
+
+
+def three_arguments(task: Any, answer: Any, more: Any) -> float:
+    return asked_by(task, answer, by=more)
+
+
 class Flaky:
     """Rates only the answers it is told to; records how often it was asked."""
 
@@ -461,6 +469,19 @@ def test_an_environment_without_score_and_rewards_says_so() -> None:
         ({"hold_s": 0}, "rewards.hold_s", "greater than 0"),
         ({"raters": {"a": "exactly"}}, "rewards.raters.a.rater", "did you mean `exact`"),
         ({"raters": {"a": {"weight": 1}}}, "rewards.raters.a.rater", "required"),
+        ({"raters": {"a": Flaky}}, "rewards.raters.a.rater", "got the class Flaky"),
+        ({"raters": {"a": one_argument}}, "rewards.raters.a.rater", "too many positional"),
+        ({"raters": {"a": three_arguments}}, "rewards.raters.a.rater", "'more'"),
+        (
+            {"raters": {"a": {"rater": same, "options": {"digit": 1}}}},
+            "rewards.raters.a.options",
+            "unexpected keyword argument 'digit'; it is called as same(task, answer, digit=...)",
+        ),
+        (
+            {"raters": {"a": asked_by}},
+            "rewards.raters.a.options",
+            "'by'; it is called as asked_by(task, answer)",
+        ),
         ({"raters": {"a b": same}}, "rewards.raters.a b", "match pattern"),
         (
             {"raters": {"a": same, "b": same}, "agreement": {"act": "down_weight"}},
