@@ -96,7 +96,7 @@ def evaluate(
     assignments: Assignments = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print progress lines, not the live view.")] = False,
 ) -> None:
-    """Evaluate a checkpoint: answer the tasks of [evaluation] in a run of its own, without training."""
+    """Evaluate a checkpoint: answer the tasks of the section `evaluation` in a run of its own."""
     from rolloutmq.launch.settings import load
 
     resolved = load(config, environ=os.environ, assignments=assignments or [])

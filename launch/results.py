@@ -326,7 +326,7 @@ def _lines(
     yield f"ended      {summary['ended']}{after}"
     if summary["reward_first"] is not None:
         yield from _rewards(summary)
-    for number, line in enumerate(evaluation.lines(Evaluations.read(layout))):
+    for number, line in enumerate(evaluation.lines(Evaluations.read(layout), summary["wall_s"])):
         yield f"{'' if number else 'evaluation':<11}{line}"
     yield from _groups(layout, summary)
     if summary["staleness_max"] is not None and summary["staleness_bound"] is not None:

@@ -58,7 +58,7 @@ def teacher(run_dir: RunDirOption) -> None:
 
 @app.command(rich_help_panel=SERVICE)
 def curriculum(run_dir: RunDirOption) -> None:
-    """Run the curriculum: choose the tasks of the environments with a `[curriculum.NAME]`."""
+    """Run the curriculum: choose the tasks of each environment with a section `curriculum.NAME`."""
     raise typer.Exit(service_process.curriculum(run_dir))
 
 

@@ -55,7 +55,7 @@ def teacher(run_dir: Path) -> int:
 
 
 def curriculum(run_dir: Path) -> int:
-    """Run the curriculum: choose the tasks of the environments with a `[curriculum.NAME]`."""
+    """Run the curriculum: choose the tasks of each environment with a section `curriculum.NAME`."""
     with gc_paused():
         from rolloutmq.services.curriculum.server import main
     return main(run_dir)

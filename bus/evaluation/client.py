@@ -118,6 +118,10 @@ async def evaluate_async(
     """
     config, layout = load_run(Path(run_dir))
     asked = PointRequest(config, environments, tasks, samples, greedy, deadline_s)
+    if version is not None and not isinstance(version, PolicyVersion):
+        raise UsageError(
+            f"version: must be a PolicyVersion (got {version!r}); write rolloutmq.PolicyVersion(0, step)"
+        )
     return await asked.answered(layout, version)
 
 
@@ -153,9 +157,9 @@ class PointRequest:
             )
         if not (self.environments and (self.samples or self.greedy)):
             raise UsageError("samples: must be at least 1 with greedy=False, and an environment named")
-        if not 0 < self.deadline_s <= DEADLINE_MAX_S:
+        if not (isinstance(self.deadline_s, int | float) and 0 < self.deadline_s <= DEADLINE_MAX_S):
             raise UsageError(
-                f"deadline_s: must be seconds above 0, at most {DEADLINE_MAX_S:g} (got {self.deadline_s})"
+                f"deadline_s: must be seconds above 0, at most {DEADLINE_MAX_S:g} (got {self.deadline_s!r})"
             )
 
     async def answered(

@@ -219,7 +219,8 @@ class TaskClient:
     async def cancel(self, ids: Sequence[str], reason: str = "asked") -> list[TaskStatus]:
         """Cancel the open tasks, and return the status of all of them.
 
-        A worker that has already taken a task continues; its group then counts as late.
+        A worker that has already taken a task continues, and its group then counts as late. It cancels the rollout of
+        an evaluation.
 
         Raises:
             ClosedError: The client is closed.

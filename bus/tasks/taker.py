@@ -16,7 +16,18 @@ from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.schemas.errors import LimitExceededError, RefusedError, WireError
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.replies import Reply
-from rolloutmq.schemas.wire.tasks import GIVEN, REASON_CHARS, HandBack, TakenTask, TakenTasks, TakeTasks
+from rolloutmq.schemas.wire.tasks import (
+    GIVEN,
+    REASON_CHARS,
+    AwaitTasks,
+    HandBack,
+    TakenTask,
+    TakenTasks,
+    TakeTasks,
+    TaskState,
+    TaskStates,
+    TaskStatus,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +184,27 @@ class TaskTaker:
             RefusedError
         ):  # a broker that does not know the session has already taken the task back
             await self._link.ask(back)
+
+    async def ended(self, task_id: str) -> TaskStatus:
+        """Wait until a task has ended, and return its status. Waits without a limit.
+
+        A task that the broker does not know has not ended: its trainer submits it again.
+
+        Raises:
+            ClosedError: The taker is closed.
+        """
+        asked = AwaitTasks(ids=(task_id,), wait_s=POLL_S)
+        while True:
+            began = time.monotonic()
+            reply = await self._link.ask(asked, POLL_S)
+            if not isinstance(reply, TaskStates):
+                raise WireError(f"broker: wrong type of reply to AwaitTasks (got {type(reply).__name__})")
+            (status,) = reply.tasks
+            if status.over and status.state is not TaskState.UNKNOWN:
+                return status
+            # An unknown task and a broker with too many waits are answered at once.
+            pause_s = PAUSE_S if status.state is not TaskState.UNKNOWN else POLL_S
+            await asyncio.sleep(max(0.0, pause_s - (time.monotonic() - began)))
 
 
 def _taken(reply: Reply) -> tuple[TakenTask, ...]:

@@ -87,7 +87,9 @@ def _alone(config: RunConfig, step: int) -> RunConfig:
         tree.pop(section)
     named = evaluated(config.evaluation.model_copy(update={"enabled": True}), config.environment)
     tree["environment"] = {
-        name: {**env, "split": "eval", "min_workers": max(1, env["min_workers"])}
+        # Workers of split eval answer the evaluation whatever `tasks` says; the value for the training would ask for
+        # a `rollout_task` that no evaluation calls.
+        name: {**env, "split": "eval", "tasks": "own", "min_workers": max(1, env["min_workers"])}
         for name, env in tree["environment"].items()
         if name in named
     }

@@ -50,7 +50,7 @@ class AgreementConfig(Section):
     """Scale of the ratings, for Krippendorff's alpha: names, ranks, differences, or proportions of at least 0. `ratio`
     compares all pairs of ratings after each group: `window` times the number of raters is then at most 1536."""
     low: Annotated[float, Field(ge=-1.0, le=1.0)] = 0.0
-    """Alpha of a low agreement, and below; 0 is chance."""
+    """Alpha below which the agreement is low; 0 is chance. A low agreement ends 0.05 or 10 % above."""
     act: Literal["warn", "down_weight", "hold"] = "warn"
     """At a low agreement: `warn` publishes an event; `down_weight` also reduces the weights of outliers, the raters at
     odds with all others; `hold` keeps the groups from training, with the reason."""

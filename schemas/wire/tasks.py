@@ -124,7 +124,7 @@ class SubmitTasks(Message, tag="submit_tasks", frozen=True, kw_only=True):
 
 
 class CancelTasks(Message, tag="cancel_tasks", frozen=True, kw_only=True):
-    """Cancel open tasks; a worker with one continues. The reply is `TaskStates`."""
+    """Cancel open tasks. A worker with one continues, unless it answers an evaluation. The reply is `TaskStates`."""
 
     ids: Annotated[tuple[TaskId, ...], Meta(max_length=ASK_LIMIT)]
     reason: Reason = "asked"

@@ -7,6 +7,8 @@ After each rated group the agreement of the window decides, on the common scale 
     alpha below `low`                                     low; with `down_weight`, the outliers are those without whom
                                                           alpha would reach `low`
 
+A low agreement ends only at `release`, clearly above `low`: alpha is an estimate, and near `low` it would begin and end
+with each group. Until then `release` stands for `low`, also for the outliers.
 `min_items` holds for every alpha, also for those without a rater.
 
 A weight is always the configured one or its multiple by `outlier_weight`, so it comes back as soon as the raters agree.
@@ -26,6 +28,8 @@ Floats = NDArray[np.float64]
 
 LOW: Final = 1 << 63
 """Bit of the marks that says that the agreement is low; the other bits are the outliers."""
+MARGIN: Final = 0.05, 0.1
+"""Distance of `release` from `low`: at least so much, and at least such a part of `low`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +58,31 @@ class Judgement:
         return bool((self.marks ^ self.before) & bit)
 
 
+def release(low: float) -> float:
+    """Return the alpha at which a low agreement ends: above `low`, and within reach."""
+    least, part = MARGIN
+    return min(low + max(least, part * abs(low)), (low + 1.0) / 2)
+
+
+def low_problem(judgement: Judgement, config: AgreementConfig) -> str:
+    """Return why a low agreement is low."""
+    value, low = judgement.alpha.value, config.low
+    if not value >= low:
+        return f"alpha {value:.3f} of the raters is below {low:g}"
+    return f"alpha {value:.3f} of the raters was below {low:g}, and has not come back to {release(low):g}"
+
+
 def judge(window: Floats, before: int, config: AgreementConfig) -> Judgement:
     """Judge the agreement of a window `[answers][raters]` of ratings on a common scale."""
     found = alpha(window, config.metric)
     if not found.is_defined or found.items < config.min_items:
         return Judgement(found, before, before)
-    if found.value >= config.low:
+    low = release(config.low) if before & LOW else config.low
+    if found.value >= low:
         return Judgement(found, 0, before)
     marks = LOW
     if config.act == "down_weight":
-        for rater in outliers(window, config.low, config.metric, config.min_items):
+        for rater in outliers(window, low, config.metric, config.min_items):
             marks |= 1 << rater
     without = tuple(alphas_without(window, config.metric, config.min_items).tolist())
     return Judgement(found, marks, before, without)

@@ -44,6 +44,7 @@ class RaterCost:
         retries: Further attempts.
         failed, timed_out, invalid: Calls that raised, took too long, or returned no finite number.
         refused: Ratings that were not asked for, because hung calls held all slots.
+        rated: Ratings that were given.
         missing: Ratings that stayed missing, also those without an opinion.
         seconds: Time of all calls, added up; not the time in which they waited for a slot.
         cost: Sum of the costs that the rater reported.
@@ -56,6 +57,7 @@ class RaterCost:
     timed_out: int = 0
     invalid: int = 0
     refused: int = 0
+    rated: int = 0
     missing: int = 0
     seconds: float = 0.0
     cost: float = 0.0
@@ -88,6 +90,7 @@ class RaterCalls:
             self.cost.retries += 1
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
+        self.cost.rated += isfinite(value)
         self.cost.missing += not isfinite(value)
         return value
 

@@ -16,6 +16,7 @@ one event loop at a time.
 import asyncio
 import logging
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,22 +27,26 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from rolloutmq.bus.log_throttle import WaitLog
+from rolloutmq.bus.log_throttle import LogThrottle, WaitLog
 from rolloutmq.schemas.config.base import problem_of
 from rolloutmq.schemas.config.rewards import RaterConfig, RewardsConfig
 from rolloutmq.schemas.errors import ConfigError, RatersMissingError, UnusablePathError, UsageError
 from rolloutmq.schemas.wire.health import HealthFinding
-from rolloutmq.services.rewards.acting import LOW, Judgement, judge, numbers_of, weights_in_force
+from rolloutmq.services.rewards.acting import LOW, Judgement, judge, low_problem, numbers_of, weights_in_force
 from rolloutmq.services.rewards.agreement import Alpha
 from rolloutmq.services.rewards.calls import RaterCalls, RaterCost
 from rolloutmq.services.rewards.combine import combined, scaled
 from rolloutmq.services.rewards.raters import EVALUATING, Rater
 from rolloutmq.services.rewards.ratings import Ratings
-from rolloutmq.services.rewards.registry import make_rater
+from rolloutmq.services.rewards.registry import check_function, make_rater
 from rolloutmq.services.rewards.window import MemoryWindow, SharedWindow, Window, WindowState
 
 logger = logging.getLogger(__name__)
 
+SILENT_RATINGS: Final = 64
+"""Missing ratings after which a rater that never gave one is told."""
+PER_GROUP: Final = frozenset({"held", "raters_missing"})
+"""Findings that each group may bring anew, so that their log is throttled."""
 REPEAT_S: Final = 60.0
 """Time after which a lasting mark is told again, in seconds."""
 BUSY_S: Final = 0.002
@@ -110,7 +115,7 @@ class Ensemble:
                 f"{name}.weights.{stranger[0]}", f"no rater has this name; raters: {', '.join(raters)}"
             )
         self._build(name, _validated(name, {"raters": sections, **settings}), functions)
-        self._on_finding = on_finding or log_finding
+        self._on_finding = on_finding or FindingLog().tell
 
     @classmethod
     def of(cls, name: str, config: RewardsConfig, functions: Mapping[str, Rater]) -> "Ensemble":
@@ -120,7 +125,7 @@ class Ensemble:
         """
         made = cls.__new__(cls)
         made._build(name, config, functions)
-        made._on_finding = log_finding
+        made._on_finding = FindingLog().tell
         return made
 
     def _build(self, name: str, config: RewardsConfig, functions: Mapping[str, Rater]) -> None:
@@ -156,6 +161,7 @@ class Ensemble:
         self._window = MemoryWindow(len(self.names), self.config.window)
         self.judgement = Judgement(NOTHING)
         self._told_at: dict[int, float] = {}
+        self._silent: set[str] = set()
 
     def costs(self) -> dict[str, RaterCost]:
         """Return the counters of each rater since the start, by name."""
@@ -215,6 +221,18 @@ class Ensemble:
         asked = [calls[rater].rate(task, answers[row]) for row, rater in places]
         for (row, rater), value in zip(places, await asyncio.gather(*asked), strict=True):
             table[row, rater] = value
+        self._tell_silent()
+
+    def _tell_silent(self) -> None:
+        """Tell once of each rater that has never given a rating: the others hide that it is missing."""
+        for name, cost in self.costs().items():
+            if cost.rated or cost.missing < SILENT_RATINGS or name in self._silent:
+                continue
+            self._silent.add(name)
+            why = cost.error or "it has no opinion of any answer (None)"
+            problem = f"rater {name} rated none of its first {cost.missing} answers: {why}"
+            remedy = f"repair {name} or remove it; only other raters make the score"
+            self._tell("rater_silent", problem, remedy, {"missing": float(cost.missing)})
 
     async def _hold(self, table: Floats, task: Any, answers: Sequence[Any]) -> None:
         """Ask missing raters again for as long as an answer lacks ratings, up to `hold_s`."""
@@ -322,7 +340,7 @@ class Ensemble:
         settings = self.config.agreement
         numbers = numbers_of(judgement, self.names, settings)
         if self._is_news(judgement, LOW):
-            problem = f"the raters disagree: alpha {judgement.alpha.value:.3f} is below {settings.low:g}"
+            problem = f"the raters disagree: {low_problem(judgement, settings)}"
             remedy = "look at the ratings (`rolloutmq ratings`), and repair or remove the rater who is wrong"
             self._tell("low_agreement", problem, remedy, numbers, ended=not judgement.is_low)
         for rater, name in enumerate(self.names):
@@ -367,7 +385,7 @@ class Ensemble:
         settings = self.config.agreement
         if settings.act != "hold" or not self.judgement.is_low or EVALUATING.get():
             return ""
-        problem = f"alpha {self.judgement.alpha.value:.3f} of the raters is below {settings.low:g}"
+        problem = low_problem(self.judgement, settings)
         numbers = numbers_of(self.judgement, self.names, settings)
         self._tell("held", f"a group is not trained on: {problem}", "repair the raters", numbers)
         return problem
@@ -394,15 +412,27 @@ class Ensemble:
         self._on_finding(finding)
 
 
-def log_finding(finding: HealthFinding) -> None:
-    """Log a finding as a warning; its end is no problem."""
-    if finding.ended:
-        logger.info("reward finding has ended env=%s finding=%s", finding.env, finding.finding)
-        return
-    logger.warning(
-        "reward finding env=%s finding=%s problem=%s; %s numbers=%s",
-        *(finding.env, finding.finding, finding.problem, finding.remedy, finding.numbers),
-    )
+class FindingLog:
+    """Logs findings as warnings; their end is no problem. What each group may bring is logged every 30 s."""
+
+    def __init__(self) -> None:
+        self._throttles: defaultdict[tuple[str, str], LogThrottle] = defaultdict(LogThrottle)
+        self._unlogged: Counter[tuple[str, str]] = Counter()
+
+    def tell(self, finding: HealthFinding) -> None:
+        """Log a finding, unless it is one of many."""
+        if finding.ended:
+            logger.info("reward finding has ended env=%s finding=%s", finding.env, finding.finding)
+            return
+        kind = finding.env, finding.finding
+        if finding.finding in PER_GROUP and not self._throttles[kind].is_due("any", time.monotonic()):
+            self._unlogged[kind] += 1
+            return
+        logger.warning(
+            "reward finding env=%s finding=%s unlogged=%d problem=%s; %s numbers=%s",
+            *(*kind, self._unlogged.pop(kind, 0)),
+            *(finding.problem, finding.remedy, finding.numbers),
+        )
 
 
 def _rater_of(given: Any) -> Any:
@@ -436,4 +466,5 @@ def _validated(name: str, tree: Mapping[str, Any]) -> RewardsConfig:
 def _made(key: str, section: RaterConfig, function: Rater | None) -> Rater:
     if function is None:
         return make_rater(key, section.rater, section.options)
+    check_function(key, function, section.options)
     return partial(function, **section.options) if section.options else function

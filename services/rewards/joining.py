@@ -16,7 +16,7 @@ from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.health import HealthFinding
-from rolloutmq.services.rewards.ensemble import Ensemble, log_finding
+from rolloutmq.services.rewards.ensemble import Ensemble, FindingLog
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +52,10 @@ def joined(environment: Any, env: str, worker: str, layout: RunLayout) -> Iterat
 def _log_costs(attribute: str, ensemble: Ensemble) -> None:
     for name, cost in ensemble.costs().items():
         logger.info(
-            "rater ended ensemble=%s rater=%s calls=%d retries=%d failed=%d timed_out=%d refused=%d missing=%d "
-            "seconds=%.1f cost=%g",
-            *(
-                attribute,
-                name,
-                cost.calls,
-                cost.retries,
-                cost.failed,
-                cost.timed_out,
-                cost.refused,
-                cost.missing,
-            ),
-            *(cost.seconds, cost.cost),
+            "rater ended ensemble=%s rater=%s calls=%d retries=%d failed=%d timed_out=%d invalid=%d refused=%d "
+            "rated=%d missing=%d seconds=%.1f cost=%g last_error=%s",
+            *(attribute, name, cost.calls, cost.retries, cost.failed, cost.timed_out, cost.invalid),
+            *(cost.refused, cost.rated, cost.missing, cost.seconds, cost.cost, cost.error or "none"),
         )
 
 
@@ -78,11 +69,12 @@ class FindingOutlet:
         self._layout = layout
         self._address = ""
         self._publisher: Publisher | None = None
+        self._log = FindingLog()
         self._connect()
 
     def tell(self, finding: HealthFinding) -> None:
         """Log a finding and publish it."""
-        log_finding(finding)
+        self._log.tell(finding)
         self._connect()
         if self._publisher is not None:
             self._publisher.publish(topics.telemetry("health", finding.env), finding)

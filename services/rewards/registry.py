@@ -23,6 +23,8 @@ ENTRY_POINTS: Final = "rolloutmq.raters"
 RaterFactory = Callable[..., Rater]
 """Makes a rater from its options."""
 
+_BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 _registered: dict[str, RaterFactory] = dict(BUILTIN)
 
 
@@ -82,6 +84,47 @@ def make_rater(key: str, name: str, options: Mapping[str, Any]) -> Rater:
         return factory(**options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}.options", str(error)) from None
+
+
+def check_function(key: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Check that a function can be called with a task, an answer and its options.
+
+    Args:
+        key: Dotted path of its section, for errors.
+        function: The rater.
+        options: Keyword arguments of each call.
+
+    Raises:
+        ConfigError: It is a class, or takes other arguments.
+    """
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{key}.rater",
+            f"must be a function of a task and an answer (got the class {name}); name a function",
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of an extension module
+        return
+    try:
+        signature.bind(None, None, **options)
+    except TypeError as error:
+        given = "".join(f", {option}=..." for option in options)
+        raise ConfigError(
+            f"{key}.{'options' if _takes_answer(signature, options) else 'rater'}",
+            f"{error}; it is called as {name}(task, answer{given}), and is {name}{signature}",
+        ) from None
+
+
+def _takes_answer(signature: inspect.Signature, options: Mapping[str, Any]) -> bool:
+    """Return whether a function takes a task and an answer, and needs no more than its options beside them."""
+    try:
+        signature.bind_partial(None, None)
+    except TypeError:
+        return False
+    places = (one for one in signature.parameters.values() if one.kind in _BY_PLACE)
+    return sum(one.default is one.empty and one.name not in options for one in places) <= 2
 
 
 def _installed() -> dict[str, EntryPoint]:

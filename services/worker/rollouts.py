@@ -9,7 +9,9 @@ A worker takes a submitted task with a permit in hand, and settles it with a gro
 failed task counts against the task, never against the worker; the broker limits its deliveries.
 
 The tasks of an evaluation have their own numbers: the generator of a task is seeded with `evaluation.seed` in place of
-the run's, and an environment may hold tasks out for them (`rollout_eval`).
+the run's, and an environment may hold tasks out for them (`rollout_eval`). Once such a task has ended, at its deadline
+or because it was cancelled, nobody wants its answer: its rollout is cancelled, and the slot is free for the next point.
+A rollout of the training goes on, because a late group still teaches.
 """
 
 import asyncio
@@ -17,7 +19,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from inspect import isawaitable
 from itertools import count
@@ -36,7 +39,7 @@ from rolloutmq.schemas.errors import (
     UsageError,
 )
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.wire.tasks import GIVEN
+from rolloutmq.schemas.wire.tasks import GIVEN, TaskStatus
 from rolloutmq.services.rewards.raters import EVALUATING
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.group_members import GroupMembers, drawn
@@ -49,6 +52,8 @@ TRACEBACK_EVERY_S: Final = 5.0
 """Seconds between two logged tracebacks: a broken environment may fail a thousand times a second."""
 ERROR_CHARS: Final = 500
 """Longest one-line error in a report, in characters."""
+CANCEL_S: Final = 5.0
+"""Seconds after which the log says that a rollout ignores its cancellation."""
 
 
 class GroupSink(Protocol):
@@ -83,6 +88,10 @@ class Tasks(Protocol):
 
     async def hand_back(self, task_id: str, reason: str, *, tried: bool = True) -> None:
         """Give back a failed task with the reason."""
+        ...
+
+    async def ended(self, task_id: str) -> TaskStatus:
+        """Wait until a task has ended, and return its status."""
         ...
 
 
@@ -232,7 +241,7 @@ class Rollouts:
         started_at = self._clock()
         timer = asyncio.timeout(limit_s)
         try:
-            async with timer:
+            async with timer, self._wanted(attempt, timer):
                 returned = await self._rolled_out(attempt, rng)
             return group_of(
                 f"{self.worker}/{self._life}-{number}",
@@ -248,13 +257,40 @@ class Rollouts:
                 raise
             self._failed(attempt, error, "the environment cancelled its own task")
         except TimeoutError as error:
-            late = (
-                f"took longer than rollout_timeout_s ({limit_s:g} s)" if timer.expired() else one_line(error)
-            )
-            self._failed(attempt, error, late)
+            late = attempt.ended or f"took longer than rollout_timeout_s ({limit_s:g} s)"
+            self._failed(attempt, error, late if timer.expired() else one_line(error))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             self._failed(attempt, error, one_line(error))
         return None
+
+    @asynccontextmanager
+    async def _wanted(self, attempt: "Attempt", timer: asyncio.Timeout) -> AsyncIterator[None]:
+        """End the time of a rollout once the task of an evaluation that it answers has ended."""
+        if attempt.task is None or self._tasks is None or not self._evaluates:
+            yield
+            return
+        watch = self._ended(self._tasks, attempt, attempt.task.id, timer)
+        watcher = asyncio.create_task(watch, name=f"end of {attempt.task.id}")
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    async def _ended(self, tasks: Tasks, attempt: "Attempt", task_id: str, timer: asyncio.Timeout) -> None:
+        try:
+            status = await tasks.ended(task_id)
+        except RolloutMQError as error:  # the slot hears of the same trouble, and ends the worker
+            logger.debug("end of a task not awaited task=%s error=%s", task_id, error)
+            return
+        attempt.ended = f"its task has ended: {status.state}, {status.reason or 'without a reason'}"
+        if not timer.expired():
+            timer.reschedule(asyncio.get_running_loop().time())
+        await asyncio.sleep(CANCEL_S)
+        logger.warning(
+            "rollout ignores its cancellation and keeps its evaluation slot env=%s task=%s; let CancelledError pass",
+            self.env,
+            task_id,
+        )
 
     def _generator(self, attempt: "Attempt") -> random.Random:
         """Return the generator of a rollout. That of a numbered task is the same in every worker and life."""
@@ -335,6 +371,8 @@ class Attempt:
     number: int
     task: LeasedTask | None = None
     error: str = ""
+    ended: str = ""
+    """Why nobody waits for its answer any more."""
     members: GroupMembers | None = None
 
     def about(self, returned: Any) -> dict[str, int] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rolloutmq.launch.service_commands import app
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.server import running_broker
@@ -29,6 +30,13 @@ def lines_of(code: str) -> int:
 def test_every_code_block_is_tested() -> None:
     languages = re.findall(r"```(\w+)\n", README.read_text())
     assert languages.count("python") + languages.count("sh") == len(blocks()) == 4
+
+
+def test_every_process_that_a_command_runs_is_listed() -> None:
+    (row,) = [one for one in README.read_text().splitlines() if one.endswith("| run one process of a run |")]
+    shown = [command for command in app.registered_commands if not command.hidden]
+    known = {command.name or getattr(command.callback, "__name__", "") for command in shown}
+    assert set(re.findall(r"`(\w+)`", row)) == known
 
 
 def test_the_environment_is_fifteen_lines_and_scores() -> None:

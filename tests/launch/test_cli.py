@@ -1,6 +1,8 @@
 """Exit codes and one-line errors of the command line, as a user meets them."""
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,9 @@ import msgspec
 import pytest
 
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.launch import cli
 from rolloutmq.launch.rundir import claimed
+from rolloutmq.launch.service_commands import app as services
 from rolloutmq.schemas.process import Role
 from rolloutmq.services.process.identity import identify
 
@@ -37,6 +41,19 @@ def test_help_names_every_command() -> None:
         "broker",
     ):
         assert f" {command} " in told.stdout
+
+
+def test_help_loses_no_word_in_brackets() -> None:
+    """Typer takes `[word]` in a help text for markup, and prints nothing in its place."""
+    known = [
+        *cli.app.registered_commands,
+        *(one for app in (services, cli.ledger, cli.dead) for one in app.registered_commands),
+    ]
+    texts = {
+        one.name or getattr(one.callback, "__name__", ""): inspect.getdoc(one.callback) or "" for one in known
+    }
+    assert {"evaluate", "curriculum"} <= texts.keys()
+    assert [name for name, text in texts.items() if re.search(r"\[\w+(\.\w+)?\]", text)] == []
 
 
 def test_version() -> None:

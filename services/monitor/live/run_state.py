@@ -35,8 +35,8 @@ from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined
 RATE_WINDOW_S: Final = 10.0
 """Window of the step rate: short enough to show a stall, long enough not to jitter."""
 REWARDS_KEPT: Final = 4096
-MOMENTARY: Final = frozenset({"held", "raters_missing", "window_restarted"})
-"""Findings about one group, which nothing ends."""
+MOMENTARY: Final = frozenset({"held", "rater_silent", "raters_missing", "window_restarted"})
+"""Findings that nothing ends: most are about one group."""
 MOMENTARY_S: Final = 60.0
 STALE_S: Final = 3.0
 """Age from which the state is stale; the broker publishes pressure four times a second."""

@@ -145,7 +145,7 @@ def evaluation_lines(board: RunState) -> list[Text]:
             "eval",
             scores,
             f" · {evaluation.policies(point)}",
-            Text(f" · {evaluation.cost_text(point)}", style=QUIET),
+            Text(f" · {evaluation.cost_text(point.total_s or point.seconds, point.share)}", style=QUIET),
         ),
         *left,
     ]

@@ -81,37 +81,53 @@ class LeftOut(NamedTuple):
 
 
 class Evaluations(NamedTuple):
-    """The points of a run that count, by step, and the points left out."""
+    """All points of a run as recorded, and the points left out."""
 
     points: Sequence[EvaluationDone] = ()
     left_out: LeftOut = LeftOut()
+
+    @property
+    def in_force(self) -> list[EvaluationDone]:
+        """The points whose scores count, by step: one for each policy that the present one descends from."""
+        return in_force(self.points)
+
+    @property
+    def seconds(self) -> float:
+        """Time of all points, also of those whose scores no longer count."""
+        return sum(one.seconds for one in self.points)
+
+    def share(self, wall_s: float | None) -> float | None:
+        """Return the part of the run's time that the points took; of a run under way, as last recorded."""
+        if wall_s:
+            return min(1.0, self.seconds / wall_s)
+        return self.points[-1].share if self.points else None
 
     @classmethod
     def read(cls, layout: RunLayout) -> Self:
         """Read `evaluations.jsonl`; a missing file counts as empty."""
         points = list(recorded(layout.evaluations))
-        return cls(in_force(points), LeftOut.of(points, list(postponed(layout.evaluations))))
+        return cls(points, LeftOut.of(points, list(postponed(layout.evaluations))))
 
 
 NO_EVALUATIONS: Final = Evaluations()
 
 
-def figures(found: Evaluations) -> dict[str, Any] | None:
-    """Return the figures of all points; None if there are none.
+def figures(found: Evaluations, wall_s: float | None = None) -> dict[str, Any] | None:
+    """Return the figures of all points; None if there are none. `wall_s` is the time of a run that has ended.
 
-    - points: number of points.
+    - points: number of points, also of several at one step.
     - postponed, left_out: points in between that did not begin when they were due, and those of them that never did;
       left_out_why: the same for a person, with what to set, or empty.
     - first, last: step, policies and scores of the first and the last point.
     - environments: scores of each environment at the last point.
     - seconds: time of all points; share: part of the run's time.
     """
-    points, left = found
+    points, left, share = found.in_force, found.left_out, found.share(wall_s)
     if not points:
         return None
     last = points[-1]
     return {
-        "points": len(points),
+        "points": len(found.points),
         "postponed": left.postponed,
         "left_out": left.total,
         "left_out_why": left.text(),
@@ -119,8 +135,8 @@ def figures(found: Evaluations) -> dict[str, Any] | None:
         "first": _point(points[0]),
         "last": _point(last),
         "environments": {env: msgspec.to_builtins(one) for env, one in last.environments.items()},
-        "seconds": round(last.total_s or sum(one.seconds for one in points), 3),
-        "share": None if last.share is None else round(last.share, 4),
+        "seconds": round(found.seconds, 3),
+        "share": None if share is None else round(share, 4),
     }
 
 
@@ -137,9 +153,9 @@ def _point(point: EvaluationDone) -> dict[str, Any]:
     }
 
 
-def lines(found: Evaluations) -> Iterator[str]:
+def lines(found: Evaluations, wall_s: float | None = None) -> Iterator[str]:
     """Yield the lines of the report: the first and the last point, the cost, and the points left out."""
-    points, left = found
+    points = found.in_force
     if not points:
         return
     first, last = points[0], points[-1]
@@ -147,8 +163,9 @@ def lines(found: Evaluations) -> Iterator[str]:
         yield f"{policies(point)}: {point_text(point)}"
         if len(point.environments) > 1:
             yield from (f"  {env}: {scores_text(one)}" for env, one in point.environments.items())
-    yield f"{len(points)} point{'s' * (len(points) > 1)}, {cost_text(last)}"
-    if text := left.text():
+    count = len(found.points)
+    yield f"{count} point{'s' * (count > 1)}, {cost_text(found.seconds, found.share(wall_s))}"
+    if text := found.left_out.text():
         yield text
 
 
@@ -183,7 +200,6 @@ def _error(scores: EnvironmentScores) -> str:
     return "" if scores.mean_error is None else f" ± {scores.mean_error:.3f}"
 
 
-def cost_text(point: EvaluationDone) -> str:
-    """Return the cost of the evaluation so far."""
-    share = "" if point.share is None else f", {point.share:.1%} of the wall time"
-    return f"{point.total_s or point.seconds:.1f} s{share}"
+def cost_text(seconds: float, share: float | None) -> str:
+    """Return the cost of the evaluation: the time of its points, and the part of the run's time."""
+    return f"{seconds:.1f} s" + ("" if share is None else f", {share:.1%} of the wall time")

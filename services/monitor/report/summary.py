@@ -318,7 +318,7 @@ def summarise(
         **({"curriculum": seen.curricula} if seen.curricula else {}),
         "findings": sorted(seen.findings),
         "groups_evaluated": len(acks.evaluated),
-        "evaluation": figures(Evaluations.read(layout)),
+        "evaluation": figures(Evaluations.read(layout), wall_s),
     }
 
 

@@ -190,9 +190,9 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
 
 def _evaluated(found: Evaluations) -> Iterator[str]:
     """Yield the last point of the evaluation, and the points left out."""
-    if found.points:
-        last = found.points[-1]
-        yield f"{evaluation.policies(last)}: {evaluation.point_text(last)}; {evaluation.cost_text(last)}"
+    if points := found.in_force:
+        last, cost = points[-1], evaluation.cost_text(found.seconds, found.share(None))
+        yield f"{evaluation.policies(last)}: {evaluation.point_text(last)}; {cost}"
     if text := found.left_out.text():
         yield text
 

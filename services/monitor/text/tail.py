@@ -86,7 +86,7 @@ def tail(where: Path, topic: str, *, count: int | None = None) -> int:
         names = wanted(topic)
     except ValueError as error:
         return complain(str(error), USAGE)
-    layout = RunLayout(where)
+    layout, ended = RunLayout(where), None
     try:
         with reader_may_leave():
             if (fate := _over(layout)) is not None:

@@ -149,6 +149,11 @@ async def test_answers_of_several_policies_are_a_span(run_dir: Path) -> None:
         ({"environments": ["e", "e"]}, "environments: must name each environment once (got e, e)"),
         ({"deadline_s": 2e9}, "deadline_s: must be seconds above 0, at most 1e+09"),
         ({"deadline_s": 0.0}, "deadline_s: must be seconds above 0"),
+        ({"deadline_s": "9"}, "deadline_s: must be seconds above 0, at most 1e+09 (got '9')"),
+        (
+            {"version": 10},
+            "version: must be a PolicyVersion (got 10); write rolloutmq.PolicyVersion(0, step)",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_asked(

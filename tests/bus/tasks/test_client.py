@@ -262,6 +262,21 @@ async def test_what_the_broker_refuses_says_why(run_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("broker")
+@pytest.mark.parametrize("state", [TaskState.CANCELLED, TaskState.EXPIRED])
+async def test_a_worker_hears_of_the_end_of_a_task_it_has(run_dir: Path, state: TaskState) -> None:
+    async with TaskClient.open(run_dir) as client, worker(run_dir) as (_, taker):
+        deadline_s = 0.5 if state is TaskState.EXPIRED else 0.0
+        ids = await client.submit([Task(env="e", payload=1, deadline_s=deadline_s)])
+        (task,) = await taker.take()
+        hearing = asyncio.create_task(taker.ended(task.id))
+        if state is TaskState.CANCELLED:
+            await client.cancel(ids, "no longer")
+        async with asyncio.timeout(LIMIT_S):
+            ended = await hearing
+        assert (ended.id, ended.state) == (task.id, state)
+
+
+@pytest.mark.usefixtures("broker")
 async def test_a_fenced_worker_can_take_no_more(run_dir: Path) -> None:
     async with (
         Producer.open(run_dir, env="e", producer="p") as producer,

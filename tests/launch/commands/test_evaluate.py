@@ -1,8 +1,10 @@
 """What `rolloutmq evaluate` makes of a configuration, and what it refuses before it touches anything."""
 
+import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,9 @@ from rolloutmq.launch.settings import load, validate
 from rolloutmq.schemas.errors import ConfigError, RolloutMQError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.worker.loader import check_abilities
+from rolloutmq.services.worker.policy import Policy
+from rolloutmq.services.worker.trajectory import Trajectory
 from rolloutmq.trainer.checkpoint import _seal
 from rolloutmq.trainer.files.checkpoints import TrainerState
 
@@ -41,6 +46,22 @@ def test_it_starts_workers_although_the_run_had_none(tmp_path: Path) -> None:
     alone = evaluate._alone(config, 5)
     assert alone.environment["e"].min_workers == 1
     assert "orchestrator" in [process.name for process in plan(alone, RunLayout(tmp_path), "python")]
+
+
+class Numbered:
+    """A class of one's own, with neither `rollout_task` nor `rollout_at`: a curriculum needs no more."""
+
+    async def rollout(self, policy: Policy, size: int, rng: random.Random) -> list[Trajectory]:
+        return [Trajectory.of(one) for one in await policy.complete(str(rng.random()), n=size)]
+
+
+@pytest.mark.parametrize("sections", [{"curriculum": {"e": {}}}, {}])
+def test_a_class_without_submitted_tasks_is_evaluated_whatever_its_training_asks(
+    sections: dict[str, Any],
+) -> None:
+    section = {"entry": "a:B", "task_count": 32} | ({} if sections else {"tasks": "submitted"})
+    alone = evaluate._alone(validate({"environment": {"e": section}, **sections}), 5)
+    check_abilities("e", alone.environment["e"], Numbered(), numbered="e" in alone.curriculum)
 
 
 def test_the_checkpoint_is_found_and_proven_without_torch(tmp_path: Path) -> None:

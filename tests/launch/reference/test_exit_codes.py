@@ -45,6 +45,20 @@ def test_every_permanent_error_has_a_row() -> None:
     assert {error.__name__ for error in permanent} == named
 
 
+def test_every_process_has_a_row() -> None:
+    rows = set(
+        re.findall(r"^\| (\w+) \|", PAGE.partition("\n## Processes")[2].partition("\n## ")[0], re.MULTILINE)
+    )
+    roles = {role.value for role in process.Role if role is not process.Role.LAUNCHER}
+    assert rows - {"process"} == roles
+
+
+def test_every_command_that_starts_a_run_has_a_row() -> None:
+    section = PAGE.partition("\n## Commands")[2].partition("\n## ")[0]
+    firsts = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    assert {"up", "evaluate", "replay", "gateway"} <= set(re.findall(r"`(\w+)`", " ".join(firsts)))
+
+
 def test_every_visible_command_with_a_code_of_its_own_exists() -> None:
     section = PAGE.partition("\n## Commands")[2].partition("\n## ")[0]
     named = {word.split()[0] for word in re.findall(r"`([a-z]+(?: --?[a-z]+| [a-z]+)?)`", section)}

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rolloutmq.schemas.config.rewards import AgreementConfig
-from rolloutmq.services.rewards.acting import LOW, judge, numbers_of, weights_in_force
+from rolloutmq.services.rewards.acting import LOW, judge, low_problem, numbers_of, release, weights_in_force
+from rolloutmq.services.rewards.agreement import alpha
 
 TRUTH = np.random.default_rng(1).random(100)
 AGREED = np.stack([TRUTH, TRUTH, TRUTH], axis=1)
@@ -19,6 +21,31 @@ def test_agreement_marks_nothing_and_clears_marks() -> None:
     assert found.changes(4)
     assert not found.changes(1)
     assert found.without == ()
+
+
+def near_chance() -> NDArray[np.float64]:
+    """Return two raters whose alpha is a little above 0, as that of unrelated ones often is."""
+    rng = np.random.default_rng(0)
+    while not 0 < alpha(found := rng.random((64, 2))).value < 0.04:
+        pass
+    return found
+
+
+def test_a_low_agreement_ends_only_clearly_above_its_limit() -> None:
+    """At the default limit of 0 a part of the limit is no margin."""
+    config, window = AgreementConfig(), near_chance()
+    assert not judge(window, 0, config).is_low
+    lasting = judge(window, LOW, config)
+    assert lasting.is_low
+    assert "of the raters was below 0, and has not come back to 0.05" in low_problem(lasting, config)
+    assert not judge(AGREED, LOW, config).is_low
+
+
+@pytest.mark.parametrize(
+    ("low", "ends"), [(0.0, 0.05), (0.8, 0.88), (-0.9, -0.81), (0.98, 0.99), (1.0, 1.0), (-1.0, -0.9)]
+)
+def test_the_margin_is_never_nothing_and_stays_in_reach(low: float, ends: float) -> None:
+    assert release(low) == pytest.approx(ends)
 
 
 def test_the_outlier_is_marked_by_down_weighting_only() -> None:

@@ -33,6 +33,19 @@ def negated(_task: Any, answer: Any) -> float:
     return -3.0 * float(answer)
 
 
+def asked_by(task: Any, answer: Any, *, by: float) -> float:
+    del task
+    return by * float(answer)
+
+
+def one_argument(answer: Any) -> float:
+    return float(answer)
+
+
+def three_arguments(task: Any, answer: Any, more: Any) -> float:
+    return asked_by(task, answer, by=more)
+
+
 class Flaky:
     """Rates only the answers it is told to; records how often it was asked."""
 
@@ -254,6 +267,59 @@ async def test_an_evaluation_leaves_no_trace_in_the_window(
     assert len(findings) == acted
 
 
+async def test_a_rater_that_never_rates_is_told_once_though_others_make_the_score(
+    findings: list[HealthFinding],
+) -> None:
+    rare = Flaky(lambda answer: answer != 1.0)
+    ensemble = Ensemble(
+        {"a": same, "judge": Flaky(lambda _: True), "shy": lambda _task, _answer: None, "rare": rare},
+        on_finding=findings.append,
+    )
+    for _ in range(3):
+        await ensemble.rate(None, [1.0] + [2.0] * 31)
+    assert [one.finding for one in findings] == ["rater_silent"] * 2
+    judge, shy = findings
+    assert judge.problem == "rater judge rated none of its first 64 answers: ValueError: judge is down"
+    assert judge.remedy.startswith("repair judge or remove it")
+    assert (
+        shy.problem == "rater shy rated none of its first 64 answers: it has no opinion of any answer (None)"
+    )
+    assert (ensemble.costs()["rare"].rated, ensemble.costs()["rare"].missing) == (3, 93)
+
+
+@pytest.mark.parametrize(
+    ("kind", "raters", "settings"),
+    [
+        ("raters_missing", {"b": lambda _, answer: None if answer == 2.0 else 1.0}, {"missing": "filter"}),
+        ("held", {"a": same, "c": negated}, {"agreement": {"act": "hold", "low": 0.5, "min_items": 4}}),
+    ],
+)
+async def test_many_groups_with_the_same_finding_are_logged_once(
+    kind: str, raters: dict[str, Any], settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    ensemble = Ensemble(raters, **settings)
+    for _ in range(20):
+        await ensemble.rate(None, [1.0, 2.0, 3.0, 4.0])
+    (line,) = [one for one in caplog.messages if f"finding={kind} " in one]
+    assert "unlogged=0" in line
+
+
+def test_the_log_counts_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, now = ensemble_module.FindingLog(), [1000.0]
+    monkeypatch.setattr("rolloutmq.services.rewards.ensemble.time.monotonic", lambda: now[0])
+    for env in ("x", "y"):
+        for _ in range(5):
+            log.tell(HealthFinding(env=env, at=1.0, finding="raters_missing", problem="too few"))
+    now[0] += 31.0
+    log.tell(HealthFinding(env="x", at=1.0, finding="raters_missing", problem="too few"))
+    assert [" unlogged=4 " in one for one in caplog.messages] == [False, False, True]
+    for _ in range(2):
+        log.tell(HealthFinding(env="x", at=1.0, finding="collapse", problem="half of the groups"))
+    assert len(caplog.messages) == 5
+
+
 async def test_low_agreement_warns_and_changes_no_score(caplog: pytest.LogCaptureFixture) -> None:
     rng = np.random.default_rng(4)
     ensemble = Ensemble({"a": same, "bad": negated}, agreement={"min_items": 8})
@@ -403,6 +469,19 @@ def test_an_environment_without_score_and_rewards_says_so() -> None:
         ({"hold_s": 0}, "rewards.hold_s", "greater than 0"),
         ({"raters": {"a": "exactly"}}, "rewards.raters.a.rater", "did you mean `exact`"),
         ({"raters": {"a": {"weight": 1}}}, "rewards.raters.a.rater", "required"),
+        ({"raters": {"a": Flaky}}, "rewards.raters.a.rater", "got the class Flaky"),
+        ({"raters": {"a": one_argument}}, "rewards.raters.a.rater", "too many positional"),
+        ({"raters": {"a": three_arguments}}, "rewards.raters.a.rater", "'more'"),
+        (
+            {"raters": {"a": {"rater": same, "options": {"digit": 1}}}},
+            "rewards.raters.a.options",
+            "unexpected keyword argument 'digit'; it is called as same(task, answer, digit=...)",
+        ),
+        (
+            {"raters": {"a": asked_by}},
+            "rewards.raters.a.options",
+            "'by'; it is called as asked_by(task, answer)",
+        ),
         ({"raters": {"a b": same}}, "rewards.raters.a b", "match pattern"),
         (
             {"raters": {"a": same, "b": same}, "agreement": {"act": "down_weight"}},
@@ -423,11 +502,7 @@ def test_settings_that_mean_nothing_are_refused_by_their_path(
 
 
 async def test_a_function_takes_options_from_its_section() -> None:
-    def scaled(task: Any, answer: Any, *, by: float) -> float:
-        del task
-        return by * float(answer)
-
-    ensemble = Ensemble({"a": {"rater": scaled, "options": {"by": 2.0}}})
+    ensemble = Ensemble({"a": {"rater": asked_by, "options": {"by": 2.0}}})
     assert await ensemble.score(None, 3.0) == 6.0
 
 

@@ -99,9 +99,9 @@ def test_without_a_broker_findings_are_logged(tmp_path: Path, caplog: pytest.Log
     rubric = Rubric()
     with caplog.at_level(logging.INFO), joined(rubric, "math", "math-0", layout):
         asyncio.run(rated(rubric.rewards))
-    assert (
-        "ensemble=rewards rater=b calls=16 retries=0 failed=0 timed_out=0 refused=0 missing=0" in caplog.text
-    )
+    counts = "failed=0 timed_out=0 invalid=0 refused=0 rated=16 missing=0"
+    assert f"rater ended ensemble=rewards rater=b calls=16 retries=0 {counts}" in caplog.text
+    assert "last_error=none" in caplog.text
     assert "finding=low_agreement" in caplog.text
     assert (layout.ratings / "math.rewards.window").is_file()
 

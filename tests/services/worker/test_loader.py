@@ -208,6 +208,13 @@ def test_wrong_raters_are_refused_before_anything_is_imported(
 def test_wrong_raters_of_the_users_code_are_refused_by_the_worker(base_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"raters\.one\.rater: good\.py has no function `rats`"):
         load_environment("mine", rewarded("good.py:Unscored", one={"rater": "good.py:rats"}), base_dir)
+    wrong: dict[str, object] = {"rater": "good.py:rate", "options": {"factor": 3}}
+    with pytest.raises(ConfigError, match=r"^environment\.mine\.rewards\.raters\.one\.options: .*'factor'"):
+        load_environment("mine", rewarded("good.py:Unscored", one=wrong), base_dir)
+    with pytest.raises(
+        ConfigError, match=r"^environment\.mine\.rewards\.raters\.one\.rater: .*the class Echo"
+    ):
+        load_environment("mine", rewarded("good.py:Unscored", one={"rater": "good.py:Echo"}), base_dir)
     (base_dir / "own.py").write_text(
         "from rolloutmq import Ensemble\nfrom good import Unscored\n"
         "class Own(Unscored):\n    rewards = Ensemble({'a': 'exact'})\n"

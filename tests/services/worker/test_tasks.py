@@ -4,6 +4,7 @@
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from tests.services.worker.test_rollouts import FakeOutlet, until
 from rolloutmq.bus.tasks.taker import LeasedTask
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import GroupTooLargeError, SessionFencedError
+from rolloutmq.schemas.wire.tasks import TaskState, TaskStatus
 from rolloutmq.services.rewards.raters import EVALUATING
+from rolloutmq.services.worker import rollouts as rollouts_module
 from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.environment import SingleTurn
 from rolloutmq.services.worker.policy import Policy
@@ -32,6 +35,8 @@ class FakeTasks:
         self.back: dict[str, str] = {}
         self.asked = 0
         self.error: Exception | None = None
+        self.ends: defaultdict[str, asyncio.Future[TaskStatus]] = defaultdict(asyncio.Future)
+        """The end of each task, which nobody sees unless a test sets it."""
 
     async def take(
         self, count: int = 1, *, wait: bool = True, until: asyncio.Event | None = None
@@ -48,6 +53,9 @@ class FakeTasks:
     async def hand_back(self, task_id: str, reason: str, *, tried: bool = True) -> None:
         assert tried
         self.back[task_id] = reason
+
+    async def ended(self, task_id: str) -> TaskStatus:
+        return await asyncio.shield(self.ends[task_id])
 
 
 class Doubling(SingleTurn[int]):
@@ -346,3 +354,72 @@ async def test_an_environment_may_hold_tasks_out_for_the_evaluation() -> None:
     prompts = [bytes(one).decode() for one in await drawn(HeldOut(), evaluation_seed=5)]
     assert [prompt[:3] for prompt in prompts] == ["700", "701", "702", "703"]
     assert [bytes(one)[:3] for one in await drawn(HeldOut())] != [b"700", b"701", b"702", b"703"]
+
+
+class Hanging:
+    """Its first rollout never ends by itself; it may ignore the first cancellation."""
+
+    def __init__(self, *, stubborn: bool = False) -> None:
+        self.stubborn = stubborn
+        self.begun = 0
+        self.let_go = asyncio.Event()
+
+    async def rollout(self, policy: Policy, size: int, rng: random.Random) -> Sequence[Trajectory]:
+        self.begun += 1
+        if self.begun == 1:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if not self.stubborn:
+                    raise
+                await self.let_go.wait()
+        return [Trajectory.of(one) for one in await policy.complete("x", n=size)]
+
+
+def evaluating(environment: Hanging, source: FakeTasks, seed: int | None = 5) -> tuple[Rollouts, FakeOutlet]:
+    """Return the one slot of a worker that answers an evaluation, or the training if there is no seed."""
+    source.left = [LeasedTask(f"t{n}", None, 1, 4.0, 1, index=n) for n in range(2)]
+    section = EnvironmentConfig(entry="a:B", group_size=2, concurrency=1, tasks="submitted")
+    outlet = FakeOutlet(2)
+    made = Rollouts(
+        "d-1", section, environment, ScriptedPolicy("x"), outlet, tasks=source, evaluation_seed=seed
+    )
+    return made, outlet
+
+
+@pytest.mark.parametrize("state", [TaskState.EXPIRED, TaskState.CANCELLED])
+async def test_a_task_of_an_evaluation_that_has_ended_frees_its_slot(state: TaskState) -> None:
+    environment, source = Hanging(), FakeTasks()
+    rollouts, outlet = evaluating(environment, source)
+    async with asyncio.timeout(30):
+        running = asyncio.create_task(rollouts.run())
+        await until(lambda: environment.begun == 1)
+        source.ends["t0"].set_result(TaskStatus(id="t0", state=state, reason="too late"))
+        await running
+    assert source.back == {"t0": f"its task has ended: {state}, too late"}
+    assert answers(outlet) == {"t1": 1}
+
+
+async def test_a_rollout_that_ignores_its_cancellation_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rollouts_module, "CANCEL_S", 0.0)
+    environment, source = Hanging(stubborn=True), FakeTasks()
+    rollouts, _ = evaluating(environment, source)
+    async with asyncio.timeout(30):
+        running = asyncio.create_task(rollouts.run())
+        await until(lambda: environment.begun == 1)
+        source.ends["t0"].set_result(TaskStatus(id="t0", state=TaskState.EXPIRED))
+        await until(lambda: "rollout ignores its cancellation" in caplog.text)
+        assert "env=d task=t0; let CancelledError pass" in caplog.text
+        environment.let_go.set()
+        await running
+
+
+async def test_a_task_of_the_training_that_has_ended_is_still_answered() -> None:
+    environment, source = Hanging(), FakeTasks()
+    environment.begun = 1
+    source.ends["t0"].set_result(TaskStatus(id="t0", state=TaskState.EXPIRED))
+    rollouts, outlet = evaluating(environment, source, seed=None)
+    await rollouts.run()
+    assert answers(outlet) == {"t0": 1, "t1": 1}

@@ -46,7 +46,7 @@ def test_a_run_without_evaluation_has_neither_figures_nor_lines() -> None:
 
 
 def test_the_first_and_the_last_point_are_told_with_the_cost() -> None:
-    points = [point(0), point(50, 57), point(100, total_s=6.25, share=0.0825)]
+    points = [point(0), point(50, 57), point(100, seconds=2.25, total_s=6.25, share=0.0825)]
     assert list(lines(Evaluations(points))) == [
         "step 0: greedy 0.750, mean 0.500 ± 0.013, pass@1 0.250, pass@8 0.875",
         "step 100: greedy 0.750, mean 0.500 ± 0.013, pass@1 0.250, pass@8 0.875",
@@ -89,9 +89,30 @@ def test_several_environments_have_a_line_each() -> None:
     assert found[-1] == "1 point, 2.0 s"
 
 
-def test_the_cost_is_that_of_the_point_without_a_trainer_of_the_run() -> None:
-    assert cost_text(point(1)) == "2.0 s"
+def test_the_cost_is_that_of_all_points_without_a_trainer_of_the_run() -> None:
+    assert cost_text(2.0, None) == "2.0 s"
     assert figures(Evaluations([point(1), point(2)]))["seconds"] == 4.0  # type: ignore[index]
+
+
+def test_the_share_is_that_of_the_time_that_the_report_names() -> None:
+    """The trainer records it at the last point; the run goes on for some seconds."""
+    found = Evaluations([point(0), point(9, total_s=4.0, share=0.5)])
+    assert list(lines(found, 16.0))[-1] == "2 points, 4.0 s, 25.0% of the wall time"
+    assert figures(found, 16.0)["share"] == 0.25  # type: ignore[index]
+    assert figures(found)["share"] == 0.5  # type: ignore[index]
+
+
+def test_points_of_one_version_are_one_score_and_count_each(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    for number in range(8):
+        record(layout.evaluations, point(0, id=f"eval-{number}", all=scores(greedy=number / 8)))
+    found = Evaluations.read(layout)
+    assert [one.all.greedy for one in found.in_force] == [0.875]
+    assert list(lines(found))[-1] == "8 points, 16.0 s"
+    assert len(list(lines(found))) == 2
+    figure = figures(found)
+    assert figure is not None
+    assert (figure["points"], figure["seconds"], figure["first"]["id"]) == (8, 16.0, "eval-7")
 
 
 def late(step: int, max_share: float | None = 0.1, **given: Any) -> PostponedPoint:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,18 @@ def test_of_an_ended_run_the_recorded_events_are_printed(
     assert f"the run in {run_dir} has ended: the trainer is done" in told.err
     assert tail(run_dir, "", count=2) == 0
     assert [json.loads(line)["number"] for line in capsys.readouterr().out.splitlines()] == [1, 2]
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended(RunLayout(run_dir), *(("step", number) for number in range(5000)))  # more than a buffer
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert tail(run_dir, "step") == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_an_ended_run_without_such_an_event_is_an_error(
