@@ -1,4 +1,4 @@
-"""SkyRL's own simulated trainer on the bus, in SkyRL's environment. Its last argument is the plan, a JSON object.
+"""Trainers of SkyRL on the bus, in SkyRL's environment. Its last argument is the plan, a JSON object.
 
 Its optimizer step changes one weight of a small module, which is published. It writes a line for each step, with all
 that SkyRL would train on, and one for each record of its tracker.
@@ -6,19 +6,23 @@ that SkyRL would train on, and one for each record of its tracker.
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
+from skyrl.train.trainer import RayPPOTrainer
 from torch import nn
 
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
-from rolloutmq.trainer.integrations.skyrl.training import BusAsyncTraining
+from rolloutmq.trainer.integrations.skyrl.training import BusAsyncTraining, BusSyncTraining
 from rolloutmq.trainer.weights.disk import DiskShare
 
 RISE = 0.125
@@ -68,11 +72,46 @@ class Tracker:
         """Do nothing."""
 
 
-class Played(BusAsyncTraining, FullyAsyncTrainerSim):  # type: ignore[misc]
-    """SkyRL's simulated trainer with a step that changes a weight."""
+class Weight:
+    """The policy: one number, which a step raises by `RISE`."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.value = 0.0
+        self._dies_at = plan.get("dies_at", 0)
+
+    def step(self, number: int) -> None:
+        """Take optimizer step `number`; the process may be killed right after it."""
+        self.value += RISE
+        if number == self._dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dispatch:
+    """As much of SkyRL's dispatch as its trainers need around a step: checkpoints of the weight."""
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight = weight
+
+    def get_lcm_dp_size(self) -> int:
+        return 1
+
+    def save_checkpoint(self, model: str, folder: str, tokenizer: Any = None) -> None:  # noqa: ARG002
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "weight.json").write_text(json.dumps(self._weight.value))
+
+    def load_checkpoint(self, model: str, folder: str, **_options: Any) -> None:  # noqa: ARG002
+        self._weight.value = json.loads((Path(folder) / "weight.json").read_text())
+
+
+class Recording:
+    """Writes what a step would train on."""
 
     record: Any
-    weight = 0.0
+    weight: Weight
+    global_step: int
+
+    def _cleanup_old_checkpoints(self) -> None:
+        """Keep all: SkyRL would start a Ray cluster for it."""
 
     def convert_to_training_input(self, generator_output: Any, uids: list[str]) -> Any:
         names = (
@@ -84,22 +123,47 @@ class Played(BusAsyncTraining, FullyAsyncTrainerSim):  # type: ignore[misc]
             "rewards",
         )
         rows = {name: generator_output[name] for name in names}
-        found = super().convert_to_training_input(generator_output, uids)
-        self.record(
-            "step", {"step": self.global_step, "uids": uids, "shape": list(found["sequences"].shape), **rows}
-        )
+        found = super().convert_to_training_input(generator_output, uids)  # type: ignore[misc]
+        self.record("step", {"step": self.global_step, "uids": uids, **rows})
         return found
 
+
+class Simulated(Recording, BusAsyncTraining, FullyAsyncTrainerSim):  # type: ignore[misc]
+    """SkyRL's simulated trainer."""
+
     async def _run_training(self, training_input: Any) -> Any:
-        self.weight += RISE
+        self.weight.step(self.global_step)
         return await super()._run_training(training_input)
+
+
+class Asynchronous(Recording, BusAsyncTraining, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
+    """SkyRL's fully asynchronous trainer, with its checkpoints and evaluations."""
+
+    async def _run_training(self, training_input: Any) -> Any:  # noqa: ARG002
+        self.weight.step(self.global_step)
+        return {}
+
+
+class Synchronous(Recording, BusSyncTraining, RayPPOTrainer):  # type: ignore[misc]
+    """SkyRL's synchronous trainer."""
+
+    def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
+        training_input["values"] = None  # there is no critic
+        return training_input
+
+    def train_critic_and_policy(self, data: Any) -> Any:  # noqa: ARG002
+        self.weight.step(self.global_step)
+        return {}
+
+
+KINDS: dict[str, Any] = {"sim": Simulated, "async": Asynchronous, "sync": Synchronous}
 
 
 def config(plan: dict[str, Any], directory: Path) -> SkyRLTrainConfig:
     batch = plan["batch"]
     given: dict[str, Any] = {
-        "trainer.fully_async.enabled": True,
-        "trainer.fully_async.simulate_training": True,
+        "trainer.fully_async.enabled": plan["kind"] != "sync",
+        "trainer.fully_async.simulate_training": plan["kind"] == "sim",
         "trainer.fully_async.simulate_training_step_seconds": 0,
         "trainer.fully_async.max_staleness_steps": 2,
         "trainer.fully_async.num_parallel_generation_workers": batch * 2,
@@ -112,6 +176,8 @@ def config(plan: dict[str, Any], directory: Path) -> SkyRLTrainConfig:
         "trainer.resume_mode": "none",
         "trainer.epochs": plan.get("epochs", 1),
         "trainer.ckpt_path": str(directory / "checkpoints"),
+        "trainer.dump_eval_results": False,
+        "trainer.eval_batch_size": 4,
         "trainer.export_path": str(directory / "exports"),
         "trainer.enable_ray_gpu_monitor": False,
         "generator.inference_engine.enable_ray_prometheus_stats": False,
@@ -144,25 +210,27 @@ def play(plan: dict[str, Any]) -> None:
             environments={"played": "mine"},
             deadline_s=plan.get("deadline_s", 120.0),
         )
-        trainer = Played(
+        trainer = KINDS[plan["kind"]](
             cfg=settings,
             tracker=Tracker(record),
             tokenizer=tokenizer,
             train_dataset=Prompts(plan["rows"]),
             inference_engine_client=ExternalInference(),
             generator=generator,
+            eval_dataset=Prompts(plan["evaluated"]) if "evaluated" in plan else None,
         )
-        trainer.record = record
+        trainer.record, trainer.weight = record, Weight(plan)
+        if plan["kind"] != "sim":
+            trainer.dispatch = Dispatch(trainer.weight)
         module = nn.Linear(1, 1, bias=False)
         address = Path(plan["weights"])
         shares: list[DiskShare] = []
 
         def publish(version: PolicyVersion) -> None:
             if not shares:
-                nn.init.zeros_(module.weight)
                 shares.append(DiskShare.create(module, address, version=version))
             with shares[0].writing(version), torch.no_grad():
-                module.weight.fill_(trainer.weight)
+                module.weight.fill_(trainer.weight.value)
 
         trainer.publish = publish
         asyncio.run(trainer.train())

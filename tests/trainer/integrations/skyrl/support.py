@@ -16,7 +16,7 @@ from torch import nn
 from rolloutmq import Group, Producer, TaskClient, TaskTaker
 from rolloutmq.bus.tasks.taker import LeasedTask
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.trainer.weights.disk import DiskShare
 
@@ -74,14 +74,14 @@ class Stage:
     """Workers of one environment. `fates` says what becomes of an instance's task, by its uid.
 
     Fates: `dead` always fails; `lost` is taken by a worker that leaves; `late` is answered after its deadline; `short`
-    lacks a sequence; `silent` is never answered.
+    lacks a sequence; `silent` is never answered; `flat` has the same score in all sequences.
     """
 
     run_dir: Path
     weights: Path
     fates: Mapping[str, str]
     answered: list[tuple[str, int]] = field(default_factory=list)
-    """Uid and policy step of each answer."""
+    """Task and policy step of each answer."""
     lost: set[str] = field(default_factory=set)
     _share: DiskShare | None = None
 
@@ -99,23 +99,26 @@ class Stage:
         version, weight = self.version()
         assert weight == RISE * version.step, "the weights of a version are those of its step"
         rows = [sequence(uid, place, version.step) for place in range(members)]
-        self.answered.append((uid, version.step))
+        self.answered.append((task.id, version.step))
         return Group.build(
             f"g-{task.id.replace('/', '.')}",
             tokens=[row[0] for row in rows],
             mask=[row[1] for row in rows],
             inference_logprobs=[row[2] for row in rows],
-            scores=[score(uid, place) for place in range(members)],
+            scores=[score(uid, 0 if self.fates.get(uid) == "flat" else place) for place in range(members)],
             stop_reasons=["stop"] * members,
             oldest=version,
             newest=version,
             task=task.id,
         )
 
-    async def work(self, name: str) -> None:
+    async def work(self, name: str, split: Split = Split.TRAIN) -> None:
         """Answer tasks until cancelled."""
+        opening = Producer.open(
+            self.run_dir, env="mine", producer=name, split=split, group_size=SIZE, slots=16
+        )
         async with (
-            Producer.open(self.run_dir, env="mine", producer=name, group_size=SIZE, slots=16) as producer,
+            opening as producer,
             TaskTaker.open(self.run_dir, name, lambda: producer.session) as taker,
             asyncio.TaskGroup() as answers,
         ):
@@ -141,6 +144,11 @@ class Stage:
                 assert status.state in {TaskState.EXPIRED, TaskState.CANCELLED}
         await producer.send(self.group(task, SIZE - 1 if fate == "short" else SIZE))
 
+    @property
+    def trained_on(self) -> list[str]:
+        """Uids of the answers for the training, in order."""
+        return [name.rpartition("/")[2].partition("~")[0] for name, _ in self.answered if "/train/" in name]
+
     def close(self) -> None:
         if self._share is not None:
             self._share.close()
@@ -150,6 +158,7 @@ class Stage:
 async def workers(stage: Stage, count: int = 2) -> AsyncIterator[None]:
     """Workers, until the block ends."""
     made = [asyncio.create_task(stage.work(f"w-{number}")) for number in range(count)]
+    made.append(asyncio.create_task(stage.work("v", Split.EVAL)))
     try:
         yield
     finally:
@@ -174,7 +183,8 @@ class Played:
 async def play(run_dir: Path, **plan: Any) -> Played:
     """Let SkyRL's trainer run to its end."""
     record = run_dir.parent / "record.jsonl"
-    spec = {"run_dir": str(run_dir), "record": str(record), "size": SIZE, **plan}
+    record.unlink(missing_ok=True)
+    spec = {"run_dir": str(run_dir), "record": str(record), "size": SIZE, "kind": "sim", **plan}
     process = await asyncio.create_subprocess_exec(
         str(PYTHON), "-c", START, str(PLAYER), json.dumps(spec),
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

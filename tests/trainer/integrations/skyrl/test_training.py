@@ -1,7 +1,9 @@
 """SkyRL's simulated trainer, with SkyRL's own loop, buffer and staleness control, fed by workers of the bus."""
 
 import math
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.trainer.integrations.skyrl.support import (
@@ -36,20 +38,9 @@ async def counts(broker: Broker) -> StatusReply:
     return reply
 
 
-async def test_skyrl_trains_on_exact_groups_through_losses_deaths_and_delays(run_dir: Path) -> None:
-    fates = {"3": "dead", "7": "late", "11": "lost", "15": "short", "19": "silent"}
-    layout, settings = RunLayout(run_dir), config(max_deliveries=2, durability="os")
-    write_json(layout.config, settings)
-    stage = Stage(run_dir, run_dir.parent / "weights.json", fates)
-    with running_broker(settings, layout) as broker:
-        async with workers(stage):
-            played = await play(run_dir, weights=str(stage.weights), batch=BATCH, rows=ROWS, deadline_s=10.0)
-        assert played.code == 0, played.output
-        ledger = (await counts(broker)).pressure.ledger
-    steps = played.of("step")
-    assert [one["step"] for one in steps] == list(range(1, ROWS // BATCH + 1))
-
-    seen: dict[str, set[float]] = {}
+def checked(steps: list[dict[str, Any]]) -> tuple[dict[str, set[int]], dict[str, list[str]]]:
+    """Check every row that SkyRL trained on; return the policies and the stop reasons of each instance."""
+    seen: dict[str, set[int]] = {}
     reasons: dict[str, list[str]] = {}
     for step in steps:
         rows = zip(
@@ -72,6 +63,23 @@ async def test_skyrl_trains_on_exact_groups_through_losses_deaths_and_delays(run
             assert logprobs == expected[1:]
             assert rewards == [0.0] * (len(response) - 1) + [score(uid, place)]
             seen.setdefault(uid, set()).add(policy)
+    return seen, reasons
+
+
+async def test_skyrl_trains_on_exact_groups_through_losses_deaths_and_delays(run_dir: Path) -> None:
+    fates = {"3": "dead", "7": "late", "11": "lost", "15": "short", "19": "silent"}
+    layout, settings = RunLayout(run_dir), config(max_deliveries=2, durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", fates)
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            played = await play(run_dir, weights=str(stage.weights), batch=BATCH, rows=ROWS, deadline_s=10.0)
+        assert played.code == 0, played.output
+        ledger = (await counts(broker)).pressure.ledger
+    steps = played.of("step")
+    assert [one["step"] for one in steps] == list(range(1, ROWS // BATCH + 1))
+
+    seen, reasons = checked(steps)
     assert len(reasons) == ROWS
     assert {uid: set(found) for uid, found in reasons.items() if uid in fates} == {
         "3": {"failed"},
@@ -91,8 +99,88 @@ async def test_skyrl_trains_on_exact_groups_through_losses_deaths_and_delays(run
     assert sum(one["bus/groups_deadline"] for one in metrics) == 2
     assert sum(one["bus/groups"] for one in metrics) == ROWS - 3
 
-    answered = [uid for uid, _ in stage.answered]
-    assert sorted(answered) == sorted({str(row) for row in range(ROWS)} - {"3", "19"})
+    assert sorted(stage.trained_on) == sorted({str(row) for row in range(ROWS)} - {"3", "19"})
     assert ledger.trained == ROWS - 3
     assert (ledger.filtered + ledger.queued, ledger.leased) == (1, 0), "the late group"
+    verify(run_dir)
+
+
+async def test_a_killed_trainer_continues_from_its_checkpoint_without_a_rollout_lost_or_repeated(
+    run_dir: Path,
+) -> None:
+    """Killed after the optimizer step that its settlement would have followed, two steps after a checkpoint."""
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {})
+    plan: dict[str, Any] = {"weights": str(stage.weights), "batch": BATCH, "rows": ROWS, "kind": "async"}
+    saves = {"trainer.ckpt_interval": 3, "trainer.resume_mode": "latest"}
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            first = await play(run_dir, dies_at=5, settings=saves, **plan)
+            assert first.code == -signal.SIGKILL, first.output
+            second = await play(
+                run_dir,
+                settings=saves | {"trainer.eval_interval": 4, "trainer.eval_before_train": False},
+                evaluated=6,
+                **plan,
+            )
+        assert second.code == 0, second.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert [one["step"] for one in first.of("step")] == [1, 2, 3, 4, 5]
+    assert [one["step"] for one in second.of("step")] == [4, 5, 6, 7, 8, 9]
+    _, reasons = checked(first.of("step")[:3] + second.of("step"))
+    assert sorted(reasons) == sorted(map(str, range(ROWS)))
+    assert {one for found in reasons.values() for one in found} == {"stop"}
+    assert all(len(found) == SIZE for found in reasons.values()), "none is trained on twice"
+    assert sorted(stage.trained_on) == sorted(map(str, range(ROWS))), "none is sampled twice"
+    assert second.of("end") == [{"incarnation": 1, "step": 9}]
+    evaluated = [one for one in second.of("metrics") if "eval/all/avg_score" in one]
+    assert [one["step"] for one in evaluated] == [5, 9], "SkyRL tracks an evaluation with the step after it"
+    assert (ledger.queued, ledger.leased) == (0, 0)
+    verify(run_dir)
+
+
+async def test_groups_without_variance_are_filtered_and_a_last_short_mini_batch_too(run_dir: Path) -> None:
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {"2": "flat", "5": "flat", "9": "flat"})
+    chosen = {
+        "trainer.algorithm.zero_variance_filter": True,
+        "trainer.fully_async.sample_full_batch": True,
+    }
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            played = await play(
+                run_dir, weights=str(stage.weights), batch=BATCH, rows=12, epochs=2, settings=chosen
+            )
+        assert played.code == 0, played.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert len(played.of("step")) == 4, "two full mini-batches in each epoch"
+    assert (ledger.trained, ledger.filtered) == (16, 8)
+    assert (ledger.queued, ledger.leased) == (0, 0)
+    assert len(stage.trained_on) == 24, "each epoch has tasks of its own"
+    verify(run_dir)
+
+
+async def test_the_synchronous_trainer_settles_commits_and_resumes(run_dir: Path) -> None:
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {"6": "lost"})
+    plan: dict[str, Any] = {"weights": str(stage.weights), "batch": BATCH, "rows": 24, "kind": "sync"}
+    saves = {"trainer.ckpt_interval": 2, "trainer.resume_mode": "latest"}
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            first = await play(run_dir, dies_at=4, settings=saves, **plan)
+            assert first.code == -signal.SIGKILL, first.output
+            second = await play(run_dir, settings=saves, **plan)
+        assert second.code == 0, second.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert [one["step"] for one in first.of("step")] == [1, 2, 3, 4]
+    assert [one["step"] for one in second.of("step")] == [3, 4, 5, 6]
+    seen, reasons = checked(first.of("step")[:2] + second.of("step"))
+    assert sorted(reasons) == sorted(map(str, range(24)))
+    assert len(set().union(*seen.values())) > 3
+    assert sorted(stage.trained_on) == sorted(map(str, range(24))), "none is sampled twice"
+    assert second.of("end") == [{"incarnation": 1, "step": 6}]
+    assert (ledger.queued, ledger.leased) == (0, 0)
     verify(run_dir)
