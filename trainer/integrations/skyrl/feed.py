@@ -323,6 +323,7 @@ class Feed:
             ready = sum(one.answered_at > 0 for one in self._asked.values())
             if left > WINDOW_LIMIT // 2 or ready >= enough(len(self._asked), left):
                 return
+            self.consumer.progress()  # it does not hang: it waits for workers
             await self._change()
 
     async def _route(self, held: HeldGroup) -> None:
