@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from skyrl.train.config import SkyRLTrainConfig
-from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
-from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
-from skyrl.train.trainer import RayPPOTrainer
 from torch import nn
 
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
-from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
-from rolloutmq.trainer.integrations.skyrl.training import BusAsyncTraining, BusSyncTraining
+from rolloutmq.trainer.integrations.skyrl import entrypoint
+from rolloutmq.trainer.integrations.skyrl.entrypoint import (
+    BusAsyncTrainer,
+    BusExp,
+    BusSimulatedTrainer,
+    BusSyncTrainer,
+    BusTrainConfig,
+)
+from rolloutmq.trainer.integrations.skyrl.training import Publish
 from rolloutmq.trainer.weights.disk import DiskShare
 
 RISE = 0.125
@@ -128,7 +130,7 @@ class Recording:
         return found
 
 
-class Simulated(Recording, BusAsyncTraining, FullyAsyncTrainerSim):  # type: ignore[misc]
+class Simulated(Recording, BusSimulatedTrainer):
     """SkyRL's simulated trainer."""
 
     async def _run_training(self, training_input: Any) -> Any:
@@ -136,7 +138,7 @@ class Simulated(Recording, BusAsyncTraining, FullyAsyncTrainerSim):  # type: ign
         return await super()._run_training(training_input)
 
 
-class Asynchronous(Recording, BusAsyncTraining, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
+class Asynchronous(Recording, BusAsyncTrainer):
     """SkyRL's fully asynchronous trainer, with its checkpoints and evaluations."""
 
     async def _run_training(self, training_input: Any) -> Any:  # noqa: ARG002
@@ -144,7 +146,7 @@ class Asynchronous(Recording, BusAsyncTraining, FullyAsyncRayPPOTrainer):  # typ
         return {}
 
 
-class Synchronous(Recording, BusSyncTraining, RayPPOTrainer):  # type: ignore[misc]
+class Synchronous(Recording, BusSyncTrainer):
     """SkyRL's synchronous trainer."""
 
     def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
@@ -156,10 +158,26 @@ class Synchronous(Recording, BusSyncTraining, RayPPOTrainer):  # type: ignore[mi
         return {}
 
 
-KINDS: dict[str, Any] = {"sim": Simulated, "async": Asynchronous, "sync": Synchronous}
+KINDS: dict[type, type] = {
+    BusSimulatedTrainer: Simulated,
+    BusAsyncTrainer: Asynchronous,
+    BusSyncTrainer: Synchronous,
+}
+"""What the test makes of the trainer that the settings name."""
 
 
-def config(plan: dict[str, Any], directory: Path) -> SkyRLTrainConfig:
+class Experiment(BusExp):
+    """The entry point's experiment without a model and files."""
+
+    def __init__(self, cfg: Any, publish: Publish) -> None:
+        self.cfg = cfg
+        self._publish = publish
+
+    def get_publish(self) -> Publish:
+        return self._publish
+
+
+def config(plan: dict[str, Any], directory: Path) -> Any:
     batch = plan["batch"]
     given: dict[str, Any] = {
         "trainer.fully_async.enabled": plan["kind"] != "sync",
@@ -183,11 +201,14 @@ def config(plan: dict[str, Any], directory: Path) -> SkyRLTrainConfig:
         "generator.inference_engine.enable_ray_prometheus_stats": False,
         "generator.batched": False,
         "generator.n_samples_per_prompt": plan["size"],
+        "generator.bus.where": plan["run_dir"],
+        "generator.bus.environments.played": "mine",
+        "generator.bus.deadline_s": plan.get("deadline_s", 120.0),
         "data.dataloader.num_workers": 0,
         "data.dataloader.persistent_workers": False,
         **plan.get("settings", {}),
     }
-    return SkyRLTrainConfig.from_cli_overrides({name: _text(value) for name, value in given.items()})
+    return BusTrainConfig.from_cli_overrides({name: _text(value) for name, value in given.items()})
 
 
 def _text(value: Any) -> Any:
@@ -202,37 +223,36 @@ def play(plan: dict[str, Any]) -> None:
             file.write(json.dumps({kind: line}) + "\n")
             file.flush()
 
-        settings, tokenizer = config(plan, directory), Tokenizer()
-        generator = BusGenerator(
-            plan["run_dir"],
-            batch_sequences=plan["batch"] * plan["size"],
-            tokenizer=tokenizer,
-            environments={"played": "mine"},
-            deadline_s=plan.get("deadline_s", 120.0),
-        )
-        trainer = KINDS[plan["kind"]](
+        settings, tokenizer, weight = config(plan, directory), Tokenizer(), Weight(plan)
+        module = nn.Linear(1, 1, bias=False)
+        shares: list[DiskShare] = []
+
+        def publish(version: PolicyVersion) -> None:
+            with torch.no_grad():
+                if not shares:
+                    module.weight.fill_(weight.value)
+                    shares.append(DiskShare.create(module, Path(plan["weights"]), version=version))
+                    return
+                with shares[0].writing(version):
+                    module.weight.fill_(weight.value)
+
+        experiment = Experiment(settings, publish)
+        client = experiment.get_inference_client()
+        chosen = entrypoint.trainer_class(settings)
+        entrypoint.trainer_class = lambda _cfg: KINDS[chosen]  # type: ignore[assignment]
+        trainer = experiment.get_trainer(
             cfg=settings,
             tracker=Tracker(record),
             tokenizer=tokenizer,
             train_dataset=Prompts(plan["rows"]),
-            inference_engine_client=ExternalInference(),
-            generator=generator,
             eval_dataset=Prompts(plan["evaluated"]) if "evaluated" in plan else None,
+            inference_engine_client=client,
+            generator=experiment.get_generator(settings, tokenizer, client),
+            colocate_pg=None,
         )
-        trainer.record, trainer.weight = record, Weight(plan)
+        trainer.record, trainer.weight = record, weight
         if plan["kind"] != "sim":
-            trainer.dispatch = Dispatch(trainer.weight)
-        module = nn.Linear(1, 1, bias=False)
-        address = Path(plan["weights"])
-        shares: list[DiskShare] = []
-
-        def publish(version: PolicyVersion) -> None:
-            if not shares:
-                shares.append(DiskShare.create(module, address, version=version))
-            with shares[0].writing(version), torch.no_grad():
-                module.weight.fill_(trainer.weight.value)
-
-        trainer.publish = publish
+            trainer.dispatch = Dispatch(weight)
         asyncio.run(trainer.train())
         shares[0].close(unlink=True)
         record("end", {"step": trainer.bus_version.step, "incarnation": trainer.bus_version.incarnation})
