@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -35,11 +35,13 @@ from rolloutmq.schemas.errors import (
     RolloutMQError,
     TasksFullError,
 )
+from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import GROUPS_LIMIT, WINDOW_LIMIT
 from rolloutmq.schemas.wire.tasks import ASK_LIMIT, TaskState, TaskStatus
 from rolloutmq.trainer.integrations.skyrl.rows import Answer, Missing
+from rolloutmq.trainer.step.lane_scores import lane_scores
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ class Feed:
         deadline_s: Longest time from a request to its group, in seconds.
         counts: What became of groups that no request got.
         error: Why no further group comes; None while they do.
+        tell: Is told of each step.
     """
 
     training: str
@@ -118,6 +121,8 @@ class Feed:
     tasks: TaskClient
     counts: Counts = field(default_factory=Counts)
     error: RolloutMQError | None = None
+    tell: Callable[[StepDone], None] = lambda _event: None
+    _settled_at: float = field(default_factory=time.monotonic)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _kept: OrderedDict[str, HeldGroup] = field(default_factory=OrderedDict)
     _over: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -423,7 +428,34 @@ class Feed:
         unused = [held for key in filtered for held in self._out.pop(key, ())]
         if not used and not unused:
             return None
-        return await self._settle(used, unused, version)
+        learned = self.consumer.version
+        settled = await self._settle(used, unused, version)
+        if used:
+            self.tell(self._step(used, unused, learned))
+        return settled
+
+    def _step(self, used: list[HeldGroup], unused: list[HeldGroup], learned: PolicyVersion) -> StepDone:
+        """Return the report of a step from the policy `learned`. Its loss is known to SkyRL alone."""
+        groups = [held.group for held in (*used, *unused)]
+        ages = [held.staleness(learned) for held in used]
+        began, self._settled_at = self._settled_at, time.monotonic()
+        after = self.consumer.version
+        return StepDone(
+            run=self.consumer.info.run,
+            incarnation=after.incarnation,
+            step=after.step,
+            at=time.time(),
+            reward=sum(group.rewards().mean for group in groups) / len(groups),
+            loss=0.0,
+            tokens=sum(held.group.tokens for held in used),
+            groups=len(groups),
+            filtered=len(unused),
+            staleness_max=max(ages),
+            staleness_mean=sum(ages) / len(ages),
+            pull_s=0.0,
+            step_s=self._settled_at - began,
+            scores=lane_scores(groups),
+        )
 
     async def _settle(
         self, trained: Iterable[HeldGroup], filtered: Iterable[HeldGroup], version: PolicyVersion | None

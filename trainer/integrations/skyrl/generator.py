@@ -24,7 +24,9 @@ from skyrl.train.generators.base import GeneratorInterface
 from skyrl.train.generators.utils import get_rollout_metrics
 
 from rolloutmq.bus.blocking import LoopThread
-from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.bus.encoding import topics
+from rolloutmq.bus.transport.endpoint import Where, resolve
+from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.errors import ClosedError, RolloutMQError, UsageError, WaitTimeoutError
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo
@@ -129,6 +131,8 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
             timeout_s=self._timeout_s,
         )
         self._feed = await self._stack.enter_async_context(opening)
+        events = self._stack.enter_context(Publisher((await resolve(self.where)).publish))
+        self._feed.tell = lambda event: events.publish(topics.STEP, event)
 
     def close(self) -> None:
         """Leave the bus; groups that are not settled return to the queue. Blocks. May be called twice."""

@@ -20,7 +20,7 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConsumerFencedError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply
+from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply, StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import WINDOW_LIMIT
 from rolloutmq.services.broker.server import Broker, running_broker
@@ -123,7 +123,12 @@ async def test_groups_are_matched_by_their_task_in_any_order(run_dir: Path, brok
             await producer.send(answer(tasks[number], number))
         found = await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
         assert [one.group and int(one.group["tokens"][0][0]) for one in found] == list(range(8))
+        told: list[StepDone] = []
+        feed.tell = told.append
         await feed.settle(["0", "3"], ["5"], PolicyVersion(0, 1))
+        [step] = told
+        assert (step.step, step.groups, step.filtered, step.tokens, step.reward) == (1, 3, 1, 8, 0.5)
+        assert (step.staleness_max, [one.env for one in step.scores]) == (0, ["e"])
         ledger = await counts(broker)
         assert (ledger.trained, ledger.filtered, ledger.leased) == (2, 1, 5)
         assert sorted(feed.keys()) == ["1", "2", "4", "6", "7"]
