@@ -87,6 +87,7 @@ class Learner(BusSimulatedTrainer):
         loss = -((ratio * advantages * chosen + 0.02 * entropy) * mask).sum() / mask.sum()
         self.optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
         self.optimizer.step()
         return {"loss": loss.item()}
 
@@ -131,7 +132,7 @@ async def train(run_dir: Path, steps: int) -> None:
         generator=bus_generator(cfg, tokenizer),
     )
     trainer.policy = policy
-    trainer.optimizer = torch.optim.AdamW(policy.parameters(), lr=2e-3, betas=(0.9, 0.99))
+    trainer.optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.99))
     with ExitStack() as stack:
         shares: list[Any] = []
 
@@ -151,4 +152,4 @@ async def train(run_dir: Path, steps: int) -> None:
 
 if __name__ == "__main__":
     where = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/skyrl-sort")
-    asyncio.run(train(where, int(sys.argv[2]) if len(sys.argv) > 2 else 200))
+    asyncio.run(train(where, int(sys.argv[2]) if len(sys.argv) > 2 else 300))

@@ -16,7 +16,7 @@ from rolloutmq.schemas.files import RunLayout
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 EXAMPLE = ROOT / "examples" / "skyrl_sort"
-STEPS = 200
+STEPS = 300
 GROUPS = 16
 
 
@@ -46,7 +46,7 @@ def test_a_policy_learns_in_skyrls_loop_from_workers_and_engines(run_dir: Path) 
     assert len(rewards) == STEPS // 20
     assert rewards[0] < 0.4
     assert greedy is not None
-    assert float(greedy[1]) >= 0.6, output[0]
+    assert float(greedy[1]) >= 0.8, output[0]
     assert summary["groups_trained"] == STEPS * GROUPS
     assert summary["tokens"] > STEPS * GROUPS, "told with each step, as `top` and `report` show"
     assert summary["groups_lost"] == summary["groups_filtered"] == 0
