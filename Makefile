@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Two at once, since many start processes of their own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-transformers4 test-vllm \
+.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-transformers4 test-vllm \
 	test-transferqueue soak soak-faults fuzz check docs bench bench-rewards bench-rivals accept reference lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
@@ -56,6 +56,9 @@ test-atropos: $(VENV)/.installed .venv-atropos/.installed ## Atropos' server, en
 test-trl: $(VENV)/.installed .venv-trl/.installed ## TRL's trainer on the bus, and our losses against those of TRL
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/trl tests/trainer/losses \
 		tests/benchmarks/training/test_trl.py
+
+test-skyrl: $(VENV)/.installed .venv-skyrl/.installed ## SkyRL's own trainers on the bus
+	$(BIN)/python -m pytest -m rival tests/trainer/integrations/skyrl
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_transferqueue.py
@@ -137,10 +140,18 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	$(call install_package,.venv-trl)
 	touch $@
 
+.venv-skyrl/.installed: pyproject.toml requirements/skyrl.txt $(TORCH)
+	$(PYTHON) -m venv .venv-skyrl
+	.venv-skyrl/bin/python $(LOCKED) requirements/skyrl.txt
+	$(call install_torch,.venv-skyrl)
+	$(call install_package,.venv-skyrl)
+	.venv-skyrl/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
+	touch $@
+
 lock: $(VENV)/.installed ## the hashes of the pinned packages, after a change of a version in requirements/
 	$(BIN)/python tests/house/requirements/lock.py $(filter-out $(TORCH),$(wildcard requirements/*.txt)) requirements/torch-cuda.txt
 
-accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-transformers4/.installed \
+accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-skyrl/.installed .venv-transformers4/.installed \
 	.venv-vllm/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
@@ -148,6 +159,6 @@ reference: $(VENV)/.installed ## the pages of docs/reference that are made from 
 	$(BIN)/python -m rolloutmq.launch.reference docs/reference
 
 clean:
-	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-transformers4 .venv-vllm build dist *.egg-info \
+	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-transformers4 .venv-vllm build dist *.egg-info \
 		src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

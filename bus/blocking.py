@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
@@ -136,6 +137,24 @@ class LoopThread:
             work.close()
             raise
         return started
+
+    def future(self, work: Coroutine[Any, Any, R]) -> "Future[R]":
+        """Start a coroutine in the loop, and return at once. Another loop awaits it with `asyncio.wrap_future`.
+
+        Cancelling the future cancels the coroutine.
+
+        Raises:
+            ClosedError: The loop has ended.
+            ForkedError: This process is a forked child.
+        """
+        if self.forked:
+            work.close()
+            self._require_thread()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()
+            raise ClosedError from None
 
     def call(self, function: Callable[..., R], *args: Any) -> R:
         """Run a non-waiting function in the loop's thread, and block until it returns.

@@ -1,4 +1,4 @@
-"""Distance of a student to its teacher after 300 steps of `examples/distillation.toml`, and two controls.
+"""Distance of a student to its teacher after 300 steps of `examples/distillation/distillation.toml`, and two controls.
 
 The distance is the reverse KL divergence of the student from the teacher, over the whole vocabulary, in nats per token,
 on the student's samples for held-out prompts. The teacher is a policy trained by the quickstart. The student starts
@@ -26,7 +26,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.trainer.losses.distillation import reverse_divergence
 from rolloutmq.trainer.policy.model import Policy, build_policy
 
-EXAMPLE: Final = scenario.QUICKSTART.with_name("distillation.toml")
+EXAMPLE: Final = scenario.QUICKSTART.parent / "distillation" / "distillation.toml"
 STEPS: Final = 300
 TEACHER_STEPS: Final = 500
 GOAL: Final = 0.5
@@ -108,7 +108,7 @@ def gap(student: Policy, tokenizer: Path, teacher: Path) -> float:
 
 
 def held_out() -> list[str]:
-    """Return the held-out digits of the prompts, as defined by `examples/distilled_digits.py`."""
+    """Return the held-out digits of the prompts, as defined by `examples/distillation/distilled_digits.py`."""
     every = (f"{number:03d}" for number in range(1000))
     return [task for task in every if sum(map(int, task)) % 10 == 3]
 

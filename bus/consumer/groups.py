@@ -209,6 +209,11 @@ class GroupConsumer:
         """Reason of the last wait for a group; `Wait.NONE` if there was none."""
         return self._puller.wait
 
+    @property
+    def ready(self) -> int:
+        """Number of pulled groups that `get` has not returned yet; it returns them without a new lease."""
+        return len(self._ready)
+
     def progress(self) -> None:
         """Report that the trainer advances. Never waits.
 
@@ -481,6 +486,11 @@ class BlockingGroupConsumer(Facade[GroupConsumer]):
     def version(self) -> PolicyVersion:
         """See `GroupConsumer.version`."""
         return self._object.version
+
+    @property
+    def ready(self) -> int:
+        """See `GroupConsumer.ready`."""
+        return self._object.ready
 
     @property
     def wait(self) -> Wait:

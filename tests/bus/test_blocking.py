@@ -107,6 +107,29 @@ def test_a_function_gives_its_result_or_its_error(loop_thread: LoopThread) -> No
     assert loop_thread.call(divmod, 7, 2) == (3, 1)
 
 
+async def test_another_loop_awaits_a_call_and_cancels_it(loop_thread: LoopThread) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    async def forever() -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def thread() -> str:
+        return threading.current_thread().name
+
+    assert await asyncio.wrap_future(loop_thread.future(thread())) == "a loop"
+    waiting = asyncio.ensure_future(asyncio.wrap_future(loop_thread.future(forever())))
+    assert await asyncio.to_thread(began.wait, 20)
+    waiting.cancel()
+    assert await asyncio.to_thread(ended.wait, 20)
+    loop_thread.close()
+    with pytest.raises(ClosedError):
+        loop_thread.future(thread())
+
+
 def test_an_interrupted_function_has_ended_when_the_interrupt_arrives(loop_thread: LoopThread) -> None:
     arrived = threading.Event()
     ended = []

@@ -318,7 +318,7 @@ def test_a_teacher_that_nobody_could_learn_from_is_refused(tree: dict[str, Any],
 
 
 def test_the_example_of_distillation_is_valid() -> None:
-    config = load(Path(__file__).parents[2] / "examples" / "distillation.toml", environ={})
+    config = load(Path(__file__).parents[2] / "examples" / "distillation" / "distillation.toml", environ={})
     assert config.teacher.enabled
     assert config.trainer.distillation.teaches
     assert config.trainer.distillation.rl_weight == 0.0

@@ -1,0 +1,327 @@
+"""The feed with the real broker, without SkyRL: matching, attempts, losses, other lives, leases."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolloutmq import Group, Producer, TaskTaker
+from rolloutmq.bus.consumer import connection
+from rolloutmq.bus.tasks.taker import LeasedTask
+from rolloutmq.bus.transport import discovery
+from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.schemas.config.broker import BrokerConfig
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConsumerFencedError
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply, StepDone
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.requests import WINDOW_LIMIT
+from rolloutmq.services.broker.server import Broker, running_broker
+from rolloutmq.trainer.integrations.skyrl import feed as feeds
+from rolloutmq.trainer.integrations.skyrl.feed import Feed, enough
+from rolloutmq.trainer.integrations.skyrl.rows import Answer, Missing
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that is gone is missed soon, and a lost group is given up soon."""
+    monkeypatch.setattr(connection, "BEAT_S", 0.1)
+    monkeypatch.setattr(discovery, "ATTEMPT_S", 0.5)
+    monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(connection, "REPEAT_S", 0.1)
+    monkeypatch.setattr(feeds, "LOOK_S", 0.1)
+    monkeypatch.setattr(feeds, "LOST_S", 0.5)
+    monkeypatch.setattr(feeds, "GRACE_S", 0.5)
+
+
+def config(**broker: Any) -> RunConfig:
+    env = EnvironmentConfig(entry="a:B", group_size=2, pacing=False, stale="pass")
+    return RunConfig(environment={"e": env}, broker=BrokerConfig(max_deliveries=2, **broker))
+
+
+@pytest.fixture
+def broker(run_dir: Path) -> Iterator[Broker]:
+    with running_broker(config(), RunLayout(run_dir)) as running:
+        yield running
+
+
+@asynccontextmanager
+async def worker(
+    run_dir: Path, name: str = "w", split: Split = Split.TRAIN
+) -> AsyncIterator[tuple[Producer, TaskTaker]]:
+    async with (
+        Producer.open(
+            run_dir, env="e", producer=name, split=split, group_size=2, slots=64, timeout_s=LIMIT_S
+        ) as producer,
+        TaskTaker.open(run_dir, name, lambda: producer.session) as taker,
+    ):
+        yield producer, taker
+
+
+@asynccontextmanager
+async def joined(run_dir: Path, **options: Any) -> AsyncIterator[Feed]:
+    given: dict[str, Any] = {
+        "training": "t", "batch_sequences": 4, "deadline_s": LIMIT_S, "timeout_s": LIMIT_S,
+    }  # fmt: skip
+    async with Feed.open(run_dir, **given | options) as feed:
+        yield feed
+
+
+def answer(task: LeasedTask | str, mark: int = 0) -> Group:
+    name = task if isinstance(task, str) else task.id
+    return Group.build(
+        f"g-{name.replace('/', '.')}-{mark}",
+        tokens=[[mark, 1], [mark, 2]],
+        mask=[[0, 1], [0, 1]],
+        scores=[0.0, 1.0],
+        task=name,
+    )
+
+
+async def taken(taker: TaskTaker, count: int) -> list[LeasedTask]:
+    found: list[LeasedTask] = []
+    async with asyncio.timeout(LIMIT_S):
+        while len(found) < count:
+            found += await taker.take(count - len(found))
+    return sorted(found, key=lambda one: one.id)
+
+
+def ask(feed: Feed, uid: str, env: str = "e", payload: Any = None) -> "asyncio.Task[Answer]":
+    return asyncio.create_task(feed.ask(uid, f"t/train/e0/{uid}", env, payload, 2))
+
+
+async def counts(broker: Broker) -> LedgerCounts:
+    async with BrokerClient(broker.endpoints.serve) as client:
+        reply = await client.request(GetStatus())
+    assert isinstance(reply, StatusReply)
+    return reply.pressure.ledger
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.02)
+
+
+async def test_groups_are_matched_by_their_task_in_any_order(run_dir: Path, broker: Broker) -> None:
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
+        asked = [ask(feed, str(number), payload={"n": number}) for number in range(8)]
+        tasks = await taken(taker, 8)
+        assert [(task.id, task.payload, task.size) for task in tasks] == [
+            (f"t/train/e0/{number}~0", {"n": number}, 2) for number in range(8)
+        ]
+        for number in reversed(range(8)):
+            await producer.send(answer(tasks[number], number))
+        found = await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
+        assert [one.group and int(one.group["tokens"][0][0]) for one in found] == list(range(8))
+        told: list[StepDone] = []
+        feed.tell = told.append
+        await feed.settle(["0", "3"], ["5"], PolicyVersion(0, 1))
+        [step] = told
+        assert (step.step, step.groups, step.filtered, step.tokens, step.reward) == (1, 3, 1, 8, 0.5)
+        assert (step.staleness_max, [one.env for one in step.scores]) == (0, ["e"])
+        ledger = await counts(broker)
+        assert (ledger.trained, ledger.filtered, ledger.leased) == (2, 1, 5)
+        assert sorted(feed.keys()) == ["1", "2", "4", "6", "7"]
+
+
+async def test_the_same_instance_again_is_a_new_task(run_dir: Path, broker: Broker) -> None:
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
+        for attempt in range(2):
+            asked = ask(feed, "1")
+            [task] = await taken(taker, 1)
+            assert task.id == f"t/train/e0/1~{attempt}"
+            await producer.send(answer(task, attempt))
+            assert (await asyncio.wait_for(asked, LIMIT_S)).group is not None
+        await feed.settle(["1"], ())
+        assert (await counts(broker)).trained == 2
+
+
+@pytest.mark.usefixtures("broker")
+async def test_a_task_that_always_fails_is_an_answer(run_dir: Path) -> None:
+    async with joined(run_dir) as feed, worker(run_dir) as (_, taker):
+        asked = ask(feed, "1")
+        for _ in range(2):
+            [task] = await taken(taker, 1)
+            await taker.hand_back(task.id, "division by zero")
+        found = await asyncio.wait_for(asked, LIMIT_S)
+        assert (found.missing, found.detail) == (Missing.FAILED, "w: division by zero")
+
+
+@pytest.mark.usefixtures("broker")
+async def test_what_the_broker_refuses_is_an_answer(run_dir: Path) -> None:
+    async with joined(run_dir) as feed:
+        unknown = await asyncio.wait_for(ask(feed, "1", env="nobody"), LIMIT_S)
+        assert unknown.missing is Missing.REFUSED
+        assert "nobody" in unknown.detail
+        payload = await asyncio.wait_for(ask(feed, "2", payload={"x": object()}), LIMIT_S)
+        assert payload.missing is Missing.REFUSED
+
+
+async def test_a_late_group_is_filtered(run_dir: Path, broker: Broker) -> None:
+    async with joined(run_dir, deadline_s=0.5) as feed, worker(run_dir) as (producer, taker):
+        asked = ask(feed, "1")
+        [task] = await taken(taker, 1)
+        assert (await asyncio.wait_for(asked, LIMIT_S)).missing is Missing.DEADLINE
+        await producer.send(answer(task))
+        await until(lambda: feed.counts.late == 1)
+        assert (await counts(broker)).filtered == 1
+
+
+@pytest.mark.usefixtures("broker")
+async def test_a_group_of_nobody_is_filtered(run_dir: Path) -> None:
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, _):
+        await producer.send(answer("another/task"))
+        await producer.send(answer(""))
+        await until(lambda: feed.counts.foreign == 2)
+
+
+async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
+    run_dir: Path, broker: Broker
+) -> None:
+    """One was trained after the checkpoint, one was in the hand, one was answered while nobody was there."""
+    async with worker(run_dir) as (producer, taker):
+        async with joined(run_dir, resume=PolicyVersion(0, 0)) as feed:
+            asked = [ask(feed, str(number)) for number in range(3)]
+            tasks = await taken(taker, 3)
+            for number in range(2):
+                await producer.send(answer(tasks[number], number))
+                await asyncio.wait_for(asked[number], LIMIT_S)
+            await feed.settle(["0"], (), PolicyVersion(0, 1))
+        assert (await asked[2]).missing is Missing.CLOSED
+        await producer.send(answer(tasks[2], 2))
+        async with joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed:
+            found = await asyncio.wait_for(
+                asyncio.gather(*(ask(feed, str(number)) for number in range(3))), LIMIT_S
+            )
+            assert [one.group and int(one.group["tokens"][0][0]) for one in found] == [0, 1, 2]
+            assert feed.counts.asked_again == 0
+            await feed.settle(["0", "1", "2"], (), PolicyVersion(1, 1))
+    assert (await counts(broker)).trained == 3
+
+
+@pytest.mark.usefixtures("broker")
+async def test_what_ended_in_an_earlier_life_is_asked_anew(run_dir: Path) -> None:
+    async with joined(run_dir, deadline_s=0.5) as feed:
+        assert (await asyncio.wait_for(ask(feed, "1"), LIMIT_S)).missing is Missing.DEADLINE
+    async with (
+        joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed,
+        worker(run_dir) as (producer, taker),
+    ):
+        asked = ask(feed, "1", payload="other content")
+        [task] = await taken(taker, 1)
+        assert task.id == "t/train/e0/1~1"
+        await producer.send(answer(task))
+        assert (await asyncio.wait_for(asked, LIMIT_S)).group is not None
+
+
+@pytest.mark.usefixtures("broker")
+async def test_a_group_that_the_broker_lost_is_asked_for_again(run_dir: Path) -> None:
+    """Another consumer took it: a group that is dropped as stale never comes, either."""
+    async with worker(run_dir) as (producer, taker):
+        async with joined(run_dir) as feed:
+            asked = ask(feed, "1")
+            [task] = await taken(taker, 1)
+            await producer.send(answer(task))
+            await asyncio.wait_for(asked, LIMIT_S)
+            await feed.settle(["1"], (), PolicyVersion(0, 1))
+            await feed.consumer.commit(PolicyVersion(0, 1))
+        async with joined(run_dir, resume=PolicyVersion(1, 1), again=True) as feed:
+            asked = ask(feed, "1")
+            [task] = await taken(taker, 1)
+            assert task.id == "t/train/e0/1~1"
+            await producer.send(answer(task, 1))
+            assert (await asyncio.wait_for(asked, LIMIT_S)).group is not None
+
+
+async def test_groups_that_nobody_has_asked_for_make_room(
+    run_dir: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "KEPT_GROUPS", 2)
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, _):
+        for number in range(4):
+            await producer.send(answer(f"t/train/e0/{number}~0", number))
+        await until(lambda: feed.counts.evicted == 2)
+        kept = await asyncio.wait_for(ask(feed, "3"), LIMIT_S)
+        assert kept.group is not None
+        assert (await counts(broker)).filtered == 2
+
+
+@pytest.mark.usefixtures("broker")
+async def test_slow_groups_do_not_use_up_the_leases(run_dir: Path) -> None:
+    """More groups than leases, each answered alone, and none settled before all are there."""
+    number = WINDOW_LIMIT + 8
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
+        asked = [ask(feed, str(one)) for one in range(number)]
+        waiting = {*asked}
+        for task in await taken(taker, number):
+            await producer.send(answer(task))
+            _, waiting = await asyncio.wait(waiting, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+        found = await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
+        assert all(one.group is not None for one in found)
+        assert len(feed._leases) <= WINDOW_LIMIT
+
+
+@given(st.integers(0, 2000), st.integers(1, WINDOW_LIMIT), st.integers(0, 1 << 30))
+def test_the_leases_suffice_for_all_that_is_wanted(wanted: int, left: int, seed: int) -> None:
+    """Whatever more is ready than must be, every group comes within the leases that are left."""
+    while wanted:
+        assert left > 0
+        least = enough(wanted, left)
+        assert 1 <= least <= wanted
+        wanted -= min(wanted, least + seed % 3)
+        left -= 1
+
+
+@pytest.mark.usefixtures("broker")
+async def test_a_second_trainer_of_the_name_ends_the_first(run_dir: Path) -> None:
+    async with joined(run_dir) as first:
+        asked = ask(first, "1")
+        async with joined(run_dir):
+            assert (await asyncio.wait_for(asked, LIMIT_S)).missing is Missing.CLOSED
+            with pytest.raises(ConsumerFencedError):
+                await first.settle(["1"], ())
+            assert (await first.ask("2", "t/train/e0/2", "e", None, 2)).missing is Missing.CLOSED
+
+
+@pytest.mark.usefixtures("broker")
+async def test_an_evaluation_takes_nothing_from_the_training(run_dir: Path) -> None:
+    async with (
+        joined(run_dir) as training,
+        joined(run_dir, split=Split.EVAL) as evaluating,
+        worker(run_dir) as (producer, taker),
+        worker(run_dir, "v", Split.EVAL) as (examiner, exam),
+    ):
+        asked = [ask(training, "1"), asyncio.create_task(evaluating.ask("9", "t/eval/s0/9", "e", None, 2))]
+        [task], [question] = await taken(taker, 1), await taken(exam, 1)
+        assert (task.id, question.id) == ("t/train/e0/1~0", "t/eval/s0/9~0")
+        await examiner.send(answer(question, 9))
+        await producer.send(answer(task, 1))
+        found = await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
+        assert [one.group and int(one.group["tokens"][0][0]) for one in found] == [1, 9]
+        await evaluating.settle(["9"], ())
+        assert (evaluating.keys(), training.keys()) == ([], ["1"])
+
+
+async def test_a_restarted_broker_is_only_a_pause(run_dir: Path) -> None:
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    with running_broker(settings, layout):
+        opened = joined(run_dir)
+        feed = await opened.__aenter__()
+        asked = ask(feed, "1")
+        await until(lambda: any(one.submitted for one in feed._asked.values()))
+    with running_broker(settings, layout):
+        async with worker(run_dir) as (producer, taker):
+            [task] = await taken(taker, 1)
+            await producer.send(answer(task))
+            assert (await asyncio.wait_for(asked, LIMIT_S)).group is not None
+        await opened.__aexit__(None, None, None)

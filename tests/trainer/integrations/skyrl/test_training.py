@@ -1,0 +1,191 @@
+"""SkyRL's simulated trainer, with SkyRL's own loop, buffer and staleness control, fed by workers of the bus."""
+
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.trainer.integrations.skyrl.support import (
+    RISE,
+    SIZE,
+    Stage,
+    config,
+    missing,
+    play,
+    score,
+    sequence,
+    verify,
+    workers,
+)
+
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.control import GetStatus, StatusReply
+from rolloutmq.services.broker.server import Broker, running_broker
+
+pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+BATCH = 4
+ROWS = 36
+
+
+async def counts(broker: Broker) -> StatusReply:
+    async with BrokerClient(broker.endpoints.serve) as client:
+        reply = await client.request(GetStatus())
+    assert isinstance(reply, StatusReply)
+    return reply
+
+
+def checked(steps: list[dict[str, Any]], lost: int = 0) -> tuple[dict[str, set[int]], dict[str, list[str]]]:
+    """Check every row that SkyRL trained on; return the policies and the stop reasons of each instance.
+
+    Args:
+        steps: Lines of the player.
+        lost: Last step of an earlier life. Its policies sampled some of the groups, though no checkpoint has them.
+    """
+    seen: dict[str, set[int]] = {}
+    reasons: dict[str, list[str]] = {}
+    for step in steps:
+        rows = zip(
+            step["uids"], step["prompt_token_ids"], step["response_ids"], step["loss_masks"],
+            step["rollout_logprobs"], step["stop_reasons"], step["rewards"], strict=True,
+        )  # fmt: skip
+        for number, (uid, prompt, response, mask, logprobs, reason, rewards) in enumerate(rows):
+            place = number % SIZE
+            reasons.setdefault(uid, []).append(reason)
+            if reason != "stop":
+                assert (prompt, response, mask, logprobs) == ([int(uid) + 10], [1], [0], [0.0])
+                continue
+            served = {one for one, chosen in zip(logprobs, mask, strict=True) if chosen}
+            assert len(served) == 1
+            policy = round((-served.pop() - 1.0) / RISE)
+            assert policy < step["step"] or policy < lost, "no group is newer than the policy before the step"
+            tokens, chosen, expected = sequence(uid, place, policy)
+            assert prompt + response == tokens
+            assert mask == chosen[1:]
+            assert logprobs == expected[1:]
+            assert rewards == [0.0] * (len(response) - 1) + [score(uid, place)]
+            seen.setdefault(uid, set()).add(policy)
+    return seen, reasons
+
+
+async def test_skyrl_trains_on_exact_groups_through_losses_deaths_and_delays(run_dir: Path) -> None:
+    fates = {"3": "dead", "7": "late", "11": "lost", "15": "short", "19": "silent"}
+    layout, settings = RunLayout(run_dir), config(max_deliveries=2, durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", fates)
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            played = await play(run_dir, weights=str(stage.weights), batch=BATCH, rows=ROWS, deadline_s=10.0)
+        assert played.code == 0, played.output
+        ledger = (await counts(broker)).pressure.ledger
+    steps = played.of("step")
+    assert [one["step"] for one in steps] == list(range(1, ROWS // BATCH + 1))
+
+    seen, reasons = checked(steps)
+    assert len(reasons) == ROWS
+    assert {uid: set(found) for uid, found in reasons.items() if uid in fates} == {
+        "3": {"failed"},
+        "7": {"deadline"},
+        "11": {"stop"},
+        "15": {"stop", "short"},
+        "19": {"deadline"},
+    }
+    assert reasons["15"] == ["stop"] * (SIZE - 1) + ["short"]
+    assert all(set(found) == {"stop"} for uid, found in reasons.items() if uid not in fates)
+    assert len(set().union(*seen.values())) > 3, "the served log-probabilities change with the steps"
+
+    metrics = [one for one in played.of("metrics") if "async/staleness_mean" in one]
+    assert len(metrics) == ROWS // BATCH
+    assert all(math.isfinite(one["async/staleness_mean"]) for one in metrics)
+    assert sum(one["bus/groups_failed"] for one in metrics) == 1
+    assert sum(one["bus/groups_deadline"] for one in metrics) == 2
+    assert sum(one["bus/groups"] for one in metrics) == ROWS - 3
+
+    assert sorted(stage.trained_on) == sorted({str(row) for row in range(ROWS)} - {"3", "19"})
+    assert ledger.trained == ROWS - 3
+    assert (ledger.filtered + ledger.queued, ledger.leased) == (1, 0), "the late group"
+    verify(run_dir)
+
+
+async def test_a_killed_trainer_continues_from_its_checkpoint_without_a_rollout_lost_or_repeated(
+    run_dir: Path,
+) -> None:
+    """Killed after the optimizer step that its settlement would have followed, two steps after a checkpoint."""
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {})
+    plan: dict[str, Any] = {"weights": str(stage.weights), "batch": BATCH, "rows": ROWS, "kind": "async"}
+    saves = {"trainer.ckpt_interval": 3, "trainer.resume_mode": "latest"}
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            first = await play(run_dir, dies_at=5, settings=saves, **plan)
+            assert first.code == -signal.SIGKILL, first.output
+            second = await play(
+                run_dir,
+                settings=saves | {"trainer.eval_interval": 4, "trainer.eval_before_train": False},
+                evaluated=6,
+                **plan,
+            )
+        assert second.code == 0, second.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert [one["step"] for one in first.of("step")] == [1, 2, 3, 4, 5]
+    assert [one["step"] for one in second.of("step")] == [4, 5, 6, 7, 8, 9]
+    _, reasons = checked(first.of("step")[:3] + second.of("step"), lost=5)
+    assert sorted(reasons) == sorted(map(str, range(ROWS)))
+    assert {one for found in reasons.values() for one in found} == {"stop"}
+    assert all(len(found) == SIZE for found in reasons.values()), "none is trained on twice"
+    assert sorted(stage.trained_on) == sorted(map(str, range(ROWS))), "none is sampled twice"
+    assert second.of("end") == [{"incarnation": 1, "step": 9}]
+    evaluated = [one for one in second.of("metrics") if "eval/all/avg_score" in one]
+    assert [one["step"] for one in evaluated] == [5, 9], "SkyRL tracks an evaluation with the step after it"
+    assert (ledger.queued, ledger.leased) == (0, 0)
+    verify(run_dir)
+
+
+async def test_groups_without_variance_are_filtered_and_a_last_short_mini_batch_too(run_dir: Path) -> None:
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {"2": "flat", "5": "flat", "9": "flat"})
+    chosen = {
+        "trainer.algorithm.zero_variance_filter": True,
+        "trainer.fully_async.sample_full_batch": True,
+    }
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            played = await play(
+                run_dir, weights=str(stage.weights), batch=BATCH, rows=12, epochs=2, settings=chosen
+            )
+        assert played.code == 0, played.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert len(played.of("step")) == 4, "two full mini-batches in each epoch"
+    assert (ledger.trained, ledger.filtered) == (16, 8)
+    assert (ledger.queued, ledger.leased) == (0, 0)
+    assert len(stage.trained_on) == 24, "each epoch has tasks of its own"
+    verify(run_dir)
+
+
+async def test_the_synchronous_trainer_settles_commits_and_resumes(run_dir: Path) -> None:
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {"6": "lost"})
+    plan: dict[str, Any] = {"weights": str(stage.weights), "batch": BATCH, "rows": 24, "kind": "sync"}
+    saves = {"trainer.ckpt_interval": 2, "trainer.resume_mode": "latest"}
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            first = await play(run_dir, dies_at=4, settings=saves, **plan)
+            assert first.code == -signal.SIGKILL, first.output
+            second = await play(run_dir, settings=saves, **plan)
+        assert second.code == 0, second.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert [one["step"] for one in first.of("step")] == [1, 2, 3, 4]
+    assert [one["step"] for one in second.of("step")] == [3, 4, 5, 6]
+    seen, reasons = checked(first.of("step")[:2] + second.of("step"), lost=4)
+    assert sorted(reasons) == sorted(map(str, range(24)))
+    assert len(set().union(*seen.values())) > 3
+    assert sorted(stage.trained_on) == sorted(map(str, range(24))), "none is sampled twice"
+    assert second.of("end") == [{"incarnation": 1, "step": 6}]
+    assert (ledger.queued, ledger.leased) == (0, 0)
+    verify(run_dir)

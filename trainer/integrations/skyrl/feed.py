@@ -1,0 +1,471 @@
+"""The feed: asks tasks of the bus and hands out their groups, in any order. For one event loop.
+
+    submit -> a worker takes the task -> its group is pulled -> `ask` returns it -> it stays in the hand until `settle`
+
+The id of a task is that of its instance and the number of the attempt, so a trainer that comes back asks the same
+tasks: what a worker has answered meanwhile, or what the broker delivers again, needs no second rollout. An attempt that
+ended without a group in an earlier life is followed by the next one, and so is one whose group the broker has lost.
+
+Nothing is raised for a single task: `ask` returns why there is no group. Only `settle` raises, if another process has
+taken the consumer's place, say.
+
+A consumer holds at most 64 leases, and a lease stays until its last group is settled. So the feed pulls when enough
+answers are ready that the leases left suffice for all of them (`enough`). Groups that nobody has asked for yet, such as
+those of a resumed trainer, are kept; if they fill what the broker allows, or are too many, the oldest are filtered, and
+their instances get another attempt. Groups that nobody will ask for are filtered at once.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from rolloutmq.bus.consumer.groups import GroupConsumer, HeldGroup
+from rolloutmq.bus.tasks.client import Task, TaskClient
+from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.schemas.errors import (
+    ClosedError,
+    InvalidTaskError,
+    RefusedError,
+    RolloutMQError,
+    TasksFullError,
+)
+from rolloutmq.schemas.wire.control import StepDone
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import RunInfo, Settled, Wait
+from rolloutmq.schemas.wire.requests import GROUPS_LIMIT, WINDOW_LIMIT
+from rolloutmq.schemas.wire.tasks import ASK_LIMIT, TaskState, TaskStatus
+from rolloutmq.trainer.integrations.skyrl.rows import Answer, Missing
+from rolloutmq.trainer.step.lane_scores import lane_scores
+
+logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 0.5
+"""Longest wait of one question for ended tasks, and of one pull."""
+LOST_S: Final = 15.0
+"""A group that answers a task, and that no pull has brought for this long though the queue was empty, is lost."""
+GRACE_S: Final = 5.0
+"""Time beyond the deadline in which the broker says itself that a task has expired."""
+KEPT_GROUPS: Final = 4096
+"""Most groups that wait for their request."""
+REMEMBERED: Final = 1 << 16
+"""Most tasks that are remembered after their answer."""
+_ENDED: Final = {
+    TaskState.FAILED: Missing.FAILED,
+    TaskState.EXPIRED: Missing.DEADLINE,
+    TaskState.CANCELLED: Missing.CANCELLED,
+}
+
+
+def enough(wanted: int, leases_left: int) -> int:
+    """Return how many answers must be ready before a lease is spent on them.
+
+    With this many in each, the leases suffice for all wanted groups, however slowly they come.
+    """
+    return max(1, math.ceil(wanted / max(1, leases_left)))
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A task under way.
+
+    Attributes:
+        submitted: The broker has the task.
+        answered_at: When the broker said that it has the group; 0 before.
+    """
+
+    key: str
+    task: Task
+    answer: "asyncio.Future[HeldGroup | Answer]"
+    submitted: bool = False
+    answered_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of groups that no request got."""
+
+    late: int = 0
+    """Groups of tasks that were given up, or whose task had another group."""
+    foreign: int = 0
+    """Groups of no task of this training."""
+    evicted: int = 0
+    """Groups filtered to make room, before they were asked for."""
+    asked_again: int = 0
+    """Attempts after the first one."""
+
+
+@dataclass(slots=True)
+class Feed:
+    """Asks tasks and hands out groups. Make it by `open`.
+
+    Attributes:
+        training: Name of the training, the first part of its task ids.
+        again: An earlier life may have asked the same tasks.
+        deadline_s: Longest time from a request to its group, in seconds.
+        counts: What became of groups that no request got.
+        error: Why no further group comes; None while they do.
+        tell: Is told of each step.
+    """
+
+    training: str
+    again: bool
+    deadline_s: float
+    split: Split
+    consumer: GroupConsumer
+    tasks: TaskClient
+    counts: Counts = field(default_factory=Counts)
+    error: RolloutMQError | None = None
+    tell: Callable[[StepDone], None] = lambda _event: None
+    _settled_at: float = field(default_factory=time.monotonic)
+    _asked: dict[str, _Asked] = field(default_factory=dict)
+    _kept: OrderedDict[str, HeldGroup] = field(default_factory=OrderedDict)
+    _over: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    """Tasks that had their answer, or were given up."""
+    _attempts: dict[str, int] = field(default_factory=dict)
+    _out: dict[str, list[HeldGroup]] = field(default_factory=dict)
+    """Groups handed out and not settled, by the key of their request."""
+    _leases: Counter[tuple[int, int]] = field(default_factory=Counter)
+    _empty_at: float = 0.0
+    """When a pull last found an empty queue."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _closed: bool = False
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        where: Where,
+        *,
+        training: str,
+        batch_sequences: int,
+        deadline_s: float,
+        split: Split = Split.TRAIN,
+        resume: PolicyVersion | None = None,
+        again: bool = False,
+        info: RunInfo | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator["Feed"]:
+        """Join the bus; leaving the block returns the groups that are not settled to the queue.
+
+        Args:
+            where: Run directory, or address of the broker's `serve` socket.
+            training: Name of the training: of its consumer, and the first part of its task ids.
+            batch_sequences: Sequences of one optimizer step.
+            deadline_s: Longest time from a request to its group, in seconds.
+            split: Split of the tasks: train or eval.
+            resume: Policy from which the trainer continues.
+            again: An earlier life may have asked the same tasks.
+            info: Description of the run.
+            timeout_s: Longest wait for the broker, in seconds.
+
+        Raises:
+            WaitTimeoutError: The broker has not answered after `timeout_s`.
+            RefusedError: The broker does not accept this consumer.
+        """
+        name = training if split is Split.TRAIN else f"{training}-eval"
+        consuming = GroupConsumer.open(
+            where,
+            batch_sequences=batch_sequences,
+            window=WINDOW_LIMIT,
+            groups=GROUPS_LIMIT,
+            consumer=name,
+            group=name,
+            split=split,
+            info=info,
+            resume=resume,
+            timeout_s=timeout_s,
+        )
+        async with TaskClient.open(where, timeout_s=timeout_s) as tasks, consuming as consumer:
+            made = cls(training, again, deadline_s, split, consumer, tasks)
+            work = [
+                asyncio.create_task(made._guarded(made._pull()), name=f"pulls of {name}"),
+                asyncio.create_task(made._guarded(made._look()), name=f"tasks of {name}"),
+            ]
+            try:
+                yield made
+            finally:
+                made._end(ClosedError())
+                for one in work:
+                    one.cancel()
+                await asyncio.wait(work)
+
+    async def _guarded(self, work: Any) -> None:
+        try:
+            await work
+        except RolloutMQError as error:
+            logger.exception("no further group comes training=%s", self.training)
+            self._end(error)
+
+    def _end(self, error: RolloutMQError) -> None:
+        self._closed, self.error = True, self.error or error
+        for one in list(self._asked.values()):
+            self._resolve(one, Answer(missing=Missing.CLOSED, detail=str(error)))
+
+    # Requests
+
+    async def ask(self, key: str, name: str, env: str, payload: Any, size: int) -> Answer:
+        """Return the group of an instance, or why there is none. Waits up to `deadline_s`. Never raises RolloutMQError.
+
+        Cancelled: a group that comes later is filtered.
+
+        Args:
+            key: What `settle` calls the group.
+            name: Id of its task without the attempt, see `rows.task_name`.
+            env: Environment of the bus.
+            payload: Content of the task.
+            size: Sequences of the group.
+        """
+        began = time.monotonic()
+        until = began + self.deadline_s
+        while True:
+            attempt = self._attempts.get(name, 0)
+            self._attempts[name] = attempt + 1
+            self.counts.asked_again += attempt > 0
+            task = Task(
+                env=env,
+                payload=payload,
+                id=f"{name}~{attempt}",
+                split=self.split,
+                size=size,
+                deadline_s=self.deadline_s,
+            )
+            found, again = await self._attempt(key, task, until)
+            if again and time.monotonic() < until and not self._closed:
+                continue
+            waited_s = time.monotonic() - began
+            if isinstance(found, Answer):
+                logger.warning(
+                    "no group for a prompt task=%s reason=%s detail=%s", task.id, found.missing, found.detail
+                )
+                return replace(found, waited_s=waited_s)
+            return Answer(found.group, waited_s=waited_s, staleness=found.staleness(self.consumer.version))
+
+    async def _attempt(self, key: str, task: Task, until: float) -> tuple[HeldGroup | Answer, bool]:
+        """Ask one task; return what came, and whether another attempt may bring more."""
+        if self._closed:
+            return Answer(missing=Missing.CLOSED, detail=str(self.error)), False
+        kept = self._kept.pop(task.id, None)
+        if kept is not None:
+            self._remember(task.id)
+            self._out.setdefault(key, []).append(kept)
+            return kept, False
+        asked = _Asked(key, task, asyncio.get_running_loop().create_future())
+        self._asked[task.id] = asked
+        try:
+            ended = await self._submitted(asked, until)
+            if ended is not None:
+                return ended
+            asked.submitted = True
+            self._changed.set()
+            async with asyncio.timeout(max(0.0, until + GRACE_S - time.monotonic())):
+                found = await asked.answer
+        except TimeoutError:
+            found = Answer(missing=Missing.DEADLINE, detail=f"no group after {self.deadline_s:.0f} s")
+            with suppress(RolloutMQError):
+                await self.tasks.cancel([task.id], "deadline of the trainer")
+        finally:
+            if self._asked.pop(task.id, None) is not None:
+                self._remember(task.id)
+        return found, isinstance(found, Answer) and found.missing is Missing.LOST
+
+    async def _submitted(self, asked: _Asked, until: float) -> tuple[Answer, bool] | None:
+        """Submit a task; return why that was in vain, and whether the next attempt may do."""
+        task = asked.task
+        try:
+            async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                await self.tasks.submit([task], max(0.0, until - time.monotonic()))
+                if not self.again:
+                    return None
+                [status] = await self.tasks.results([task.id], 0.0)
+        except RefusedError as error:
+            return Answer(missing=Missing.REFUSED, detail=str(error)), error.code is ErrorCode.CONFLICT
+        except (InvalidTaskError, TasksFullError) as error:
+            return Answer(missing=Missing.REFUSED, detail=str(error)), False
+        except TimeoutError:
+            return Answer(missing=Missing.DEADLINE, detail="the broker did not answer"), False
+        except RolloutMQError as error:
+            return Answer(missing=Missing.CLOSED, detail=str(error)), False
+        if status.state in _ENDED:  # in an earlier life
+            return Answer(missing=_ENDED[status.state], detail=status.reason), True
+        return None
+
+    def _resolve(self, asked: _Asked, found: HeldGroup | Answer) -> None:
+        if not asked.answer.done():
+            asked.answer.set_result(found)
+        self._asked.pop(asked.task.id, None)
+        self._remember(asked.task.id)
+
+    def _remember(self, task_id: str) -> None:
+        self._over[task_id] = None
+        while len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+
+    # Groups
+
+    async def _pull(self) -> None:
+        while True:
+            await self._until_enough()
+            held = await self.consumer.get(LOOK_S)
+            if held is None:
+                if self.consumer.wait is Wait.UNSETTLED:
+                    await self._make_room()
+                else:
+                    self._empty_at = time.monotonic()
+                continue
+            self._leases[held.life, held.lease] += 1
+            await self._route(held)
+
+    async def _until_enough(self) -> None:
+        """Wait until a pull is worth one of the leases; with plenty of them it always is."""
+        while not self.consumer.ready:
+            left = WINDOW_LIMIT - len(self._leases)
+            ready = sum(one.answered_at > 0 for one in self._asked.values())
+            if left > WINDOW_LIMIT // 2 or ready >= enough(len(self._asked), left):
+                return
+            self.consumer.progress()  # it does not hang: it waits for workers
+            await self._change()
+
+    async def _route(self, held: HeldGroup) -> None:
+        task_id = held.group.task
+        asked = self._asked.get(task_id)
+        if asked is not None and not asked.answer.done():
+            self._out.setdefault(asked.key, []).append(held)
+            self._resolve(asked, held)
+            return
+        if not task_id.startswith(f"{self.training}/"):
+            self.counts.foreign += 1
+        elif task_id in self._over or task_id in self._kept:
+            self.counts.late += 1
+        else:
+            self._kept[task_id] = held
+            if len(self._kept) <= KEPT_GROUPS:
+                return
+            await self._make_room()
+            return
+        await self._settle((), (held,), None)
+
+    async def _make_room(self) -> None:
+        """Filter the oldest group that nobody has asked for."""
+        if self._kept:
+            _, held = self._kept.popitem(last=False)
+            self.counts.evicted += 1
+            logger.warning("group filtered before it was asked for task=%s", held.group.task)
+            await self._settle((), (held,), None)
+
+    # Tasks
+
+    async def _look(self) -> None:
+        """Ask for the outcome of the open tasks, again and again."""
+        while True:
+            waiting = [name for name, one in self._asked.items() if one.submitted and not one.answered_at]
+            if not waiting:
+                await self._change()
+            for start in range(0, len(waiting), ASK_LIMIT):
+                part = waiting[start : start + ASK_LIMIT]
+                found = await self.tasks.results(part, LOOK_S, 1)
+                for status in found:
+                    await self._learn(status)
+                if any(status.state is TaskState.UNKNOWN for status in found):
+                    await asyncio.sleep(LOOK_S)
+            self._give_up_the_lost()
+
+    async def _change(self) -> None:
+        """Wait for a change, or for a moment."""
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await self._changed.wait()
+
+    async def _learn(self, status: TaskStatus) -> None:
+        asked = self._asked.get(status.id)
+        if asked is None:
+            return
+        if status.state is TaskState.DONE:
+            asked.answered_at = time.monotonic()
+            self._changed.set()
+        elif status.state in _ENDED:
+            self._resolve(asked, Answer(missing=_ENDED[status.state], detail=status.reason))
+        elif status.state is TaskState.UNKNOWN:  # a broker without a journal has forgotten it
+            with suppress(InvalidTaskError, TasksFullError, RefusedError):
+                await self.tasks.submit([asked.task])
+
+    def _give_up_the_lost(self) -> None:
+        now = time.monotonic()
+        for one in list(self._asked.values()):
+            if one.answered_at and self._empty_at > one.answered_at and now - one.answered_at > LOST_S:
+                self._resolve(one, Answer(missing=Missing.LOST, detail="the broker has no group of its task"))
+
+    # Settlement
+
+    def keys(self) -> list[str]:
+        """Return the keys of the groups that were handed out and are not settled."""
+        return list(self._out)
+
+    async def settle(
+        self, trained: Iterable[str], filtered: Iterable[str], version: PolicyVersion | None = None
+    ) -> Settled | None:
+        """Report the outcome of groups; None if no group belongs to the keys. Waits for the broker.
+
+        Args:
+            trained: Keys of groups that an optimizer step used.
+            filtered: Keys of groups without a learning signal.
+            version: Policy after the step.
+
+        Raises:
+            ConsumerFencedError: Another process has taken the consumer's place.
+            RefusedError: `version` is behind the last settlement.
+            ClosedError: The feed is closed.
+        """
+        if self.error is not None:
+            raise self.error
+        used = [held for key in trained for held in self._out.pop(key, ())]
+        unused = [held for key in filtered for held in self._out.pop(key, ())]
+        if not used and not unused:
+            return None
+        learned = self.consumer.version
+        settled = await self._settle(used, unused, version)
+        if used:
+            self.tell(self._step(used, unused, learned))
+        return settled
+
+    def _step(self, used: list[HeldGroup], unused: list[HeldGroup], learned: PolicyVersion) -> StepDone:
+        """Return the report of a step from the policy `learned`. Its loss is known to SkyRL alone."""
+        groups = [held.group for held in (*used, *unused)]
+        ages = [held.staleness(learned) for held in used]
+        began, self._settled_at = self._settled_at, time.monotonic()
+        after = self.consumer.version
+        return StepDone(
+            run=self.consumer.info.run,
+            incarnation=after.incarnation,
+            step=after.step,
+            at=time.time(),
+            reward=sum(group.rewards().mean for group in groups) / len(groups),
+            loss=0.0,
+            tokens=sum(held.group.tokens for held in used),
+            groups=len(groups),
+            filtered=len(unused),
+            staleness_max=max(ages),
+            staleness_mean=sum(ages) / len(ages),
+            pull_s=0.0,
+            step_s=self._settled_at - began,
+            scores=lane_scores(groups),
+        )
+
+    async def _settle(
+        self, trained: Iterable[HeldGroup], filtered: Iterable[HeldGroup], version: PolicyVersion | None
+    ) -> Settled:
+        trained, filtered = list(trained), list(filtered)
+        settled = await self.consumer.settle(trained, filtered=filtered, version=version)
+        for held in (*trained, *filtered):
+            lease = held.life, held.lease
+            self._leases[lease] -= 1
+            if self._leases[lease] <= 0:
+                del self._leases[lease]
+        self._changed.set()
+        return settled

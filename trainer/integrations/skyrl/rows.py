@@ -1,0 +1,296 @@
+"""Prompt groups of a `GeneratorInput`, and groups of the bus as the rows of a `GeneratorOutput`. Pure.
+
+A sequence of the bus begins with its prompt: the tokens before the first sampled one. The rest is SkyRL's response,
+with loss mask 0 where the policy sampled nothing, such as the results of tools.
+
+SkyRL needs a row for each trajectory that it asked for. A missing one becomes a masked row: one token with loss mask 0,
+and the reason as its stop reason. Its reward is the mean of the group's other rewards, or 0 without any: so it neither
+moves the group's baseline nor its mean reward. No row is ever empty, because SkyRL puts the reward on the last token.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolloutmq.schemas.group import Group
+
+TASK_CHARS: Final = 120
+"""Longest task id before the number of the attempt; the broker allows 128 in all."""
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._/-]")
+
+
+class Missing(StrEnum):
+    """Reason why a trajectory is masked; the stop reason of its row."""
+
+    FAILED = "failed"
+    """Its task failed as often as `broker.max_deliveries` allows."""
+    DEADLINE = "deadline"
+    """It did not come in time."""
+    LOST = "lost"
+    """The broker no longer has its group: dropped as stale, say."""
+    CANCELLED = "cancelled"
+    """Somebody cancelled its task."""
+    REFUSED = "refused"
+    """The broker does not accept its task."""
+    SHORT = "short"
+    """Its group has fewer sequences, such as after an early close."""
+    UNUSABLE = "unusable"
+    """Its sequence has no sampled token, or its group no log-probabilities."""
+    CLOSED = "closed"
+    """The connection to the bus has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptGroup:
+    """Trajectories of one instance in a `GeneratorInput`.
+
+    Attributes:
+        uid: SkyRL's id of the instance.
+        env: SkyRL's class of environment.
+        payload: Content of the task.
+        places: Places of the trajectories in the input, in the order of their repetitions.
+    """
+
+    uid: str
+    env: str
+    payload: dict[str, Any]
+    places: tuple[int, ...]
+
+
+def prompt_groups(given: Mapping[str, Any]) -> list[PromptGroup]:
+    """Divide a `GeneratorInput` into its instances, in the order of the first trajectory of each."""
+    ids = given.get("trajectory_ids")
+    prompts = given["prompts"]
+    places: dict[str, list[int]] = {}
+    for place in range(len(prompts)):
+        uid = str(place) if ids is None else str(ids[place].instance_id)
+        places.setdefault(uid, []).append(place)
+    extras = given.get("env_extras")
+    found = []
+    for uid, of_uid in places.items():
+        first = of_uid[0]
+        payload = {
+            "uid": uid,
+            "messages": plain(prompts[first]),
+            "env_class": given["env_classes"][first],
+            "env_extras": plain(extras[first]) if extras else {},
+            "sampling_params": plain(given.get("sampling_params") or {}),
+        }
+        found.append(PromptGroup(uid, str(given["env_classes"][first]), payload, tuple(of_uid)))
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return a value without numpy, as msgpack can carry it; what is unknown stays as it is."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value
+
+
+def task_name(training: str, phase: str, epoch: int | str, uid: str) -> str:
+    """Return the id of an instance's task, without the attempt: the same in every life of a training."""
+    name = f"{training}/{phase}/{epoch}/{uid}"
+    if len(name) <= TASK_CHARS and not _UNSAFE.search(name):
+        return name
+    digest = hashlib.blake2b(uid.encode(), digest_size=16).hexdigest()
+    return f"{training}/{phase}/{epoch}/{digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came for a prompt group.
+
+    Attributes:
+        group: The group; None if nothing came.
+        missing: Why nothing came.
+        detail: More about it, for people.
+        waited_s: Seconds from the request to the answer.
+        staleness: Optimizer steps between the oldest token and the trainer, when the group came.
+    """
+
+    group: Group | None = None
+    missing: Missing | None = None
+    detail: str = ""
+    waited_s: float = 0.0
+    staleness: int = 0
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of a `GeneratorOutput` under construction, one for each trajectory of the input.
+
+    Attributes:
+        pad: Token of a masked row.
+    """
+
+    count: int
+    pad: int = 0
+    prompts: list[list[int]] = field(init=False)
+    responses: list[list[int]] = field(init=False)
+    masks: list[list[int]] = field(init=False)
+    logprobs: list[list[float]] = field(init=False)
+    rewards: list[float] = field(init=False)
+    stop_reasons: list[str] = field(init=False)
+    times: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompts = [[] for _ in range(self.count)]
+        self.responses = [[] for _ in range(self.count)]
+        self.masks = [[] for _ in range(self.count)]
+        self.logprobs = [[] for _ in range(self.count)]
+        self.rewards = [0.0] * self.count
+        self.stop_reasons = [""] * self.count
+        self.times = [0.0] * self.count
+
+    def fill(self, places: Sequence[int], answer: Answer, prompt: Sequence[int] = ()) -> int:
+        """Write the rows of one prompt group; return how many of them are masked.
+
+        Args:
+            places: Rows of its trajectories.
+            answer: What came.
+            prompt: Prompt of masked rows if no sequence tells it.
+        """
+        sequences = [] if answer.group is None else _sequences(answer.group)
+        elapsed_s = answer.waited_s
+        if answer.group is not None:
+            elapsed_s = max(0.0, answer.group.finished_at - answer.group.started_at)
+        live = [one for one in sequences[: len(places)] if one.usable]
+        stand_in = live[0].prompt if live else list(prompt)
+        reward = sum(one.reward for one in live) / len(live) if live else 0.0
+        for place, one in zip(places, sequences, strict=False):
+            self.times[place] = elapsed_s
+            if one.usable:
+                self._write(place, one)
+            else:
+                self._mask(place, stand_in, Missing.UNUSABLE, reward)
+        why = answer.missing or Missing.SHORT
+        for place in islice(places, len(sequences), None):
+            self.times[place] = elapsed_s
+            self._mask(place, stand_in, why, reward)
+        return len(places) - len(live)
+
+    def _write(self, place: int, one: "_Sequence") -> None:
+        self.prompts[place] = one.prompt
+        self.responses[place] = one.response
+        self.masks[place] = one.mask
+        self.logprobs[place] = one.logprobs
+        self.rewards[place] = one.reward
+        self.stop_reasons[place] = one.stop_reason
+
+    def _mask(self, place: int, prompt: Sequence[int], why: Missing, reward: float) -> None:
+        self.prompts[place] = list(prompt) or [self.pad]
+        self.responses[place] = [self.pad]
+        self.masks[place] = [0]
+        self.logprobs[place] = [0.0]
+        self.rewards[place] = reward
+        self.stop_reasons[place] = str(why)
+
+    def output(self, trajectory_ids: Any, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Return the `GeneratorOutput`."""
+        return {
+            "prompt_token_ids": self.prompts,
+            "response_ids": self.responses,
+            "rewards": self.rewards,
+            "loss_masks": self.masks,
+            "stop_reasons": self.stop_reasons,
+            "rollout_metrics": dict(metrics),
+            "rollout_logprobs": self.logprobs,
+            "trajectory_ids": trajectory_ids,
+            "trajectory_generation_times": self.times,
+            "rollout_expert_indices": None,
+            "is_last_step": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    prompt: list[int]
+    response: list[int]
+    mask: list[int]
+    logprobs: list[float]
+    reward: float
+    stop_reason: str
+
+    @property
+    def usable(self) -> bool:
+        return bool(self.response)
+
+
+def _sequences(group: Group) -> list[_Sequence]:
+    """Return the sequences of a group; one that SkyRL cannot train on has no response."""
+    columns = group.columns
+    tokens, scores = columns["tokens"].rows(), columns["scores"].numbers().tolist()
+    masks = columns["mask"].rows() if "mask" in columns else [None] * len(tokens)
+    kept = columns.get("inference_logprobs")
+    logprobs: list[Any] = [None] * len(tokens)
+    if kept is not None:
+        logprobs = np.split(kept.numbers(), np.cumsum(kept.lengths[0])[:-1])
+    reasons = _reasons(group)
+    return [_sequence(*row) for row in zip(tokens, masks, logprobs, scores, reasons, strict=True)]
+
+
+def _sequence(
+    tokens: NDArray[Any],
+    mask: NDArray[Any] | None,
+    logprobs: NDArray[Any] | None,
+    score: float,
+    reason: str,
+) -> _Sequence:
+    chosen = np.zeros(len(tokens), bool) if mask is None else np.asarray(mask).astype(bool)
+    if logprobs is None or not chosen.any():
+        return _Sequence(tokens.tolist(), [], [], [], score, reason)
+    start = int(chosen.argmax())
+    rated = np.where(chosen, logprobs, 0.0)
+    return _Sequence(
+        tokens[:start].tolist(),
+        tokens[start:].tolist(),
+        chosen[start:].astype(int).tolist(),
+        rated[start:].tolist(),
+        score,
+        reason,
+    )
+
+
+def _reasons(group: Group) -> list[str]:
+    column = group.columns.get("stop_reasons")
+    told = column.values if column is not None else None
+    if not isinstance(told, list | tuple) or len(told) != group.sequences:
+        return ["stop"] * group.sequences
+    return [one if isinstance(one, str) and one else "stop" for one in told]
+
+
+def bus_metrics(answers: Iterable[Answer], masked: int) -> dict[str, float]:
+    """Return the metrics of one call for SkyRL's tracker: the same names in every call.
+
+    SkyRL adds them up over the calls of a step, but for names with `mean` and `max` in them.
+    """
+    answers = list(answers)
+    came = [one for one in answers if one.group is not None]
+    ages = [one.staleness for one in came]
+    found: dict[str, float] = {
+        "bus/groups": float(len(came)),
+        "bus/masked_trajectories": float(masked),
+        "bus/staleness_mean": sum(ages) / len(ages) if ages else 0.0,
+        "bus/staleness_max": float(max(ages, default=0)),
+    }
+    for why in (
+        Missing.FAILED,
+        Missing.DEADLINE,
+        Missing.LOST,
+        Missing.CANCELLED,
+        Missing.REFUSED,
+        Missing.CLOSED,
+    ):
+        found[f"bus/groups_{why}"] = float(sum(one.missing is why for one in answers))
+    return found

@@ -1,0 +1,220 @@
+"""SkyRL's trainers on the bus: which groups a step used, when they are settled, and what a checkpoint commits.
+
+    load checkpoint -> join the bus -> publish the weights
+    collect groups -> optimizer step -> sync of the weights -> publish -> settle;  checkpoint -> commit
+
+Mix one of the classes into a trainer of SkyRL, before it in the list of bases. The groups of a step are settled once
+its weights are published, or before a checkpoint is written, whichever comes first: as trained, or as filtered if SkyRL
+dropped them or masked every token of them. A trainer that comes back begins a new incarnation from the step of its
+checkpoint, and the broker delivers again what was settled later.
+
+The policy version of a group is `PolicyVersion(incarnation, global_step)`, where `global_step` counts finished steps.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from rolloutmq.bus.transport.endpoint import is_address
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.replies import RunInfo
+from rolloutmq.trainer.checkpoint import next_incarnation
+from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
+from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
+
+logger = logging.getLogger(__name__)
+
+Publish = Callable[[PolicyVersion], Awaitable[None] | None]
+"""Publishes the weights as a version. A plain function runs in a thread."""
+
+
+class BusTraining:
+    """Mixin for `RayPPOTrainer` and its subclasses; `generator` must be a `BusGenerator`.
+
+    Attributes:
+        publish: Publishes the weights after each step; None leaves that to SkyRL.
+        bus_version: Policy of the last settlement.
+    """
+
+    publish: Publish | None = None
+    bus_version = PolicyVersion()
+    _joined = False
+    _incarnation = 0
+    _trained: tuple[list[str], list[str]] | None = None
+    """Instances of the present step: used, and masked whole."""
+
+    # What SkyRL's trainers have, for type checkers.
+    cfg: Any
+    generator: BusGenerator
+    dispatch: Any
+    inference_engine_client: Any
+    global_step: int
+    total_training_steps: int | None
+
+    async def train(self) -> None:
+        """Train to the end, then leave the bus."""
+        try:
+            await super().train()  # type: ignore[misc]
+        finally:
+            await asyncio.to_thread(self.generator.close)
+
+    def init_weight_sync_state(self) -> None:
+        """Put the publication behind SkyRL's sync of the weights; without engines of SkyRL's, in its place."""
+        sends = not (
+            isinstance(self.inference_engine_client, ExternalInference) and self.dispatch is not None
+        )
+        if sends:
+            super().init_weight_sync_state()  # type: ignore[misc]
+        self.dispatch = _Dispatch(self.dispatch, self._synced, self.inference_engine_client, sends=sends)
+
+    async def _synced(self) -> None:
+        version = PolicyVersion(self._incarnation, self.global_step)
+        if not self._joined:
+            version = await asyncio.to_thread(self._join)
+        if self.publish is not None:
+            await _published(self.publish, version)
+        await self._settle(version)
+
+    def _join(self) -> PolicyVersion:
+        where, trainer = self.generator.where, self.cfg.trainer
+        local = is_address(where)
+        counter = Path(trainer.ckpt_path) if local else RunLayout(Path(str(where))).checkpoints
+        self._incarnation = next_incarnation(counter)
+        version = self.bus_version = PolicyVersion(self._incarnation, self.global_step)
+        self.generator.start(
+            version,
+            RunInfo(
+                batch_sequences=trainer.train_batch_size * self.cfg.generator.n_samples_per_prompt,
+                checkpoint_dir=str(trainer.ckpt_path),
+                checkpoint_interval=max(0, trainer.ckpt_interval),
+                starting_step=version.step,
+                total_steps=self.total_training_steps or 0,
+                started=True,
+            ),
+        )
+        self._joined = True
+        logger.info("joined the bus incarnation=%d step=%d", version.incarnation, version.step)
+        return version
+
+    def convert_to_training_input(self, generator_output: Any, uids: list[str]) -> Any:
+        """Note which instances this step learns from."""
+        learned = {uid for uid, mask in zip(uids, generator_output["loss_masks"], strict=True) if any(mask)}
+        self._trained = (sorted(learned), sorted({*uids} - learned))
+        return super().convert_to_training_input(generator_output, uids)  # type: ignore[misc]
+
+    def _dropped(self) -> list[str]:
+        """Return the instances that SkyRL has dropped since the last settlement, and forget them."""
+        return []
+
+    _drops_the_rest = False
+    """What a step does not use will not be used: `generate` is not ahead of it."""
+
+    def _settlement(self, version: PolicyVersion) -> Any:
+        """Begin to settle what is due; return the future, or None if nothing is."""
+        stepped, dropped = self._trained, self._dropped()
+        if stepped is None and not dropped:
+            return None
+        self._trained = None
+        trained, masked = stepped or ([], [])
+        version = version if stepped else self.bus_version
+        settling = self.generator.settlement(
+            trained, [*masked, *dropped], version, rest=self._drops_the_rest and stepped is not None
+        )
+        self.bus_version = max(self.bus_version, version)
+        return settling
+
+    async def _settle(self, version: PolicyVersion) -> None:
+        settling = self._settlement(version)
+        if settling is not None:
+            await asyncio.wrap_future(settling)
+
+    def save_checkpoints(self) -> Any:
+        """Settle what the checkpoint covers, write it, and commit."""
+        settling = self._settlement(PolicyVersion(self._incarnation, self.global_step))
+        if settling is not None:
+            settling.result()
+        folder = super().save_checkpoints()  # type: ignore[misc]
+        self.generator.commit(self.bus_version)
+        return folder
+
+
+class BusSyncTraining(BusTraining):
+    """`BusTraining` for the synchronous `RayPPOTrainer`: whatever a step does not use is filtered."""
+
+    _current_epoch: int
+    _drops_the_rest = True
+
+    async def generate(self, input_batch: Any) -> Any:
+        """Generate, as tasks of the present epoch."""
+        self.generator.epoch = self._current_epoch
+        return await super().generate(input_batch)  # type: ignore[misc]
+
+
+class BusAsyncTraining(BusTraining):
+    """`BusTraining` for `FullyAsyncRayPPOTrainer`, whose buffer holds groups for later steps."""
+
+    epoch: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._dropped_uids: list[str] = []
+
+    def _dropped(self) -> list[str]:
+        dropped, self._dropped_uids = self._dropped_uids, []
+        return dropped
+
+    async def _run_generate_for_a_group_loop(self, generation_output_group_buffer: Any) -> None:
+        self.generator.epoch = self.epoch
+        await super()._run_generate_for_a_group_loop(generation_output_group_buffer)  # type: ignore[misc]
+
+    async def _collect_generation_mini_batch(self, *args: Any) -> Any:
+        """Note the groups that SkyRL drops: those without variance, and a last mini-batch that is not full."""
+        kept, dropped, exhausted = await super()._collect_generation_mini_batch(*args)  # type: ignore[misc]
+        self._dropped_uids += [group.uid for group in dropped]
+        if exhausted:
+            self._dropped_uids += [group.uid for group in kept]
+            await self._settle(self.bus_version)
+        return kept, dropped, exhausted
+
+
+class _Dispatch:
+    """SkyRL's dispatch, whose sync of the weights is followed by `synced`.
+
+    Args:
+        dispatch: The dispatch.
+        synced: Called after each sync.
+        client: Inference client, which counts the versions if nothing is sent.
+        sends: The dispatch sends the weights to engines of SkyRL's.
+    """
+
+    def __init__(
+        self, dispatch: Any, synced: Callable[[], Awaitable[None]], client: Any, *, sends: bool
+    ) -> None:
+        self._dispatch = dispatch
+        self._synced = synced
+        self._client = client
+        self._sends = sends
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dispatch, name)
+
+    async def save_weights_for_sampler(self, *args: Any, **kwargs: Any) -> None:
+        """Send the weights if SkyRL has engines, then call `synced`."""
+        if self._sends:
+            await self._dispatch.save_weights_for_sampler(*args, **kwargs)
+        else:
+            self._client.increment_weight_version()
+        await self._synced()
+
+
+async def _published(publish: Publish, version: PolicyVersion) -> None:
+    if inspect.iscoroutinefunction(publish):
+        await publish(version)
+        return
+    made = await asyncio.to_thread(publish, version)
+    if inspect.isawaitable(made):
+        await made
