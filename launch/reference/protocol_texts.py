@@ -394,6 +394,12 @@ Replies get lost with a connection or a broker. The SDK repeats a request every 
 The broker may receive any request twice. The column "repeated" of the tables below states the effect.
 Replies to requests with an effect are sent once the effect has the durability of the run.
 
+## Other languages
+
+`examples/wire_client.py` is a producer and a trainer in some 60 lines of Python without this package: ZeroMQ, msgpack
+and CRC-32C. It pushes a group, pulls it as a batch, and settles it. A client for long runs also needs acks
+(`ack.PRODUCER/` on `events`, and `Sync`), `ConsumerBeat` while it computes, and repeated requests.
+
 ## Versions
 
 - `PROTOCOL_VERSION` is {envelope.PROTOCOL_VERSION}. `RegisterProducer` and `RegisterConsumer` carry it as `protocol`.
