@@ -30,7 +30,7 @@ from rolloutmq.services.worker.loader import load_environment
 from rolloutmq.services.worker.trajectory import Trajectory, group_of
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "examples" / "tool_agent.toml"
+CONFIG = ROOT / "examples" / "tools" / "tool_agent.toml"
 Message = Mapping[str, Any]
 
 

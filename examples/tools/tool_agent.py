@@ -1,7 +1,7 @@
 """An agent with a calculator: it samples through the OpenAI client and executes the tool calls.
 
     pip install openai
-    rolloutmq up examples/tool_agent.toml
+    rolloutmq up examples/tools/tool_agent.toml
 
 The loss covers every token that the policy sampled, in calls and answers, but not the prompts and tool results. The
 policy learns from failed calls: if a tool raises or does not exist, its message has the error and the conversation
