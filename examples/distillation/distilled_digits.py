@@ -1,6 +1,10 @@
 """The quickstart's task without one in ten prompts, which are held out to measure generalisation."""
 
 import random
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # the quickstart's task is beside this folder
 
 from sort_digits import SortDigits
 
