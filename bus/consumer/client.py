@@ -34,7 +34,6 @@ from rolloutmq.schemas.errors import (
     LeaseLostError,
     UsageError,
 )
-from rolloutmq.schemas.wire import requests as wire
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import RegisterConsumer, Release, Settle
@@ -365,9 +364,7 @@ class Consumer:
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
-        about = self._link.register
-        commit = wire.Commit(consumer=about.consumer, group=about.group, run=about.info.run, version=version)
-        await within(limit_s, "commit", self._link.ask(commit), lambda: self._link.problem)
+        await within(limit_s, "commit", self._link.commit(version), lambda: self._link.problem)
 
     def __aiter__(self) -> Self:
         return self

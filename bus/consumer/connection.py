@@ -33,9 +33,10 @@ from rolloutmq.schemas.errors import (
     RolloutMQError,
     WireError,
 )
-from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.replies import ConsumerRegistered, Reply
 from rolloutmq.schemas.wire.requests import (
+    Commit,
     ConsumerBeat,
     Pull,
     RegisterConsumer,
@@ -225,6 +226,13 @@ class ConsumerConnection:
                 if error.code is not ErrorCode.UNKNOWN:
                     raise
                 await self._register_again(client, life)
+
+    async def commit(self, version: PolicyVersion) -> None:
+        """Report a durable checkpoint of this consumer's group; see `ask`."""
+        about = self.register
+        await self.ask(
+            Commit(consumer=about.consumer, group=about.group, run=about.info.run, version=version)
+        )
 
     def _stamped(self, message: Request) -> Request:
         """Return the request with the generation of the present registration, if it has a place for it."""

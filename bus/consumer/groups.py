@@ -39,7 +39,6 @@ from rolloutmq.schemas.wire.replies import Delivery, Rejected, RunInfo, Settled,
 from rolloutmq.schemas.wire.requests import (
     GROUPS_LIMIT,
     WINDOW_LIMIT,
-    Commit,
     RegisterConsumer,
     SettleGroups,
 )
@@ -407,9 +406,7 @@ class GroupConsumer:
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
-        about = self._link.register
-        commit = Commit(consumer=about.consumer, group=about.group, run=about.info.run, version=version)
-        await within(limit_s, "commit", self._link.ask(commit), lambda: self._link.problem)
+        await within(limit_s, "commit", self._link.commit(version), lambda: self._link.problem)
 
     def __aiter__(self) -> Self:
         return self
