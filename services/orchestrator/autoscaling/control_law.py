@@ -13,7 +13,9 @@ therefore either slow or unstable. This one divides two measured rates, and the 
     no trainer                    hold: a returning trainer has full demand at once
     workers wait for the teacher,
       and nothing arrives         hold, and no scale-down for `down_window_s`
-    no measurement yet            hold, or scale up while the trainer starves and all workers are ready
+    no measurement yet            hold, or scale up while the trainer starves and all workers are ready;
+                                  workers that wait most of their time were never measured: scale down to the
+                                  number that surely suffices
     the trainer starves           scale up at once, and no scale-down for `down_window_s`
     want above target + band,
       or the trainer waits        scale up, once all updates of `confirm_up_s` agree, by a bounded step
@@ -303,6 +305,9 @@ class PressureController:
     ) -> tuple[ControllerState, Decision]:
         """Decide while the rates are unknown."""
         per_worker = state.rates.per_worker
+        if (enough := self._enough(state)) is not None and now >= state.calm_from:
+            part = f"the workers wait {state.rates.idle:.0%} of their time"
+            return self._down(state, enough, f"{part}: {enough} suffice", now)
         if not self._starving(state, sample) or sample.crew.ready < state.target:
             return self._hold(state, "no measurement yet")
         if not state.target:
@@ -315,6 +320,19 @@ class PressureController:
         if more <= state.target:
             return self._hold(state, f"no batch consumed yet; one is complete within {soon_s:.0f} s")
         return self._up(state, sample, more, "starving, no batch consumed yet", now, at_once=False)
+
+    def _enough(self, state: ControllerState) -> int | None:
+        """Return a number of workers that surely suffices; None if it is unknown, or about the target.
+
+        Workers that wait most of their time say nothing about their throughput but that it is at least so much. Without
+        this, a restarted orchestrator would keep idle workers for ever.
+        """
+        rates = state.rates
+        least, demand = rates.per_worker_least, rates.demand
+        if rates.per_worker is not None or least is None or demand is None or rates.idle <= IDLE_PART:
+            return None
+        most = demand / least
+        return math.ceil(most - ROUND) if state.target - most >= self._band(state.target) else None
 
     @staticmethod
     def _starving(state: ControllerState, sample: PressureSample) -> bool:

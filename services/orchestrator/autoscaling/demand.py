@@ -131,6 +131,16 @@ class DemandEstimator:
         return _over(eaten, awake_s + max(0.0, self.open_s - LATE * usual_s))
 
     @property
+    def per_worker_least(self) -> float | None:
+        """Return a lower bound of `per_worker` from workers that wait most of their time; None while unknown.
+
+        They were busy for less than `BUSY_PART` of their time. How much less is unknown: waits are reported late.
+        """
+        if not self.made or self.present_s < SEEN_S:
+            return None
+        return self.made / (BUSY_PART * self.present_s)
+
+    @property
     def making_memory_s(self) -> float:
         """Return the time constant of the throughput per worker, in seconds."""
         return min(max(MEMORY_S, ROLLOUTS * self.rollout_s), LONGEST_S)

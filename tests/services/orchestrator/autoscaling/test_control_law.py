@@ -261,6 +261,25 @@ def test_a_full_queue_takes_nobody_away_by_itself() -> None:
     assert loop.tick(600, eats=40.0, pressure=50.0).target == 20
 
 
+@pytest.mark.parametrize(("workers", "left"), [(4, 1), (40, 4)])
+def test_idle_workers_that_were_never_measured_go(workers: int, left: int) -> None:
+    """A restarted orchestrator finds them so: a tenth of them suffices, and none was ever seen at full work."""
+    loop, eats, fastest, blocked_s = Loop(workers=workers), workers / 2, 5.0, 0.0
+    for _ in range(240):
+        ready = loop.sample.crew.ready
+        blocked_s += loop.sample.slots * max(0.0, ready - eats / fastest)
+        loop.tick(eats=eats, per_worker=eats / ready, pressure=3.9, blocked_s=blocked_s)
+        loop.follow()
+    assert left <= loop.last.target <= left + 1, loop.last.reason
+
+
+def test_unmeasured_workers_stay_while_they_work() -> None:
+    loop = Loop(workers=4)
+    for second in range(60):
+        loop.tick(eats=0.0, per_worker=2.0, pressure=3.9, blocked_s=second * 0.1)
+        assert loop.last.target == 4
+
+
 def test_what_is_shared_and_full_is_said_and_gone_back_from() -> None:
     loop = Loop()
     loop.tick(60)
