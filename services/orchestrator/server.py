@@ -31,7 +31,7 @@ from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler, ScaleTarget
 from rolloutmq.services.orchestrator.autoscaling.control_law import INFERENCE_BOUND
-from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog
+from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog, resume
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
 from rolloutmq.services.orchestrator.bus_client import BusClient
 from rolloutmq.services.orchestrator.engines.pool import EnginePool
@@ -180,8 +180,10 @@ class Orchestrator:
         taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
         self._tables = {name: WorkerTable(name, taken) for name in self._environments}
         alive_now = Counter(map(env_of, adopted))
-        log = DecisionLog(self._layout.decisions)
-        self._scaling = Autoscaler(self._environments, self._limits, alive_now, log)
+        path = self._layout.decisions
+        # What another run of this directory measured says nothing about this one.
+        resumed = await asyncio.to_thread(resume, path, time.monotonic(), time.time()) if ours else {}
+        self._scaling = Autoscaler(self._environments, self._limits, alive_now, DecisionLog(path), resumed)
 
     def _end_unknown(self, known: set[str]) -> None:
         """End workers of this run without an identity on file: their orchestrator was killed before it wrote one."""

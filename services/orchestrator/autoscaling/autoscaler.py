@@ -21,6 +21,7 @@ from rolloutmq.services.orchestrator.autoscaling.decision_log import (
     DecisionLog,
     DecisionLogHeader,
     LoggedDecision,
+    Resumed,
 )
 from rolloutmq.services.orchestrator.autoscaling.pressure import (
     Decision,
@@ -92,6 +93,14 @@ class ScaleTarget:
             usable = min(usable, self.outer.workers)
         return WorkerClaim(law.min_workers, max(law.min_workers, usable, decision.target), self.weight, want)
 
+    def resume(self, last: Resumed) -> None:
+        """Continue from what an earlier orchestrator measured, unless its configuration was another."""
+        header = self.beginning()
+        if replace(last.header, state=header.state) == header:
+            self.state = last.state
+            self.decision = Decision(last.state.target, "continues from the earlier orchestrator")
+            logger.info("measurements kept env=%s target=%d", self.env, last.state.target)
+
     def beginning(self) -> DecisionLogHeader:
         """Return the log header that later decisions follow from."""
         scaling = self.law.scaling.model_dump()
@@ -135,10 +144,14 @@ class Autoscaler:
         limits: OrchestratorConfig,
         alive_now: Mapping[str, int],
         log: DecisionLog,
+        resumed: Mapping[str, Resumed] | None = None,
     ) -> None:
         self.scales = [
             ScaleTarget(name, env, limits, alive_now.get(name, 0)) for name, env in environments.items()
         ]
+        for scale in self.scales:
+            if resumed and scale.env in resumed:
+                scale.resume(resumed[scale.env])
         self._budget = limits.max_processes
         self._log = log
         self._share()

@@ -3,10 +3,14 @@
 A line is a header or a decision of one environment. A header has the bounds, the scaling configuration and the whole
 state; the decisions after it need nothing else. A full file replaces the previous one, and the next starts with
 headers: a run leaves at most two files of `FILE_BYTES`.
+
+A restarted orchestrator continues from here as well, see `resume`: measuring anew takes several steps of the trainer.
 """
 
 import json
 import logging
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +27,14 @@ logger = logging.getLogger(__name__)
 
 FILE_BYTES: Final = 32 << 20
 """About a day of one environment at one decision a second."""
+HEADERS_EVERY: Final = 100
+"""Decisions of each environment between two headers."""
+TAIL_BYTES: Final = 2 << 20
+"""End of the file that `resume` reads: the last headers of about 30 environments."""
+RESUME_S: Final = 120.0
+"""Longest absence after which the measurements still hold."""
+CLOCKS_S: Final = 5.0
+"""Tolerance between the clocks: after a reboot the monotonic clock tells another absence than the wall clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,16 @@ class DecisionLogHeader:
     max_workers: int
     scaling: dict[str, Any]
     state: ControllerState
+
+    def controller(self) -> PressureController:
+        """Return the controller that decided.
+
+        Raises:
+            ValueError: The scaling configuration is invalid.
+        """
+        return PressureController(
+            self.min_workers, self.max_workers, ScalingConfig.model_validate(self.scaling)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +70,8 @@ class LoggedDecision:
 
 
 Entry = DecisionLogHeader | LoggedDecision
+BROKEN: Final = ValueError, TypeError, RecursionError, msgspec.ValidationError
+"""What a line raises that is not an entry."""
 
 
 class DecisionLog:
@@ -57,11 +81,12 @@ class DecisionLog:
         self._path = path
         self._limit_bytes = limit_bytes
         self._nbytes: int | None = None
+        self._left = 0
 
     @property
     def begins(self) -> bool:
-        """Return whether headers are due: at the first write, after a failed write, and when the file is full."""
-        return self._nbytes is None or self._nbytes >= self._limit_bytes
+        """Return whether headers are due: first, after a failed write, from time to time, and when the file is full."""
+        return self._nbytes is None or self._left <= 0 or self._nbytes >= self._limit_bytes
 
     def begin(self, beginnings: list[DecisionLogHeader]) -> None:
         """Rotate a full file, and write the headers."""
@@ -72,12 +97,14 @@ class DecisionLog:
         except OSError as error:
             logger.error("decisions not logged path=%s error=%s", self._path, error)
             return
+        self._left = HEADERS_EVERY * len(beginnings)
         # The last line may be torn. The newline ends it, and a reader resumes at the headers.
         self._append([{"begin": asdict(one)} for one in beginnings], b"\n" if self._nbytes else b"")
 
     def add(self, made: LoggedDecision) -> None:
         """Append a decision."""
         if self._nbytes is not None:
+            self._left -= 1
             self._append([{"made": asdict(made)}])
 
     def _append(self, lines: list[dict[str, Any]], before: bytes = b"") -> None:
@@ -113,7 +140,7 @@ def read(path: Path) -> Iterator[Entry]:
                 continue
             try:
                 entry = _entry(json.loads(line))
-            except (ValueError, TypeError, RecursionError, msgspec.ValidationError) as error:
+            except BROKEN as error:
                 broken = broken or ValueError(f"{path}:{number}: {error}")
                 continue
             if broken is not None and not isinstance(entry, DecisionLogHeader):
@@ -132,6 +159,66 @@ def _entry(line: Any) -> Entry:
             return msgspec.convert(fields, LoggedDecision)
         case _:
             raise ValueError("neither a header nor a decision")
+
+
+@dataclass(slots=True)
+class Resumed:
+    """The last state of a controller, and the header it follows from."""
+
+    header: DecisionLogHeader
+    state: ControllerState
+    at: float = -math.inf
+    now: float = -math.inf
+    """Times of its last decision, as those of `LoggedDecision`."""
+
+
+def resume(path: Path, now: float, at: float) -> dict[str, Resumed]:
+    """Return the states that an orchestrator left, by environment; none if it left them long ago or before a reboot.
+
+    It recomputes the decisions after the last headers. An environment without a whole record is left out. Blocks; reads
+    at most `TAIL_BYTES`.
+
+    Args:
+        path: The file; it may be absent.
+        now: Seconds, monotonic.
+        at: Seconds, wall clock.
+    """
+    found: dict[str, Resumed] = {}
+    laws: dict[str, PressureController] = {}
+    try:
+        lines = _tail(path)
+    except OSError as error:
+        logger.warning("measures anew, the decisions cannot be read path=%s error=%s", path, error)
+        return {}
+    for line in lines:
+        try:
+            entry = _entry(json.loads(line))
+            if isinstance(entry, DecisionLogHeader):
+                found[entry.env], laws[entry.env] = Resumed(entry, entry.state), entry.controller()
+            elif entry.env in found:
+                last = found[entry.env]
+                last.state, _ = laws[entry.env].decide(last.state, entry.sample, entry.now)
+                last.at, last.now = entry.at, entry.now
+        except BROKEN:
+            found.clear()  # a kill tore the line; headers follow
+    return {env: one for env, one in found.items() if _is_recent(one, now, at)}
+
+
+def _is_recent(last: Resumed, now: float, at: float) -> bool:
+    away_s = now - last.now
+    return 0.0 <= away_s <= RESUME_S and abs(at - last.at - away_s) <= CLOCKS_S
+
+
+def _tail(path: Path) -> list[bytes]:
+    """Return the whole lines at the end of a file."""
+    if not path.exists():
+        return []
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - TAIL_BYTES)
+        file.seek(start)
+        lines = file.read(TAIL_BYTES).split(b"\n")[:-1]
+    return [line for line in lines[1 if start else 0 :] if line]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +252,7 @@ def replay(entries: Iterator[Entry]) -> Replay:
     out = Replay()
     for entry in entries:
         if isinstance(entry, DecisionLogHeader):
-            scaling = ScalingConfig.model_validate(entry.scaling)
-            law = PressureController(entry.min_workers, entry.max_workers, scaling)
-            laws[entry.env] = law, entry.state
+            laws[entry.env] = entry.controller(), entry.state
         elif entry.env in laws:
             law, state = laws[entry.env]
             state, decision = law.decide(state, entry.sample, entry.now)

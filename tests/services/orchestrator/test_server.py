@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import groupby
@@ -35,7 +36,13 @@ from rolloutmq.schemas.wire.control import (
 from rolloutmq.schemas.wire.replies import Ok
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.orchestrator import server
-from rolloutmq.services.orchestrator.autoscaling.decision_log import LoggedDecision, read, replay
+from rolloutmq.services.orchestrator.autoscaling.decision_log import (
+    DecisionLogHeader,
+    LoggedDecision,
+    read,
+    replay,
+    resume,
+)
 from rolloutmq.services.orchestrator.server import Orchestrator
 from rolloutmq.services.process.identity import MARKER, alive
 from rolloutmq.services.process.runner import Stop
@@ -470,6 +477,10 @@ def test_the_last_line_says_why_it_failed(run_dir: Path) -> None:
     assert "Traceback" not in log
 
 
+def headers(layout: RunLayout) -> list[DecisionLogHeader]:
+    return [entry for entry in read(layout.decisions) if isinstance(entry, DecisionLogHeader)]
+
+
 def test_the_workers_of_a_killed_orchestrator_are_adopted(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     write_json(layout.config, config())
@@ -480,11 +491,14 @@ def test_the_workers_of_a_killed_orchestrator_are_adopted(run_dir: Path) -> None
         first.kill()
         first.wait()
     assert living(layout) == workers
+    measured = resume(layout.decisions, time.monotonic(), time.time())["env"].state
     with running(run_dir, DRAINABLE) as second:
         assert second.stderr is not None
         while "adopted name=env-0" not in second.stderr.readline():
             assert second.poll() is None
         assert living(layout) == workers
+        wait_for(lambda: len(headers(layout)) == 2)
+        assert headers(layout)[1].state == measured, "it continues from what the first measured"
         second.send_signal(signal.SIGTERM)
         assert second.wait(timeout=10) == 0
     assert living(layout) == {}

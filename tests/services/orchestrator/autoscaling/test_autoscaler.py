@@ -8,14 +8,20 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler
-from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog
+from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog, Resumed
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
 
 
 class Site:
     """Environments whose operators ask for numbers; what is started is ready at once, what goes drains for a while."""
 
-    def __init__(self, tmp_path: Path, budget: int, alive: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        budget: int,
+        alive: Mapping[str, int] | None = None,
+        resumed: Mapping[str, Resumed] | None = None,
+    ) -> None:
         usual = {"entry": "a:B", "min_workers": 1, "max_workers": 20}
         config = RunConfig.model_validate(
             {
@@ -24,7 +30,7 @@ class Site:
             }
         )
         log = DecisionLog(tmp_path / "decisions.jsonl")
-        self.scaling = Autoscaler(config.environment, config.orchestrator, alive or {}, log)
+        self.scaling = Autoscaler(config.environment, config.orchestrator, alive or {}, log, resumed)
         self.crews = {env: WorkerCounts(ready=(alive or {}).get(env, 0)) for env in "ab"}
         self.number = 0
         self.lanes: tuple[LaneStatus, ...] = ()
@@ -146,3 +152,14 @@ def test_an_environment_weighs_by_its_training_whatever_its_evaluation_does(tmp_
     site.lanes = (lane("a", Split.TRAIN, 5.0), lane("a", Split.EVAL, 0.0), lane("b", Split.EVAL, 9.0))
     site.tick()
     assert {scale.env: scale.weight for scale in site.scaling.scales} == {"a": 5.0, "b": 3.0}
+
+
+@pytest.mark.parametrize(("most", "target"), [(20, 7), (19, 2)])
+def test_measurements_are_kept_unless_the_configuration_changed(
+    tmp_path: Path, most: int, target: int
+) -> None:
+    earlier = Site(tmp_path, 0, {"a": 2}).scaling.scales[0]
+    header = earlier.beginning()
+    last = Resumed(replace(header, max_workers=most), replace(header.state, target=7))
+    site = Site(tmp_path, 0, {"a": 2}, {"a": last})
+    assert site.scaling.scales[0].state.target == target

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
-from rolloutmq.services.orchestrator.autoscaling.control_law import PressureController
+from rolloutmq.services.orchestrator.autoscaling import decision_log
+from rolloutmq.services.orchestrator.autoscaling.control_law import ControllerState, PressureController
 from rolloutmq.services.orchestrator.autoscaling.decision_log import (
     DecisionLog,
     DecisionLogHeader,
@@ -13,8 +14,12 @@ from rolloutmq.services.orchestrator.autoscaling.decision_log import (
     previous_file,
     read,
     replay,
+    resume,
 )
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample, WorkerCounts, WorkerRoom
+
+BOOTED = 1_700_000_000.0
+"""Wall-clock time at which the monotonic clock was 0."""
 
 
 class Life:
@@ -49,7 +54,7 @@ class Life:
                 rollout_s=7.25,
             )
             self.state, decision = self.law.decide(self.state, self.sample, self.now)
-            self.log.add(LoggedDecision("e", 0.0, self.now, self.sample, decision))
+            self.log.add(LoggedDecision("e", BOOTED + self.now, self.now, self.sample, decision))
 
 
 def test_the_law_gives_the_same_decisions_again_bit_for_bit(tmp_path: Path) -> None:
@@ -160,3 +165,68 @@ def test_a_line_of_other_bytes_is_named(tmp_path: Path, line: bytes) -> None:
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(ValueError, match=r"decisions\.jsonl:5: "):
         list(read(path))
+
+
+def resumed(path: Path, now: float, booted: float = BOOTED) -> ControllerState | None:
+    found = resume(path, now, booted + now).get("e")
+    return None if found is None else found.state
+
+
+@pytest.mark.parametrize("seconds", [1, 30, 100, 101, 250, 990])
+def test_a_restarted_orchestrator_continues_where_the_last_one_was_killed(
+    tmp_path: Path, seconds: int
+) -> None:
+    path = tmp_path / "decisions.jsonl"
+    life = Life(path, limit_bytes=300_000)
+    life.live(seconds)
+    assert resumed(path, life.now + 30.0) == life.state
+
+
+def test_it_continues_after_lines_that_kills_tore(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    Life(path).live(30)
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size - 40)
+    life = Life(path)
+    life.live(30)
+    with path.open("ab") as file:
+        file.write(b'{"made": {"env": ')
+    assert resumed(path, life.now) == life.state
+
+
+def test_it_measures_anew_after_a_long_absence_or_a_reboot(tmp_path: Path) -> None:
+    path = tmp_path / "decisions.jsonl"
+    life = Life(path)
+    life.live(30)
+    assert resumed(path, life.now + 119.0) == life.state
+    assert resumed(path, life.now + 121.0) is None
+    assert resumed(path, life.now - 10.0) is None
+    assert resumed(path, life.now + 10.0, BOOTED + 3600.0) is None, "the same uptime after a reboot"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"nonsense\n", b"\xff\xfe\n", b"[" * 5000 + b"\n", b'{"made": {"env": 3}}\n']
+)
+def test_it_measures_anew_without_a_record(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "decisions.jsonl"
+    assert resume(path, 0.0, 0.0) == {}
+    path.write_bytes(data)
+    assert resume(path, 0.0, 0.0) == {}
+
+
+def test_only_the_end_of_a_long_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "decisions.jsonl"
+    life = Life(path)
+    life.live(990)
+    monkeypatch.setattr(decision_log, "TAIL_BYTES", path.stat().st_size // 4)
+    assert resumed(path, life.now) == life.state
+    monkeypatch.setattr(decision_log, "TAIL_BYTES", 100)
+    assert resumed(path, life.now) is None
+
+
+def test_a_record_that_is_no_file_costs_the_measurements_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "decisions.jsonl").mkdir()
+    assert resume(tmp_path / "decisions.jsonl", 0.0, 0.0) == {}
+    assert "measures anew" in caplog.text
