@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-transformers4 test-vllm \
-	test-transferqueue soak soak-faults fuzz check docs bench bench-rewards bench-rivals accept reference lock clean
+	test-transferqueue soak soak-faults fuzz check docs bench bench-rewards bench-rivals accept newest reference lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
 PIP := -m pip install --disable-pip-version-check --no-deps
@@ -155,10 +155,13 @@ accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-s
 	.venv-vllm/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
+newest: $(VENV)/.installed ## the adapters against the newest releases of their frameworks; only reports
+	$(BIN)/python -m tests.house.requirements.newest
+
 reference: $(VENV)/.installed ## the pages of docs/reference that are made from the code
 	$(BIN)/python -m rolloutmq.launch.reference docs/reference
 
 clean:
-	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-transformers4 .venv-vllm build dist *.egg-info \
+	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-transformers4 .venv-vllm .venv-newest-* build dist *.egg-info \
 		src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

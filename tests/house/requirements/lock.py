@@ -106,13 +106,18 @@ def hashes_in(listing: Mapping[str, Any], version: Version) -> list[str]:
     return sorted(found)
 
 
+def ask_index(package: str) -> dict[str, Any]:
+    """Return what the index that pip uses answers about a package. OSError if it does not answer."""
+    index = os.environ.get("PIP_INDEX_URL", PyPI.simple_url).rstrip("/")
+    request = urllib.request.Request(f"{index}/{package}/", headers={"Accept": _JSON})
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        listing: dict[str, Any] = json.load(answer)
+    return listing
+
+
 def hashes_of(pin: str) -> list[str]:
     """Return the hashes of a pin; ask the index for them. LookupError if it has no file to install."""
-    index = os.environ.get("PIP_INDEX_URL", PyPI.simple_url).rstrip("/")
-    request = urllib.request.Request(f"{index}/{name_of(pin)}/", headers={"Accept": _JSON})
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-        listing = json.load(answer)
-    found = hashes_in(listing, version_of(pin))
+    found = hashes_in(ask_index(name_of(pin)), version_of(pin))
     if not found:
         raise LookupError(f"{pin}: the index has no file of it for a supported Python and machine")
     return found

@@ -21,7 +21,8 @@ from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.trainer.weights.disk import DiskShare
 
 ROOT: Final = Path(__file__).parents[4]
-PYTHON: Final = ROOT / ".venv-skyrl/bin/python"
+PYTHON: Final = Path(os.environ.get("SKYRL_PYTHON", ROOT / ".venv-skyrl/bin/python"))
+"""`make newest` sets another interpreter."""
 PLAYER: Final = Path(__file__).with_name("player.py")
 START: Final = (
     "import runpy, sys, typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict; "

@@ -21,7 +21,8 @@ from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
 ROOT: Final = Path(__file__).parents[4]
-PYTHON: Final = ROOT / ".venv-trl/bin/python"
+PYTHON: Final = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl/bin/python"))
+"""`make newest` sets another interpreter."""
 PLAYER: Final = Path(__file__).with_name("player.py")
 ENDED_WITHIN_S: Final = 240.0
 SIZE: Final = 4
