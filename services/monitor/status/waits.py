@@ -21,6 +21,8 @@ from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.services.monitor.text import format
 
 Found = TypeVar("Found")
+EXPIRED_PART: Final = 0.1
+"""Part of the accepted groups from which the expired ones are named: a batch may never form."""
 
 
 def is_waiting(reason: str) -> bool:
@@ -94,6 +96,8 @@ def _no_batch(pressure: Pressure) -> str:
         text += f", {_bytes(pressure)} held, of which {format.amount(pressure.leased_bytes)} in training"
     if pressure.produced_per_s > 0 and missing > 0:
         text += f", the rest takes {missing / pressure.produced_per_s:.0f} s"
+    if pressure.ledger.expired > EXPIRED_PART * pressure.ledger.accepted:
+        text += f"; {pressure.ledger.expired:,} of {pressure.ledger.accepted:,} groups expired, too stale to train on"
     producers = sum(lane.producers for lane in pressure.lanes)
     if producers and not pressure.workers:  # of one's own, or of the gateway: they send no heartbeats
         return f"{text}; {producers} producer{'s' * (producers != 1)}"

@@ -64,6 +64,13 @@ def test_no_batch_tells_what_is_missing_and_who_works(
     assert waits.explain(pressure) == (
         "trainer waits: no_batch, 96 of 256 sequences queued, the rest takes 4 s; 2 workers ready, 1 starting"
     )
+    stale = make_pressure(
+        trainer_wait="no_batch",
+        queued_sequences=0,
+        produced_per_s=0.0,
+        ledger=LedgerCounts(accepted=40, expired=38),
+    )
+    assert "; 38 of 40 groups expired, too stale to train on; 0 workers" in waits.trainer(stale)
     stuck = make_pressure(trainer_wait="no_batch", queued_sequences=96, produced_per_s=0.0)
     assert waits.trainer(stuck) == "no_batch, 96 of 256 sequences queued; 0 workers ready"
 
