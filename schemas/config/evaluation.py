@@ -54,6 +54,14 @@ class EvaluationConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_time_in_between(self) -> Self:
+        if self.enabled and self.every and not self.max_share:
+            raise ValueError(
+                "max_share must be above 0 with every: each point in between would be postponed (got 0)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _names_once(self) -> Self:
         if len(set(self.environments)) < len(self.environments):
             raise ValueError(

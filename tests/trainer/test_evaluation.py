@@ -72,9 +72,9 @@ def test_a_point_in_between_waits_until_it_and_the_last_one_fit() -> None:
     assert asked.fits(60.0), "2 s spent, 2 s for this one, 2 s for the last one, of 60 s"
     asked.ended(4.0)
     assert (asked.spent_s, asked.fits(139.0), asked.fits(140.0)) == (6.0, False, True)
-    never = schedule(every=10, max_share=0.0)
-    never.ended(0.1)
-    assert not never.fits(1e9)
+    seldom = schedule(every=10, max_share=1e-6)
+    seldom.ended(0.1)
+    assert not seldom.fits(1e5)
     always = schedule(every=10, max_share=1.0)
     always.ended(1e9)
     assert always.fits(1.0)

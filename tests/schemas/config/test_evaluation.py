@@ -90,6 +90,11 @@ def test_a_held_out_environment_takes_part() -> None:
             "evaluation.max_share",
             "less than or equal to 1",
         ),
+        (
+            {"evaluation": {"enabled": True, "every": 10, "max_share": 0}},
+            "evaluation.max_share",
+            "must be above 0 with every",
+        ),
         ({"evaluation": {"enabled": True, "tasks": 0}}, "evaluation.tasks", "greater than or equal to 1"),
     ],
 )
