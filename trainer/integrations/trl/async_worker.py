@@ -10,8 +10,10 @@ holds back one sequence, and its data loader fetches one micro-batch ahead. Afte
 batches again: no group is lost, and groups that TRL took within the last `LAG` steps before the checkpoint are trained
 on twice.
 
-A step of the bus's policy is a batch. TRL's versions are its weight syncs, so `sequences` should be about what TRL
-trains on between two of them. A sample's `model_version` is TRL's version less the staleness of its group in batches.
+A step of the bus's policy is a batch, and TRL may take any number of batches between two weight syncs. So TRL alone
+bounds the staleness, in syncs: a sample's `model_version` is the sync that published the oldest policy of its group.
+Environments have `stale = "pass"`, or the broker would let groups expire that TRL counts as fresh, and TRL would wait
+for ever for the rest of its token budget.
 
 TRL drops samples above its own `max_staleness`, and those above its token budget; the ledger counts them as trained.
 """
@@ -21,9 +23,11 @@ import os
 import queue
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -32,8 +36,10 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
+from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.transport.endpoint import is_address
-from rolloutmq.schemas.errors import UsageError, WaitTimeoutError
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError, UsageError, WaitTimeoutError
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
@@ -121,7 +127,8 @@ class BusRolloutWorker:
         self._error: BaseException | None = None
         self._alive_at = 0.0
         self._consumer: BlockingConsumer | None = None
-        self._model_version = 0
+        self._synced: list[tuple[int, int]] = [(0, 0)]
+        """Step of the bus's policy and TRL's version, at each weight sync of this life."""
         self._groups = 0
         self._taken: deque[int] = deque(maxlen=LAG + 1)
         """Step of the newest batch that was taken as a whole, at the end of the last optimizer steps."""
@@ -141,7 +148,10 @@ class BusRolloutWorker:
 
         Raises:
             WaitTimeoutError: No broker answers.
+            ConfigError: The broker would drop groups that TRL counts as fresh.
         """
+        if self._layout is not None:
+            require_passed(load_run(self._layout.root)[0])
         self._sample = import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
         version, layout = self.version, self._layout
         consumer = Consumer.blocking(
@@ -174,8 +184,8 @@ class BusRolloutWorker:
             self._consumer = None
 
     def update_model_version(self, model_version: int) -> None:
-        """Note TRL's version of the weights."""
-        self._model_version = model_version
+        """Note TRL's version of the weights, which are those of the present policy of the bus."""
+        self._synced.append((self.version.step, model_version))
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise the error that ended the thread, or UsageError if it has hung for `stale_after_s` seconds.
@@ -240,7 +250,7 @@ class BusRolloutWorker:
         if groups and not usable:
             raise UsageError(f"no group of a batch can be trained on: {groups[0].fault}")
         for group in usable:
-            for sample in self._samples(group):
+            for sample in self._samples(group, self.model_version(version.step - group.staleness)):
                 self.rollout_buffer.put(sample)
         self._tell(usable)
         while self.rollout_buffer.qsize():
@@ -287,7 +297,12 @@ class BusRolloutWorker:
             else:
                 return
 
-    def _samples(self, group: PulledGroup) -> Iterator[Any]:
+    def model_version(self, step: int) -> int:
+        """Return TRL's version of the weights that engines had at a step of the bus's policy; 0 before the first."""
+        place = bisect_right(self._synced, step, key=itemgetter(0))
+        return self._synced[place - 1][1] if place else 0
+
+    def _samples(self, group: PulledGroup, model_version: int) -> Iterator[Any]:
         """Yield the sequences of a group as TRL's samples, with their advantages."""
         assert self._sample is not None
         number, self._groups = self._groups, self._groups + 1
@@ -305,7 +320,7 @@ class BusRolloutWorker:
                 completion_mask=_with_prompt(row, row.mask, np.int64),
                 old_log_probs=_with_prompt(row, row.logprobs, np.float32),
                 advantage=float(advantage),
-                model_version=self._model_version - group.staleness,
+                model_version=model_version,
                 group_id=number,
                 metrics={"reward": float(row.score or 0.0), "reward_std": spread},
                 enqueued_at=time.time(),
@@ -320,6 +335,21 @@ class BusRolloutWorker:
                     "rolloutmq/staleness": sum(ages) / len(ages),
                     "rolloutmq/reward": sum(rewards) / len(rewards),
                 }
+            )
+
+
+def require_passed(run: RunConfig) -> None:
+    """Check that the broker drops no group as too stale.
+
+    Raises:
+        ConfigError: It would.
+    """
+    for name, env in run.environment.items():
+        if env.split == "train" and env.stale != "pass":
+            raise ConfigError(
+                f"environment.{name}.stale",
+                f'must be "pass" with AsyncGRPOTrainer (got "{env.stale}"): TRL bounds the staleness itself, by its '
+                "max_staleness in weight syncs",
             )
 
 

@@ -12,13 +12,14 @@ import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, copy_private
 from rolloutmq.bus.rundir import load_run
@@ -135,13 +136,20 @@ class BusWeightTransfer:
 
     Args:
         run_dir: Run directory; its `weights.backend` is posix_shm or disk.
-        model: The trainer's model, before it is sharded or wrapped.
+        model: Path or name of the trainer's model, as the trainer gets it; or the model, neither sharded nor wrapped.
         tokenizer: That of the model.
         version: Returns the policy that the weights are to be published as, such as `lambda: worker.version`.
+        dtype: With a path: element type of the trainer's weights, that of `AsyncGRPOConfig.dtype`.
     """
 
     def __init__(
-        self, run_dir: str | Path, model: nn.Module, tokenizer: Any, version: Callable[[], PolicyVersion]
+        self,
+        run_dir: str | Path,
+        model: nn.Module | str | Path,
+        tokenizer: Any,
+        version: Callable[[], PolicyVersion],
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self._run, self._layout = load_run(Path(run_dir))
         if self._run.weights.backend not in {"posix_shm", "disk"}:
@@ -150,7 +158,7 @@ class BusWeightTransfer:
                 f"must be posix_shm or disk with AsyncGRPOTrainer (got {self._run.weights.backend}), because it sends "
                 "its weights once for each version",
             )
-        self._model = model
+        self._model = _described(model, dtype) if isinstance(model, str | Path) else model
         self._tokenizer = tokenizer
         self._version = version
         self._stack = ExitStack()
@@ -210,6 +218,14 @@ def require_publishable(model: nn.Module, tensors: Tensors, run: RunConfig) -> N
             "must be posix_shm or disk with a sharded trainer (got vllm_http), because a new vLLM gets the weights "
             "from the leading rank alone",
         )
+
+
+def _described(path: str | Path, dtype: torch.dtype) -> nn.Module:
+    """Return the model at a path, without its weights."""
+    model: Any = skeleton(AutoConfig.from_pretrained(path), dtype)
+    with suppress(OSError):  # it has no such file: the configuration says it all
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return cast("nn.Module", model)
 
 
 def _identity(model: nn.Module) -> Any:

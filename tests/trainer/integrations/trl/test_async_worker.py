@@ -24,7 +24,9 @@ from tests.trainer.integrations.trl.support import (
     verify,
 )
 
-from rolloutmq.schemas.errors import UsageError
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.schemas.errors import ConfigError, UsageError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.loss_mask import trained_tokens
 from rolloutmq.trainer.integrations.trl.async_worker import LAG, BusRolloutWorker
 
@@ -126,6 +128,22 @@ def test_a_checkpoint_covers_what_was_taken_some_steps_before() -> None:
         worker.stepped()
         found.append(worker.step_covered)
     assert found[LAG:] == [1, 2, 3, 4]
+
+
+def test_a_sample_has_trls_version_of_its_weights() -> None:
+    """TRL takes three batches before its first step, then one for each."""
+    worker = BusRolloutWorker("runs/mine", sequences=8, group_size=SIZE)
+    worker._synced = [(0, 0), (0, 1), (3, 2), (4, 3)]
+    assert [worker.model_version(step) for step in range(6)] == [1, 1, 1, 2, 3, 3]
+    assert worker.model_version(-1) == 0
+
+
+def test_an_environment_whose_groups_expire_is_refused(run_dir: Path) -> None:
+    mine = {"entry": "mine.py:Mine", "group_size": SIZE, "pacing": False}
+    write_json(RunLayout(run_dir).config, config(environment={"mine": mine}))
+    worker = BusRolloutWorker(run_dir, sequences=8, group_size=SIZE)
+    with pytest.raises(ConfigError, match=r'environment\.mine\.stale: must be "pass" .* \(got "drop"\)'):
+        worker.start()
 
 
 def test_an_error_of_its_thread_is_told_to_the_trainer() -> None:

@@ -32,6 +32,7 @@ from rolloutmq.schemas.files import RunLayout
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 CONFIG = ROOT / "examples" / "trl_sort" / "trl_sort.toml"
+ASYNC_LEARNER = Path(__file__).with_name("async_learner.py")
 STEPS = 200
 LEARNING: dict[str, Any] = {
     "per_device_train_batch_size": 256,
@@ -103,6 +104,29 @@ def test_a_killed_trainer_continues_from_its_checkpoint_and_nothing_is_trained_t
     again = {line.version.step: line for line in lines[17:] if line.rewound}
     assert sorted(again) == list(range(11, 18))  # step 17 was taken, and not settled
     assert all({*again[step].trained, *again[step].filtered} == first[step] for step in range(11, 17))
+
+
+def test_trls_asynchronous_trainer_learns(run_dir: Path) -> None:
+    """With its attention kernel, which needs a GPU, computed by torch."""
+    ended: list[subprocess.CompletedProcess[str]] = []
+
+    def train(_live: LiveRun) -> None:
+        ended.append(
+            subprocess.run(
+                [str(PYTHON), str(ASYNC_LEARNER), str(run_dir), str(2 * STEPS)],
+                env=environment(),
+                capture_output=True,
+                text=True,
+                timeout=ENDED_WITHIN_S,
+                check=False,
+            )
+        )
+
+    beside(run_dir, train, "environment.sort3.stale='pass'", "trainer.batch_sequences=64")
+    assert ended[0].returncode == 0, ended[0].stderr
+    told = json.loads(ended[0].stdout.splitlines()[-1])
+    assert told["step"] == 2 * STEPS
+    assert told["greedy"] >= 0.9, ended[0].stdout[-2000:]
 
 
 def test_two_ranks_learn_together_and_one_is_killed(run_dir: Path) -> None:

@@ -97,11 +97,17 @@ def test_adapters_are_refused_unless_their_tensors_are_given() -> None:
     require_publishable(model, lambda _model: (), run)
 
 
-def test_the_weight_syncs_of_the_asynchronous_trainer_are_published(run_dir: Path) -> None:
+@pytest.mark.parametrize("by_path", [False, True])
+def test_the_weight_syncs_of_the_asynchronous_trainer_are_published(run_dir: Path, by_path: bool) -> None:
     run, layout, version = config(weights={"backend": "disk"}, inference={}), RunLayout(run_dir), V(1, 3)
     write_json(layout.config, run)
     model: Any = build_policy(run.model, 1)
-    transfer = BusWeightTransfer(run_dir, model, Words(run), lambda: version)
+    known = model
+    if by_path:
+        known = run_dir.parent / "model"
+        model.config.save_pretrained(known)
+        model.generation_config.save_pretrained(known)
+    transfer = BusWeightTransfer(run_dir, known, Words(run), lambda: version)
     transfer.init_weight_transfer()
     for step in (3, 4):
         version = V(1, step)
