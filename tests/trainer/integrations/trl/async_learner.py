@@ -56,9 +56,8 @@ def attention(
     from_end = query_starts[1:][mine] - torch.arange(len(query))
     keys_from_end = key_starts[1:][theirs] - torch.arange(len(key))
     mask = (mine[:, None] == theirs) & (from_end[:, None] <= keys_from_end)
-    out = scaled_dot_product_attention(
-        *(one.transpose(0, 1) for one in (query, key, value)), mask, scale=softmax_scale, enable_gqa=True
-    )
+    q, k, v = (one.transpose(0, 1) for one in (query, key, value))
+    out = scaled_dot_product_attention(q, k, v, mask, scale=softmax_scale, enable_gqa=True)
     return out.transpose(0, 1)
 
 
