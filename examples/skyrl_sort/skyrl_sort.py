@@ -8,7 +8,7 @@ import typing
 
 import typing_extensions
 
-typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment] # SkyRL 0.3 on Python 3.11
+typing.TypedDict = typing_extensions.TypedDict  # SkyRL 0.3 on Python 3.11
 
 import asyncio  # noqa: E402
 import random  # noqa: E402
@@ -23,12 +23,15 @@ from transformers import AutoTokenizer  # noqa: E402
 import rolloutmq  # noqa: E402
 from rolloutmq import PolicyVersion  # noqa: E402
 from rolloutmq.bus.rundir import load_run  # noqa: E402
+from rolloutmq.schemas.config.run import RunConfig  # noqa: E402
+from rolloutmq.schemas.files import RunLayout  # noqa: E402
 from rolloutmq.trainer.integrations.skyrl.entrypoint import (  # noqa: E402
     BusSimulatedTrainer,
     BusTrainConfig,
     bus_generator,
 )
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference  # noqa: E402
+from rolloutmq.trainer.integrations.skyrl.training import Publish  # noqa: E402
 from rolloutmq.trainer.policy.model import build_policy, skeleton, write_identity  # noqa: E402
 from rolloutmq.trainer.weights.backends import owned  # noqa: E402
 
@@ -118,6 +121,21 @@ def settings(run_dir: Path) -> Any:
     )
 
 
+def publisher(policy: Any, run: RunConfig, layout: RunLayout, stack: ExitStack) -> Publish:
+    """Return what shares the policy with the engines of the run, until the stack is closed."""
+    shares: list[Any] = []
+
+    def publish(version: PolicyVersion) -> None:
+        if not shares:
+            meant = skeleton(policy.config, policy.dtype)
+            share = owned(meant, run, layout, version, lambda: policy.state_dict().items())
+            shares.append(stack.enter_context(share))
+        with shares[0].writing(version):
+            pass
+
+    return publish
+
+
 async def train(run_dir: Path, steps: int) -> None:
     run, layout = load_run(run_dir)
     policy = build_policy(run.model, run.run.seed)
@@ -134,17 +152,7 @@ async def train(run_dir: Path, steps: int) -> None:
     trainer.policy = policy
     trainer.optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.99))
     with ExitStack() as stack:
-        shares: list[Any] = []
-
-        def publish(version: PolicyVersion) -> None:
-            if not shares:
-                meant = skeleton(policy.config, policy.dtype)
-                share = owned(meant, run, layout, version, lambda: policy.state_dict().items())
-                shares.append(stack.enter_context(share))
-            with shares[0].writing(version):
-                pass
-
-        trainer.publish = publish
+        trainer.publish = publisher(policy, run, layout, stack)
         await trainer.train()
         scores = await rolloutmq.evaluate_async(run_dir)
         sys.stdout.write(f"greedy score of held-out tasks: {scores.all.greedy:.3f}\n")
