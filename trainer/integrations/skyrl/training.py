@@ -53,6 +53,7 @@ class BusTraining:
     dispatch: Any
     inference_engine_client: Any
     global_step: int
+    has_critic: bool
     total_training_steps: int | None
 
     async def train(self) -> None:
@@ -138,8 +139,16 @@ class BusTraining:
         if settling is not None:
             settling.result()
         folder = super().save_checkpoints()  # type: ignore[misc]
+        self._finish_writing()
         self.generator.commit(self.bus_version)
         return folder
+
+    def _finish_writing(self) -> None:
+        """Wait until the checkpoint is on disk: SkyRL 0.4 may still write it, with `async_dist_ckpt_save`."""
+        finish = getattr(self.dispatch, "finalize_pending_saves", None)
+        if finish is not None:
+            for model in ("policy", "critic") if self.has_critic else ("policy",):
+                finish(model)
 
 
 class BusSyncTraining(BusTraining):
@@ -201,6 +210,11 @@ class _Dispatch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dispatch, name)
+
+    def get_timing_metrics(self) -> dict[str, float]:
+        """Return the dispatch's own timings; SkyRL 0.4 asks for them, and its simulated dispatch has none."""
+        found: dict[str, float] = getattr(self._dispatch, "get_timing_metrics", dict)()
+        return found
 
     async def save_weights_for_sampler(self, *args: Any, **kwargs: Any) -> None:
         """Send the weights if SkyRL has engines, then call `synced`."""
