@@ -218,11 +218,7 @@ def config(plan: dict[str, Any], directory: Path) -> Any:
         "data.dataloader.persistent_workers": False,
         **plan.get("settings", {}),
     }
-    return BusTrainConfig.from_cli_overrides({name: _text(value) for name, value in given.items()})
-
-
-def _text(value: Any) -> Any:
-    return str(value).lower() if isinstance(value, bool) else value
+    return BusTrainConfig.from_cli_overrides(given)
 
 
 def play(plan: dict[str, Any]) -> None:
