@@ -58,7 +58,7 @@ test-trl: $(VENV)/.installed .venv-trl/.installed ## TRL's trainer on the bus, a
 		tests/benchmarks/training/test_trl.py
 
 test-skyrl: $(VENV)/.installed .venv-skyrl/.installed ## SkyRL's own trainers on the bus
-	$(BIN)/python -m pytest -m rival tests/trainer/integrations/skyrl
+	$(BIN)/python -m pytest -m rival tests/trainer/integrations/skyrl tests/benchmarks/queues/test_skyrl.py
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_transferqueue.py
@@ -104,7 +104,7 @@ bench: $(VENV)/.installed ## the figures, with their rivals in the same run
 bench-rewards: $(VENV)/.installed ## whole runs that show that rewards and curriculum act, with their controls: an hour
 	$(BIN)/python -m benchmarks.rewards
 
-bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/.installed \
+bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/.installed .venv-skyrl/.installed \
 	.venv-vllm/.installed ## what some figures are compared with; optional
 
 # Atropos whole: its server, its environments, its example trainer's client, and its own tests of its server. And this

@@ -27,7 +27,7 @@ from benchmarks.broker import (
 )
 from benchmarks.harness import results
 from benchmarks.harness.row import Row
-from benchmarks.queues import atropos, gateway, transferqueue
+from benchmarks.queues import atropos, gateway, skyrl, transferqueue
 from benchmarks.rewards import sampling
 from benchmarks.sdk import user_path
 from benchmarks.training import distillation, lending, scoring, trl, weights
@@ -52,6 +52,7 @@ PARTS: Final = {
     "atropos": Part(atropos.rows, atropos.missing),
     "gateway": Part(gateway.rows, atropos.missing),
     "transferqueue": Part(transferqueue.rows, transferqueue.missing),
+    "skyrl": Part(skyrl.rows, skyrl.missing),
     "latency": Part(latency.rows),
     "one-way": Part(one_way.rows),
     "lending": Part(lending.rows, lending.missing),

@@ -8,7 +8,7 @@ import typing
 
 import typing_extensions
 
-typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment] # SkyRL 0.3 on Python 3.11
+typing.TypedDict = typing_extensions.TypedDict  # SkyRL 0.3 on Python 3.11
 
 import asyncio  # noqa: E402
 import random  # noqa: E402
@@ -23,12 +23,15 @@ from transformers import AutoTokenizer  # noqa: E402
 import rolloutmq  # noqa: E402
 from rolloutmq import PolicyVersion  # noqa: E402
 from rolloutmq.bus.rundir import load_run  # noqa: E402
+from rolloutmq.schemas.config.run import RunConfig  # noqa: E402
+from rolloutmq.schemas.files import RunLayout  # noqa: E402
 from rolloutmq.trainer.integrations.skyrl.entrypoint import (  # noqa: E402
     BusSimulatedTrainer,
     BusTrainConfig,
     bus_generator,
 )
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference  # noqa: E402
+from rolloutmq.trainer.integrations.skyrl.training import Publish  # noqa: E402
 from rolloutmq.trainer.policy.model import build_policy, skeleton, write_identity  # noqa: E402
 from rolloutmq.trainer.weights.backends import owned  # noqa: E402
 
@@ -98,24 +101,39 @@ def settings(run_dir: Path) -> Any:
         {
             "generator.bus.where": str(run_dir),
             "generator.n_samples_per_prompt": SIZE,
-            "generator.batched": "false",
-            "generator.inference_engine.enable_ray_prometheus_stats": "false",
-            "trainer.fully_async.enabled": "true",
-            "trainer.fully_async.simulate_training": "true",
+            "generator.batched": False,
+            "generator.inference_engine.enable_ray_prometheus_stats": False,
+            "trainer.fully_async.enabled": True,
+            "trainer.fully_async.simulate_training": True,
             "trainer.fully_async.max_staleness_steps": 2,
             "trainer.fully_async.num_parallel_generation_workers": GROUPS * 2,
             "trainer.train_batch_size": GROUPS,
             "trainer.policy_mini_batch_size": GROUPS,
-            "trainer.placement.colocate_all": "false",
+            "trainer.placement.colocate_all": False,
             "trainer.algorithm.policy_loss_type": "rollout_is",
             "trainer.eval_interval": -1,
             "trainer.ckpt_interval": -1,
             "trainer.resume_mode": "none",
-            "trainer.enable_ray_gpu_monitor": "false",
+            "trainer.enable_ray_gpu_monitor": False,
             "data.dataloader.num_workers": 0,
-            "data.dataloader.persistent_workers": "false",
+            "data.dataloader.persistent_workers": False,
         }
     )
+
+
+def publisher(policy: Any, run: RunConfig, layout: RunLayout, stack: ExitStack) -> Publish:
+    """Return what shares the policy with the engines of the run, until the stack is closed."""
+    shares: list[Any] = []
+
+    def publish(version: PolicyVersion) -> None:
+        if not shares:
+            meant = skeleton(policy.config, policy.dtype)
+            share = owned(meant, run, layout, version, lambda: policy.state_dict().items())
+            shares.append(stack.enter_context(share))
+        with shares[0].writing(version):
+            pass
+
+    return publish
 
 
 async def train(run_dir: Path, steps: int) -> None:
@@ -134,17 +152,7 @@ async def train(run_dir: Path, steps: int) -> None:
     trainer.policy = policy
     trainer.optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.99))
     with ExitStack() as stack:
-        shares: list[Any] = []
-
-        def publish(version: PolicyVersion) -> None:
-            if not shares:
-                meant = skeleton(policy.config, policy.dtype)
-                share = owned(meant, run, layout, version, lambda: policy.state_dict().items())
-                shares.append(stack.enter_context(share))
-            with shares[0].writing(version):
-                pass
-
-        trainer.publish = publish
+        trainer.publish = publisher(policy, run, layout, stack)
         await trainer.train()
         scores = await rolloutmq.evaluate_async(run_dir)
         sys.stdout.write(f"greedy score of held-out tasks: {scores.all.greedy:.3f}\n")

@@ -55,6 +55,7 @@ def test_every_promised_target_can_be_made() -> None:
         "test-trl",
         "test-transformers4",
         "test-vllm",
+        "test-skyrl",
     ]
 
 

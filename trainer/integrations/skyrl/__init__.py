@@ -1,4 +1,4 @@
-"""RolloutMQ beside SkyRL: its trajectories are groups of the bus. Needs SkyRL 0.3 (extra `skyrl`).
+"""RolloutMQ beside SkyRL: its trajectories are groups of the bus. Needs SkyRL 0.3 or 0.4 (extra `skyrl`).
 
 entrypoint  `BusExp`: SkyRL's experiment with the classes below
 training    `BusAsyncTraining`, `BusSyncTraining`: mixins that settle the groups of a step, and commit

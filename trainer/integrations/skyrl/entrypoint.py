@@ -4,7 +4,7 @@
 
 It takes SkyRL's arguments, and those of `BusConfig` as `generator.bus.*`. With `trainer.fully_async.enabled=true` the
 trainer is SkyRL's fully asynchronous one, with `trainer.fully_async.simulate_training=true` its simulated one, and else
-its synchronous one. A subclass of `BusExp` publishes the weights: override `get_publish`.
+its synchronous one. A subclass of `BusExp` publishes the weights: override `get_publish`, and call `main` with it.
 
 Without `get_publish` the workers need engines of SkyRL's. SkyRL starts or finds them as its settings say, and sends
 them the weights.
@@ -103,20 +103,33 @@ class BusExp(BasePPOExp):  # type: ignore[misc]
         return trainer
 
 
-def bus_generator(cfg: Any, tokenizer: Any) -> BusGenerator:
-    """Return the generator of SkyRL's settings.
+def check(cfg: Any) -> None:
+    """Check what SkyRL does not check, or only after it has waited for GPUs.
 
     Raises:
         UsageError: A setting does not go with the bus.
     """
-    bus = cfg.generator.bus
-    if not bus.where:
+    if not cfg.generator.bus.where:
         raise UsageError("generator.bus.where: is required; name the run directory or the broker's address")
     for name in ("step_wise_trajectories", "vision_language_generator"):
         if getattr(cfg.generator, name):
             raise UsageError(
                 f"generator.{name}: must be false (got true), because the bus has no such trajectories"
             )
+    if cfg.trainer.fully_async.enabled and cfg.trainer.placement.colocate_all:
+        raise UsageError(
+            "trainer.placement.colocate_all: must be false (got true) with trainer.fully_async.enabled"
+        )
+
+
+def bus_generator(cfg: Any, tokenizer: Any) -> BusGenerator:
+    """Return the generator of SkyRL's settings.
+
+    Raises:
+        UsageError: A setting does not go with the bus.
+    """
+    check(cfg)
+    bus = cfg.generator.bus
     return BusGenerator(
         bus.where,
         batch_sequences=cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt,
@@ -136,16 +149,24 @@ def trainer_class(cfg: Any) -> Any:
 
 
 @ray.remote(num_cpus=1)  # type: ignore[untyped-decorator] # as SkyRL does: not on the head node
-def _train(cfg: Any) -> None:
-    BusExp(cfg).run()
+def _train(experiment: type[BusExp], cfg: Any) -> None:
+    experiment(cfg).run()
 
 
-def main() -> None:
-    """Train with the settings of the command line, in a Ray cluster as SkyRL does."""
+def main(experiment: type[BusExp] = BusExp) -> None:
+    """Train with the settings of the command line, in a Ray cluster as SkyRL does.
+
+    Args:
+        experiment: Class of the experiment; it is made in a process of Ray.
+
+    Raises:
+        UsageError: A setting does not go with the bus.
+    """
     cfg = BusTrainConfig.from_cli_overrides(sys.argv[1:])
+    check(cfg)
     validate_cfg(cfg)
     initialize_ray(cfg)
-    ray.get(_train.remote(cfg))
+    ray.get(_train.remote(experiment, cfg))
 
 
 if __name__ == "__main__":

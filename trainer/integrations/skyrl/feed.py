@@ -13,21 +13,27 @@ A consumer holds at most 64 leases, and a lease stays until its last group is se
 answers are ready that the leases left suffice for all of them (`enough`). Groups that nobody has asked for yet, such as
 those of a resumed trainer, are kept; if they fill what the broker allows, or are too many, the oldest are filtered, and
 their instances get another attempt. Groups that nobody will ask for are filtered at once.
+
+Each settlement has a line in the run's `trained.jsonl`, written before it.
 """
 
 import asyncio
 import logging
 import math
+import os
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from rolloutmq.bus.consumer.groups import GroupConsumer, HeldGroup
 from rolloutmq.bus.tasks.client import Task, TaskClient
-from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.bus.transport.endpoint import Where, is_address
 from rolloutmq.schemas.errors import (
     ClosedError,
     InvalidTaskError,
@@ -35,6 +41,7 @@ from rolloutmq.schemas.errors import (
     RolloutMQError,
     TasksFullError,
 )
+from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo, Settled, Wait
@@ -42,6 +49,7 @@ from rolloutmq.schemas.wire.requests import GROUPS_LIMIT, WINDOW_LIMIT
 from rolloutmq.schemas.wire.tasks import ASK_LIMIT, TaskState, TaskStatus
 from rolloutmq.trainer.integrations.skyrl.rows import Answer, Missing
 from rolloutmq.trainer.step.lane_scores import lane_scores
+from rolloutmq.trainer.trained_log import TrainedLog
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +127,7 @@ class Feed:
     split: Split
     consumer: GroupConsumer
     tasks: TaskClient
+    journal: TrainedLog
     counts: Counts = field(default_factory=Counts)
     error: RolloutMQError | None = None
     tell: Callable[[StepDone], None] = lambda _event: None
@@ -182,18 +191,28 @@ class Feed:
             timeout_s=timeout_s,
         )
         async with TaskClient.open(where, timeout_s=timeout_s) as tasks, consuming as consumer:
-            made = cls(training, again, deadline_s, split, consumer, tasks)
-            work = [
-                asyncio.create_task(made._guarded(made._pull()), name=f"pulls of {name}"),
-                asyncio.create_task(made._guarded(made._look()), name=f"tasks of {name}"),
-            ]
-            try:
-                yield made
-            finally:
-                made._end(ClosedError())
-                for one in work:
-                    one.cancel()
-                await asyncio.wait(work)
+            # The log comes after the consumer, which fences an earlier life: a log has one writer.
+            with closing(TrainedLog(_log(where, split))) as journal:
+                if again:
+                    journal.write(SettledBatch(at=time.time(), version=consumer.version, resumed=True))
+                made = cls(training, again, deadline_s, split, consumer, tasks, journal)
+                async with made._running():
+                    yield made
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Pull groups and ask for tasks until the block ends."""
+        work = [
+            asyncio.create_task(self._guarded(self._pull()), name=f"pulls of {self.training}"),
+            asyncio.create_task(self._guarded(self._look()), name=f"tasks of {self.training}"),
+        ]
+        try:
+            yield
+        finally:
+            self._end(ClosedError())
+            for one in work:
+                one.cancel()
+            await asyncio.wait(work)
 
     async def _guarded(self, work: Any) -> None:
         try:
@@ -461,6 +480,7 @@ class Feed:
         self, trained: Iterable[HeldGroup], filtered: Iterable[HeldGroup], version: PolicyVersion | None
     ) -> Settled:
         trained, filtered = list(trained), list(filtered)
+        self.journal.write(self._line(trained, filtered, version))
         settled = await self.consumer.settle(trained, filtered=filtered, version=version)
         for held in (*trained, *filtered):
             lease = held.life, held.lease
@@ -469,3 +489,25 @@ class Feed:
                 del self._leases[lease]
         self._changed.set()
         return settled
+
+    def _line(
+        self, trained: list[HeldGroup], filtered: list[HeldGroup], version: PolicyVersion | None
+    ) -> SettledBatch:
+        """Return the line of a settlement in the log."""
+        learned, every = self.consumer.version, (*trained, *filtered)
+        after = version or msgspec.structs.replace(learned, step=learned.step + bool(trained))
+        return SettledBatch(
+            at=time.time(),
+            version=after,
+            trained=tuple(held.group_id for held in trained),
+            filtered=tuple(held.group_id for held in filtered),
+            staleness=tuple(held.staleness(learned) for held in trained),
+            rewards=tuple(held.group.rewards().mean for held in every),
+            rewound=any(held.rewound for held in every),
+        )
+
+
+def _log(where: Where, split: Split) -> Path:
+    """Return the file for the log of the settlements: that of a local run, for its training."""
+    local = split is Split.TRAIN and not is_address(where)
+    return RunLayout(Path(str(where))).trained if local else Path(os.devnull)

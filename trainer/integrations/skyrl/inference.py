@@ -53,6 +53,10 @@ class ExternalInference(InferenceEngineInterface):  # type: ignore[misc]
     async def update_named_weights(self, request: Any) -> None:
         """Do nothing."""
 
+    async def load_lora_adapter(self, lora_name: str, lora_path: str) -> dict[str, Any]:  # noqa: ARG002
+        """Do nothing."""
+        return {}
+
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
         """Do nothing."""
 

@@ -53,6 +53,7 @@ class BusTraining:
     dispatch: Any
     inference_engine_client: Any
     global_step: int
+    has_critic: bool
     total_training_steps: int | None
 
     async def train(self) -> None:
@@ -138,6 +139,10 @@ class BusTraining:
         if settling is not None:
             settling.result()
         folder = super().save_checkpoints()  # type: ignore[misc]
+        for model in ("policy", "critic") if self.has_critic else ("policy",):
+            self.dispatch.finalize_pending_saves(
+                model
+            )  # SkyRL 0.4 may still write, with `async_dist_ckpt_save`
         self.generator.commit(self.bus_version)
         return folder
 
@@ -201,6 +206,19 @@ class _Dispatch:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dispatch, name)
+
+    # SkyRL 0.4 calls the next two; neither 0.3 nor the simulated dispatch of 0.4 has them.
+
+    def get_timing_metrics(self) -> dict[str, float]:
+        """Return the dispatch's own timings."""
+        found: dict[str, float] = getattr(self._dispatch, "get_timing_metrics", dict)()
+        return found
+
+    def finalize_pending_saves(self, model: str) -> None:
+        """Wait until checkpoints of the model are on disk."""
+        finish = getattr(self._dispatch, "finalize_pending_saves", None)
+        if finish is not None:
+            finish(model)
 
     async def save_weights_for_sampler(self, *args: Any, **kwargs: Any) -> None:
         """Send the weights if SkyRL has engines, then call `synced`."""

@@ -89,17 +89,27 @@ class Weight:
 
 
 class Dispatch:
-    """As much of SkyRL's dispatch as its trainers need around a step: checkpoints of the weight."""
+    """As much of SkyRL's dispatch as its trainers need around a step: checkpoints of the weight.
+
+    As that of SkyRL 0.4 it may write a checkpoint later, until `finalize_pending_saves`.
+    """
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
+        self._pending: list[tuple[Path, str]] = []
 
     def get_lcm_dp_size(self) -> int:
         return 1
 
     def save_checkpoint(self, model: str, folder: str, tokenizer: Any = None) -> None:  # noqa: ARG002
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "weight.json").write_text(json.dumps(self._weight.value))
+        self._pending.append((Path(folder) / "weight.json", json.dumps(self._weight.value)))
+
+    def finalize_pending_saves(self, model: str) -> None:
+        assert model == "policy"
+        for path, text in self._pending:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        self._pending.clear()
 
     def load_checkpoint(self, model: str, folder: str, **_options: Any) -> None:  # noqa: ARG002
         self._weight.value = json.loads((Path(folder) / "weight.json").read_text())
@@ -208,11 +218,7 @@ def config(plan: dict[str, Any], directory: Path) -> Any:
         "data.dataloader.persistent_workers": False,
         **plan.get("settings", {}),
     }
-    return BusTrainConfig.from_cli_overrides({name: _text(value) for name, value in given.items()})
-
-
-def _text(value: Any) -> Any:
-    return str(value).lower() if isinstance(value, bool) else value
+    return BusTrainConfig.from_cli_overrides(given)
 
 
 def play(plan: dict[str, Any]) -> None:

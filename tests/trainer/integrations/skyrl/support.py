@@ -41,6 +41,17 @@ def missing() -> str:
     return "" if PYTHON.exists() else "needs SkyRL: make .venv-skyrl/.installed"
 
 
+def environment() -> dict[str, str]:
+    """Return the environment variables of a process with SkyRL."""
+    paths = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    return os.environ | {
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "LOG_LEVEL": "WARNING",
+    }
+
+
 def config(**broker: Any) -> RunConfig:
     """A run whose groups are answered by the test."""
     mine = {
@@ -188,7 +199,7 @@ async def play(run_dir: Path, **plan: Any) -> Played:
     spec = {"run_dir": str(run_dir), "record": str(record), "size": SIZE, "kind": "sim", **plan}
     process = await asyncio.create_subprocess_exec(
         str(PYTHON), "-c", START, str(PLAYER), json.dumps(spec),
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -204,8 +215,8 @@ async def play(run_dir: Path, **plan: Any) -> Played:
     return Played(process.returncode or 0, output.decode(errors="replace"), lines)
 
 
-def verify(run_dir: Path) -> None:
-    """Check that `rolloutmq ledger verify` finds every group accounted for."""
+def verify(run_dir: Path) -> str:
+    """Return the verdict of `rolloutmq ledger verify`; it must be clean."""
     ended = subprocess.run(
         [sys.executable, "-m", "rolloutmq.launch.cli", "ledger", "verify", str(run_dir)],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
@@ -216,3 +227,4 @@ def verify(run_dir: Path) -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "every group is accounted for" in ended.stdout
+    return ended.stdout

@@ -18,12 +18,13 @@ from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConsumerFencedError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.errors import ClosedError, ConsumerFencedError
+from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply, StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import WINDOW_LIMIT
 from rolloutmq.services.broker.server import Broker, running_broker
+from rolloutmq.services.monitor.text.jsonl import read_lines
 from rolloutmq.trainer.integrations.skyrl import feed as feeds
 from rolloutmq.trainer.integrations.skyrl.feed import Feed, enough
 from rolloutmq.trainer.integrations.skyrl.rows import Answer, Missing
@@ -207,6 +208,47 @@ async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
             assert feed.counts.asked_again == 0
             await feed.settle(["0", "1", "2"], (), PolicyVersion(1, 1))
     assert (await counts(broker)).trained == 3
+
+
+@pytest.mark.usefixtures("broker")
+async def test_each_settlement_has_a_line_in_the_log_of_the_run(run_dir: Path) -> None:
+    async with worker(run_dir) as (producer, taker):
+        async with joined(run_dir, resume=PolicyVersion(0, 0)) as feed:
+            asked = [ask(feed, str(number)) for number in range(2)]
+            for task in await taken(taker, 2):
+                await producer.send(answer(task))
+            await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
+            await feed.settle(["0"], ["1"], PolicyVersion(0, 1))
+        async with joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed:
+            await asyncio.wait_for(asyncio.gather(*(ask(feed, uid) for uid in "01")), LIMIT_S)
+            await feed.settle(["0", "1"], (), PolicyVersion(1, 1))
+    first, resumed, second = read_lines(RunLayout(run_dir).trained, SettledBatch)
+    both = ("g-t.train.e0.0~0-0", "g-t.train.e0.1~0-0")
+    assert (first.version, first.trained, first.filtered) == (PolicyVersion(0, 1), both[:1], both[1:])
+    assert (first.staleness, first.rewards, first.rewound) == ((0,), (0.5, 0.5), False)
+    assert (resumed.version, resumed.resumed) == (PolicyVersion(1, 0), True)
+    assert (second.version, second.trained, second.rewound) == (PolicyVersion(1, 1), both, True)
+
+
+async def test_a_line_comes_before_its_settlement(
+    run_dir: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that is killed in between has a line too many, which its next life voids, and none too few."""
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
+        asked = ask(feed, "1")
+        [task] = await taken(taker, 1)
+        await producer.send(answer(task))
+        await asyncio.wait_for(asked, LIMIT_S)
+
+        async def killed(*_args: Any, **_options: Any) -> None:
+            raise ClosedError
+
+        monkeypatch.setattr(feed.consumer, "settle", killed)
+        with pytest.raises(ClosedError):
+            await feed.settle(["1"], (), PolicyVersion(0, 1))
+    [line] = read_lines(RunLayout(run_dir).trained, SettledBatch)
+    assert line.trained == ("g-t.train.e0.1~0-0",)
+    assert (await counts(broker)).trained == 0
 
 
 @pytest.mark.usefixtures("broker")
