@@ -34,8 +34,8 @@ from inspect import isawaitable
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from rolloutmq.schemas.errors import UsageError
-from rolloutmq.services.worker.completion import ChatMessage, Completion
-from rolloutmq.services.worker.policy import MAX_TOKENS, Policy
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
 
 Task = TypeVar("Task")
