@@ -4,12 +4,14 @@ A package is a module with `load_environment(**arguments)`. Every failure is a `
 running the package's code.
 
 What their environments do to a process is undone: each takes over SIGINT and SIGTERM, by which a worker drains, and
-their log prints the arguments, among which are secrets, past the log of this process.
+their log prints the arguments, among which are secrets, past the log of this process. Some draw their rows while they
+load, by the shared generators. These are seeded meanwhile, so that row i is the same in every worker and life.
 """
 
 import importlib
 import inspect
 import logging
+import random
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +21,8 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from rolloutmq.bus.lifecycle import without_secrets
 from rolloutmq.schemas.errors import ConfigError
@@ -30,6 +34,8 @@ FIRST: Final = (0, 1, 14)
 BEYOND: Final = (0, 4)
 """First version without `load_environment`."""
 INSTALL: Final = "pip install 'rolloutmq[verifiers]'"
+SEED: Final = 0
+"""Seed of the shared generators while a package loads."""
 LOADER: Final = "load_environment"
 ENVIRONMENTS: Final = "verifiers.envs.environment"
 """Module of their base class; its import also sets up their log."""
@@ -82,7 +88,7 @@ def load_package(section: str, package: str, arguments: Mapping[str, Any], base_
     if str(base_dir) not in sys.path:
         sys.path.append(str(base_dir))
     name = module_name(package)
-    with _own_signals():
+    with _own_signals(), _same_draws():
         theirs = _imported(key, ENVIRONMENTS)
         adopt_log()
         _imported(key, "datasets").disable_progress_bars()
@@ -156,6 +162,19 @@ def _own_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _same_draws() -> Iterator[None]:
+    """Seed the shared generators for the block: a package that draws its rows draws the same in every worker."""
+    before, theirs = random.getstate(), np.random.get_state()
+    random.seed(SEED)
+    np.random.seed(SEED)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(theirs)
 
 
 def adopt_log(level: int = logging.WARNING) -> None:

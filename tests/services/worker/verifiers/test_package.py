@@ -1,6 +1,7 @@
 """Packages of the hub: what can be wrong with them is told by its key, and they change nothing of the process."""
 
 import logging
+import random
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,13 +20,17 @@ from rolloutmq.services.worker.verifiers.package import load_package, module_nam
 
 PACKAGE = """
 import logging
+import random
 import signal
 import sys
 
+import numpy as np
 import verifiers
 
+drawn = []
 
 def load_environment(rows=1, key="", fail=""):
+    drawn.append((random.random(), np.random.random()))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("verifiers.envs").error("made with %s", key)
@@ -95,6 +100,18 @@ def test_the_process_keeps_its_signals_and_its_log(theirs: Path, caplog: pytest.
     assert logger.propagate
     assert not logger.handlers
     assert not logger.isEnabledFor(logging.ERROR)  # of failed rollouts the worker tells
+
+
+def test_a_package_draws_the_same_rows_each_time_and_the_process_goes_on_as_before(theirs: Path) -> None:
+    random.seed(7)
+    expected = random.random(), random.random()
+    random.seed(7)
+    first = random.random()
+    load(theirs)
+    load(theirs)
+    assert (first, random.random()) == expected
+    one, other = sys.modules["mine_for_verifiers"].drawn
+    assert one == other
 
 
 def test_a_failing_package_gives_the_signals_back(theirs: Path) -> None:
