@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Final
 
-from openai import APIConnectionError, APIStatusError, AsyncOpenAI
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.errors import OverlongPromptError
 from verifiers.types import ResponseTokens
@@ -34,8 +34,11 @@ OVER: Final = "the rollout is over: nothing is sampled for it any more"
 
 
 def openai_client() -> AsyncOpenAI:
-    """Return a client whose address each call replaces. It neither retries nor gives up by itself."""
-    return AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0, timeout=None)
+    """Return a client whose address each call replaces. It neither retries nor gives up, and asks no proxy."""
+    http_client = DefaultAsyncHttpxClient(trust_env=False, timeout=None)
+    return AsyncOpenAI(
+        base_url="http://unused", api_key="unused", max_retries=0, timeout=None, http_client=http_client
+    )
 
 
 class Engine:
@@ -86,11 +89,13 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
 
     Attributes:
         sampled: What the policy sampled, by the id of the response.
+        overlong: What the server said of the last prompt without room for an answer; empty if there was none.
     """
 
     def __init__(self, openai: AsyncOpenAI, engine: Engine, patience_s: float) -> None:
         super().__init__(openai)
         self.sampled: dict[str, Completion] = {}
+        self.overlong = ""
         self._openai = openai
         self._engine = engine
         self._patience_s = patience_s
@@ -165,9 +170,10 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
         try:
             native = await super().get_native_response(prompt, model, arguments, tools, **kwargs)
         except APIStatusError as error:
-            if error.code == OVERLONG:
-                raise OverlongPromptError from error
-            raise
+            if error.code != OVERLONG:
+                raise
+            self.overlong = str(error)
+            raise OverlongPromptError from error
         (completion,) = endpoint.completions(native, arguments.get("temperature") or 1.0)
         # Servers number their responses each for itself, and an environment may ask others.
         native.id = f"{self._prefix}-{len(self.sampled)}"

@@ -98,6 +98,12 @@ class VerifiersEnvironment(GroupPerTask[Row]):
         """
         section = f"environment.{name}"
         theirs = load_package(section, config.verifiers, arguments, base_dir)
+        if config.group_deadline_s and getattr(theirs.rubric, "has_group_rewards", False):
+            raise ConfigError(
+                f"{section}.group_deadline_s",
+                f"must be 0 for {config.verifiers}, whose rewards compare the sequences of a whole group "
+                f"(got {config.group_deadline_s:g})",
+            )
         try:
             return cls(
                 theirs,
@@ -176,7 +182,10 @@ class VerifiersEnvironment(GroupPerTask[Row]):
                     state_columns=[*STATE_COLUMNS],
                 )
         single = getattr(self._theirs, "max_turns", None) == 1
-        made = [trajectory_of(one, client.sampled, self._weights, single_turn=single) for one in rollouts]
+        made = [
+            trajectory_of(one, client.sampled, self._weights, single_turn=single, overlong=client.overlong)
+            for one in rollouts
+        ]
         if failed:  # an error of the rollout itself goes first: it may be why the reward failed
             raise RolloutFailedError(f"a reward function raised {failed[0]!r}") from failed[0]
         return made

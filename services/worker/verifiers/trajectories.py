@@ -33,6 +33,7 @@ def trajectory_of(
     weights: Mapping[str, float],
     *,
     single_turn: bool = False,
+    overlong: str = "",
 ) -> Trajectory:
     """Return the trajectory of one rollout.
 
@@ -41,6 +42,7 @@ def trajectory_of(
         sampled: What the policy sampled, by the id of the response.
         weights: Weights of the reward functions by name.
         single_turn: The environment has one turn, so its limit of turns ends every rollout and says nothing.
+        overlong: What the server said of a prompt without room for an answer.
 
     Raises:
         RolloutFailedError: It ended with an error, or has no turn.
@@ -52,7 +54,8 @@ def trajectory_of(
     turns = [_completion(number, turn, sampled) for number, turn in enumerate(rollout[TRAJECTORY])]
     condition = str(rollout.get("stop_condition") or "")
     if not turns:
-        raise RolloutFailedError(f"the policy was asked for no turn ({condition or 'no stop condition'})")
+        why = condition or "no stop condition"
+        raise RolloutFailedError(f"it has no turn ({why}{': ' if overlong else ''}{overlong})")
     sequence = Trajectory.of(turns[0])
     for turn in turns[1:]:
         sequence = sequence.then(turn)

@@ -44,6 +44,16 @@ async def test_the_request_is_ours_and_the_answer_exact(environment: Any, server
     assert group.oldest == group.newest == PolicyVersion(0, 17)
 
 
+async def test_no_proxy_of_the_machine_is_asked(
+    environment: Any, server: "FakeServer", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+    async with policy_of(server.url) as policy, environment:
+        await rolled_out(environment, policy, size=1)
+    assert len(server.asked) == 1
+
+
 @pytest.mark.parametrize("failures", [[503, 503], [None, None], [429, None, 502]])
 async def test_a_server_that_is_away_costs_a_pause(
     environment: Any, server: "FakeServer", failures: list[int | None]
@@ -88,7 +98,7 @@ async def test_a_prompt_that_is_too_long_ends_the_rollout_with_what_there_is(ser
     server.code = "context_length_exceeded"
     server.failures = [400]
     async with policy_of(server.url) as policy, environment:
-        with pytest.raises(RolloutFailedError, match=r"no turn \(prompt_too_long\)"):
+        with pytest.raises(RolloutFailedError, match=r"no turn \(prompt_too_long: .*says 400"):
             await rolled_out(environment, policy, size=1)
 
 

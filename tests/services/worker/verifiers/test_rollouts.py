@@ -67,9 +67,9 @@ async def test_a_gym_is_answered_with_the_tokens_of_the_server(trainer: Any) -> 
     for group in (*groups, greedy):
         check_exact(group, trainer)
         assert (group.oldest, group.newest) == (VERSION, VERSION)
-        assert set(group["metric_format_reward_func"]) | set(group.scores) <= {0.0, 0.01, 0.05, 0.1, 0.5, 1.0}
-        assert group["raters"] == [{"check_answer_reward_func": 1.0}] * len(group.scores)
-        np.testing.assert_array_equal(np.concatenate(list(group["ratings"])), group.scores)
+        assert set(group["metric_format_reward_func"]) <= {0.0, 1.0}
+        assert group["raters"] == [{"check_answer_reward_func": 1.0, "near": 0.5}] * len(group.scores)
+        np.testing.assert_allclose(np.stack(list(group["ratings"])) @ [1.0, 0.5], group.scores)
         reasons = ["stop" if tokens[-1] == EOS else "length" for tokens in group["tokens"]]
         assert group["stop_reasons"] == reasons
     prompts = [
@@ -209,3 +209,27 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110 - nothing tells of the end of other tasks
             await asyncio.sleep(0.01)
+
+
+async def test_rows_of_a_group_of_environments_go_to_their_own(trainer: Any) -> None:
+    from tests.services.inference.tiny.test_server import serving
+
+    environment = load("both", sampling={"max_tokens": 1})
+    async with serving(trainer) as server, policy_of(server.url) as policy, environment:
+        mishap = await rolled_out(environment, policy, 10)
+        with pytest.raises(RolloutFailedError, match="a reward function raised ZeroDivisionError"):
+            await rolled_out(environment, policy, 14)
+    check_exact(mishap, trainer)
+    assert list(mishap.scores) == [1.0, 1.5, 2.0, 2.5]
+    assert mishap["raters"][0] == {"reward": 1.0, "judges": 0.5}
+
+
+async def test_a_submitted_row_is_rolled_out(trainer: Any) -> None:
+    from tests.services.inference.tiny.test_server import serving
+
+    environment = load("mishaps", sampling={"max_tokens": 2})
+    row = {"prompt": [{"role": "user", "content": "4="}], "answer": "fine"}
+    async with serving(trainer) as server, policy_of(server.url) as policy, environment:
+        (one, other) = await environment.rollout_task(policy, row, 2, None)
+    assert (one.score, other.score) == (1.0, 1.5)
+    assert one.messages[0]["content"] == "4="

@@ -113,6 +113,12 @@ def config(base_dir: Path, section: dict[str, Any], **sections: Any) -> RunConfi
             "evaluation.tasks",
             "has no task 7",
         ),
+        (
+            {"verifiers": "mishaps", "group_deadline_s": 5.0},
+            {},
+            "environment.mine.group_deadline_s",
+            "rewards compare the sequences",
+        ),
         ({"verifiers": "calculator"}, {}, "model.alphabet", "lacks 'W', 'h', 'a', 't'"),
     ],
 )

@@ -87,8 +87,10 @@ def test_an_error_of_theirs_fails_the_rollout(error: Any, reason: str) -> None:
 
 
 def test_a_rollout_without_a_turn_fails() -> None:
-    with pytest.raises(RolloutFailedError, match=r"no turn \(prompt_too_long\)"):
-        trajectory_of(rollout(stop_condition="prompt_too_long"), SAMPLED, {})
+    with pytest.raises(RolloutFailedError, match=r"no turn \(prompt_too_long: the context has 8 tokens\)"):
+        trajectory_of(
+            rollout(stop_condition="prompt_too_long"), SAMPLED, {}, overlong="the context has 8 tokens"
+        )
 
 
 @pytest.mark.parametrize(
