@@ -124,7 +124,7 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
     @property
     def client(self) -> AsyncOpenAI:
         """OpenAI's client with the address of the engine that the call in preparation goes to."""
-        return self._at[self._base_url]
+        return self._at.get(self._base_url, self._openai)
 
     async def get_native_response(
         self,
