@@ -57,8 +57,8 @@ def trajectory_of(
         why = condition or "no stop condition"
         raise RolloutFailedError(f"it has no turn ({why}{': ' if overlong else ''}{overlong})")
     sequence = Trajectory.of(turns[0])
-    for turn in turns[1:]:
-        sequence = sequence.then(turn)
+    for number, turn in enumerate(turns[1:], 1):
+        sequence = _continued(number, sequence, turn)
     last = turns[-1].finish_reason
     return Trajectory(
         token_ids=sequence.token_ids,
@@ -72,6 +72,15 @@ def trajectory_of(
         temperatures=sequence.temperatures,
         columns={**columns_of(rollout.get("metrics") or {}, weights), ROW: rollout["example_id"]},
     )
+
+
+def _continued(number: int, sequence: Trajectory, turn: Completion) -> Trajectory:
+    try:
+        return sequence.then(turn)
+    except InvalidGroupError as error:
+        problem, _, _ = error.problem.partition(";")  # the remedy is for an environment of one's own
+        remedy = "use a chat template and an environment that keep earlier turns as they are"
+        raise InvalidGroupError("tokens", f"turn {number}: {problem}; {remedy}") from None
 
 
 def _completion(number: int, turn: Mapping[str, Any], sampled: Mapping[str, Completion]) -> Completion:

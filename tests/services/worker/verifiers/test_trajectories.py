@@ -55,7 +55,8 @@ def test_turns_are_as_sampled_and_the_environments_tokens_are_not_trained() -> N
 def test_a_rewritten_prompt_fails_the_rollout() -> None:
     rewritten = Completion("c", [1, 2, 3, 8, 9], [5], [-1.5])
     with pytest.raises(
-        InvalidGroupError, match="does not begin with the turns before it: token 3 is 8, was 4"
+        InvalidGroupError,
+        match=r"turn 1: .* does not begin with the turns before it: token 3 is 8, was 4; use a chat template",
     ):
         trajectory_of(rollout(turn("0"), turn("1")), {"0": FIRST, "1": rewritten}, {})
 
