@@ -38,6 +38,8 @@ TESTED: Final = {
     "rival": ("-m", "rival"),
 }
 """Pytest options: as in `make test-all`, and one after another for tests with foreign systems."""
+THEIR_PYTHON: Final = {"tests/services/worker/verifiers": ROOT / ".venv-verifiers" / "bin" / "python"}
+"""Interpreters of foreign systems inside of which tests run, by the folder of the tests."""
 
 
 @dataclass(frozen=True)
@@ -193,24 +195,29 @@ def promised_tests() -> Iterator[Figure]:
     names = sorted({test for promise in promises for test in promise["tests"]})
     with tempfile.TemporaryDirectory(prefix="rolloutmq-accept-") as directory:
         reports = []
-        for name, how in TESTED.items():
-            reports.append(Path(directory) / f"{name}.xml")
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "--no-header",
-                f"--junit-xml={reports[-1]}",
-                *how,
-                *names,
-            ]
+        for number, words in enumerate(runs_of_tests(names)):
+            reports.append(Path(directory) / f"{number}.xml")
+            command = [*words, "-q", "--no-header", f"--junit-xml={reports[-1]}"]
             subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
         passed = _passed(reports)
     for promise in promises:
         failing = [test for test in promise["tests"] if not passed(test)]
         said = f"not passed: {', '.join(failing)}" if failing else f"{len(promise['tests'])} tests"
         yield Figure(promise["part"], promise["says"], "tests", said, not failing)
+
+
+def runs_of_tests(names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield a command for each run of the tests of these names; those of foreign systems may run inside of these."""
+    inside = {
+        name: python for name in names for folder, python in THEIR_PYTHON.items() if name.startswith(folder)
+    }
+    own, rival = TESTED["own"], TESTED["rival"]
+    yield [sys.executable, "-m", "pytest", *own, *names]
+    yield [sys.executable, "-m", "pytest", *rival, *(name for name in names if name not in inside)]
+    for python in sorted(set(inside.values())):
+        if python.exists():
+            chosen = (name for name, its in inside.items() if its == python)
+            yield [str(python), "-m", "pytest", *rival, *chosen]
 
 
 def measured_rows() -> Iterator[Figure]:

@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from inspect import iscoroutine
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -30,9 +30,10 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.process import ProcessSpec, Role
 from rolloutmq.services.process.child import KILL_WAIT_S, Process, spawn
-from rolloutmq.services.worker.environment import SingleTurn
+from rolloutmq.services.worker.environment import GroupPerTask
 from rolloutmq.services.worker.loader import check_abilities, load_environment
 from rolloutmq.services.worker.rollouts import one_line
+from rolloutmq.services.worker.verifiers.environment import VerifiersEnvironment
 
 PATIENCE_S: Final = 60.0
 """Time for the trial of all environments, in seconds: their modules may import torch."""
@@ -123,14 +124,19 @@ def verdict_on(config: RunConfig) -> Verdict:
             environment = load_environment(name, section, config.base_dir)
             check_abilities(name, section, environment, numbered=name in config.curriculum)
             _check_rows(config, name, environment)
-            if isinstance(environment, SingleTurn) and not isinstance(
-                environment, AbstractAsyncContextManager
-            ):
+            if _draws_alone(environment):
                 advice += _drawn(config, name, environment)
     except ConfigError as error:
         where = _place(error.__cause__, config.base_dir)
         return Verdict(path=error.path, problem=error.problem + (f" ({where})" if where else ""))
     return Verdict(advice=tuple(advice))
+
+
+def _draws_alone(environment: Any) -> TypeGuard["GroupPerTask[Any]"]:
+    """Return whether tasks can be drawn here: a class that a worker enters first may get its data there."""
+    if isinstance(environment, VerifiersEnvironment):
+        return True
+    return isinstance(environment, GroupPerTask) and not isinstance(environment, AbstractAsyncContextManager)
 
 
 def _place(error: BaseException | None, base_dir: Path) -> str:
@@ -150,10 +156,10 @@ def _check_rows(config: RunConfig, name: str, environment: Any) -> None:
     count, tasks, kind = config.environment[name].task_count, config.evaluation.tasks, type(environment)
     if not count or tasks <= count or name not in config.evaluated:
         return
-    if isinstance(environment, SingleTurn):
-        held_out = kind.eval_task_at is not SingleTurn.eval_task_at
-        looked_up, own = kind.task_at is not SingleTurn.task_at, "eval_task_at"
-        held_out = held_out or kind.rollout_eval is not SingleTurn.rollout_eval
+    if isinstance(environment, GroupPerTask):
+        held_out = kind.eval_task_at is not GroupPerTask.eval_task_at
+        looked_up, own = kind.task_at is not GroupPerTask.task_at, "eval_task_at"
+        held_out = held_out or kind.rollout_eval is not GroupPerTask.rollout_eval
     else:
         held_out, own = hasattr(environment, "rollout_eval"), "rollout_eval"
         looked_up = hasattr(environment, "rollout_at")
@@ -178,12 +184,12 @@ class _Draw(NamedTuple):
     number: int = 0
 
 
-def _draws(config: RunConfig, name: str, environment: "SingleTurn[Any]") -> Iterator[_Draw]:
+def _draws(config: RunConfig, name: str, environment: "GroupPerTask[Any]") -> Iterator[_Draw]:
     section, evaluated, kind = config.environment[name], name in config.evaluated, type(environment)
 
     def is_ours(method: str) -> bool:
-        """Return whether the rollout draws and asks as `SingleTurn` does."""
-        return getattr(kind, method) is getattr(SingleTurn, method)
+        """Return whether the rollout draws and asks as `GroupPerTask` does."""
+        return getattr(kind, method) is getattr(GroupPerTask, method)
 
     def numbered(method: str, key: str, count: int, seed: object) -> Iterator[_Draw]:
         for index in sorted({0, count - 1}):
@@ -202,7 +208,7 @@ def _draws(config: RunConfig, name: str, environment: "SingleTurn[Any]") -> Iter
         yield from numbered("eval_task_at", "evaluation.tasks", config.evaluation.tasks, seed)
 
 
-def _drawn(config: RunConfig, name: str, environment: "SingleTurn[Any]") -> Iterator[str]:
+def _drawn(config: RunConfig, name: str, environment: "GroupPerTask[Any]") -> Iterator[str]:
     """Draw tasks and check their prompts; yield advice on the first that cannot be drawn, whose cause may be rare."""
     alphabet = _alphabet(config)
     for draw in _draws(config, name, environment):

@@ -1,5 +1,6 @@
 """`[environment.NAME]` and `[curriculum.NAME]`: one environment, its workers, and the choice of its tasks."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -25,8 +26,11 @@ OF_CLASSES: Final = (
     "split",
     "pass_score",
     "rewards",
+    "sampling",
 )
 """Keys that a program of one's own does not know: they keep their defaults beside `command`."""
+PACKAGE: Final = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w-]*")
+"""Package of an environment of `verifiers`, with or without its owner on the hub."""
 
 LEVELS_LIMIT: Final = 1024
 """Most levels of a task space."""
@@ -34,12 +38,28 @@ LEVELS: Final = 16
 """Levels of a task space that has as many tasks, unless the section says otherwise."""
 
 
+class SamplingConfig(Section):
+    """`[environment.NAME.sampling]`: how an environment of `verifiers` samples."""
+
+    max_tokens: PositiveInt | None = None
+    """Longest answer of a turn, in tokens. None: as the environment says, else as long as the context allows."""
+    temperature: NonNegativeFloat | None = None
+    """Sampling temperature. None: as the environment says, else 1."""
+    extra: dict[str, Any] = {}
+    """Further fields of each request, such as `chat_template_kwargs`. Fields that cut or shift the distribution are
+    refused, such as `top_p`: the trainer could not compute its log-probabilities."""
+
+
 class EnvironmentConfig(Section):
     """`[environment.NAME]`: one environment and its workers."""
 
     entry: str = ""
     """Class of the environment: `package.module:Class`, or `file.py:Class` relative to the configuration file. Required
-    unless `command` is given."""
+    unless `verifiers` or `command` is given."""
+    verifiers: str = ""
+    """Installed environment package of the `verifiers` hub, in place of a class: `wordle`, or `owner/wordle`. Its
+    arguments are `options`. `docs/guides/verifiers.md` describes such environments."""
+    sampling: SamplingConfig = SamplingConfig.default()
     command: tuple[str, ...] = ()
     """Program and arguments of each worker, in place of a class: an environment that posts to the gateway, such as one
     of Atropos. It starts in the directory of the configuration file, without a shell. `{worker}`, `{gateway_url}` and
@@ -53,8 +73,9 @@ class EnvironmentConfig(Section):
     drain_quiet_s: PositiveFloat = 5.0
     """A draining program with `command` has delivered everything once it posts nothing for this long."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the class. `env:NAME` as a value passes the environment variable NAME: write secrets such as
-    API keys in this form, and no file, log or status of the run has them."""
+    """Keyword arguments of the class, or of the `load_environment` of a package. `env:NAME` as a value passes the
+    environment variable NAME: write secrets such as API keys in this form, and no file, log or status of the run has
+    them."""
     group_size: PositiveInt = 8
     """Sequences sampled for one task."""
     weight: NonNegativeFloat = 1.0
@@ -112,17 +133,25 @@ class EnvironmentConfig(Section):
         return given
 
     @model_validator(mode="after")
-    def _program_or_class(self) -> Self:
+    def _one_source(self) -> Self:
+        given = [key for key in ("entry", "verifiers", "command") if getattr(self, key)]
+        if not given:
+            raise ValueError(
+                "entry is required: name a class; or set `verifiers` to use a package, or `command` to run a program"
+            )
+        if len(given) > 1:
+            one, other = given[:2]
+            raise ValueError(
+                f"{one} must not be given beside `{other}` (got {getattr(self, one)!r}); remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _program(self) -> Self:
         if not self.command:
-            if not self.entry:
-                raise ValueError("entry is required: name a class, or set `command` to run a program")
             if self.variables:
                 raise ValueError("variables are for a program; set `command`, or use `options`")
             return self
-        if self.entry:
-            raise ValueError(
-                f"entry must not be given beside `command` (got {self.entry!r}); remove one of them"
-            )
         for key in OF_CLASSES:
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect on a program; remove it")
@@ -141,6 +170,23 @@ class EnvironmentConfig(Section):
     def _texts(self) -> Iterator[tuple[str, str]]:
         yield from (("command", text) for text in self.command)
         yield from (("variables", text) for text in self.variables.values())
+
+    @model_validator(mode="after")
+    def _package(self) -> Self:
+        if not self.verifiers:
+            if self.sampling != SamplingConfig.default():
+                raise ValueError("sampling is for an environment of `verifiers`; set it in the class")
+            return self
+        if not PACKAGE.fullmatch(self.verifiers):
+            raise ValueError(
+                f"verifiers must be the name of an installed package, such as `wordle` or `owner/wordle`, without a "
+                f"version (got {self.verifiers!r})"
+            )
+        if self.rewards.raters:
+            raise ValueError(
+                "rewards has no effect on an environment of `verifiers`, which has its own; remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:

@@ -48,10 +48,11 @@ def curriculum_of(config: RunConfig, env: str) -> Curriculum:
         ConfigError: Its sampler cannot be made.
     """
     section, space, environment = config.curriculum[env], space_of(config, env), config.environment[env]
+    source = environment.entry or environment.verifiers
     identity = Identity(
         env=env,
         # A text, because options may have values that msgpack has not. Secrets in them are references.
-        environment=f"{environment.entry} {json.dumps(environment.options, sort_keys=True, default=str)}",
+        environment=f"{source} {json.dumps(environment.options, sort_keys=True, default=str)}",
         run_seed=config.run.seed,
         task_count=space.count,
         levels=space.levels,

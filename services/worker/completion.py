@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+
+MAX_TOKENS: Final = 16
+"""Default length of a completion, in tokens; small, so that forgetting the argument costs little."""
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 """One message of a conversation: `{"role": "user", "content": "..."}`, and any other key the server accepts."""

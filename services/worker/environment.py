@@ -34,8 +34,8 @@ from inspect import isawaitable
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from rolloutmq.schemas.errors import UsageError
-from rolloutmq.services.worker.completion import ChatMessage, Completion
-from rolloutmq.services.worker.policy import MAX_TOKENS, Policy
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
 
 Task = TypeVar("Task")
@@ -151,22 +151,14 @@ class GroupRewards(Protocol):
         ...
 
 
-class SingleTurn(ABC, Generic[Task]):
-    """One prompt, one answer, one score. Implement `task`, `prompt`, and `score` or `rewards`.
+class GroupPerTask(ABC, Generic[Task]):
+    """An environment whose group is `size` sequences of one task. Implement `task`, `prompt` and `_answers`.
 
     Attributes:
-        rewards: Scores the answers of a group in place of `score`; the configuration may set it.
-        max_tokens: Longest answer, in tokens.
-        temperature: Sampling temperature. Log-probabilities are those after temperature.
-        stop: Text that ends an answer, in addition to the model's end-of-sequence token.
         stragglers: `"cancel"` or `"await"` for late answers of a group; see `MemberEnvironment`.
     """
 
-    max_tokens: int = MAX_TOKENS
-    temperature: float = 1.0
-    stop: str | Sequence[str] | None = None
     stragglers: Literal["cancel", "await"] = "cancel"
-    rewards: GroupRewards | None = None
 
     @abstractmethod
     def task(self, rng: random.Random) -> Task:
@@ -176,9 +168,9 @@ class SingleTurn(ABC, Generic[Task]):
     def prompt(self, task: Task) -> Prompt:
         """Return the prompt of a task: text, token ids, or chat messages."""
 
-    def score(self, task: Task, completion: Completion) -> float | Awaitable[float]:  # noqa: ARG002 - overridden
-        """Return the reward of an answer, a finite number. May be `async def`."""
-        raise UsageError(f"{type(self).__name__}: does not implement `score`, and has no `rewards`; add one")
+    @abstractmethod
+    async def _answers(self, policy: Policy, task: Task, size: int) -> list[Trajectory]:
+        """Sample `size` sequences of a task and score each."""
 
     def task_at(self, index: int, rng: random.Random) -> Task:  # noqa: ARG002 - for data sets
         """Return the task of that number. Draws it by `task(rng)` unless overridden, for example by a data set's row.
@@ -234,6 +226,27 @@ class SingleTurn(ABC, Generic[Task]):
     ) -> Trajectory:
         """Sample one answer and score it."""
         return (await self._answers(policy, task, 1))[0]
+
+
+class SingleTurn(GroupPerTask[Task]):
+    """One prompt, one answer, one score. Implement `task`, `prompt`, and `score` or `rewards`.
+
+    Attributes:
+        rewards: Scores the answers of a group in place of `score`; the configuration may set it.
+        max_tokens: Longest answer, in tokens.
+        temperature: Sampling temperature. Log-probabilities are those after temperature.
+        stop: Text that ends an answer, in addition to the model's end-of-sequence token.
+        stragglers: `"cancel"` or `"await"` for late answers of a group; see `MemberEnvironment`.
+    """
+
+    max_tokens: int = MAX_TOKENS
+    temperature: float = 1.0
+    stop: str | Sequence[str] | None = None
+    rewards: GroupRewards | None = None
+
+    def score(self, task: Task, completion: Completion) -> float | Awaitable[float]:  # noqa: ARG002 - overridden
+        """Return the reward of an answer, a finite number. May be `async def`."""
+        raise UsageError(f"{type(self).__name__}: does not implement `score`, and has no `rewards`; add one")
 
     async def _answers(self, policy: Policy, task: Task, size: int) -> list[Trajectory]:
         prompt = self.prompt(task)

@@ -1,6 +1,7 @@
-"""Loader of an environment: from `environment.NAME.entry` to an instance. Every failure is a `ConfigError`.
+"""Loader of an environment: from its section to an instance. Every failure is a `ConfigError`.
 
-`file.py:Class` is a file next to the configuration; `package.module:Class` is any importable module. The
+`file.py:Class` is a file next to the configuration; `package.module:Class` is any importable module. Packages of
+`verifiers` are loaded by `services.worker.verifiers`. The
 configuration's directory is last on the import path, so a file may import its neighbours. Importing the module and
 calling the class run user code; its exceptions are logged with a traceback, and the `ConfigError` names them in one
 line. Both show `env:NAME` where the value of a secret option stood.
@@ -28,12 +29,14 @@ from rolloutmq.services.rewards.ensemble import Ensemble
 from rolloutmq.services.rewards.raters import Rater
 from rolloutmq.services.rewards.registry import check_rater
 from rolloutmq.services.worker.environment import Environment, SingleTurn
+from rolloutmq.services.worker.verifiers.environment import VerifiersEnvironment
+from rolloutmq.services.worker.verifiers.package import check_package
 
 logger = logging.getLogger(__name__)
 
 
 def load_environment(name: str, config: EnvironmentConfig, base_dir: Path) -> Environment:
-    """Import the class of `[environment.NAME]` and call it with its options.
+    """Import the class of `[environment.NAME]`, or load its package of `verifiers`, with its options.
 
     Args:
         name: Name of the section.
@@ -44,8 +47,11 @@ def load_environment(name: str, config: EnvironmentConfig, base_dir: Path) -> En
         ConfigError: The class cannot be found, imported or called, or is not an environment; the cause is
             chained.
     """
-    key = f"environment.{name}.entry"
     check_entry(name, config, base_dir)
+    if config.verifiers:
+        options = _options(f"environment.{name}.options", config.options)
+        return VerifiersEnvironment.loaded(name, config, options, base_dir)
+    key = f"environment.{name}.entry"
     source, _, attribute = config.entry.partition(":")
     kind = _class(key, _module(key, source, base_dir), source, attribute)
     options = _options(f"environment.{name}.options", config.options)
@@ -89,7 +95,10 @@ def check_abilities(
 
 
 def check_entry(name: str, config: EnvironmentConfig, base_dir: Path) -> None:
-    """Check the entry and the raters without running the user's code. Raises ConfigError."""
+    """Check the entry or the package, and the raters, without running the user's code. Raises ConfigError."""
+    if config.verifiers:
+        check_package(f"environment.{name}.verifiers", config.verifiers, base_dir)
+        return
     _check_source(f"environment.{name}.entry", config.entry, base_dir, "class")
     for rater, section in config.rewards.raters.items():
         key = f"environment.{name}.rewards.raters.{rater}"

@@ -1,21 +1,18 @@
 """The policy, as an environment calls it: prompts in, completions with everything a trainer needs out.
 
-`services.worker.openai_client` implements it over HTTP, `services.worker.scripted` from a script for tests.
+`services.worker.openai.client` implements it over HTTP, `services.worker.scripted` from a script for tests.
 """
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
 
 if TYPE_CHECKING:
-    from rolloutmq.services.worker.openai_wire import Endpoint
-
-MAX_TOKENS: Final = 16
-"""Default length of a completion, in tokens; small, so that forgetting the argument costs little."""
+    from rolloutmq.services.worker.openai.wire import Endpoint
 
 
 class Policy(Protocol):

@@ -43,11 +43,11 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.http_access import http_token
 from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.services.rewards.joining import joined
-from rolloutmq.services.worker.engine_choice import Engines
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.heartbeat import Heartbeat
 from rolloutmq.services.worker.loader import check_abilities, load_environment
-from rolloutmq.services.worker.openai_client import OpenAIPolicy
+from rolloutmq.services.worker.openai.client import OpenAIPolicy
+from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.policy import NoPolicy, Policy
 from rolloutmq.services.worker.rollouts import Rollouts, one_line
 from rolloutmq.services.worker.teacher_client import TeacherClient

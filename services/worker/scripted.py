@@ -16,9 +16,8 @@ from typing import Final, NoReturn
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.policy import MAX_TOKENS
 from rolloutmq.services.worker.trajectory import group_of
 
 END: Final = 0

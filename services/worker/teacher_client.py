@@ -62,7 +62,7 @@ from rolloutmq.schemas.wire.distillation import (
 )
 from rolloutmq.schemas.wire.envelope import Dtype
 from rolloutmq.services.http_access import authorization, http_token
-from rolloutmq.services.worker import openai_wire
+from rolloutmq.services.worker.openai import wire
 
 logger = logging.getLogger(__name__)
 
@@ -271,10 +271,10 @@ def _answer(url: str, status: int, body: bytes) -> TeachReply | MissedColumns:
     """Return the response of a status and a body, or the reason to retry."""
     if status == 200:
         return _decoded(body)
-    detail = openai_wire.error_text(body)
+    detail = wire.error_text(body)
     if status in AWAY or status >= FAILED:
         return MissedColumns(f"{url}: status {status}, {detail}", status not in AWAY)
-    if status == MISMATCH and openai_wire.error_code(body) == VocabularyMismatchError.CODE:
+    if status == MISMATCH and wire.error_code(body) == VocabularyMismatchError.CODE:
         raise VocabularyMismatchError(detail)
     if status == MISMATCH:
         raise TokenizerMismatchError(detail)

@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from rolloutmq.services.rewards.registry import register_rater
     from rolloutmq.services.worker.completion import Completion
     from rolloutmq.services.worker.environment import Environment, SingleTurn
-    from rolloutmq.services.worker.openai_wire import Endpoint
+    from rolloutmq.services.worker.openai.wire import Endpoint
     from rolloutmq.services.worker.policy import Policy
     from rolloutmq.services.worker.scripted import ScriptedPolicy, play
     from rolloutmq.services.worker.trajectory import Trajectory
@@ -193,7 +193,7 @@ _live_in("rolloutmq.schemas.wire.tasks")
 __all__ += ["Column", "Group"]
 _live_in("rolloutmq.schemas.group")
 __all__ += ["Endpoint"]
-_live_in("rolloutmq.services.worker.openai_wire")
+_live_in("rolloutmq.services.worker.openai.wire")
 __all__ += ["Environment", "SingleTurn"]
 _live_in("rolloutmq.services.worker.environment")
 __all__ += ["Completion"]

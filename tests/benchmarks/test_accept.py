@@ -77,6 +77,20 @@ def test_the_run_with_vllm_is_judged_by_its_reward_and_its_time() -> None:
     assert unmet(wall_s=601.0) == ["wall_s"]
 
 
+def test_tests_inside_of_foreign_software_are_run_by_its_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    monkeypatch.setattr(accept, "THEIR_PYTHON", {"tests/inside": python})
+    names = ["tests/inside/test_a.py::test_b", "tests/outside.py"]
+    own, rival = accept.runs_of_tests(names)
+    assert [name in own for name in names] == [True, True]
+    assert [name in rival for name in names] == [False, True]
+    python.touch()
+    *_, inside = accept.runs_of_tests(names)
+    assert inside == [str(python), "-m", "pytest", "-m", "rival", names[0]]
+
+
 def test_every_promise_is_made_once() -> None:
     told = tomllib.loads(accept.PROMISES.read_text())
     said = [promise["says"] for promise in told["promise"]]

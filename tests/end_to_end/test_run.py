@@ -25,7 +25,7 @@ from rolloutmq.services.process.identity import alive, find_marked
 from rolloutmq.services.rewards.window import SharedWindow
 
 ENDED_WITHIN_S = 300.0
-RUBRIC = Path(__file__).parents[2] / "examples" / "rubric.toml"
+RUBRIC = Path(__file__).parents[2] / "examples" / "rubric" / "rubric.toml"
 PROMISED = {
     *("reward_first", "reward_last", "steps", "wall_s", "groups_accepted", "groups_trained"),
     *("groups_filtered", "groups_expired", "groups_dead", "groups_in_flight", "groups_lost"),

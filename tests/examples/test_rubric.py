@@ -13,7 +13,7 @@ from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.loader import load_environment
 from rolloutmq.services.worker.scripted import ScriptedPolicy, play
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "rubric"
 
 
 @pytest.fixture

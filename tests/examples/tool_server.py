@@ -102,7 +102,7 @@ class ToolServer:
             "index": 0,
             "message": message,
             "finish_reason": "tool_calls" if message["tool_calls"] else "stop",
-            "logprobs": {"content": [{"token": chr(token), "logprob": logprob(token)} for token in sampled]},
+            "logprobs": {"content": [_told(token) for token in sampled]},
         }
         if way != "no tokens":
             choice["token_ids"] = sampled
@@ -149,6 +149,10 @@ class ToolServer:
 def call(operation: str, a: int, b: int) -> tuple[str, str]:
     """Return a call of the calculator: name and arguments."""
     return "calculate", json.dumps({"operation": operation, "a": a, "b": b})
+
+
+def _told(token: int) -> dict[str, Any]:
+    return {"token": chr(token), "logprob": logprob(token), "bytes": None, "top_logprobs": []}
 
 
 def _call(name: str, arguments: str, number: int) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def test_the_package_holds_nothing_else() -> None:
 
 
 def test_every_promised_target_can_be_made() -> None:
-    rivals = ("test-atropos", "test-trl", "test-skyrl", "test-transferqueue", "test-vllm", "quickstart-vllm")
+    trainers = ("test-atropos", "test-trl", "test-skyrl", "test-transferqueue")
+    rivals = (*trainers, "test-verifiers", "test-vllm", "quickstart-vllm")
     tests = ("test", "test-extended", "test-all")
     for target in (
         "quickstart",
@@ -53,9 +54,10 @@ def test_every_promised_target_can_be_made() -> None:
         "test-extended",
         "test-atropos",
         "test-trl",
+        "test-skyrl",
+        "test-verifiers",
         "test-transformers4",
         "test-vllm",
-        "test-skyrl",
     ]
 
 

@@ -37,6 +37,8 @@ class _Logprobs(msgspec.Struct, gc=False):
 class _Token(msgspec.Struct, gc=False):
     token: str
     logprob: float
+    top_logprobs: tuple[()] = ()
+    """Never any, but OpenAI's own client refuses a response without the field."""
 
 
 class _TokenLogprobs(msgspec.Struct, gc=False):

@@ -99,3 +99,42 @@ def test_the_open_tasks_of_all_curricula_leave_room_at_the_broker() -> None:
         ConfigError, match=r"^curriculum\.f\.ahead: .* 50 \(got 20 here, 50 in all\); set a smaller"
     ):
         validate(several | {"broker": {"max_tasks": 50}})
+
+
+@pytest.mark.parametrize(
+    ("section", "error"),
+    [
+        ({}, "environment.e.entry: is required: name a class; or set `verifiers`"),
+        (
+            {"entry": "a:B", "verifiers": "wordle"},
+            "environment.e.entry: must not be given beside `verifiers` (got 'a:B'); remove one of them",
+        ),
+        (
+            {"verifiers": "wordle", "command": ["run"]},
+            "environment.e.verifiers: must not be given beside `command` (got 'wordle'); remove one of them",
+        ),
+        ({"verifiers": "wordle@1.0"}, "environment.e.verifiers: must be the name of an installed package"),
+        ({"verifiers": "a/b/c"}, "environment.e.verifiers: must be the name of an installed package"),
+        (
+            {"verifiers": "wordle", "rewards": {"raters": {"a": {"rater": "exact"}}}},
+            "environment.e.rewards: has no effect on an environment of `verifiers`",
+        ),
+        ({"entry": "a:B", "sampling": {"max_tokens": 1}}, "environment.e.sampling: is for an environment of"),
+        (
+            {"verifiers": "wordle", "sampling": {"temperature": -1}},
+            "environment.e.sampling.temperature: must be greater than or equal to 0 (got -1)",
+        ),
+    ],
+)
+def test_a_package_is_one_source_of_an_environment(section: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate({"environment": {"e": section}})
+    assert str(caught.value).startswith(error)
+
+
+def test_a_package_has_a_name_with_or_without_its_owner() -> None:
+    for name in ("wordle", "primeintellect/wordle", "reasoning-gym-env", "prime.intellect/i3_math"):
+        section = {"verifiers": name, "sampling": {"max_tokens": 8}, "options": {"a": 1}}
+        found = validate({"environment": {"e": section}})
+        assert found.environment["e"].verifiers == name
+        assert RunConfig.model_validate_json(found.model_dump_json()) == found

@@ -28,8 +28,8 @@ from rolloutmq.services.inference import heartbeat
 from rolloutmq.services.inference.tiny.server import serve
 from rolloutmq.services.orchestrator.engines.pool import EnginePool
 from rolloutmq.services.process.runner import Stop
-from rolloutmq.services.worker.engine_choice import Engines
-from rolloutmq.services.worker.openai_client import OpenAIPolicy
+from rolloutmq.services.worker.openai.client import OpenAIPolicy
+from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.runtime import Worker
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 

@@ -22,6 +22,8 @@ class FakeServer:
         asked: Bodies of the requests for completions so far.
         gate: Answers are held back while it is not set.
         missing: Choices by which its answers fall short.
+        text: Text of its answers.
+        code: Code of its errors.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,8 @@ class FakeServer:
         self.missing = 0
         self._peers: set[asyncio.Transport] = set()
         self.sampled = [4, 5]
+        self.text = "answer"
+        self.code: str | None = None
         self.url = ""
         self._runner: web.AppRunner | None = None
 
@@ -85,13 +89,19 @@ class FakeServer:
             if failure is None:
                 request.transport.abort()
                 return web.Response()
-            return web.json_response({"error": {"message": f"says {failure}"}}, status=failure)
+            error = {"message": f"says {failure}", "code": self.code}
+            return web.json_response({"error": error}, status=failure)
         chat = request.path.endswith("/chat/completions")
         choices = [self._choice(index, chat) for index in range(body["n"] - self.missing)]
         return web.Response(
-            body=json.dumps({"id": "x", "object": "text_completion", "choices": choices, "usage": {}}),
+            body=json.dumps({**self._about(chat), "choices": choices}),
             content_type="application/json",
         )
+
+    def _about(self, chat: bool) -> dict[str, Any]:
+        usage = {"prompt_tokens": len(PROMPT), "completion_tokens": 2, "total_tokens": len(PROMPT) + 2}
+        kind = "chat.completion" if chat else "text_completion"
+        return {"id": "x", "object": kind, "created": 0, "model": "tiny", "usage": usage}
 
     def _choice(self, index: int, chat: bool) -> dict[str, Any]:
         logprobs = [-0.25] * len(self.sampled)
@@ -102,10 +112,11 @@ class FakeServer:
             "prompt_token_ids": PROMPT,
         }
         if chat:
-            choice["message"] = {"role": "assistant", "content": "answer"}
-            choice["logprobs"] = {"content": [{"token": "a", "logprob": value} for value in logprobs]}
+            choice["message"] = {"role": "assistant", "content": self.text}
+            told = [{"token": "a", "logprob": value, "top_logprobs": []} for value in logprobs]
+            choice["logprobs"] = {"content": told}
         else:
-            choice["text"] = "answer"
+            choice["text"] = self.text
             choice["logprobs"] = {"token_logprobs": logprobs, "tokens": ["a"] * len(logprobs)}
         if self.step is not None:
             version = {"incarnation": 0, "step": self.step}

@@ -119,7 +119,7 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_example_scores_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report("rubric", EXAMPLES / "rubric.toml", as_json=False) == 0
+    assert report("rubric", EXAMPLES / "rubric" / "rubric.toml", as_json=False) == 0
     assert capsys.readouterr().out.count("64 sequences in 8 groups are the same") == 3
 
 

@@ -96,7 +96,7 @@ def test_chat() -> None:
     assert (said["id"], said["object"]) == ("chatcmpl-7", "chat.completion")
     choice = said["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "ab"}
-    assert choice["logprobs"]["content"][1] == {"token": "b", "logprob": -1.5}
+    assert choice["logprobs"]["content"][1] == {"token": "b", "logprob": -1.5, "top_logprobs": []}
     assert choice["token_ids"] == [1, 2, 0]
     assert choice["prompt_token_ids"] == [7, 8]
     assert "text" not in choice

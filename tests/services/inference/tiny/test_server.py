@@ -37,8 +37,8 @@ from rolloutmq.services.inference.server import listening
 from rolloutmq.services.inference.tiny.policy import ServedPolicy
 from rolloutmq.services.inference.tiny.server import TinyServer, serve
 from rolloutmq.services.process.runner import Stop
-from rolloutmq.services.worker.engine_choice import Engines
-from rolloutmq.services.worker.openai_client import OpenAIPolicy
+from rolloutmq.services.worker.openai.client import OpenAIPolicy
+from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.trajectory import Trajectory, group_of
 from rolloutmq.trainer.policy.model import build_policy, write_identity
 from rolloutmq.trainer.step.collate import Example, collate

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
-from tests.services.worker.test_openai_client import among, at, until
+from tests.services.worker.openai.test_client import among, at, until
 
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker import openai_wire
 from rolloutmq.services.worker.completion import Completion
-from rolloutmq.services.worker.openai_client import OpenAIPolicy
-from rolloutmq.services.worker.openai_wire import Endpoint
+from rolloutmq.services.worker.openai import wire
+from rolloutmq.services.worker.openai.client import OpenAIPolicy
+from rolloutmq.services.worker.openai.wire import Endpoint
 from rolloutmq.services.worker.policy import Policy
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def span(start: int, end: int, version: Any) -> dict[str, Any]:
 
 
 def one(body: bytes) -> Completion:
-    (completion,) = openai_wire.text_completions(body, KNOWN)
+    (completion,) = wire.text_completions(body, KNOWN)
     return completion
 
 
@@ -189,7 +189,7 @@ def test_versions_are_the_oldest_and_newest_told_or_else_known(
 def test_the_temperature_is_that_of_the_server_or_else_that_asked_for(
     said: float | None, asked: float, found: float
 ) -> None:
-    (completion,) = openai_wire.text_completions(text_answer(temperature=said), KNOWN, asked)
+    (completion,) = wire.text_completions(text_answer(temperature=said), KNOWN, asked)
     assert completion.temperature == found
 
 
@@ -208,7 +208,7 @@ def test_a_chat_answer_is_read() -> None:
         "logprobs": {"content": [{"token": "a", "logprob": -1.5, "bytes": None}]},
     }
     body = json.dumps({"choices": [choice], "prompt_token_ids": [1]}).encode()
-    (completion,) = openai_wire.chat_completions(body, KNOWN)
+    (completion,) = wire.chat_completions(body, KNOWN)
     assert completion == Completion("", [1], [7], [-1.5], *KNOWN, "", ["a"])
 
 
@@ -231,7 +231,7 @@ def test_a_chat_answer_is_read() -> None:
 )
 def test_an_answer_that_cannot_be_trained_on_is_refused(body: bytes, problem: str) -> None:
     with pytest.raises(PolicyRefusedError) as caught:
-        openai_wire.text_completions(body, KNOWN)
+        wire.text_completions(body, KNOWN)
     assert caught.value.status == 200
     assert problem in str(caught.value)
 
@@ -241,7 +241,7 @@ def test_a_server_may_keep_the_texts_of_tokens_to_itself() -> None:
 
 
 def test_requests_ask_for_what_training_needs() -> None:
-    asked = json.loads(openai_wire.text_request("m", (1, 2), n=3, max_tokens=4, temperature=1.0))
+    asked = json.loads(wire.text_request("m", (1, 2), n=3, max_tokens=4, temperature=1.0))
     assert asked == {
         "model": "m",
         "prompt": [1, 2],
@@ -251,21 +251,21 @@ def test_requests_ask_for_what_training_needs() -> None:
         "max_tokens": 4,
         "temperature": 1.0,
     }
-    chat = json.loads(openai_wire.chat_request("m", ({"role": "user", "content": "ä"},), n=1))
+    chat = json.loads(wire.chat_request("m", ({"role": "user", "content": "ä"},), n=1))
     assert chat["messages"] == [{"role": "user", "content": "ä"}]
     assert chat["logprobs"] is True
     assert chat["return_token_ids"] is True
 
 
 def test_errors_are_read_whatever_their_form() -> None:
-    assert openai_wire.error_text(b'{"error": {"message": "too\\n long", "code": 1}}') == "too long"
-    assert openai_wire.error_text(b"<b>no\n</b>") == "<b>no </b>"
-    assert openai_wire.error_text(b"\xff") == "\ufffd"
-    assert len(openai_wire.error_text(b"x" * 10_000)) == 200
+    assert wire.error_text(b'{"error": {"message": "too\\n long", "code": 1}}') == "too long"
+    assert wire.error_text(b"<b>no\n</b>") == "<b>no </b>"
+    assert wire.error_text(b"\xff") == "\ufffd"
+    assert len(wire.error_text(b"x" * 10_000)) == 200
 
 
 def test_the_first_model_is_the_one() -> None:
-    assert openai_wire.first_model(b'{"data": [{"id": "a"}, {"id": "b"}]}') == "a"
+    assert wire.first_model(b'{"data": [{"id": "a"}, {"id": "b"}]}') == "a"
     for body in (b'{"data": []}', b"{}", b"no"):
         with pytest.raises(PolicyRefusedError, match="lists no model"):
-            openai_wire.first_model(body)
+            wire.first_model(body)

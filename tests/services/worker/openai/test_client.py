@@ -12,9 +12,9 @@ import pytest
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker import openai_client
-from rolloutmq.services.worker.engine_choice import Engines
-from rolloutmq.services.worker.openai_client import OpenAIPolicy
+from rolloutmq.services.worker.openai import client
+from rolloutmq.services.worker.openai.client import OpenAIPolicy
+from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.policy import Policy
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ async def test_calls_are_spread_over_the_engines(server: "FakeServer", other_ser
 async def test_an_engine_that_dies_costs_its_calls_no_pause(
     server: "FakeServer", other_server: "FakeServer", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_client, "BACKOFF_S", 60.0)
+    monkeypatch.setattr(client, "BACKOFF_S", 60.0)
     async with OpenAIPolicy.opened(among(server, other_server)) as policy:
         for one in (server, other_server):
             one.gate.clear()
@@ -203,7 +203,7 @@ async def test_an_engine_that_dies_costs_its_calls_no_pause(
 async def test_an_engine_that_drains_hands_its_calls_to_the_others(
     server: "FakeServer", other_server: "FakeServer", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_client, "BACKOFF_S", 60.0)
+    monkeypatch.setattr(client, "BACKOFF_S", 60.0)
     server.failures = [503] * 50
     async with OpenAIPolicy.opened(among(server, other_server)) as policy:
         for _ in range(20):

@@ -20,8 +20,8 @@ import msgspec
 
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker import openai_wire
 from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.openai import wire
 
 BASE: Final = "/v1"
 
@@ -292,7 +292,7 @@ class Endpoint:
     @property
     def request(self) -> Mapping[str, Any]:
         """Keyword arguments for every `chat.completions.create` of OpenAI's client."""
-        asked = {"model": self.model, "logprobs": True, "extra_body": openai_wire.BEYOND}
+        asked = {"model": self.model, "logprobs": True, "extra_body": wire.BEYOND}
         return asked | {"temperature": 0.0} if self.greedy else asked
 
     def completions(self, answer: Any, temperature: float = 1.0) -> list[Completion]:
@@ -305,6 +305,4 @@ class Endpoint:
         Raises:
             PolicyRefusedError: The response lacks what training needs.
         """
-        return openai_wire.chat_completions(
-            answer, (self.oldest, max(self.oldest, self.newest())), temperature
-        )
+        return wire.chat_completions(answer, (self.oldest, max(self.oldest, self.newest())), temperature)

@@ -22,11 +22,10 @@ import aiohttp
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_access import authorization, with_token
-from rolloutmq.services.worker import openai_wire
-from rolloutmq.services.worker.completion import ChatMessage, Completion
-from rolloutmq.services.worker.engine_choice import Engine, Engines
-from rolloutmq.services.worker.openai_wire import Endpoint
-from rolloutmq.services.worker.policy import MAX_TOKENS
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.openai import wire
+from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
+from rolloutmq.services.worker.openai.wire import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +110,8 @@ class OpenAIPolicy:
         """See `Policy.complete`."""
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
-        body = await self._ask(
-            openai_wire.COMPLETIONS, lambda model: openai_wire.text_request(model, prompt, **sampling)
-        )
-        return _counted(
-            n, openai_wire.text_completions(body, (before, max(before, self._known())), temperature)
-        )
+        body = await self._ask(wire.COMPLETIONS, lambda model: wire.text_request(model, prompt, **sampling))
+        return _counted(n, wire.text_completions(body, (before, max(before, self._known())), temperature))
 
     async def chat(
         self,
@@ -130,12 +125,8 @@ class OpenAIPolicy:
         """See `Policy.chat`."""
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
-        body = await self._ask(
-            openai_wire.CHAT, lambda model: openai_wire.chat_request(model, messages, **sampling)
-        )
-        return _counted(
-            n, openai_wire.chat_completions(body, (before, max(before, self._known())), temperature)
-        )
+        body = await self._ask(wire.CHAT, lambda model: wire.chat_request(model, messages, **sampling))
+        return _counted(n, wire.chat_completions(body, (before, max(before, self._known())), temperature))
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
@@ -143,7 +134,7 @@ class OpenAIPolicy:
         engine = await self._until(self._found)
         engine.in_hand += 1
         try:
-            base_url = with_token(engine.url, self._token) + openai_wire.BASE
+            base_url = with_token(engine.url, self._token) + wire.BASE
             yield Endpoint(base_url, engine.model, self._known(), self._known)
         finally:
             engine.in_hand -= 1
@@ -198,22 +189,22 @@ class OpenAIPolicy:
         if status == 200:
             return body
         if status not in RETRIED:
-            raise PolicyRefusedError(status, openai_wire.error_text(body))
-        return f"status {status}, {openai_wire.error_text(body)}"
+            raise PolicyRefusedError(status, wire.error_text(body))
+        return f"status {status}, {wire.error_text(body)}"
 
     async def _found(self, engine: Engine) -> Engine | str:
         return await self._find(engine) or engine
 
     async def _find(self, engine: Engine) -> str:
         """Look up the model of an engine; return the reason to retry, or an empty string."""
-        async with self._session.get(engine.url + openai_wire.MODELS) as response:
+        async with self._session.get(engine.url + wire.MODELS) as response:
             body = await response.read()
         if response.status == 200:
-            engine.model = openai_wire.first_model(body)
+            engine.model = wire.first_model(body)
             return ""
-        text = openai_wire.error_text(body)
+        text = wire.error_text(body)
         if response.status not in RETRIED:
-            raise PolicyRefusedError(response.status, f"{openai_wire.MODELS}: {text}")
+            raise PolicyRefusedError(response.status, f"{wire.MODELS}: {text}")
         return f"status {response.status}, {text}"
 
     async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:

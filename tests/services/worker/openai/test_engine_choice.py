@@ -7,7 +7,7 @@ import pytest
 
 from rolloutmq.bus.engine_registry import SILENT_S
 from rolloutmq.schemas.files import InferenceAddress
-from rolloutmq.services.worker.engine_choice import LOOK_S, PASS_S, Engine, Engines
+from rolloutmq.services.worker.openai.engine_choice import LOOK_S, PASS_S, Engine, Engines
 
 
 class Directory:

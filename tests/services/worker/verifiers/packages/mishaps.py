@@ -1,0 +1,45 @@
+"""An environment of verifiers in which each row says what goes wrong."""
+
+import asyncio
+from typing import Any
+
+import verifiers as vf
+from datasets import Dataset
+
+ROWS = ("fine", "raises", "fails", "hangs", "rewards", "judges", "nan")
+
+
+async def reward(answer: str) -> float:
+    if answer == "rewards":
+        raise ZeroDivisionError("in the reward")
+    return float("nan") if answer == "nan" else 1.0
+
+
+def judges(completions: list[Any], answers: list[str]) -> list[float]:
+    """A reward of a whole group."""
+    if answers[0] == "judges":
+        raise ConnectionError("the judge is away")
+    return [float(number) for number in range(len(completions))]
+
+
+class Mishaps(vf.MultiTurnEnv):  # type: ignore[misc]
+    async def setup_state(self, state: Any) -> Any:
+        way = state["answer"]
+        if way == "raises":
+            raise KeyError("no such thing")
+        if way == "fails":
+            raise vf.InfraError("no sandbox")
+        if way == "hangs":
+            await asyncio.Event().wait()
+        return state
+
+    async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:  # noqa: ARG002 - as theirs
+        raise AssertionError("has one turn")
+
+
+def load_environment(key: str = "", fail: bool = False) -> vf.Environment:
+    if fail:
+        raise ValueError(f"refused: {key}")
+    rows = [{"prompt": [{"role": "user", "content": "1="}], "answer": way} for way in ROWS]
+    rubric = vf.Rubric(funcs=[reward, judges], weights=[1.0, 0.5])
+    return Mishaps(dataset=Dataset.from_list(rows), max_turns=1, rubric=rubric)
