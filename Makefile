@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Two at once, since many start processes of their own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-transformers4 test-vllm \
+.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-transformers4 test-vllm \
 	test-transferqueue soak soak-faults fuzz check docs bench bench-rewards bench-rivals accept reference lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
@@ -59,6 +59,9 @@ test-trl: $(VENV)/.installed .venv-trl/.installed ## TRL's trainer on the bus, a
 
 test-skyrl: $(VENV)/.installed .venv-skyrl/.installed ## SkyRL's own trainers on the bus
 	$(BIN)/python -m pytest -m rival tests/trainer/integrations/skyrl
+
+test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
+	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_transferqueue.py
@@ -148,17 +151,26 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	.venv-skyrl/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
 	touch $@
 
+# No `pip check`: two packages that verl declares are left out, see the file. verl also installs folders called `tests` and
+# `scripts`, so nothing that runs here imports ours of these names.
+.venv-verl/.installed: pyproject.toml requirements/verl.txt $(TORCH)
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python $(LOCKED) requirements/verl.txt
+	$(call install_torch,.venv-verl)
+	$(call install_package,.venv-verl)
+	touch $@
+
 lock: $(VENV)/.installed ## the hashes of the pinned packages, after a change of a version in requirements/
 	$(BIN)/python tests/house/requirements/lock.py $(filter-out $(TORCH),$(wildcard requirements/*.txt)) requirements/torch-cuda.txt
 
-accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-skyrl/.installed .venv-transformers4/.installed \
-	.venv-vllm/.installed ## every figure that is promised, met or unmet
+accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-skyrl/.installed .venv-verl/.installed \
+	.venv-transformers4/.installed .venv-vllm/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
 reference: $(VENV)/.installed ## the pages of docs/reference that are made from the code
 	$(BIN)/python -m rolloutmq.launch.reference docs/reference
 
 clean:
-	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-transformers4 .venv-vllm build dist *.egg-info \
+	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-transformers4 .venv-vllm build dist *.egg-info \
 		src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,7 +28,8 @@ def test_the_package_holds_nothing_else() -> None:
 
 
 def test_every_promised_target_can_be_made() -> None:
-    rivals = ("test-atropos", "test-trl", "test-skyrl", "test-transferqueue", "test-vllm", "quickstart-vllm")
+    trainers = ("test-trl", "test-skyrl", "test-verl")
+    rivals = ("test-atropos", *trainers, "test-transferqueue", "test-vllm", "quickstart-vllm")
     tests = ("test", "test-extended", "test-all")
     for target in (
         "quickstart",
@@ -55,6 +56,7 @@ def test_every_promised_target_can_be_made() -> None:
         "test-trl",
         "test-transformers4",
         "test-vllm",
+        "test-verl",
     ]
 
 
