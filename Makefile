@@ -7,8 +7,9 @@ export OMP_NUM_THREADS := 1
 # Two at once, since many start processes of their own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verifiers test-transformers4 \
-	test-vllm test-transferqueue soak soak-faults fuzz check docs bench bench-rewards bench-rivals accept newest reference lock clean
+.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-verifiers \
+	test-transformers4 test-vllm test-transferqueue soak soak-faults fuzz check docs bench bench-rewards bench-rivals accept newest \
+	reference lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
 PIP := -m pip install --disable-pip-version-check --no-deps
@@ -62,6 +63,9 @@ test-skyrl: $(VENV)/.installed .venv-skyrl/.installed ## SkyRL's own trainers on
 
 test-verifiers: .venv-verifiers/.installed ## environments of the verifiers hub, in workers that are killed
 	.venv-verifiers/bin/python -m pytest -m rival tests/services/worker/verifiers
+
+test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
+	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_transferqueue.py
@@ -159,11 +163,20 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	.venv-verifiers/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
 	touch $@
 
+# No `pip check`: two packages that verl declares are left out, see the file. verl also installs folders called `tests` and
+# `scripts`, so nothing that runs here imports ours of these names.
+.venv-verl/.installed: pyproject.toml requirements/verl.txt $(TORCH)
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python $(LOCKED) requirements/verl.txt
+	$(call install_torch,.venv-verl)
+	$(call install_package,.venv-verl)
+	touch $@
+
 lock: $(VENV)/.installed ## the hashes of the pinned packages, after a change of a version in requirements/
 	$(BIN)/python tests/house/requirements/lock.py $(filter-out $(TORCH),$(wildcard requirements/*.txt)) requirements/torch-cuda.txt
 
-accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-skyrl/.installed .venv-transformers4/.installed \
-	.venv-verifiers/.installed .venv-vllm/.installed ## every figure that is promised, met or unmet
+accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-skyrl/.installed .venv-verl/.installed \
+	.venv-verifiers/.installed .venv-transformers4/.installed .venv-vllm/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
 newest: $(VENV)/.installed ## the adapters against the newest releases of their frameworks; only reports
@@ -173,6 +186,7 @@ reference: $(VENV)/.installed ## the pages of docs/reference that are made from 
 	$(BIN)/python -m rolloutmq.launch.reference docs/reference
 
 clean:
-	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verifiers .venv-transformers4 .venv-vllm \
-		.venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis runs
+	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-verifiers .venv-transformers4 \
+		.venv-vllm .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
+		.hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -28,8 +28,8 @@ def test_the_package_holds_nothing_else() -> None:
 
 
 def test_every_promised_target_can_be_made() -> None:
-    trainers = ("test-atropos", "test-trl", "test-skyrl", "test-transferqueue")
-    rivals = (*trainers, "test-verifiers", "test-vllm", "quickstart-vllm")
+    trainers = ("test-trl", "test-skyrl", "test-verl", "test-verifiers")
+    rivals = ("test-atropos", *trainers, "test-transferqueue", "test-vllm", "quickstart-vllm")
     tests = ("test", "test-extended", "test-all")
     for target in (
         "quickstart",
@@ -55,6 +55,7 @@ def test_every_promised_target_can_be_made() -> None:
         "test-atropos",
         "test-trl",
         "test-skyrl",
+        "test-verl",
         "test-verifiers",
         "test-transformers4",
         "test-vllm",

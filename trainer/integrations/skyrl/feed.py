@@ -14,6 +14,9 @@ answers are ready that the leases left suffice for all of them (`enough`). Group
 those of a resumed trainer, are kept; if they fill what the broker allows, or are too many, the oldest are filtered, and
 their instances get another attempt. Groups that nobody will ask for are filtered at once.
 
+With `same` a group answers any task that is alike, of an earlier life, say. Then a resumed feed submits nothing before
+it has taken what the broker delivers again, and keeps nothing that comes later and that nobody asks for.
+
 Each settlement has a line in the run's `trained.jsonl`, written before it.
 """
 
@@ -46,7 +49,7 @@ from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import GROUPS_LIMIT, WINDOW_LIMIT
-from rolloutmq.schemas.wire.tasks import ASK_LIMIT, TaskState, TaskStatus
+from rolloutmq.schemas.wire.tasks import ASK_LIMIT, REASON_CHARS, TaskState, TaskStatus
 from rolloutmq.trainer.integrations.skyrl.rows import Answer, Missing
 from rolloutmq.trainer.step.lane_scores import lane_scores
 from rolloutmq.trainer.trained_log import TrainedLog
@@ -119,6 +122,7 @@ class Feed:
         counts: What became of groups that no request got.
         error: Why no further group comes; None while they do.
         tell: Is told of each step.
+        same: What the ids of two tasks have in common if the group of one answers the other; None: nothing does.
     """
 
     training: str
@@ -131,6 +135,7 @@ class Feed:
     counts: Counts = field(default_factory=Counts)
     error: RolloutMQError | None = None
     tell: Callable[[StepDone], None] = lambda _event: None
+    same: Callable[[str], str] | None = None
     _settled_at: float = field(default_factory=time.monotonic)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _kept: OrderedDict[str, HeldGroup] = field(default_factory=OrderedDict)
@@ -142,6 +147,8 @@ class Feed:
     _leases: Counter[tuple[int, int]] = field(default_factory=Counter)
     _empty_at: float = 0.0
     """When a pull last found an empty queue."""
+    _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
+    """A pull has found no further group: what the broker delivers again has come."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _closed: bool = False
 
@@ -223,6 +230,7 @@ class Feed:
 
     def _end(self, error: RolloutMQError) -> None:
         self._closed, self.error = True, self.error or error
+        self._caught_up.set()
         for one in list(self._asked.values()):
             self._resolve(one, Answer(missing=Missing.CLOSED, detail=str(error)))
 
@@ -242,6 +250,10 @@ class Feed:
         """
         began = time.monotonic()
         until = began + self.deadline_s
+        if self.again and self.same is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.deadline_s):
+                    await self._caught_up.wait()
         while True:
             attempt = self._attempts.get(name, 0)
             self._attempts[name] = attempt + 1
@@ -269,7 +281,7 @@ class Feed:
         """Ask one task; return what came, and whether another attempt may bring more."""
         if self._closed:
             return Answer(missing=Missing.CLOSED, detail=str(self.error)), False
-        kept = self._kept.pop(task.id, None)
+        kept = self._take_kept(task.id)
         if kept is not None:
             self._remember(task.id)
             self._out.setdefault(key, []).append(kept)
@@ -292,6 +304,14 @@ class Feed:
             if self._asked.pop(task.id, None) is not None:
                 self._remember(task.id)
         return found, isinstance(found, Answer) and found.missing is Missing.LOST
+
+    def _take_kept(self, task_id: str) -> HeldGroup | None:
+        """Return the kept group that answers a task, and keep it no longer."""
+        if task_id in self._kept or self.same is None:
+            return self._kept.pop(task_id, None)
+        alike = self.same(task_id)
+        found = next((one for one in self._kept if self.same(one) == alike), None)
+        return None if found is None else self._kept.pop(found)
 
     async def _submitted(self, asked: _Asked, until: float) -> tuple[Answer, bool] | None:
         """Submit a task; return why that was in vain, and whether the next attempt may do."""
@@ -332,6 +352,9 @@ class Feed:
             await self._until_enough()
             held = await self.consumer.get(LOOK_S)
             if held is None:
+                if self.again and not self._caught_up.is_set():
+                    self._caught_up.set()
+                    continue  # what was kept may be asked for now
                 if self.consumer.wait is Wait.UNSETTLED:
                     await self._make_room()
                 else:
@@ -352,14 +375,17 @@ class Feed:
 
     async def _route(self, held: HeldGroup) -> None:
         task_id = held.group.task
-        asked = self._asked.get(task_id)
+        asked = self._asked.get(task_id) or self._asked_alike(task_id)
         if asked is not None and not asked.answer.done():
             self._out.setdefault(asked.key, []).append(held)
             self._resolve(asked, held)
+            if asked.task.id != task_id:
+                self._remember(task_id)
+                await self.tasks.cancel([asked.task.id], f"answered by the group of {task_id}"[:REASON_CHARS])
             return
         if not task_id.startswith(f"{self.training}/"):
             self.counts.foreign += 1
-        elif task_id in self._over or task_id in self._kept:
+        elif task_id in self._over or task_id in self._kept or self._is_of_the_past(held):
             self.counts.late += 1
         else:
             self._kept[task_id] = held
@@ -368,6 +394,17 @@ class Feed:
             await self._make_room()
             return
         await self._settle((), (held,), None)
+
+    def _is_of_the_past(self, held: HeldGroup) -> bool:
+        """Return whether a task of an earlier life has come to its end, when all that is delivered again is there."""
+        return self.same is not None and self._caught_up.is_set() and not held.rewound
+
+    def _asked_alike(self, task_id: str) -> _Asked | None:
+        """Return a task under way that the group of another task answers, too."""
+        if self.same is None or task_id in self._over:
+            return None
+        alike = self.same(task_id)
+        return next((one for name, one in self._asked.items() if self.same(name) == alike), None)
 
     async def _make_room(self) -> None:
         """Filter the oldest group that nobody has asked for."""

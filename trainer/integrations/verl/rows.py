@@ -1,0 +1,178 @@
+"""Groups of the bus as the keys, fields and tags that verl reads from TransferQueue. Pure.
+
+    {uid}                 a prompt; its tag `status` is pending, running, finished or failure
+    {uid}_{session}_0     a trajectory, with the fields of an agent loop's output and of its prompt
+
+A sequence of the bus begins with its prompt: the tokens before the first sampled one. The rest is verl's response, with
+mask 0 where the policy sampled nothing. Nothing is decoded, tokenized or padded; log-probabilities are verl's f32.
+
+A trajectory that verl cannot train on is left out, and so is one beyond the sessions that verl asked for. verl calls a
+prompt with fewer trajectories than sessions a failure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rolloutmq.schemas.group import Group
+from rolloutmq.trainer.integrations.verl.prompts import Prompt
+
+UNKEPT: Final = frozenset({"agent_name", "multi_modal_data"})
+"""Fields of a prompt that verl does not keep beside a trajectory."""
+
+
+class Status(StrEnum):
+    """Status of a prompt in TransferQueue, as verl's replay buffer reads it."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectories:
+    """Trajectories of one group.
+
+    Attributes:
+        keys: Keys in TransferQueue.
+        fields: Fields of each, all with the same names.
+        tags: Tags of each.
+        missing: Sessions without a trajectory.
+    """
+
+    keys: list[str]
+    fields: list[dict[str, Any]]
+    tags: list[dict[str, Any]]
+    missing: int
+
+    @property
+    def status(self) -> Status:
+        """Status of their prompt."""
+        return Status.FAILURE if self.missing else Status.FINISHED
+
+
+def trajectories(group: Group, prompt: Prompt) -> Trajectories:
+    """Return the trajectories of the group that answers a prompt."""
+    kept = {name: value for name, value in prompt.fields.items() if name not in UNKEPT}
+    found = Trajectories([], [], [], prompt.size)
+    live = 0
+    for session, sequence in enumerate(_sequences(group)[: prompt.size]):
+        if sequence is None:
+            continue
+        live += 1
+        found.keys.append(f"{prompt.uid}_{session}_0")
+        found.fields.append(_fields(sequence, group, kept | {"session_id": session}))
+        found.tags.append(_tags(sequence, group, prompt))
+    return Trajectories(found.keys, found.fields, found.tags, prompt.size - live)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """One usable sequence: `(P,)` prompt, and `(R,)` response, mask and log-probabilities."""
+
+    prompt: NDArray[np.int64]
+    response: NDArray[np.int64]
+    mask: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    score: float
+    stop_reason: str
+
+
+def _sequences(group: Group) -> list[_Sequence | None]:
+    columns = group.columns
+    tokens, scores = columns["tokens"].rows(), columns["scores"].numbers().tolist()
+    masks = columns["mask"].rows() if "mask" in columns else [None] * len(tokens)
+    rated = columns.get("inference_logprobs")
+    logprobs: list[Any] = [None] * len(tokens)
+    if rated is not None:
+        logprobs = np.split(rated.numbers(), np.cumsum(rated.lengths[0])[:-1])
+    return [_sequence(*row) for row in zip(tokens, masks, logprobs, scores, _reasons(group), strict=True)]
+
+
+def _sequence(
+    tokens: NDArray[Any],
+    mask: NDArray[Any] | None,
+    logprobs: NDArray[np.float64] | None,
+    score: float,
+    reason: str,
+) -> _Sequence | None:
+    """Return a sequence; None without a prompt, a sampled token or log-probabilities."""
+    chosen = np.zeros(len(tokens), bool) if mask is None else np.asarray(mask).astype(bool)
+    start = int(chosen.argmax()) if chosen.any() else 0
+    if logprobs is None or not start:
+        return None
+    return _Sequence(
+        tokens[:start].astype(np.int64),
+        tokens[start:].astype(np.int64),
+        chosen[start:].astype(np.int64),
+        np.where(chosen, logprobs, 0.0)[start:].astype(np.float32),
+        score,
+        reason,
+    )
+
+
+def _reasons(group: Group) -> list[str]:
+    column = group.columns.get("stop_reasons")
+    told = column.values if column is not None else None
+    if not isinstance(told, list | tuple) or len(told) != group.sequences:
+        return ["stop"] * group.sequences
+    return [one if isinstance(one, str) and one else "stop" for one in told]
+
+
+def _fields(sequence: _Sequence, group: Group, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of one trajectory: those of verl's `AgentLoopOutput`, then those of the prompt."""
+    prompts, responses = torch.from_numpy(sequence.prompt), torch.from_numpy(sequence.response)
+    mask = torch.from_numpy(sequence.mask)
+    rewards = torch.zeros(len(mask), dtype=torch.float32)
+    rewards[-1] = sequence.score
+    return {
+        "num_turns": 2 * _spans(sequence.mask),
+        "metrics": {
+            "generate_sequences": max(0.0, group.finished_at - group.started_at),
+            "tool_calls": 0.0,
+            "compute_score": 0.0,
+            "num_preempted": -1,
+        },
+        "extra_fields": {
+            "turn_scores": [],
+            "tool_rewards": [],
+            "reward_extra_info": {},
+            "min_global_steps": group.oldest.step,
+            "max_global_steps": group.newest.step,
+            "stop_reason": sequence.stop_reason,
+            "group_id": group.group_id,
+        },
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": mask,
+        "rollout_log_probs": torch.from_numpy(sequence.logprobs),
+        "rm_scores": rewards,
+        **kept,
+        "loss_mask": mask,
+        "input_ids": torch.cat([prompts, responses]),
+        "position_ids": torch.arange(len(prompts) + len(responses)),
+        "multi_modal_inputs": {},
+    }
+
+
+def _spans(mask: NDArray[np.int64]) -> int:
+    """Return the number of unbroken runs of sampled tokens: the turns of the policy."""
+    return int(np.count_nonzero(np.diff(mask, prepend=0) == 1))
+
+
+def _tags(sequence: _Sequence, group: Group, prompt: Prompt) -> dict[str, Any]:
+    return {
+        "status": "success",
+        "prompt_len": len(sequence.prompt),
+        "response_len": len(sequence.response),
+        "seq_len": len(sequence.prompt) + len(sequence.response),
+        "global_steps": prompt.step,
+        "min_global_steps": group.oldest.step,
+        "max_global_steps": group.newest.step,
+    }

@@ -1,0 +1,49 @@
+"""TransferQueue, as the bridge writes it. All calls block."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import transfer_queue
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from rolloutmq.trainer.integrations.verl.rows import Status
+
+
+class TransferQueueStore:
+    """The TransferQueue of this process, which verl has initialized."""
+
+    def put(
+        self,
+        partition: str,
+        keys: Sequence[str],
+        tags: Sequence[Mapping[str, Any]],
+        fields: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write tags, which join those of the same key, and fields if given.
+
+        Args:
+            partition: Partition.
+            keys: Keys.
+            tags: Tags of each key.
+            fields: Fields of each key, all with the same names.
+        """
+        values = None if fields is None else list_of_dict_to_tensordict([dict(one) for one in fields])
+        transfer_queue.kv_batch_put(
+            keys=list(keys), partition_id=partition, tags=[dict(one) for one in tags], fields=values
+        )
+
+    def reopen(self, partition: str) -> int:
+        """Make restored prompts pending again, so that verl submits them again; return their number.
+
+        verl restores the trajectories of a checkpoint, and the bus delivers their groups again. The bus is the one
+        that counts: each of these prompts is answered by its group, once.
+        """
+        listed = transfer_queue.kv_list(partition) or {}
+        over = [
+            key
+            for key, tag in listed.get(partition, {}).items()
+            if tag.get("is_prompt") and tag["status"] in {Status.FINISHED, Status.FAILURE}
+        ]
+        if over:
+            self.put(partition, over, [{"status": str(Status.PENDING)}] * len(over))
+        return len(over)
