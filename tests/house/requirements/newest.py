@@ -35,6 +35,10 @@ class Adapter:
     packages: tuple[str, ...]
     """The framework first, then what it is released with."""
     tests: tuple[str, ...]
+    inside: bool = False
+    """The tests run inside of the environment of the framework, not beside it."""
+    dependencies: bool = True
+    """Install what the release requires; otherwise only the pinned packages."""
 
     @property
     def framework(self) -> str:
@@ -45,6 +49,8 @@ class Adapter:
 ADAPTERS: Final = {
     "trl": Adapter(("trl",), ("tests/trainer/integrations/trl",)),
     "skyrl": Adapter(("skyrl", "skyrl-gym"), ("tests/trainer/integrations/skyrl",)),
+    "verl": Adapter(("verl", "TransferQueue"), ("tests/trainer/integrations/verl",), dependencies=False),
+    "verifiers": Adapter(("verifiers",), ("tests/services/worker/verifiers",), inside=True),
 }
 
 
@@ -124,13 +130,22 @@ def run(name: str, adapter: Adapter) -> str:
         (*hashed, f"requirements/{name}.txt"),
         (*hashed, "requirements/torch-cpu.txt"),
         (*pip, "--no-deps", "--no-build-isolation", "--editable", "."),
-        (*pip, "--upgrade", *adapter.packages),
+        (*pip, "--upgrade", *(() if adapter.dependencies else ("--no-deps",)), *adapter.packages),
     ]
     for step in steps:
         done = subprocess.run(step, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         if done.returncode:
             return f"not installed: {_last_line(done.stderr)}"
-    tests = (sys.executable, "-m", "pytest", "-q", "-m", "rival and not extended", *adapter.tests)
+    (where / ".installed").touch()
+    tests = (
+        str(python) if adapter.inside else sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "rival and not extended",
+        *adapter.tests,
+    )
     env = {**os.environ, interpreter_variable(name): str(python)}
     done = subprocess.run(
         tests, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -22,7 +22,8 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.tasks import TaskState
 
 ROOT: Final = Path(__file__).parents[4]
-PYTHON: Final = ROOT / ".venv-verl/bin/python"
+PYTHON: Final = Path(os.environ.get("VERL_PYTHON", ROOT / ".venv-verl/bin/python"))
+"""`make newest` sets another interpreter."""
 PLAYER: Final = Path(__file__).with_name("player.py")
 ENDED_WITHIN_S: Final = 400.0
 
