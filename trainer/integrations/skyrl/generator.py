@@ -30,16 +30,15 @@ from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.errors import ClosedError, RolloutMQError, UsageError, WaitTimeoutError
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo
-from rolloutmq.trainer.integrations.skyrl.feed import Feed
 from rolloutmq.trainer.integrations.skyrl.rows import (
-    Answer,
-    Missing,
     PromptGroup,
     Rows,
     bus_metrics,
     prompt_groups,
     task_name,
 )
+from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
+from rolloutmq.trainer.integrations.task_feed.feed import Feed
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import islice
 from typing import Any, Final
 
@@ -20,31 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolloutmq.schemas.group import Group
+from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
 
 TASK_CHARS: Final = 120
 """Longest task id before the number of the attempt; the broker allows 128 in all."""
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._/-]")
-
-
-class Missing(StrEnum):
-    """Reason why a trajectory is masked; the stop reason of its row."""
-
-    FAILED = "failed"
-    """Its task failed as often as `broker.max_deliveries` allows."""
-    DEADLINE = "deadline"
-    """It did not come in time."""
-    LOST = "lost"
-    """The broker no longer has its group: dropped as stale, say."""
-    CANCELLED = "cancelled"
-    """Somebody cancelled its task."""
-    REFUSED = "refused"
-    """The broker does not accept its task."""
-    SHORT = "short"
-    """Its group has fewer sequences, such as after an early close."""
-    UNUSABLE = "unusable"
-    """Its sequence has no sampled token, or its group no log-probabilities."""
-    CLOSED = "closed"
-    """The connection to the bus has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +84,6 @@ def task_name(training: str, phase: str, epoch: int | str, uid: str) -> str:
         return name
     digest = hashlib.blake2b(uid.encode(), digest_size=16).hexdigest()
     return f"{training}/{phase}/{epoch}/{digest}"
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came for a prompt group.
-
-    Attributes:
-        group: The group; None if nothing came.
-        missing: Why nothing came.
-        detail: More about it, for people.
-        waited_s: Seconds from the request to the answer.
-        staleness: Optimizer steps between the oldest token and the trainer, when the group came.
-    """
-
-    group: Group | None = None
-    missing: Missing | None = None
-    detail: str = ""
-    waited_s: float = 0.0
-    staleness: int = 0
 
 
 @dataclass(slots=True)

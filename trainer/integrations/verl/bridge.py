@@ -30,8 +30,8 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.checkpoint import next_incarnation
-from rolloutmq.trainer.integrations.skyrl.feed import Feed
-from rolloutmq.trainer.integrations.skyrl.rows import Missing
+from rolloutmq.trainer.integrations.task_feed.answers import Missing
+from rolloutmq.trainer.integrations.task_feed.feed import Feed
 from rolloutmq.trainer.integrations.verl.prompts import Prompt, same
 from rolloutmq.trainer.integrations.verl.rows import Status, trajectories
 

@@ -9,14 +9,13 @@ import pytest
 from rolloutmq.schemas.group import Group
 from rolloutmq.trainer.integrations.skyrl.rows import (
     TASK_CHARS,
-    Answer,
-    Missing,
     Rows,
     bus_metrics,
     plain,
     prompt_groups,
     task_name,
 )
+from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
 
 
 @dataclass

@@ -17,7 +17,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.services.broker.server import Broker, running_broker
-from rolloutmq.trainer.integrations.skyrl import feed as feeds
+from rolloutmq.trainer.integrations.task_feed import feed as feeds
 from rolloutmq.trainer.integrations.verl import bridge as bridges
 from rolloutmq.trainer.integrations.verl.bridge import Bridge, BusOptions
 from rolloutmq.trainer.integrations.verl.prompts import Prompt

@@ -25,9 +25,9 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import WINDOW_LIMIT
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.monitor.text.jsonl import read_lines
-from rolloutmq.trainer.integrations.skyrl import feed as feeds
-from rolloutmq.trainer.integrations.skyrl.feed import Feed, enough
-from rolloutmq.trainer.integrations.skyrl.rows import Answer, Missing
+from rolloutmq.trainer.integrations.task_feed import feed as feeds
+from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
+from rolloutmq.trainer.integrations.task_feed.feed import Feed, enough
 
 LIMIT_S = 60.0
 

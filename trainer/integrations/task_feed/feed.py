@@ -50,7 +50,7 @@ from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import GROUPS_LIMIT, WINDOW_LIMIT
 from rolloutmq.schemas.wire.tasks import ASK_LIMIT, REASON_CHARS, TaskState, TaskStatus
-from rolloutmq.trainer.integrations.skyrl.rows import Answer, Missing
+from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
 from rolloutmq.trainer.step.lane_scores import lane_scores
 from rolloutmq.trainer.trained_log import TrainedLog
 
@@ -131,7 +131,7 @@ class Feed:
     split: Split
     consumer: GroupConsumer
     tasks: TaskClient
-    journal: TrainedLog
+    trained_log: TrainedLog
     counts: Counts = field(default_factory=Counts)
     error: RolloutMQError | None = None
     tell: Callable[[StepDone], None] = lambda _event: None
@@ -199,10 +199,10 @@ class Feed:
         )
         async with TaskClient.open(where, timeout_s=timeout_s) as tasks, consuming as consumer:
             # The log comes after the consumer, which fences an earlier life: a log has one writer.
-            with closing(TrainedLog(_log(where, split))) as journal:
+            with closing(TrainedLog(_log(where, split))) as trained_log:
                 if again:
-                    journal.write(SettledBatch(at=time.time(), version=consumer.version, resumed=True))
-                made = cls(training, again, deadline_s, split, consumer, tasks, journal)
+                    trained_log.write(SettledBatch(at=time.time(), version=consumer.version, resumed=True))
+                made = cls(training, again, deadline_s, split, consumer, tasks, trained_log)
                 async with made._running():
                     yield made
 
@@ -517,7 +517,7 @@ class Feed:
         self, trained: Iterable[HeldGroup], filtered: Iterable[HeldGroup], version: PolicyVersion | None
     ) -> Settled:
         trained, filtered = list(trained), list(filtered)
-        self.journal.write(self._line(trained, filtered, version))
+        self.trained_log.write(self._line(trained, filtered, version))
         settled = await self.consumer.settle(trained, filtered=filtered, version=version)
         for held in (*trained, *filtered):
             lease = held.life, held.lease
