@@ -48,7 +48,7 @@ def test_a_key_tells_its_default_and_where_it_depends_on_the_loss() -> None:
 
 def _keys(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
     for name, value in tree.items():
-        if isinstance(value, dict) and name not in {"options", "variables"}:
+        if isinstance(value, dict) and name not in {"options", "variables", "extra"}:
             yield from _keys(value, f"{path}{name}.")
         else:
             yield path + name
