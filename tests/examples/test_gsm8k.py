@@ -159,7 +159,7 @@ def test_twenty_steps_with_models_names_and_tokenizers_of_ones_own(
             *(f"model.path={student}", "model.dtype=float32", f"run.name=learns-from-{name}"),
             *(f"teacher.path={teacher}", f"teacher.name={name}", f"trainer.distillation.kind={kind}"),
             f'environment.gsm8k.options={{ problems = "{problems}", max_tokens = 12, prompt = "{{question}}" }}',
-            *("trainer.steps=20", "trainer.batch_sequences=16", "trainer.learning_rate=1e-3", *told),
+            *("trainer.steps=20", "trainer.batch_sequences=16", "trainer.learning_rate=1e-2", *told),
         ],
         config=CONFIG,
     )
