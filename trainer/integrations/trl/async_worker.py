@@ -11,7 +11,8 @@ batches again: no group is lost, and groups that TRL took within the last `LAG` 
 on twice.
 
 A step of the bus's policy is a batch, and TRL may take any number of batches between two weight syncs. So TRL alone
-bounds the staleness, in syncs: a sample's `model_version` is the sync that published the oldest policy of its group.
+bounds the staleness, in syncs: a sample's `model_version` is the first sync that published the oldest policy of its
+group. `sequences` should be at most what TRL trains on between two syncs: a larger batch grows stale in TRL's queue.
 Environments have `stale = "pass"`, or the broker would let groups expire that TRL counts as fresh, and TRL would wait
 for ever for the rest of its token budget.
 
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 LAG: Final = 3
 """Optimizer steps after which TRL has trained on every sequence that it has taken."""
+SYNCS: Final = 1024
+"""Weight syncs remembered: a group from before them counts as of version 0."""
 PULL_S: Final = 1.0
 """Longest wait of one pull, in seconds, so that `stop` is heard."""
 ANSWER_S: Final = 5.0
@@ -127,8 +130,8 @@ class BusRolloutWorker:
         self._error: BaseException | None = None
         self._alive_at = 0.0
         self._consumer: BlockingConsumer | None = None
-        self._synced: list[tuple[int, int]] = [(0, 0)]
-        """Step of the bus's policy and TRL's version, at each weight sync of this life."""
+        self._synced: list[tuple[int, int]] = []
+        """Steps of the bus's policy, ascending, and TRL's version at the first weight sync of each."""
         self._groups = 0
         self._taken: deque[int] = deque(maxlen=LAG + 1)
         """Step of the newest batch that was taken as a whole, at the end of the last optimizer steps."""
@@ -185,7 +188,12 @@ class BusRolloutWorker:
 
     def update_model_version(self, model_version: int) -> None:
         """Note TRL's version of the weights, which are those of the present policy of the bus."""
-        self._synced.append((self.version.step, model_version))
+        step = self.version.step
+        if not self._synced or step > self._synced[-1][0]:
+            # A new list, because the thread of the rollouts reads it.
+            self._synced = [*self._synced[1 - SYNCS :], (step, model_version)]
+        elif step < self._synced[-1][0]:  # another life
+            self._synced = [(step, model_version)]
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise the error that ended the thread, or UsageError if it has hung for `stale_after_s` seconds.
@@ -299,8 +307,9 @@ class BusRolloutWorker:
 
     def model_version(self, step: int) -> int:
         """Return TRL's version of the weights that engines had at a step of the bus's policy; 0 before the first."""
-        place = bisect_right(self._synced, step, key=itemgetter(0))
-        return self._synced[place - 1][1] if place else 0
+        synced = self._synced
+        place = bisect_right(synced, step, key=itemgetter(0))
+        return synced[place - 1][1] if place else 0
 
     def _samples(self, group: PulledGroup, model_version: int) -> Iterator[Any]:
         """Yield the sequences of a group as TRL's samples, with their advantages."""

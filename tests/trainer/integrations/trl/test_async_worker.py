@@ -28,7 +28,7 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.errors import ConfigError, UsageError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.loss_mask import trained_tokens
-from rolloutmq.trainer.integrations.trl.async_worker import LAG, BusRolloutWorker
+from rolloutmq.trainer.integrations.trl.async_worker import LAG, SYNCS, BusRolloutWorker
 
 PLAYER = ROOT / "tests/trainer/integrations/trl/async_player.py"
 
@@ -131,11 +131,24 @@ def test_a_checkpoint_covers_what_was_taken_some_steps_before() -> None:
 
 
 def test_a_sample_has_trls_version_of_its_weights() -> None:
-    """TRL takes three batches before its first step, then one for each."""
+    """TRL takes three batches before its first step, then steps twice within a batch."""
     worker = BusRolloutWorker("runs/mine", sequences=8, group_size=SIZE)
-    worker._synced = [(0, 0), (0, 1), (3, 2), (4, 3)]
-    assert [worker.model_version(step) for step in range(6)] == [1, 1, 1, 2, 3, 3]
+    assert worker.model_version(0) == 0
+
+    def synced(step: int, model_version: int) -> None:
+        worker._life, worker.resume_step = 0, step
+        worker.update_model_version(model_version)
+
+    for step, model_version in ((0, 1), (3, 2), (3, 3), (4, 4)):
+        synced(step, model_version)
+    assert [worker.model_version(step) for step in range(6)] == [1, 1, 1, 2, 4, 4]
     assert worker.model_version(-1) == 0
+    synced(2, 1)  # another life, from a checkpoint
+    assert [worker.model_version(step) for step in (1, 2, 9)] == [0, 1, 1]
+    for step in range(3, 3 * SYNCS):
+        synced(step, step)
+    assert len(worker._synced) == SYNCS
+    assert worker.model_version(3 * SYNCS) == 3 * SYNCS - 1
 
 
 def test_an_environment_whose_groups_expire_is_refused(run_dir: Path) -> None:
