@@ -16,10 +16,9 @@ from itertools import islice
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rolloutmq.schemas.group import Group
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
+from rolloutmq.trainer.integrations.task_feed.sequences import SampledSequence, sampled_sequences
 
 TASK_CHARS: Final = 120
 """Longest task id before the number of the attempt; the broker allows 128 in all."""
@@ -121,13 +120,13 @@ class Rows:
             answer: What came.
             prompt: Prompt of masked rows if no sequence tells it.
         """
-        sequences = [] if answer.group is None else _sequences(answer.group)
+        sequences = [] if answer.group is None else sampled_sequences(answer.group)
         elapsed_s = answer.waited_s
         if answer.group is not None:
             elapsed_s = max(0.0, answer.group.finished_at - answer.group.started_at)
         live = [one for one in sequences[: len(places)] if one.usable]
-        stand_in = live[0].prompt if live else list(prompt)
-        reward = sum(one.reward for one in live) / len(live) if live else 0.0
+        stand_in = live[0].prompt.tolist() if live else list(prompt)
+        reward = sum(one.score for one in live) / len(live) if live else 0.0
         for place, one in zip(places, sequences, strict=False):
             self.times[place] = elapsed_s
             if one.usable:
@@ -140,12 +139,12 @@ class Rows:
             self._mask(place, stand_in, why, reward)
         return len(places) - len(live)
 
-    def _write(self, place: int, one: "_Sequence") -> None:
-        self.prompts[place] = one.prompt
-        self.responses[place] = one.response
-        self.masks[place] = one.mask
-        self.logprobs[place] = one.logprobs
-        self.rewards[place] = one.reward
+    def _write(self, place: int, one: SampledSequence) -> None:
+        self.prompts[place] = one.prompt.tolist()
+        self.responses[place] = one.response.tolist()
+        self.masks[place] = one.mask.astype(int).tolist()
+        self.logprobs[place] = one.logprobs.tolist()
+        self.rewards[place] = one.score
         self.stop_reasons[place] = one.stop_reason
 
     def _mask(self, place: int, prompt: Sequence[int], why: Missing, reward: float) -> None:
@@ -171,63 +170,6 @@ class Rows:
             "rollout_expert_indices": None,
             "is_last_step": None,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    prompt: list[int]
-    response: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    reward: float
-    stop_reason: str
-
-    @property
-    def usable(self) -> bool:
-        return bool(self.response)
-
-
-def _sequences(group: Group) -> list[_Sequence]:
-    """Return the sequences of a group; one that SkyRL cannot train on has no response."""
-    columns = group.columns
-    tokens, scores = columns["tokens"].rows(), columns["scores"].numbers().tolist()
-    masks = columns["mask"].rows() if "mask" in columns else [None] * len(tokens)
-    kept = columns.get("inference_logprobs")
-    logprobs: list[Any] = [None] * len(tokens)
-    if kept is not None:
-        logprobs = np.split(kept.numbers(), np.cumsum(kept.lengths[0])[:-1])
-    reasons = _reasons(group)
-    return [_sequence(*row) for row in zip(tokens, masks, logprobs, scores, reasons, strict=True)]
-
-
-def _sequence(
-    tokens: NDArray[Any],
-    mask: NDArray[Any] | None,
-    logprobs: NDArray[Any] | None,
-    score: float,
-    reason: str,
-) -> _Sequence:
-    chosen = np.zeros(len(tokens), bool) if mask is None else np.asarray(mask).astype(bool)
-    if logprobs is None or not chosen.any():
-        return _Sequence(tokens.tolist(), [], [], [], score, reason)
-    start = int(chosen.argmax())
-    rated = np.where(chosen, logprobs, 0.0)
-    return _Sequence(
-        tokens[:start].tolist(),
-        tokens[start:].tolist(),
-        chosen[start:].astype(int).tolist(),
-        rated[start:].tolist(),
-        score,
-        reason,
-    )
-
-
-def _reasons(group: Group) -> list[str]:
-    column = group.columns.get("stop_reasons")
-    told = column.values if column is not None else None
-    if not isinstance(told, list | tuple) or len(told) != group.sequences:
-        return ["stop"] * group.sequences
-    return [one if isinstance(one, str) and one else "stop" for one in told]
 
 
 def bus_metrics(answers: Iterable[Answer], masked: int) -> dict[str, float]:

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from rolloutmq.schemas.group import Group
+from rolloutmq.trainer.integrations.task_feed.sequences import SampledSequence, sampled_sequences
 from rolloutmq.trainer.integrations.verl.prompts import Prompt
 
 UNKEPT: Final = frozenset({"agent_name", "multi_modal_data"})
@@ -62,8 +63,8 @@ def trajectories(group: Group, prompt: Prompt) -> Trajectories:
     kept = {name: value for name, value in prompt.fields.items() if name not in UNKEPT}
     found = Trajectories([], [], [], prompt.size)
     live = 0
-    for session, sequence in enumerate(_sequences(group)[: prompt.size]):
-        if sequence is None:
+    for session, sequence in enumerate(sampled_sequences(group)[: prompt.size]):
+        if not sequence.usable or not len(sequence.prompt):
             continue
         live += 1
         found.keys.append(f"{prompt.uid}_{session}_0")
@@ -72,63 +73,11 @@ def trajectories(group: Group, prompt: Prompt) -> Trajectories:
     return Trajectories(found.keys, found.fields, found.tags, prompt.size - live)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """One usable sequence: `(P,)` prompt, and `(R,)` response, mask and log-probabilities."""
-
-    prompt: NDArray[np.int64]
-    response: NDArray[np.int64]
-    mask: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    score: float
-    stop_reason: str
-
-
-def _sequences(group: Group) -> list[_Sequence | None]:
-    columns = group.columns
-    tokens, scores = columns["tokens"].rows(), columns["scores"].numbers().tolist()
-    masks = columns["mask"].rows() if "mask" in columns else [None] * len(tokens)
-    rated = columns.get("inference_logprobs")
-    logprobs: list[Any] = [None] * len(tokens)
-    if rated is not None:
-        logprobs = np.split(rated.numbers(), np.cumsum(rated.lengths[0])[:-1])
-    return [_sequence(*row) for row in zip(tokens, masks, logprobs, scores, _reasons(group), strict=True)]
-
-
-def _sequence(
-    tokens: NDArray[Any],
-    mask: NDArray[Any] | None,
-    logprobs: NDArray[np.float64] | None,
-    score: float,
-    reason: str,
-) -> _Sequence | None:
-    """Return a sequence; None without a prompt, a sampled token or log-probabilities."""
-    chosen = np.zeros(len(tokens), bool) if mask is None else np.asarray(mask).astype(bool)
-    start = int(chosen.argmax()) if chosen.any() else 0
-    if logprobs is None or not start:
-        return None
-    return _Sequence(
-        tokens[:start].astype(np.int64),
-        tokens[start:].astype(np.int64),
-        chosen[start:].astype(np.int64),
-        np.where(chosen, logprobs, 0.0)[start:].astype(np.float32),
-        score,
-        reason,
-    )
-
-
-def _reasons(group: Group) -> list[str]:
-    column = group.columns.get("stop_reasons")
-    told = column.values if column is not None else None
-    if not isinstance(told, list | tuple) or len(told) != group.sequences:
-        return ["stop"] * group.sequences
-    return [one if isinstance(one, str) and one else "stop" for one in told]
-
-
-def _fields(sequence: _Sequence, group: Group, kept: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(sequence: SampledSequence, group: Group, kept: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of one trajectory: those of verl's `AgentLoopOutput`, then those of the prompt."""
-    prompts, responses = torch.from_numpy(sequence.prompt), torch.from_numpy(sequence.response)
-    mask = torch.from_numpy(sequence.mask)
+    prompts, responses, mask = (
+        torch.from_numpy(one.astype(np.int64)) for one in (sequence.prompt, sequence.response, sequence.mask)
+    )
     rewards = torch.zeros(len(mask), dtype=torch.float32)
     rewards[-1] = sequence.score
     return {
@@ -151,7 +100,7 @@ def _fields(sequence: _Sequence, group: Group, kept: Mapping[str, Any]) -> dict[
         "prompts": prompts,
         "responses": responses,
         "response_mask": mask,
-        "rollout_log_probs": torch.from_numpy(sequence.logprobs),
+        "rollout_log_probs": torch.from_numpy(sequence.logprobs.astype(np.float32)),
         "rm_scores": rewards,
         **kept,
         "loss_mask": mask,
@@ -161,12 +110,12 @@ def _fields(sequence: _Sequence, group: Group, kept: Mapping[str, Any]) -> dict[
     }
 
 
-def _spans(mask: NDArray[np.int64]) -> int:
+def _spans(mask: NDArray[np.bool_]) -> int:
     """Return the number of unbroken runs of sampled tokens: the turns of the policy."""
-    return int(np.count_nonzero(np.diff(mask, prepend=0) == 1))
+    return int(np.count_nonzero(np.diff(mask.astype(int), prepend=0) == 1))
 
 
-def _tags(sequence: _Sequence, group: Group, prompt: Prompt) -> dict[str, Any]:
+def _tags(sequence: SampledSequence, group: Group, prompt: Prompt) -> dict[str, Any]:
     return {
         "status": "success",
         "prompt_len": len(sequence.prompt),

@@ -1,0 +1,72 @@
+"""Sequences of a group, cut at their first sampled token. Pure."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolloutmq.schemas.group import Group
+
+STOP = "stop"
+"""Reason of a sequence whose group has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """One sequence; without a sampled token, or without log-probabilities, all of it is prompt.
+
+    Attributes:
+        prompt: `(P,)` tokens before the first sampled one.
+        response: `(R,)` the other tokens, tool results included.
+        mask: `(R,)` bool, the sampled ones of them.
+        logprobs: `(R,)` log-probabilities of the sampling policy, 0 where nothing was sampled.
+        score: Raw score.
+        stop_reason: Why it ended.
+    """
+
+    prompt: NDArray[Any]
+    response: NDArray[Any]
+    mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float64]
+    score: float
+    stop_reason: str
+
+    @property
+    def usable(self) -> bool:
+        """Return whether a trainer can learn from it."""
+        return len(self.response) > 0
+
+
+def sampled_sequences(group: Group) -> list[SampledSequence]:
+    """Return the sequences of a group in their order."""
+    columns = group.columns
+    tokens, scores = columns["tokens"].rows(), columns["scores"].numbers().tolist()
+    masks = columns["mask"].rows() if "mask" in columns else [None] * len(tokens)
+    rated = columns.get("inference_logprobs")
+    logprobs: list[Any] = [None] * len(tokens)
+    if rated is not None:
+        logprobs = np.split(rated.numbers(), np.cumsum(rated.lengths[0])[:-1])
+    return [_cut(*row) for row in zip(tokens, masks, logprobs, scores, _stop_reasons(group), strict=True)]
+
+
+def _cut(
+    tokens: NDArray[Any],
+    mask: NDArray[Any] | None,
+    logprobs: NDArray[Any] | None,
+    score: float,
+    stop_reason: str,
+) -> SampledSequence:
+    chosen = np.zeros(len(tokens), bool) if mask is None else np.asarray(mask).astype(bool)
+    usable = logprobs is not None and chosen.any()
+    start = int(chosen.argmax()) if usable else len(tokens)
+    rated = np.where(chosen, 0.0 if logprobs is None else logprobs, 0.0)
+    return SampledSequence(tokens[:start], tokens[start:], chosen[start:], rated[start:], score, stop_reason)
+
+
+def _stop_reasons(group: Group) -> list[str]:
+    column = group.columns.get("stop_reasons")
+    told = column.values if column is not None else None
+    if not isinstance(told, list | tuple) or len(told) != group.sequences:
+        return [STOP] * group.sequences
+    return [one if isinstance(one, str) and one else STOP for one in told]
