@@ -4,9 +4,7 @@ The weights are those of `support.Stage`: they say by how much each step changes
 """
 
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ class Experiment(BusExp):
     """Prompts of a file, and weights that change with each step."""
 
     def __init__(self, cfg: Any) -> None:
-        without_flash_attn()
         super().__init__(cfg)
         self._shares: list[DiskShare] = []
         self._module = nn.Linear(1, 1, bias=False)
@@ -48,13 +45,6 @@ class Experiment(BusExp):
                 return
             with self._shares[0].writing(version):
                 self._module.weight.fill_(RISE * version.step)
-
-
-def without_flash_attn() -> None:
-    """Stand in for flash-attn, which SkyRL imports even if it builds no model, and which needs a GPU to be built."""
-    padding: Any = ModuleType("flash_attn.bert_padding")
-    padding.pad_input = padding.unpad_input = None
-    sys.modules |= {"flash_attn": ModuleType("flash_attn"), "flash_attn.bert_padding": padding}
 
 
 if __name__ == "__main__":

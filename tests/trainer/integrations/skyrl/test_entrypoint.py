@@ -6,9 +6,11 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 from tests.trainer.integrations.skyrl.support import (
     ENDED_WITHIN_S,
     PYTHON,
@@ -27,6 +29,7 @@ from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.text.jsonl import read_lines
+from rolloutmq.trainer.policy.model import build_policy, write_identity
 from rolloutmq.trainer.policy.tokenizer import write_tokenizer
 
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -35,7 +38,15 @@ EXPERIMENT = Path(__file__).with_name("experiment.py")
 ROWS, BATCH = 12, 4
 ENDED_S = 30.0
 SHIM = "import typing\n\nimport typing_extensions\n\ntyping.TypedDict = typing_extensions.TypedDict\n"
-"""`sitecustomize.py` of all processes: those of Ray import SkyRL, too. See `START`."""
+"""See `START`."""
+SITE = {
+    "sitecustomize.py": SHIM,
+    "flash_attn/__init__.py": "",
+    "flash_attn/bert_padding.py": "pad_input = unpad_input = None\n",
+    "flash_attn.dist-info/METADATA": "Name: flash_attn\nVersion: 0\n",
+    "flash_attn.dist-info/top_level.txt": "flash_attn\n",
+}
+"""Modules for all processes, those of Ray, too. flash-attn needs a GPU to be built, and SkyRL imports it unused."""
 
 
 REFUSED = f"""{SHIM}
@@ -99,8 +110,9 @@ def write_inputs(place: Path) -> None:
     (place / "model").mkdir()
     write_tokenizer(config().model, place / "model")
     (place / "model" / "config.json").write_text('{"model_type": "llama"}')
-    (place / "site").mkdir()
-    (place / "site" / "sitecustomize.py").write_text(SHIM)
+    for name, text in SITE.items():
+        (place / "site" / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / "site" / name).write_text(text)
 
 
 async def run_entry_point(place: Path, *arguments: str) -> tuple[int, str]:
@@ -169,6 +181,41 @@ async def test_the_entry_point_trains_in_a_ray_cluster(run_dir: Path) -> None:
     steps = list(read_lines(layout.trained, SettledBatch))
     assert [line.version.step for line in steps] == [1, 2, 3]
     assert len({name for line in steps for name in line.trained}) == ROWS
+    verify(run_dir)
+
+
+ON_GPU = (
+    "trainer.fully_async.simulate_training=false",
+    "trainer.strategy=fsdp",
+    "trainer.flash_attn=false",
+    "trainer.remove_microbatch_padding=false",
+    "trainer.algorithm.use_kl_loss=false",
+    "trainer.ckpt_interval=1",
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+async def test_skyrls_own_trainer_steps_on_a_gpu(run_dir: Path) -> None:
+    """Its FSDP worker, optimizer and checkpoints, with groups of the bus. No GPU has run it yet."""
+    place, layout, about = run_dir.parent, RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, about)
+    write_inputs(place)
+    policy: Any = build_policy(about.model, 0)
+    policy.save_pretrained(place / "model")
+    write_identity(policy, about.model, place / "model")
+    stage = Stage(run_dir, place / "weights.json", {})
+    with running_broker(about, layout):
+        async with workers(stage):
+            code, output = await run_entry_point(place, *settings(run_dir), *ON_GPU)
+            assert code == 0, output
+            assert stage.version() == (PolicyVersion(0, 3), 3 * RISE)
+    steps = list(read_lines(layout.trained, SettledBatch))
+    assert [line.version.step for line in steps] == [1, 2, 3]
+    assert len({name for line in steps for name in line.trained}) == ROWS
+    assert sorted(one.name for one in (place / "checkpoints").glob("global_step_*")) == [
+        f"global_step_{step}" for step in (1, 2, 3)
+    ]
     verify(run_dir)
 
 

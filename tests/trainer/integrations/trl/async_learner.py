@@ -1,7 +1,7 @@
 """TRL's `AsyncGRPOTrainer` learns from the bus, in TRL's own environment: `python async_learner.py RUN_DIR STEPS`.
 
-All of it is TRL's but what needs a GPU: its attention kernel, FlashAttention 3, is computed by torch, and the name of
-the GPU, for which TRL looks up a speed, is unknown.
+On a GPU all of it is TRL's. Without one, torch computes the attention of TRL's kernel, FlashAttention 3, and the GPU,
+for which TRL looks up a speed, has no name.
 """
 
 import json
@@ -61,9 +61,16 @@ def attention(
     return out.transpose(0, 1)
 
 
-def main(run_dir: Path, steps: int) -> None:
+def without_gpu() -> None:
+    """Stand in for what needs a GPU."""
     torch.cuda.get_device_name = lambda device=None: "CPU"  # noqa: ARG005 - its own signature
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attention)
+
+
+def main(run_dir: Path, steps: int) -> None:
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        without_gpu()
     run, layout = load_run(run_dir)
     with tempfile.TemporaryDirectory() as model:
         policy: Any = build_policy(run.model, run.run.seed)
@@ -83,8 +90,8 @@ def main(run_dir: Path, steps: int) -> None:
             adam_beta2=0.99,
             save_strategy="no",
             logging_steps=20,
-            use_cpu=True,
-            bf16=False,
+            use_cpu=not gpu,
+            bf16=gpu,
             gradient_checkpointing=False,
             report_to="none",
             disable_tqdm=True,

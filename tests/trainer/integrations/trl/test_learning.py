@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.trainer.integrations.trl.support import (
     ENDED_WITHIN_S,
     PYTHON,
@@ -32,6 +33,7 @@ from rolloutmq.schemas.files import RunLayout
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 CONFIG = ROOT / "examples" / "trl_sort" / "trl_sort.toml"
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 ASYNC_LEARNER = Path(__file__).with_name("async_learner.py")
 STEPS = 200
 LEARNING: dict[str, Any] = {
@@ -107,15 +109,17 @@ def test_a_killed_trainer_continues_from_its_checkpoint_and_nothing_is_trained_t
     assert all({*again[step].trained, *again[step].filtered} == first[step] for step in range(11, 17))
 
 
-def test_trls_asynchronous_trainer_learns(run_dir: Path) -> None:
-    """With its attention kernel, which needs a GPU, computed by torch."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_trls_asynchronous_trainer_learns(run_dir: Path, device: str) -> None:
+    """On a GPU the attention is TRL's kernel from the hub's cache, and not yet run. Without one, torch computes it."""
+    visible = environment() | ({} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})
     ended: list[subprocess.CompletedProcess[str]] = []
 
     def train(_live: LiveRun) -> None:
         ended.append(
             subprocess.run(
                 [str(PYTHON), str(ASYNC_LEARNER), str(run_dir), str(2 * STEPS)],
-                env=environment(),
+                env=visible,
                 capture_output=True,
                 text=True,
                 timeout=ENDED_WITHIN_S,

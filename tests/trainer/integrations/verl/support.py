@@ -196,14 +196,15 @@ async def play(run_dir: Path, **plan: Any) -> Played:
 async def _play(run_dir: Path, **plan: Any) -> Played:
     record = run_dir.parent / "record.jsonl"
     record.unlink(missing_ok=True)
-    output = run_dir.parent / "player.log"
-    with output.open("wb") as log:
+    code, output = await run(command(run_dir, record, **plan), run_dir.parent / "player.log", environment())
+    return Played(code, output, read(record))
+
+
+async def run(words: list[str], log: Path, env: dict[str, str]) -> tuple[int, str]:
+    """Run a program that starts Ray; return its exit code and its output, when all its processes have ended."""
+    with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(
-            *command(run_dir, record, **plan),
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            *words, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file
         )
     family: list[psutil.Process] = []
     try:
@@ -217,7 +218,7 @@ async def _play(run_dir: Path, **plan: Any) -> Played:
             process.kill()
             await process.wait()
         await asyncio.to_thread(end, family)
-    return Played(process.returncode, output.read_text(errors="replace"), read(record))
+    return process.returncode, log.read_text(errors="replace")
 
 
 def family_of(pid: int) -> list[psutil.Process]:
