@@ -343,6 +343,8 @@ class GpuRecord(msgspec.Struct, frozen=True, kw_only=True):
         dismissed: Events that do not cordon it again.
         level: Number of doublings of its clean time.
         relapsing: It was cordoned before, so the next cordon is a relapse.
+        errors_before: Uncorrected memory errors of the driver's count that are older than this run; None if unknown.
+        errors_last: The driver's count in the last sample.
         sample: Last sample.
     """
 
@@ -352,6 +354,8 @@ class GpuRecord(msgspec.Struct, frozen=True, kw_only=True):
     dismissed: tuple[Dismissed, ...] = ()
     level: Count = 0
     relapsing: bool = False
+    errors_before: Count | None = None
+    errors_last: Count = 0
     sample: GpuSample | None = None
 
 

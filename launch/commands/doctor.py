@@ -4,6 +4,7 @@ Each check is a function that returns a `Finding` and changes nothing. A finding
 works without it. With a configuration also its environments are tried, in a process of their own.
 """
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,6 +28,8 @@ MIN_DESCRIPTORS: Final = 4096
 """About 1,000 producers with three sockets each."""
 MIN_SHM_BYTES: Final = 64 << 20
 MIN_DISK_BYTES: Final = 1 << 30
+DRIVER_TIMEOUT_S: Final = 10.0
+"""Longest wait for the GPU driver: the first call starts each GPU, for a second or more."""
 IPC_PATH_BYTES: Final = 107
 """Longest path of a Unix socket on Linux."""
 
@@ -109,20 +113,32 @@ def cores() -> Finding:
     return Finding("cores", count >= 2, str(count), "use at least two cores", needed=False)
 
 
-def gpus() -> Finding:
-    """Check for GPUs with NVML; a run without one trains on the CPU."""
-    import pynvml
+def gpus(timeout_s: float = DRIVER_TIMEOUT_S) -> Finding:
+    """Check for GPUs with NVML, each for itself; a run without one trains on the CPU.
 
-    remedy = "install the NVIDIA driver if this machine has a GPU; without a GPU the run uses the CPU"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return Finding("gpu", fine=False, found=f"none ({error})", remedy=remedy, needed=False)
-    try:
-        count = int(pynvml.nvmlDeviceGetCount())
-    finally:
-        pynvml.nvmlShutdown()
-    return Finding("gpu", count > 0, f"{count}", remedy, needed=False)
+    Args:
+        timeout_s: Time-out of each call to the driver, which may hang.
+    """
+    from rolloutmq.schemas.wire.telemetry import GpuAbsence, GpuState
+    from rolloutmq.services.telemetry.gpus import GpuProbe
+    from rolloutmq.services.telemetry.nvml import Nvml
+
+    driver = Nvml("")
+    samples = asyncio.run(GpuProbe(driver, "", timeout_s).sample(1, time.time()))
+    driver.close()
+    if isinstance(samples, GpuAbsence):
+        remedy = (
+            "install the NVIDIA driver if this machine has a GPU, and reboot if it was updated; "
+            "without a GPU the run uses the CPU"
+        )
+        return Finding("gpu", fine=False, found=f"none ({samples.why})", remedy=remedy, needed=False)
+    wrong = [f"{one.uuid}: {one.why}" for one in samples if one.state is not GpuState.OK]
+    wrong += [f"index {index}: {why}" for index, why in driver.unreached.items()]
+    count = len(samples) + len(driver.unreached)
+    if wrong:
+        found = f"{count - len(wrong)} of {count} ({', '.join(wrong)})"
+        return Finding("gpu", fine=False, found=found, remedy="see nvidia-smi and dmesg", needed=False)
+    return Finding("gpu", fine=True, found=f"{count}")
 
 
 CHECKS: Final[Iterable[Callable[[], Finding]]] = (

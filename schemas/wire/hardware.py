@@ -26,7 +26,7 @@ class Cause(StrEnum):
     RECOVERY = "recovery"
     """The driver requires a reset, a drain or a reboot."""
     ECC = "ecc"
-    """Uncorrected memory errors since the driver was loaded."""
+    """Uncorrected memory errors since its first sample in this run."""
     REMAP = "remap"
     """A memory row failed and could not be replaced."""
     XID = "xid"

@@ -1,32 +1,33 @@
-"""GPU samples from NVML, field by field, with drivers and bindings of any age.
+"""GPU samples from NVML: its sessions, the list of the GPUs, and the events of each.
 
-A field that a device, a driver or the bindings lack is None, which is neither good nor bad. Only two errors mean that a
-GPU is lost: it fell off the bus, or it must be reset before use. Any other error costs only its field. Newer names are
-tried first, then older ones.
+A session lasts from `nvmlInit` to `nvmlShutdown`. It ends when the driver fails, since only the next one sees a driver
+that was loaded again; and at intervals while a GPU is lost, since only the next one may see that GPU after a reset. It
+never ends while a call is in flight, which has a handle of it.
+
+GPUs are listed by index and known by UUID. NVML could find one by its UUID, but documents that as failing if any GPU is
+lost. A GPU that cannot be reached costs only itself.
 
 Calls block and may hang: `gpus` calls each GPU in its own thread. NVML itself is thread-safe.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
 
 from rolloutmq.schemas.wire.telemetry import GpuSample, GpuState
 from rolloutmq.services.telemetry.gpus import NoGpuError
+from rolloutmq.services.telemetry.nvml_device import Device, driver_errors, lost_errors, text
 
 logger = logging.getLogger(__name__)
 
-RECOVERY_ACTION: Final = 230
-"""Field with the recovery action of the GPU."""
 XID_EVENT: Final = 0x8
-XIDS_KEPT: Final = 32
-"""Maximum number of distinct critical errors kept for one GPU."""
-UNCORRECTED: Final = 1
-VOLATILE: Final = 0
-CORE_TEMPERATURE: Final = 0
-SLOWDOWN_THRESHOLD: Final = 1
-
-_T = TypeVar("_T")
+XIDS_KEPT: Final = 256
+"""Maximum number of distinct critical errors kept for one GPU; NVIDIA lists fewer."""
+RENEW_ROUNDS: Final = 30
+"""Listings between two sessions while a GPU is lost. A new session takes up to seconds where the driver unloads a GPU
+that nobody has open."""
 
 
 class Nvml:
@@ -35,11 +36,17 @@ class Nvml:
     def __init__(self, host: str) -> None:
         self._host = host
         self._nvml: Any = None
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._rounds_lost = 0
         self._handles: dict[str, Any] = {}
+        self._listed: dict[str, int] = {}
         self._indexes: dict[str, int] = {}
         self._events: dict[str, Any] = {}
         self._xids: dict[str, tuple[int, ...]] = {}
-        self._lost: set[str] = set()
+        self._lost: dict[str, str] = {}
+        self.unreached: dict[int, str] = {}
+        """GPUs of the last listing that cannot be reached: the reason by index."""
 
     def uuids(self) -> tuple[str, ...]:
         """Return the GPUs the driver can reach.
@@ -49,96 +56,117 @@ class Nvml:
         """
         import pynvml
 
+        self._rounds_lost = self._rounds_lost + 1 if self._lost else 0
+        if self._rounds_lost >= RENEW_ROUNDS:
+            self._rounds_lost = 0
+            self.close()
         try:
             if self._nvml is None:
                 pynvml.nvmlInit()
                 self._nvml = pynvml
-            count = pynvml.nvmlDeviceGetCount()
-            found = tuple(uuid for index in range(count) if (uuid := self._at(pynvml, index)))
+            count = int(pynvml.nvmlDeviceGetCount())
+            found = self._list(pynvml, count)
         except pynvml.NVMLError as error:
-            self._nvml = None
-            self._handles.clear()
-            self._events.clear()
+            self.close()
             raise NoGpuError(str(error)) from None
         if not found:
+            reasons = ", ".join(dict.fromkeys(self.unreached.values()))
             raise NoGpuError(
-                "the driver lists no GPU" if not count else f"none of {count} GPUs can be reached"
+                f"none of {count} GPUs can be reached ({reasons})" if count else "the driver lists no GPU"
             )
         return found
 
     def read(self, uuid: str, number: int, now: float) -> GpuSample:
         """Sample a GPU that was listed before. Blocks as long as the driver does."""
-        nvml = self._nvml
-        if nvml is None:
-            return self._sample(uuid, number, now, state=GpuState.SILENT, why="the driver does not reply")
-        try:
-            device = self._handles.get(uuid)
-            if device is None:
-                device = self._handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            facts = self._facts(_Device(nvml, device), uuid)
-            if all(fact in {None, ""} for what, fact in facts.items() if what != "mig"):
-                # A GPU about to be lost returns an error of its own for every field.
-                facts |= {"state": GpuState.SILENT, "why": "the driver reports no value"}
-            return self._sample(uuid, number, now, **facts)
-        except lost_errors(nvml) as error:
-            # A handle from before a reset stays lost: look it up anew next time.
-            self._handles.pop(uuid, None)
-            self._events.pop(uuid, None)
-            self._lost.add(uuid)
-            return self._sample(uuid, number, now, state=GpuState.LOST, why=str(error))
-        except nvml.NVMLError as error:
-            self._handles.pop(uuid, None)
-            return self._sample(uuid, number, now, state=GpuState.SILENT, why=str(error))
+        with self._calling(uuid) as (nvml, handle):
+            if nvml is None:
+                return self._sample(uuid, number, now, state=GpuState.SILENT, why="the driver does not reply")
+            if handle is None:
+                state = GpuState.LOST if uuid in self._lost else GpuState.SILENT
+                why = self._lost.get(uuid, "the driver does not list it")
+                return self._sample(uuid, number, now, state=state, why=why)
+            try:
+                return self._read(Device(nvml, handle), uuid, number, now)
+            except lost_errors(nvml) as error:
+                self._lost[uuid] = str(error)
+                self._forget_events(nvml, uuid)
+                return self._sample(uuid, number, now, state=GpuState.LOST, why=str(error))
+            except nvml.NVMLError as error:
+                return self._sample(uuid, number, now, state=GpuState.SILENT, why=str(error))
 
-    def _at(self, nvml: Any, index: int) -> str:
-        """Return the UUID of the GPU at an index, or an empty string if it cannot be reached."""
+    def close(self) -> None:
+        """End the session, unless a call is in flight. The next listing begins another one."""
+        with self._lock:
+            nvml = self._nvml
+            if nvml is None or self._in_flight:
+                return
+            self._nvml = None
+            self._handles.clear()
+        for uuid in tuple(self._events):
+            self._forget_events(nvml, uuid)
+        with contextlib.suppress(nvml.NVMLError):
+            nvml.nvmlShutdown()
+
+    @contextlib.contextmanager
+    def _calling(self, uuid: str) -> Iterator[tuple[Any, Any]]:
+        """Keep the session for a call; yield the bindings and the handle, None without one."""
+        with self._lock:
+            self._in_flight += 1
+            found = self._nvml, self._handles.get(uuid)
         try:
-            device = nvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = _text(nvml.nvmlDeviceGetUUID(device))
-        except lost_errors(nvml) as error:
-            logger.warning("gpu not reached index=%d error=%s", index, error)
-            return ""
-        self._handles[uuid] = device
-        self._indexes[uuid] = index
-        return uuid
+            yield found
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+
+    def _list(self, nvml: Any, count: int) -> tuple[str, ...]:
+        """Look up each GPU by its index. One that fails without being lost stays listed, and `read` tells its state."""
+        known = {index: uuid for uuid, index in self._listed.items()}
+        found: dict[str, int] = {}
+        failed: dict[int, Exception] = {}
+        for index in range(count):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid = text(nvml.nvmlDeviceGetUUID(handle))
+            except driver_errors(nvml):
+                raise
+            except nvml.NVMLError as error:
+                failed[index] = error
+            else:
+                found[uuid] = index
+                self._handles[uuid] = handle
+        for index, why in failed.items():
+            if self.unreached.get(index) != str(why):
+                logger.warning("gpu not reached index=%d error=%s", index, why)
+            if not isinstance(why, lost_errors(nvml)) and index in known:
+                found.setdefault(known[index], index)
+        self.unreached = {index: str(why) for index, why in failed.items()}
+        self._listed = found
+        self._indexes.update(found)
+        return tuple(sorted(found, key=lambda uuid: found[uuid]))
+
+    def _read(self, device: Device, uuid: str, number: int, now: float) -> GpuSample:
+        facts = device.facts()
+        if self._lost.pop(uuid, None) is not None:
+            # It was reset: earlier faults are over.
+            self._xids.pop(uuid, None)
+        self._hear_xids(device, uuid)
+        if all(fact in {None, ""} for what, fact in facts.items() if what != "mig"):
+            # A GPU about to be lost returns an error of its own for every field.
+            facts |= {"state": GpuState.SILENT, "why": "the driver reports no value"}
+        return self._sample(uuid, number, now, **facts)
 
     def _sample(self, uuid: str, number: int, now: float, **facts: Any) -> GpuSample:
         shared: dict[str, Any] = {"host": self._host, "index": self._indexes.get(uuid, 0), "name": ""}
         return GpuSample(uuid=uuid, number=number, at=now, xids=self._xids.get(uuid, ()), **(shared | facts))
 
-    def _facts(self, device: "_Device", uuid: str) -> dict[str, Any]:
-        temperature = device.get("nvmlDeviceGetTemperature", CORE_TEMPERATURE)
-        if uuid in self._lost:
-            # It was reset: earlier faults are over.
-            self._lost.discard(uuid)
-            self._xids.pop(uuid, None)
-        self._hear_xids(device, uuid)
-        rates = device.get("nvmlDeviceGetUtilizationRates")
-        remapped = device.get("nvmlDeviceGetRemappedRows")
-        mig = device.get("nvmlDeviceGetMigMode")
-        return {
-            "name": _text(device.get("nvmlDeviceGetName") or ""),
-            "utilisation_percent": None if rates is None else float(rates.gpu),
-            "temperature_c": None if temperature is None else float(temperature),
-            "margin_c": _margin(device, temperature),
-            "clock_event_reasons": device.first(
-                "nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"
-            ),
-            "ecc_uncorrected": device.get("nvmlDeviceGetTotalEccErrors", UNCORRECTED, VOLATILE),
-            "remap_pending": None if remapped is None else bool(remapped[2]),
-            "remap_failed": None if remapped is None else bool(remapped[3]),
-            "recovery_action": device.field(RECOVERY_ACTION),
-            "mig": mig is not None and bool(mig[0]),
-            **_memory(device),
-        }
-
-    def _hear_xids(self, device: "_Device", uuid: str) -> None:
+    def _hear_xids(self, device: Device, uuid: str) -> None:
         """Collect the critical errors since the last call; they stay until the GPU was lost and returned."""
         if uuid not in self._events:
             events = device.ask("nvmlEventSetCreate")
-            if events is not None and device.registers(XID_EVENT, events):
-                self._events[uuid] = events
-            else:
+            self._events[uuid] = events
+            if events is not None and not device.registers(XID_EVENT, events):
+                device.ask("nvmlEventSetFree", events)
                 self._events[uuid] = None  # unsupported by this device, or not permitted
         events = self._events[uuid]
         while events is not None and (event := device.ask("nvmlEventSetWait_v2", events, 0)) is not None:
@@ -146,92 +174,8 @@ class Nvml:
                 known = self._xids.get(uuid, ())
                 self._xids[uuid] = tuple(sorted({*known, int(event.eventData)}))[:XIDS_KEPT]
 
-
-class _Device:
-    """One handle, with None for missing values; only a lost GPU and a failed driver raise."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self._raised = (*lost_errors(nvml), *_known(nvml, "NVMLError_Uninitialized"))
-
-    def get(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Query the device."""
-        return self.ask(name, self._handle, *arguments, **options)
-
-    def first(self, *names: str) -> Any:
-        """Query under several names: return the first value."""
-        return next((found for name in names if (found := self.get(name)) is not None), None)
-
-    def ask(self, name: str, *arguments: Any, **options: Any) -> Any:
-        """Query the driver."""
-        return self._answer(lambda: getattr(self._nvml, name)(*arguments, **options))
-
-    def constant(self, name: str) -> Any:
-        """Return a constant of the bindings, or None if they are older."""
-        return getattr(self._nvml, name, None)
-
-    def registers(self, kinds: int, events: Any) -> bool:
-        """Return whether the device reports events of these kinds."""
-
-        def register() -> bool:
-            self._nvml.nvmlDeviceRegisterEvents(self._handle, kinds, events)
-            return True
-
-        return self._answer(register) is not None
-
-    def field(self, number: int) -> int | None:
-        """Return one of the numbered fields."""
-        values = self.get("nvmlDeviceGetFieldValues", [number])
-        if values is None or values[0].nvmlReturn != 0:
-            return None
-        return int(values[0].value.uiVal)
-
-    def _answer(self, ask: Callable[[], _T]) -> _T | None:
-        try:
-            return ask()
-        except self._raised:
-            raise
-        except (self._nvml.NVMLError, AttributeError, TypeError):
-            # The last two: bindings without the function, or without one of its arguments.
-            return None
-
-
-def lost_errors(nvml: Any) -> tuple[type[Exception], ...]:
-    """Return the errors of an unusable GPU."""
-    return _known(nvml, "NVMLError_GpuIsLost", "NVMLError_ResetRequired")
-
-
-def _known(nvml: Any, *names: str) -> tuple[type[Exception], ...]:
-    return tuple(getattr(nvml, name) for name in names if hasattr(nvml, name))
-
-
-def _memory(device: _Device) -> dict[str, int | None]:
-    """Query the memory with reserved memory apart; the older query counts it as used."""
-    version = device.constant("nvmlMemory_v2")
-    memory = None if version is None else device.get("nvmlDeviceGetMemoryInfo", version=version)
-    reserved = None if memory is None else int(memory.reserved)
-    if memory is None:
-        memory = device.get("nvmlDeviceGetMemoryInfo")
-    if memory is None:
-        return {}
-    return {
-        "memory_used_bytes": int(memory.used),
-        "memory_free_bytes": int(memory.free),
-        "memory_total_bytes": int(memory.total),
-        "memory_reserved_bytes": reserved,
-    }
-
-
-def _margin(device: _Device, temperature: int | None) -> float | None:
-    """Query the thermal margin; without one compute it from the slowdown temperature."""
-    margin = device.get("nvmlDeviceGetMarginTemperature")
-    if margin is not None:
-        return float(margin)
-    threshold = device.get("nvmlDeviceGetTemperatureThreshold", SLOWDOWN_THRESHOLD)
-    return None if not threshold or temperature is None else float(threshold - temperature)
-
-
-def _text(value: str | bytes) -> str:
-    """Return text; older bindings return bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    def _forget_events(self, nvml: Any, uuid: str) -> None:
+        events = self._events.pop(uuid, None)
+        if events is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlEventSetFree(events)

@@ -1,4 +1,4 @@
-"""A whole run on a host whose driver follows a script, steered from the command line as a user does it."""
+"""A whole run on a host whose driver does what the test says, steered from the command line as a user does it."""
 
 import json
 import signal
@@ -6,43 +6,26 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.nvml.pynvml import Driver
+from tests.nvml.driver import GIB, Driver, gpu
 
 from benchmarks.end_to_end import scenario
 from benchmarks.end_to_end.scenario import LiveRun, steps_logged
-from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.process import Role
 from rolloutmq.services.process.identity import alive, variable_of
 
 pytestmark = pytest.mark.extended
 
-GIB = 1 << 30
-
-
-def gpu(uuid: str, used: int = 0, **facts: Any) -> dict[str, Any]:
-    memory = {"used": used, "free": 79 * GIB - used, "total": 80 * GIB, "reserved": GIB}
-    return {
-        "uuid": uuid,
-        "name": "H100",
-        "memory": memory,
-        "temperature": 40,
-        "margin": 40,
-        "reasons": 1,
-        **facts,
-    }
-
 
 def test_a_run_places_its_workers_and_goes_on_where_gpus_are_cordoned_and_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_dir, script = tmp_path / "run", tmp_path / "nvml.json"
-    monkeypatch.setenv("PYTHONPATH", str(Path(sys.modules[Driver.__module__].__file__ or "").parent))
-    monkeypatch.setenv("NVML_SCRIPT", str(script))
+    run_dir, driver = tmp_path / "run", Driver(tmp_path / "nvml")
+    for name, value in driver.environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    write_json(script, {"gpus": [gpu("GPU-a"), gpu("GPU-b", GIB), gpu("GPU-c", 2 * GIB)]})
+    driver.show(gpu("GPU-a"), gpu("GPU-b", GIB), gpu("GPU-c", 2 * GIB))
 
     def rolloutmq(*arguments: str, code: int = 0) -> str:
         command = [sys.executable, "-m", "rolloutmq.launch.cli", *arguments]
@@ -63,7 +46,7 @@ def test_a_run_places_its_workers_and_goes_on_where_gpus_are_cordoned_and_lost(
         assert "no such GPU" in rolloutmq("cordon", "GPU-x", "--run-dir", str(run_dir), code=2)
         told = rolloutmq("cordon", "c", "--reason", "new fan", "--run-dir", str(run_dir))
         assert told == "GPU-c: cordoned, by hand: new fan\n"
-        write_json(script, {"gpus": [gpu("GPU-a", lost=True), gpu("GPU-b", GIB), gpu("GPU-c", 2 * GIB)]})
+        driver.change("GPU-a", lost=True)
         until("the end of the worker on the lost GPU", lambda: placed() == ["GPU-b"])
         gpus = {one["uuid"]: one for one in json.loads(rolloutmq("status", str(run_dir), "--json"))["gpus"]}
         assert (gpus["GPU-a"]["causes"], gpus["GPU-c"]["causes"]) == (["lost"], ["manual"])

@@ -54,6 +54,8 @@ def note(sample: GpuSample | None, standing: GpuStanding | None) -> str:
         parts.append(standing.reason)
     elif sample is not None and sample.state is not GpuState.OK:
         parts.append(f"{sample.state}: {sample.why}")
+    if sample is not None and sample.mig:
+        parts.append("divided (MIG)")
     if standing is not None and standing.ghost_bytes:
         parts.append(f"{format.amount(standing.ghost_bytes)} still in use by dead workers")
     return "; ".join(parts)[:NOTE_LIMIT]

@@ -23,7 +23,7 @@ from rolloutmq.schemas.config.orchestrator import HardwareConfig
 from rolloutmq.schemas.files import Dismissed, GpuRecord
 from rolloutmq.schemas.wire.hardware import FATAL, Cause, GpuOrder
 from rolloutmq.schemas.wire.telemetry import GpuSample
-from rolloutmq.services.orchestrator.gpus.health import Fault, Health
+from rolloutmq.services.orchestrator.gpus.health import ErrorCount, Fault, Health
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Cordons:
         """Restore a GPU from the record of an earlier life. Durations start anew."""
         standing = record.standing
         self._gpus[standing.uuid] = Cordon(
-            Health(self._limits),
+            Health(self._limits, ErrorCount(record.errors_before, record.errors_last)),
             {cause: Fault(cause, mark, says) for cause, (mark, says) in record.automatic.items()},
             record.manual,
             {(event.cause, event.mark) for event in record.dismissed},
@@ -145,6 +145,8 @@ class Cordons:
             "dismissed": tuple(Dismissed(*event) for event in sorted(gpu.dismissed)),
             "level": gpu.level,
             "relapsing": gpu.lifted_at > -math.inf,
+            "errors_before": gpu.health.errors.before,
+            "errors_last": gpu.health.errors.last,
         }
 
     def _known(self, uuid: str) -> Cordon:

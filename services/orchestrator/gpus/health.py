@@ -8,10 +8,17 @@
 Power caps, idling and application clocks are normal; unknown bits are ignored. A missing value is neither good nor bad.
 A gap of more than `stale_s` ends every span, so that unobserved time proves neither heat nor cleanliness. A reported
 fault stays until a sample clears it. Temperature thresholds are not used: the GPU knows its own limits.
+
+The driver's count of memory errors is not of this run: only errors after its first sample are a fault. They stay one
+until the count falls, since only a reset or a reload of the driver sets it to 0.
+
+Telemetry hears driver errors (Xid) from its start on. If it restarts, which its numbers show, those of its predecessor
+stay a fault until the GPU was lost and is back.
 """
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,6 +65,28 @@ class Fault:
         return self.cause in FATAL
 
 
+@dataclass(slots=True)
+class ErrorCount:
+    """Uncorrected memory errors of one GPU since its first sample in this run.
+
+    Attributes:
+        before: Errors of the driver's count that are older; None before the first sample.
+        last: The driver's count in the last sample.
+    """
+
+    before: int | None = None
+    last: int = 0
+
+    def see(self, count: int) -> int:
+        """Record the driver's count; return the errors since the first sample, or since the count began anew."""
+        if self.before is None:
+            self.before = count
+        elif count < self.last:
+            self.before = 0
+        self.last = count
+        return count - self.before
+
+
 class Span:
     """Duration of an uninterrupted condition: `see` at each sample, `seconds` up to the last one."""
 
@@ -86,10 +115,16 @@ class Span:
 
 
 class Health:
-    """Health of one GPU."""
+    """Health of one GPU.
 
-    def __init__(self, limits: HardwareConfig) -> None:
+    Args:
+        limits: Thresholds.
+        errors: Count of an earlier life; a new one by default.
+    """
+
+    def __init__(self, limits: HardwareConfig, errors: ErrorCount | None = None) -> None:
         self._limits = limits
+        self.errors = errors or ErrorCount()
         self._thermal: deque[bool] = deque(maxlen=limits.hot_window)
         self._slowed: deque[bool] = deque(maxlen=limits.hot_window)
         self._tight = Span()
@@ -97,10 +132,16 @@ class Health:
         self._cool = Span()
         self._whole = Span()
         self._fatal: dict[Cause, Fault] = {}
+        self._xids: frozenset[int] = frozenset()
+        self._earlier_xids: frozenset[int] = frozenset()
+        self._number = 0
         self._seen_at = self._judged_at = -math.inf
 
     def see(self, sample: GpuSample, now: float) -> None:
         """Apply a sample that arrived now."""
+        if sample.number < self._number:
+            self._earlier_xids = self._xids
+        self._number = sample.number
         if sample.state is GpuState.SILENT:
             return
         if now - self._seen_at > self._limits.stale_s:
@@ -111,8 +152,10 @@ class Health:
             self._whole.end()
             self._cool.end()
             return
-        self._fatal.pop(Cause.LOST, None)
-        for cause, reported in _reported(sample).items():
+        if self._fatal.pop(Cause.LOST, None) is not None:
+            self._earlier_xids = frozenset()
+        self._xids = self._earlier_xids.union(sample.xids)
+        for cause, reported in _reported(sample, self.errors, self._xids).items():
             if reported is None:
                 continue
             if reported.says:
@@ -177,16 +220,14 @@ class Health:
         return "hot: no thermal margin" if self._tight.holds else "hot: slowdown by the board"
 
 
-def _reported(sample: GpuSample) -> dict[Cause, Fault | None]:
+def _reported(sample: GpuSample, errors: ErrorCount, known: Iterable[int]) -> dict[Cause, Fault | None]:
     """Return, for each fatal cause, the reported fault (without text if there is none), or None without a report."""
-    action, errors, failed = sample.recovery_action, sample.ecc_uncorrected, sample.remap_failed
-    xids = [xid for xid in sample.xids if xid in FATAL_XIDS]
+    action, failed = sample.recovery_action, sample.remap_failed
+    xids = sorted(FATAL_XIDS.intersection(known))
     todo = "" if not action else f"the driver asks to {ACTIONS.get(action, f'take action {action}')}"
     return {
         Cause.RECOVERY: None if action is None else Fault(Cause.RECOVERY, str(action), todo),
-        Cause.ECC: None
-        if errors is None
-        else Fault(Cause.ECC, str(errors), f"{errors} uncorrected memory errors" if errors else ""),
+        Cause.ECC: None if sample.ecc_uncorrected is None else _memory_fault(sample.ecc_uncorrected, errors),
         Cause.REMAP: None
         if failed is None
         else Fault(Cause.REMAP, "", "a memory row failed and could not be remapped" if failed else ""),
@@ -196,3 +237,9 @@ def _reported(sample: GpuSample) -> dict[Cause, Fault | None]:
             f"driver error (Xid) {', '.join(map(str, xids))}" if xids else "",
         ),
     }
+
+
+def _memory_fault(count: int, errors: ErrorCount) -> Fault:
+    new = errors.see(count)
+    says = f"{new} new uncorrected memory error{'s' if new > 1 else ''}" if new else ""
+    return Fault(Cause.ECC, str(count), says)

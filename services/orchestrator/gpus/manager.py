@@ -1,8 +1,8 @@
 """The GPU manager: the fleet in the orchestrator. Samples and orders in; drains, limits, events and `gpus.json` out.
 
 `gpus.json` is replaced as a whole, at changes that must survive a restart and every few seconds for readers. A damaged
-file is moved aside and logged. It had the causes of cordons and the required clean times; repeated samples and orders
-restore the cordons.
+file is moved aside and logged. It had the causes of cordons, the required clean times and the counts of memory errors;
+repeated samples and orders restore the cordons, but for memory errors: these are not told from older ones any more.
 
 The GPUs of a worker are read from the environment of its process, also for adopted ones, never from the file.
 """

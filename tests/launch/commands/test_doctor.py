@@ -1,9 +1,15 @@
 """The doctor says what is missing, how to get it, and whether a run can start."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pynvml
 import pytest
+from tests.nvml.driver import Driver, gpu
 
 from rolloutmq.launch.commands import doctor
 from rolloutmq.launch.preflight import checks
@@ -44,6 +50,79 @@ def test_this_machine_can_run() -> None:
     findings = {finding.what: finding for finding in doctor.examine()}
     assert findings["python"].fine
     assert "gpu" in findings
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    """A GPU driver of two GPUs, in this process."""
+    driver = Driver(tmp_path / "nvml")
+    driver.show(gpu("GPU-1"), gpu("GPU-2"))
+    with driver.installed():
+        yield driver
+
+
+def test_gpus_are_counted_and_left_alone(driver: Driver) -> None:  # noqa: ARG001
+    assert doctor.gpus() == doctor.Finding("gpu", fine=True, found="2")
+    assert pynvml.nvmlLib.fakeUsers() == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "Driver Not Loaded"),
+        (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "RM has detected an NVML/RM version mismatch."),
+    ],
+)
+def test_a_driver_that_does_not_work_is_advice_with_its_reason(driver: Driver, code: int, why: str) -> None:
+    driver.fail(code)
+    finding = doctor.gpus()
+    assert (finding.word, finding.found) == ("advice", f"none ({why})")
+    assert "reboot if it was updated" in finding.remedy
+
+
+def test_a_gpu_that_cannot_be_used_is_named_beside_the_others(driver: Driver) -> None:
+    driver.change("GPU-2", lost=True)
+    finding = doctor.gpus()
+    assert (finding.word, finding.found) == ("advice", "1 of 2 (index 1: GPU is lost)")
+    driver.show(gpu("GPU-1"), gpu("GPU-2", fails={"*": pynvml.NVML_ERROR_NO_PERMISSION}))
+    assert doctor.gpus().found == "1 of 2 (index 1: Insufficient Permissions)"
+
+
+def test_a_driver_that_hangs_holds_up_nobody(driver: Driver) -> None:
+    driver.change("GPU-2", hangs=("nvmlDeviceGetTemperature",))
+    try:
+        finding = doctor.gpus(timeout_s=3.0)
+    finally:
+        driver.show()
+    assert finding.found == "1 of 2 (GPU-2: no reply from the driver for 3 s)"
+
+
+def test_a_driver_that_hangs_from_the_start_is_advice_too(driver: Driver) -> None:
+    driver.stick()
+    try:
+        finding = doctor.gpus(timeout_s=0.5)
+    finally:
+        driver.back()
+    assert (finding.word, finding.found) == ("advice", "none (no reply from the driver for 0 s)")
+
+
+def test_the_command_says_what_the_driver_says(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "nvml")
+
+    def says() -> str:
+        told = subprocess.run(
+            [sys.executable, "-m", "rolloutmq.launch.cli", "doctor", "--json"],
+            env=os.environ | driver.environment,
+            capture_output=True,
+            text=True,
+            timeout=120.0,
+            check=True,
+        )
+        return next(str(one["found"]) for one in json.loads(told.stdout) if one["what"] == "gpu")
+
+    assert says() == "none (Driver Not Loaded)"
+    driver.show(gpu("GPU-1"), gpu("GPU-2"), gpu("GPU-3"))
+    assert says() == "3"
 
 
 def test_a_configuration_is_looked_at_as_up_would(

@@ -214,6 +214,26 @@ def test_what_is_uncordoned_by_hand_is_cordoned_for_another_fault() -> None:
     assert trial.causes() == (Cause.ECC,)
 
 
+def test_a_restart_keeps_what_memory_errors_were_new() -> None:
+    trial = Trial("GPU-1", "GPU-2")
+    trial.see(sample("GPU-3", ecc_uncorrected=3))
+    trial.see(sample("GPU-4", ecc_uncorrected=3))
+    trial.see(sample("GPU-4", ecc_uncorrected=4))
+    assert (trial.causes("GPU-3"), trial.causes("GPU-4")) == ((), (Cause.ECC,))
+
+    after = trial.restarted()
+    after.see(sample("GPU-3", ecc_uncorrected=3), 200)
+    after.see(sample("GPU-4", ecc_uncorrected=4), 200)
+    assert (after.causes("GPU-3"), after.causes("GPU-4")) == ((), (Cause.ECC,))
+    # What came while nobody looked is new, too.
+    again = after.restarted()
+    again.see(sample("GPU-3", ecc_uncorrected=4))
+    assert again.causes("GPU-3") == (Cause.ECC,)
+    # A reset of the GPU ends it.
+    again.see(sample("GPU-4", ecc_uncorrected=0), 61)
+    assert again.causes("GPU-4") == ()
+
+
 def test_an_order_for_a_gpu_that_is_not_known_waits_for_it() -> None:
     trial = Trial()
     orders = {"GPU-1": GpuOrder(number=1, cordoned=True, reason="r")}

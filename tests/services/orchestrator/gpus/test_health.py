@@ -107,7 +107,7 @@ def test_a_gpu_that_tells_nothing_of_heat_is_neither_hot_nor_cool() -> None:
         ({"recovery_action": 1}, Cause.RECOVERY, "the driver asks to reset the GPU"),
         ({"recovery_action": 3}, Cause.RECOVERY, "the driver asks to drain its peers"),
         ({"recovery_action": 12}, Cause.RECOVERY, "the driver asks to take action 12"),
-        ({"ecc_uncorrected": 2}, Cause.ECC, "2 uncorrected memory errors"),
+        ({"ecc_uncorrected": 2}, Cause.ECC, "2 new uncorrected memory errors"),
         ({"remap_failed": True}, Cause.REMAP, "a memory row failed and could not be remapped"),
         ({"xids": (31, 48, 79)}, Cause.XID, "driver error (Xid) 48, 79"),
     ],
@@ -115,14 +115,50 @@ def test_a_gpu_that_tells_nothing_of_heat_is_neither_hot_nor_cool() -> None:
 def test_what_only_a_reset_or_a_repair_undoes_is_fatal_until_it_is_told_to_be_over(
     facts: dict[str, Any], cause: Cause, says: str
 ) -> None:
-    health = shown([sample(**facts)])
+    health = shown([sample(), sample(**facts)])
     assert health.faults[cause].fatal
     assert health.faults[cause].says == says
 
     untold: dict[str, Any] = {"recovery_action": None, "ecc_uncorrected": None, "remap_failed": None}
-    health.see(sample(**(untold | {"xids": facts.get("xids", ())})), 1.0)
+    health.see(sample(**(untold | {"xids": facts.get("xids", ())})), 2.0)
     assert set(health.faults) == {cause}
-    health.see(sample(), 2.0)
+    health.see(sample(), 3.0)
+    assert health.faults == {}
+
+
+def test_memory_errors_from_before_the_first_sample_are_no_fault() -> None:
+    health = shown([sample(ecc_uncorrected=7)] * 3)
+    assert (health.faults, health.whole_s) == ({}, 2.0)
+    health.see(sample(ecc_uncorrected=8), 3.0)
+    assert health.faults[Cause.ECC].says == "1 new uncorrected memory error"
+    health.see(silent(), 4.0)
+    health.see(sample(ecc_uncorrected=8), 5.0)
+    assert set(health.faults) == {Cause.ECC}
+
+
+def test_memory_errors_since_a_reset_are_all_new() -> None:
+    health = shown([sample(ecc_uncorrected=7), sample(ecc_uncorrected=0)])
+    assert health.faults == {}
+    health.see(sample(ecc_uncorrected=1), 2.0)
+    assert health.faults[Cause.ECC].says == "1 new uncorrected memory error"
+    health.see(sample(ecc_uncorrected=0), 3.0)
+    assert health.faults == {}
+    # Nobody saw the count at 0.
+    health = shown([sample(ecc_uncorrected=7), sample(ecc_uncorrected=2)])
+    assert health.faults[Cause.ECC].says == "2 new uncorrected memory errors"
+
+
+def test_driver_errors_outlast_the_telemetry_that_heard_them() -> None:
+    health = shown([sample(number=7), sample(number=8, xids=(79,))])
+    health.see(silent(number=1), 2.0)
+    for number in range(2, 5):
+        health.see(sample(number=number), float(number))
+        assert health.faults[Cause.XID].says == "driver error (Xid) 79"
+    health.see(sample(number=5, xids=(119,)), 5.0)
+    assert health.faults[Cause.XID].mark == "79,119"
+
+    health.see(lost(number=6), 6.0)
+    health.see(sample(number=7), 7.0)
     assert health.faults == {}
 
 

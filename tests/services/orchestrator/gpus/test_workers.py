@@ -1,4 +1,5 @@
-"""Workers on GPUs, end to end: real services and workers, a broker, and a driver that does what a script says."""
+"""Workers on GPUs, end to end: real services and workers, a broker, NVIDIA's bindings, and a driver that does what a
+test says."""
 
 import json
 import os
@@ -10,13 +11,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
+from tests.nvml.driver import GIB, Driver, Gpu, Instance, Memory, gpu
 from tests.services.orchestrator import children
 from tests.services.orchestrator.children import DRAINABLE
 
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.launch.commands import gpus
+from rolloutmq.launch.commands import gpus as operator
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
@@ -28,8 +31,6 @@ from rolloutmq.services.process.child import end_marked
 from rolloutmq.services.process.identity import MARKER, alive, variable_of
 
 TOKEN = f"gpu-workers-{os.getpid()}"
-DRIVER = Path(__file__).parents[3] / "nvml"
-GIB = 1 << 30
 PATIENCE_S = 90.0
 """Longest wait: three processes start, and a busy machine has other things to do."""
 ORCHESTRATOR = """
@@ -47,21 +48,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     children.wait_for(condition, PATIENCE_S)
 
 
-def gpu(uuid: str, used: int = 0, **facts: Any) -> dict[str, Any]:
-    """Return a GPU of 80 GiB for the script of the driver."""
-    memory = {"used": used, "free": 79 * GIB - used, "total": 80 * GIB, "reserved": GIB}
-    told = {
-        "utilisation": 0,
-        "temperature": 40,
-        "margin": 40,
-        "reasons": 1,
-        "ecc": 0,
-        "recovery": 0,
-        "xids": [],
-    }
-    return {"uuid": uuid, "name": "H100", "memory": memory, **told, **facts}
-
-
 class Host:
     """A run on a host whose GPUs do what the test says."""
 
@@ -69,15 +55,14 @@ class Host:
         self.layout = layout
         self._broker = broker
         self._stack = stack
-        self._script = layout.root / "nvml.json"
-
-    def driver(self, *gpus: dict[str, Any], error: str = "") -> None:
-        """Have the driver answer like this from now on."""
-        write_json(self._script, {"gpus": gpus, **({"error": error} if error else {})})
+        self.driver = Driver(layout.root / "nvml")
+        self.services: dict[str, subprocess.Popen[str]] = {}
 
     def telemetry(self) -> None:
         """Start the service."""
-        self._start("-c", TELEMETRY, "telemetry", "--run-dir", str(self.layout.root))
+        self.services["telemetry"] = self._start(
+            "-c", TELEMETRY, "telemetry", "--run-dir", str(self.layout.root)
+        )
 
     def orchestrator(self) -> "subprocess.Popen[str]":
         """Start the service."""
@@ -109,6 +94,11 @@ class Host:
         standing = self.standing(uuid)
         return () if standing is None else standing.causes
 
+    def xids(self, uuid: str) -> tuple[int, ...]:
+        """Return the driver's errors, as the orchestrator last heard them."""
+        samples = [one.sample for one in read_gpus(self.layout).gpus]
+        return next((one.xids for one in samples if one is not None and one.uuid == uuid), ())
+
     def samples(self, uuid: str) -> int:
         """Return how many samples of a GPU were recorded."""
         return self.layout.metrics.read_text().count(f'"telemetry.gpu.{uuid}"')
@@ -123,8 +113,7 @@ class Host:
     def _start(self, *arguments: str) -> "subprocess.Popen[str]":
         environment = {
             **os.environ,
-            "PYTHONPATH": str(DRIVER),
-            "NVML_SCRIPT": str(self._script),
+            **self.driver.environment,
             MARKER: f"{TOKEN}/service",
         }
         process = subprocess.Popen([sys.executable, *arguments], env=environment, text=True)
@@ -134,7 +123,7 @@ class Host:
 
 
 @contextmanager
-def host(run_dir: Path, *script: dict[str, Any], hardware: dict[str, Any], **env: Any) -> Iterator[Host]:
+def host(run_dir: Path, *gpus: Gpu, hardware: dict[str, Any], **env: Any) -> Iterator[Host]:
     quick = {"tick_s": 0.02, "backoff_s": 0.05, "drain_deadline_s": 5.0}
     config = RunConfig.model_validate(
         {
@@ -149,7 +138,7 @@ def host(run_dir: Path, *script: dict[str, Any], hardware: dict[str, Any], **env
     with running_broker(config, layout) as broker, ExitStack() as stack:
         stack.callback(end_marked, f"{TOKEN}/")
         found = Host(layout, broker, stack)
-        found.driver(*script)
+        found.driver.show(*gpus)
         yield found
 
 
@@ -158,8 +147,8 @@ def start(run_dir: Path) -> Iterator[Callable[..., Host]]:
     """Start a host; it ends with the test."""
     with ExitStack() as stack:
 
-        def begin(*script: dict[str, Any], hardware: dict[str, Any] | None = None, **env: Any) -> Host:
-            found = stack.enter_context(host(run_dir, *script, hardware=hardware or {}, **env))
+        def begin(*gpus: Gpu, hardware: dict[str, Any] | None = None, **env: Any) -> Host:
+            found = stack.enter_context(host(run_dir, *gpus, hardware=hardware or {}, **env))
             found.telemetry()
             return found
 
@@ -181,7 +170,7 @@ def test_workers_are_started_with_gpus_of_their_own_and_no_more_than_there_are(
     wait_for(lambda: found.decided("pinned to 3; 2 can be placed: no_gpu: 0 of 1 wanted; 2 taken"))
     assert sorted(found.workers().values()) == ["GPU-1", "GPU-2"]
     # A third GPU, and it is placed: nothing was forgotten and nothing has to be asked for again.
-    found.driver(gpu("GPU-3"), gpu("GPU-1"), gpu("GPU-2"))
+    found.driver.show(gpu("GPU-3"), gpu("GPU-1"), gpu("GPU-2"))
     wait_for(settled_at(found, ["GPU-1", "GPU-2", "GPU-3"]))
 
 
@@ -203,8 +192,8 @@ def test_a_cordoned_gpu_is_passed_over_also_by_the_next_orchestrator(start: Call
     found.scale(1)
     first = found.orchestrator()
     wait_for(settled_at(found, ["GPU-1"]))
-    assert gpus.cordon(found.layout.root, "GPU-1", "new fan") == 0
-    assert gpus.cordon(found.layout.root, "GPU-2", "new fan") == 0
+    assert operator.cordon(found.layout.root, "GPU-1", "new fan") == 0
+    assert operator.cordon(found.layout.root, "GPU-2", "new fan") == 0
     before = found.pids()
     first.kill()
     first.wait()
@@ -217,7 +206,7 @@ def test_a_cordoned_gpu_is_passed_over_also_by_the_next_orchestrator(start: Call
     assert found.causes("GPU-2") == (Cause.MANUAL,)
     wait_for(lambda: (one := found.standing("GPU-1")) is not None and one.holders == ("env-0",))
 
-    assert gpus.uncordon(found.layout.root, "GPU-2") == 0
+    assert operator.uncordon(found.layout.root, "GPU-2") == 0
     found.scale(3)
     wait_for(settled_at(found, ["GPU-1", "GPU-2", "GPU-3"]))
 
@@ -228,11 +217,83 @@ def test_a_lost_gpu_drains_its_worker_which_goes_on_elsewhere(start: Callable[..
     found.orchestrator()
     wait_for(settled_at(found, ["GPU-1"]))
 
-    found.driver(gpu("GPU-1", lost=True), gpu("GPU-2", used=GIB))
+    found.driver.change("GPU-1", lost=True)
 
     wait_for(lambda: found.workers() == {"env-1": "GPU-2"})
     assert found.causes("GPU-1") == (Cause.LOST,)
     assert "GPU is lost" in getattr(found.standing("GPU-1"), "reason", "")
+
+
+def test_a_gpu_that_was_lost_is_used_again_after_a_clean_time(start: Callable[..., Host]) -> None:
+    found = start(gpu("GPU-1"), gpu("GPU-2", used=GIB), hardware={"clean_s": 1.0}, min_workers=0)
+    found.scale(0)
+    found.orchestrator()
+    wait_for(lambda: found.standing("GPU-2") is not None)
+    found.driver.change("GPU-1", lost=True)
+    wait_for(lambda: found.causes("GPU-1") == (Cause.LOST,))
+    found.scale(2)
+    wait_for(settled_at(found, ["GPU-2"]))
+
+    # A reset may change the order of the GPUs.
+    found.driver.show(gpu("GPU-2", used=GIB), gpu("GPU-1"))
+    wait_for(settled_at(found, ["GPU-1", "GPU-2"]))
+    assert found.causes("GPU-1") == ()
+
+
+def test_memory_errors_cordon_only_if_they_grow_and_a_restart_forgets_no_growth(
+    start: Callable[..., Host],
+) -> None:
+    found = start(gpu("GPU-1", ecc=(3, 40)), gpu("GPU-2", used=GIB, ecc=(5, 50)))
+    found.scale(2)
+    first = found.orchestrator()
+    # Errors of an earlier run, and rows that were replaced for them.
+    wait_for(settled_at(found, ["GPU-1", "GPU-2"]))
+    assert found.causes("GPU-1") == found.causes("GPU-2") == ()
+
+    found.driver.change("GPU-1", ecc=(4, 41))
+    wait_for(lambda: settled_at(found, ["GPU-2"])() and found.causes("GPU-1") == (Cause.ECC,))
+    assert getattr(found.standing("GPU-1"), "reason", "") == "1 new uncorrected memory error"
+    first.kill()
+    first.wait()
+    found.driver.change("GPU-2", ecc=(6, 51))  # while nobody looks
+
+    found.orchestrator()
+    wait_for(lambda: found.causes("GPU-2") == (Cause.ECC,))
+    until = found.samples("GPU-1") + 20
+    wait_for(lambda: found.samples("GPU-1") >= until)
+    assert found.causes("GPU-1") == (Cause.ECC,)
+    wait_for(settled_at(found, []))
+
+
+def test_an_error_of_an_application_drains_nobody_and_one_of_the_gpu_does(start: Callable[..., Host]) -> None:
+    found = start(gpu("GPU-1"), gpu("GPU-2", used=GIB), hardware={"clean_s": 0.5})
+    found.scale(1)
+    found.orchestrator()
+    wait_for(settled_at(found, ["GPU-1"]))
+    found.driver.change("GPU-1", xids=(13, 31, 63), remapped=(0, 1, 1, 0))
+    wait_for(lambda: found.xids("GPU-1") == (13, 31, 63))
+    assert found.causes("GPU-1") == ()
+
+    found.driver.change("GPU-1", xids=(13, 31, 63, 79))
+    wait_for(settled_at(found, ["GPU-2"]))
+    found.services["telemetry"].kill()
+    found.services["telemetry"].wait()
+    found.telemetry()
+    wait_for(lambda: found.xids("GPU-1") == ())
+    until = found.samples("GPU-1") + 40
+    wait_for(lambda: found.samples("GPU-1") >= until)
+    assert found.causes("GPU-1") == (Cause.XID,)
+    found.driver.change("GPU-2", remapped=(0, 9, 0, 1), recovery=pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)
+    wait_for(lambda: found.causes("GPU-2") == (Cause.RECOVERY, Cause.REMAP))
+
+
+def test_a_divided_gpu_takes_no_worker(start: Callable[..., Host]) -> None:
+    instances = Instance("MIG-1", Memory(20 * GIB)), Instance("MIG-2", Memory(20 * GIB))
+    found = start(gpu("GPU-1", mig=True, instances=instances), gpu("GPU-2", used=GIB))
+    found.scale(2)
+    found.orchestrator()
+    wait_for(settled_at(found, ["GPU-2"]))
+    wait_for(lambda: found.decided("1 can be placed: no_gpu: 0 of 1 wanted; 1 divided, 1 taken"))
 
 
 def test_a_gpu_whose_driver_hangs_is_left_alone_and_the_others_are_used(start: Callable[..., Host]) -> None:
@@ -242,7 +303,7 @@ def test_a_gpu_whose_driver_hangs_is_left_alone_and_the_others_are_used(start: C
     wait_for(settled_at(found, ["GPU-1"]))
     before = found.pids()
 
-    found.driver(gpu("GPU-1", hangs=True), gpu("GPU-2", used=GIB))
+    found.driver.change("GPU-1", hangs=("*",))
     wait_for(lambda: "no reply from the driver" in getattr(found.standing("GPU-1"), "reason", ""))
     found.scale(3)
     wait_for(settled_at(found, ["GPU-1", "GPU-2"]))
@@ -261,12 +322,12 @@ def test_heat_that_lasts_keeps_new_workers_off_and_the_end_of_it_lets_them_on(
     found = start(gpu("GPU-1"), gpu("GPU-2", used=GIB), hardware={"clean_s": 1.0}, min_workers=0)
     found.scale(0)
     found.orchestrator()
-    found.driver(gpu("GPU-1", reasons=0x48, margin=1), gpu("GPU-2", used=GIB))
+    found.driver.change("GPU-1", temperature_c=91, reasons=0x48, margin_c=1)
     wait_for(lambda: found.causes("GPU-1") == (Cause.HEAT,))
     found.scale(1)
     wait_for(settled_at(found, ["GPU-2"]))
 
-    found.driver(gpu("GPU-1"), gpu("GPU-2", used=GIB))
+    found.driver.change("GPU-1", temperature_c=60, reasons=1, margin_c=20)
     wait_for(lambda: found.causes("GPU-1") == ())
     found.scale(2)
     wait_for(settled_at(found, ["GPU-1", "GPU-2"]))
@@ -278,7 +339,7 @@ def test_a_killed_worker_does_not_come_back_before_its_memory_has(start: Callabl
     found.orchestrator()
     wait_for(settled_at(found, ["GPU-1"]))
     (pid,) = found.pids().values()
-    found.driver(gpu("GPU-1", used=50 * GIB))
+    found.driver.change("GPU-1", memory=Memory(used=50 * GIB))
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: found.workers() == {})
 
@@ -287,19 +348,19 @@ def test_a_killed_worker_does_not_come_back_before_its_memory_has(start: Callabl
     until = found.samples("GPU-1") + 20
     while found.samples("GPU-1") < until:
         assert found.workers() == {}
-    found.driver(gpu("GPU-1"))
+    found.driver.change("GPU-1", memory=Memory())
     wait_for(settled_at(found, ["GPU-1"]))
 
 
 def test_without_a_driver_nobody_is_started_and_the_reason_is_told(start: Callable[..., Host]) -> None:
     found = start(min_workers=2)
-    found.driver(error="Driver Not Loaded")
+    found.driver.fail(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
     found.scale(2)
     found.orchestrator()
     wait_for(lambda: found.decided("0 can be placed: no_gpu: no GPU reported (Driver Not Loaded)"))
     assert found.pids() == {}
 
-    found.driver(gpu("GPU-1"), gpu("GPU-2"))
+    found.driver.show(gpu("GPU-1"), gpu("GPU-2"))
     wait_for(settled_at(found, ["GPU-1", "GPU-2"]))
 
 

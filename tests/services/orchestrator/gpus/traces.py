@@ -26,7 +26,7 @@ def sample(uuid: str = "GPU-1", **facts: Any) -> GpuSample:
         "remap_failed": False,
         "recovery_action": 0,
     }
-    return GpuSample(uuid=uuid, number=1, at=0.0, name="H100", **(healthy | facts))
+    return GpuSample(uuid=uuid, at=0.0, name="H100", **({"number": 1} | healthy | facts))
 
 
 def using(used: int, uuid: str = "GPU-1", **facts: Any) -> GpuSample:
@@ -39,11 +39,11 @@ def hot(uuid: str = "GPU-1", **facts: Any) -> GpuSample:
     return sample(uuid, **({"clock_event_reasons": HW_THERMAL | SLOWDOWN, "margin_c": 1.0} | facts))
 
 
-def lost(uuid: str = "GPU-1") -> GpuSample:
+def lost(uuid: str = "GPU-1", number: int = 1) -> GpuSample:
     """Return what telemetry says of a GPU that fell off the bus."""
-    return GpuSample(uuid=uuid, number=1, at=0.0, name="H100", state=GpuState.LOST, why="GPU is lost")
+    return GpuSample(uuid=uuid, number=number, at=0.0, name="H100", state=GpuState.LOST, why="GPU is lost")
 
 
-def silent(uuid: str = "GPU-1") -> GpuSample:
+def silent(uuid: str = "GPU-1", number: int = 1) -> GpuSample:
     """Return what telemetry says of a GPU whose driver hangs."""
-    return GpuSample(uuid=uuid, number=1, at=0.0, name="H100", state=GpuState.SILENT, why="hangs")
+    return GpuSample(uuid=uuid, number=number, at=0.0, name="H100", state=GpuState.SILENT, why="hangs")
