@@ -158,9 +158,8 @@ class InferenceApp(ABC):
                 self._empty.set()
 
     async def _models(self, _request: web.Request) -> web.Response:
-        return replied(
-            responses.models(self.policy.limits.model, self._created, self.policy.limits.positions)
-        )
+        limits, root = self.policy.limits, str(self.policy.text.directory.absolute())
+        return replied(responses.models(limits.model, self._created, limits.positions, root))
 
     async def _health(self, _request: web.Request) -> web.Response:
         status = self.trouble() or ("draining" if self.draining else "ok" if self.ready else "starting")

@@ -185,10 +185,10 @@ def health(status: str, version: PolicyVersion) -> bytes:
     return encode({"status": status, "version": _version(version)})
 
 
-def models(model: str, created: int, positions: int) -> bytes:
-    """Encode the response of `/v1/models`."""
+def models(model: str, created: int, positions: int, root: str = "") -> bytes:
+    """Encode the response of `/v1/models`. As in vLLM, `root` is the directory of the model."""
     served = {"id": model, "object": "model", "created": created, "owned_by": "rolloutmq"}
-    return encode({"object": "list", "data": [{**served, "max_model_len": positions}]})
+    return encode({"object": "list", "data": [{**served, "max_model_len": positions, "root": root or model}]})
 
 
 def error_body(status: int, message: str, code: str) -> bytes:

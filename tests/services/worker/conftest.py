@@ -24,6 +24,7 @@ class FakeServer:
         missing: Choices by which its answers fall short.
         text: Text of its answers.
         code: Code of its errors.
+        root: Directory of its model.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,7 @@ class FakeServer:
         self.text = "answer"
         self.code: str | None = None
         self.url = ""
+        self.root: str | None = None
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -72,7 +74,8 @@ class FakeServer:
 
     async def _models(self, _request: web.Request) -> web.Response:
         self.models_asked += 1
-        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        model = {"id": "tiny", "object": "model", "root": self.root}
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None

@@ -301,6 +301,7 @@ async def test_errors_are_those_of_openai(trainer: Trainer) -> None:
             assert (found, set(answer)) == (status, {"error"})
         status, answer = await client.get("/v1/models")
         assert (status, answer["data"][0]["id"]) == (200, "policy")
+        assert answer["data"][0]["root"] == str(trainer.layout.model.absolute())
 
 
 async def test_it_serves_under_the_name_that_it_was_given(run_dir: Path) -> None:
