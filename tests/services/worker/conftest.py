@@ -25,6 +25,7 @@ class FakeServer:
         text: Text of its answers.
         code: Code of its errors.
         root: Directory of its model.
+        sampler: What it answers to the tokens of a prompt, in place of `sampled`.
         logprobs: Tokens with a log-probability in an answer of tokens; None: all.
     """
 
@@ -44,6 +45,7 @@ class FakeServer:
         self.url = ""
         self.root: str | None = None
         self.logprobs: int | None = None
+        self.sampler: Callable[[list[int]], list[int]] | None = None
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -111,21 +113,22 @@ class FakeServer:
         )
 
     def _tokens(self, body: dict[str, Any]) -> dict[str, Any]:
-        content = [{"token_id": token, "logprob": -0.25} for token in self.sampled]
+        sampled = self.sampled if self.sampler is None else self.sampler(body["token_ids"])
+        content = [{"token_id": token, "logprob": -0.25} for token in sampled]
         choice = {
             "index": 0,
             "finish_reason": "stop",
-            "token_ids": self.sampled,
+            "token_ids": sampled,
             "logprobs": {"content": content[: self.logprobs]},
-            **self._versions(),
+            **self._versions(sampled),
         }
         return {"request_id": "r", "prompt_token_ids": body["token_ids"], "choices": [choice]}
 
-    def _versions(self) -> dict[str, Any]:
+    def _versions(self, sampled: list[int]) -> dict[str, Any]:
         if self.step is None:
             return {}
         version = {"incarnation": 0, "step": self.step}
-        return {"weight_versions": [{"start": 0, "end": len(self.sampled), "version": version}]}
+        return {"weight_versions": [{"start": 0, "end": len(sampled), "version": version}]}
 
     def _about(self, chat: bool) -> dict[str, Any]:
         usage = {"prompt_tokens": len(PROMPT), "completion_tokens": 2, "total_tokens": len(PROMPT) + 2}
@@ -147,7 +150,7 @@ class FakeServer:
         else:
             choice["text"] = self.text
             choice["logprobs"] = {"token_logprobs": logprobs, "tokens": ["a"] * len(logprobs)}
-        return choice | self._versions()
+        return choice | self._versions(self.sampled)
 
 
 @pytest.fixture

@@ -15,6 +15,13 @@ from rolloutmq.schemas.config.run import RunConfig
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing_tasksets()), reason=missing_tasksets())]
 
 
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A home of its own: without a login, and with the directories that rollouts of a killed worker leave behind."""
+    monkeypatch.delenv("PRIME_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 def test_more_than_500_episodes_with_kills_of_everything_have_an_exact_ledger(tmp_path: Path) -> None:
     check_killed_run(tmp_path, ADDITIONS)
 
@@ -62,10 +69,8 @@ OPTIONS = {"agent": {"runtime": {"type": "subprocess"}}}
     ],
 )
 def test_a_mistake_is_refused_by_its_key_before_the_run(
-    section: dict[str, Any], sections: dict[str, Any], key: str, problem: str, monkeypatch: pytest.MonkeyPatch
+    section: dict[str, Any], sections: dict[str, Any], key: str, problem: str
 ) -> None:
-    monkeypatch.delenv("PRIME_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", "/nonexistent")  # no login of this user
     verdict = verdict_on(config(section, **sections))
     assert verdict.path == key
     assert problem in verdict.problem
