@@ -62,8 +62,8 @@ test-skyrl: $(VENV)/.installed .venv-skyrl/.installed ## SkyRL's own trainers on
 	$(BIN)/python -m pytest -m rival tests/trainer/integrations/skyrl tests/benchmarks/queues/test_skyrl.py
 
 test-verifiers: .venv-verifiers/.installed .venv-verifiers04/.installed ## environments of verifiers, in workers that are killed
-	.venv-verifiers/bin/python -m pytest -m rival tests/services/worker/verifiers
-	.venv-verifiers04/bin/python -m pytest -m rival tests/services/worker/verifiers
+	.venv-verifiers/bin/python -m pytest -m rival tests/services/worker/verifiers --ignore tests/services/worker/verifiers/tasksets
+	.venv-verifiers04/bin/python -m pytest -m rival tests/services/worker/verifiers/tasksets
 
 test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl
