@@ -148,6 +148,24 @@ async def test_turns_are_one_sequence_of_what_was_sampled_and_what_the_environme
             assert [len(row) for row in group["messages"]] == [6, 6]
 
 
+async def test_turns_have_the_versions_that_sampled_them(trainer: Any) -> None:
+    """The weights stay the same and get new versions during the rollout, so its log-probabilities do not change."""
+    environment = load(
+        "dialogue4", TASKSETS, options={"player": HERE, "turns": 6}, sampling={"max_tokens": 2}
+    )
+    async with served(trainer, environment) as policy:
+        await rolled_out(environment, policy, 0, 1)  # the tokenizer is there
+        first = trainer.share.version
+        rolling = asyncio.create_task(rolled_out(environment, policy, 1, 2))
+        while not rolling.done():
+            with trainer.share.writing(PolicyVersion(1, trainer.share.version.step + 1)):
+                pass
+            await asyncio.sleep(0.005)
+        group = await rolling
+    check_exact(group, trainer)
+    assert first <= group.oldest < group.newest <= trainer.share.version
+
+
 def text_of(tokens: Any, model: Any) -> str:
     from tokenizers import Tokenizer
 
