@@ -61,8 +61,9 @@ test-trl: $(VENV)/.installed .venv-trl/.installed ## TRL's trainer on the bus, a
 test-skyrl: $(VENV)/.installed .venv-skyrl/.installed ## SkyRL's own trainers on the bus
 	$(BIN)/python -m pytest -m rival tests/trainer/integrations/skyrl tests/benchmarks/queues/test_skyrl.py
 
-test-verifiers: .venv-verifiers/.installed ## environments of the verifiers hub, in workers that are killed
-	.venv-verifiers/bin/python -m pytest -m rival tests/services/worker/verifiers
+test-verifiers: .venv-verifiers/.installed .venv-verifiers04/.installed ## environments of verifiers, in workers that are killed
+	.venv-verifiers/bin/python -m pytest -m rival tests/services/worker/verifiers --ignore tests/services/worker/verifiers/tasksets
+	.venv-verifiers04/bin/python -m pytest -m rival tests/services/worker/verifiers/tasksets
 
 test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl
@@ -163,6 +164,14 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	.venv-verifiers/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
 	touch $@
 
+.venv-verifiers04/.installed: pyproject.toml requirements/verifiers04.txt $(TORCH)
+	$(PYTHON) -m venv .venv-verifiers04
+	.venv-verifiers04/bin/python $(LOCKED) requirements/verifiers04.txt
+	$(call install_torch,.venv-verifiers04)
+	$(call install_package,.venv-verifiers04)
+	.venv-verifiers04/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
+	touch $@
+
 # No `pip check`: two packages that verl declares are left out, see the file. verl also installs folders called `tests` and
 # `scripts`, so nothing that runs here imports ours of these names.
 .venv-verl/.installed: pyproject.toml requirements/verl.txt $(TORCH)
@@ -176,7 +185,7 @@ lock: $(VENV)/.installed ## the hashes of the pinned packages, after a change of
 	$(BIN)/python tests/house/requirements/lock.py $(filter-out $(TORCH),$(wildcard requirements/*.txt)) requirements/torch-cuda.txt
 
 accept: $(VENV)/.installed .venv-atropos/.installed .venv-trl/.installed .venv-skyrl/.installed .venv-verl/.installed \
-	.venv-verifiers/.installed .venv-transformers4/.installed .venv-vllm/.installed ## every figure that is promised, met or unmet
+	.venv-verifiers/.installed .venv-verifiers04/.installed .venv-transformers4/.installed .venv-vllm/.installed ## every figure that is promised, met or unmet
 	$(BIN)/python -m benchmarks.accept
 
 newest: $(VENV)/.installed ## the adapters against the newest releases of their frameworks; only reports
@@ -186,7 +195,7 @@ reference: $(VENV)/.installed ## the pages of docs/reference that are made from 
 	$(BIN)/python -m rolloutmq.launch.reference docs/reference
 
 clean:
-	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-verifiers .venv-transformers4 \
+	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-verifiers .venv-verifiers04 .venv-transformers4 \
 		.venv-vllm .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
 		.hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,7 +33,7 @@ from rolloutmq.services.process.child import KILL_WAIT_S, Process, spawn
 from rolloutmq.services.worker.environment import GroupPerTask
 from rolloutmq.services.worker.loader import check_abilities, load_environment
 from rolloutmq.services.worker.rollouts import one_line
-from rolloutmq.services.worker.verifiers.environment import VerifiersEnvironment
+from rolloutmq.services.worker.verifiers.rows import RowEnvironment
 
 PATIENCE_S: Final = 60.0
 """Time for the trial of all environments, in seconds: their modules may import torch."""
@@ -134,7 +134,7 @@ def verdict_on(config: RunConfig) -> Verdict:
 
 def _draws_alone(environment: Any) -> TypeGuard["GroupPerTask[Any]"]:
     """Return whether tasks can be drawn here: a class that a worker enters first may get its data there."""
-    if isinstance(environment, VerifiersEnvironment):
+    if isinstance(environment, RowEnvironment):
         return True
     return isinstance(environment, GroupPerTask) and not isinstance(environment, AbstractAsyncContextManager)
 

@@ -73,7 +73,8 @@ class EnvironmentConfig(Section):
     drain_quiet_s: PositiveFloat = 5.0
     """A draining program with `command` has delivered everything once it posts nothing for this long."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the class, or of the `load_environment` of a package. `env:NAME` as a value passes the
+    """Keyword arguments of the class, or of the `load_environment` of a package; fields of `[env]` for a package of
+    verifiers 0.4. `env:NAME` as a value passes the
     environment variable NAME: write secrets such as API keys in this form, and no file, log or status of the run has
     them."""
     group_size: PositiveInt = 8

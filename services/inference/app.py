@@ -1,4 +1,4 @@
-"""HTTP front end of an inference engine: OpenAI's interface, drain, and the address file.
+"""HTTP front end of an inference engine: OpenAI's interface, vLLM's for tokens, drain, and the address file.
 
 An engine derives from `InferenceApp` and implements `sample`. The base class decodes requests, answers or refuses them,
 counts those in flight, publishes the engine's address once it is warm, and drains on request.
@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Final, Protocol
+from uuid import uuid4
 
 from aiohttp import web
 
@@ -28,6 +29,8 @@ from rolloutmq.services.inference.openai import requests, responses
 from rolloutmq.services.inference.openai.requests import ApiError, ChatRequest, Limits, TextRequest
 from rolloutmq.services.inference.sampling import Sampling
 from rolloutmq.services.inference.server import Handler, application, listening, port_before, replied
+from rolloutmq.services.inference.token_api.requests import token_job, token_request
+from rolloutmq.services.inference.token_api.responses import token_response
 from rolloutmq.services.inference.tokenizer import TextTokenizer
 from rolloutmq.services.process.runner import Stop
 
@@ -63,6 +66,7 @@ class InferenceApp(ABC):
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/completions": ("POST", self._text),
             "/v1/chat/completions": ("POST", self._chat),
+            "/inference/v1/generate": ("POST", self._tokens),
             "/v1/models": ("GET", self._models),
             "/health": ("GET", self._health),
         }
@@ -115,9 +119,33 @@ class InferenceApp(ABC):
         asked = requests.chat_request(await request.read())
         return await self._answer(asked, [self.policy.text.encode_chat(asked.messages)])
 
+    async def _tokens(self, request: web.Request) -> web.Response:
+        asked = token_request(await request.read())
+        policy = self.policy
+        job = token_job(asked, policy.limits)
+        await self._sampled(job)
+        body = token_response(
+            asked,
+            job,
+            model=policy.limits.model,
+            request_id=asked.request_id or uuid4().hex,
+            created=int(time.time()),
+        )
+        return replied(body)
+
     async def _answer(self, asked: TextRequest | ChatRequest, prompts: list[list[int]]) -> web.Response:
         policy = self.policy
         job = requests.job_of(asked, prompts, policy.limits)
+        await self._sampled(job)
+        number, now = next(self._numbers), int(time.time())
+        return replied(
+            responses.completion_response(
+                asked, job, policy.text, model=policy.limits.model, number=number, created=now
+            )
+        )
+
+    async def _sampled(self, job: Job) -> None:
+        """Wait until the job has its results, and count it meanwhile. Raises `ApiError` while the engine drains."""
         if self.draining:
             raise ApiError(503, "this server is draining; send the request to another one", "draining")
         self.in_hand += 1
@@ -128,17 +156,10 @@ class InferenceApp(ABC):
             self.in_hand -= 1
             if not self.in_hand:
                 self._empty.set()
-        number, now = next(self._numbers), int(time.time())
-        return replied(
-            responses.completion_response(
-                asked, job, policy.text, model=policy.limits.model, number=number, created=now
-            )
-        )
 
     async def _models(self, _request: web.Request) -> web.Response:
-        return replied(
-            responses.models(self.policy.limits.model, self._created, self.policy.limits.positions)
-        )
+        limits, root = self.policy.limits, str(self.policy.text.directory.absolute())
+        return replied(responses.models(limits.model, self._created, limits.positions, root))
 
     async def _health(self, _request: web.Request) -> web.Response:
         status = self.trouble() or ("draining" if self.draining else "ok" if self.ready else "starting")

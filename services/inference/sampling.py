@@ -30,6 +30,7 @@ class Sampling:
         n: Sequences per prompt.
         max_tokens: Longest sequence, in tokens.
         stop: Texts that end a sequence.
+        stop_ids: Tokens that end a sequence, beside those of the model.
         seed: Seed of the request's own noise; None uses the server's.
     """
 
@@ -39,6 +40,7 @@ class Sampling:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
 
     @property
     def reported_temperature(self) -> float:

@@ -30,7 +30,7 @@ class TextTokenizer:
                 "the trainer writes it for a built-in model; put one into the directory of your own",
             )
         self._tokenizer: Any = Tokenizer.from_file(str(path))
-        self._directory = directory
+        self.directory = directory
         self._tokens: dict[int, str] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -62,7 +62,7 @@ class TextTokenizer:
 
     @cached_property
     def _chat(self) -> Any:
-        return PreTrainedTokenizerFast.from_pretrained(self._directory, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(self.directory, local_files_only=True)
 
     def warm_up(self) -> None:
         """Load the chat template before the first conversation."""

@@ -30,7 +30,8 @@ from rolloutmq.services.rewards.raters import Rater
 from rolloutmq.services.rewards.registry import check_rater
 from rolloutmq.services.worker.environment import Environment, SingleTurn
 from rolloutmq.services.worker.verifiers.environment import VerifiersEnvironment
-from rolloutmq.services.worker.verifiers.package import check_package
+from rolloutmq.services.worker.verifiers.package import check_package, has_tasksets
+from rolloutmq.services.worker.verifiers.tasksets.environment import TasksetEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ def load_environment(name: str, config: EnvironmentConfig, base_dir: Path) -> En
     check_entry(name, config, base_dir)
     if config.verifiers:
         options = _options(f"environment.{name}.options", config.options)
-        return VerifiersEnvironment.loaded(name, config, options, base_dir)
+        adapter = TasksetEnvironment if has_tasksets() else VerifiersEnvironment
+        return adapter.loaded(name, config, options, base_dir)
     key = f"environment.{name}.entry"
     source, _, attribute = config.entry.partition(":")
     kind = _class(key, _module(key, source, base_dir), source, attribute)

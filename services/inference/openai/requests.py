@@ -6,7 +6,7 @@ that would change the distribution, prompts outside the vocabulary or too long. 
 prompts as token ids, and `return_token_ids`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Annotated, Any, Final, TypeVar
@@ -23,7 +23,7 @@ BODY_LIMIT_BYTES: Final = 4 << 20
 MAX_TOKENS: Final = 16
 """OpenAI's default for completions; for chat the default is the rest of the context."""
 STOPS_LIMIT: Final = 16
-_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "stream": (False,),
     "echo": (False,),
     "suffix": ("",),
@@ -38,6 +38,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 """Accepted values of fields that are known but not supported; they change nothing."""
 
 Positive = Annotated[int, Meta(ge=1)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class ApiError(UsageError):
@@ -70,7 +71,7 @@ class _Request(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, gc=Fals
     max_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    seed: Seed | None = None
     stop: str | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=STOPS_LIMIT)] | None = (
         None
     )
@@ -128,11 +129,22 @@ def _decoded(decoder: "msgspec.json.Decoder[_R]", body: bytes) -> _R:
         raise ApiError(400, f"invalid request: {error}") from None
 
 
-def _checked(request: _R) -> _R:
-    for name, allowed in _NEUTRAL.items():
+def refuse_unsupported(request: Any, neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Refuse a field that is known but not supported, unless its value changes nothing. Raises `ApiError`."""
+    for name, allowed in neutral.items():
         value = getattr(request, name)
         if value is not None and value not in allowed:
-            raise ApiError(400, f"{name}: {value!r} is not supported by this server")
+            raise ApiError(400, f"{prefix}{name}: {value!r:.80} is not supported by this server")
+
+
+def check_model(asked: str | None, limits: Limits) -> None:
+    """Refuse another model than the served one. Raises `ApiError`."""
+    if asked is not None and asked != limits.model:
+        raise ApiError(404, f"the model `{asked}` does not exist", "model_not_found")
+
+
+def _checked(request: _R) -> _R:
+    refuse_unsupported(request, NEUTRAL)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(400, "best_of: must equal n on this server")
     if isinstance(request, TextRequest) and (request.logprobs or 0) > 1:
@@ -160,8 +172,7 @@ def prompts_of(request: TextRequest, encode_text: Callable[[str], list[int]]) ->
 
 def job_of(request: TextRequest | ChatRequest, prompts: list[list[int]], limits: Limits) -> Job:
     """Return the job of a request. Raises `ApiError` for requests beyond the limits."""
-    if request.model is not None and request.model != limits.model:
-        raise ApiError(404, f"the model `{request.model}` does not exist", "model_not_found")
+    check_model(request.model, limits)
     longest = max(map(len, prompts))
     job = Job(prompts, _sampling(request, limits.positions - longest))
     if job.rows > limits.max_rows:

@@ -23,7 +23,9 @@ class _Version(msgspec.Struct, gc=False):
     step: int
 
 
-class _Span(msgspec.Struct, gc=False):
+class VersionSpan(msgspec.Struct, gc=False):
+    """Tokens `start` to `end` of an answer, drawn from one version of the weights."""
+
     start: int
     end: int
     version: _Version
@@ -58,12 +60,14 @@ class _Choice(msgspec.Struct, kw_only=True, gc=False):
     prompt_token_ids: list[int] | None = None
     finish_reason: str
     logprobs: _Logprobs | _TokenLogprobs | None = None
-    weight_versions: list[_Span]
+    weight_versions: list[VersionSpan]
     temperature: float | msgspec.UnsetType = msgspec.UNSET
     top_p: float | msgspec.UnsetType = msgspec.UNSET
 
 
-class _Usage(msgspec.Struct, gc=False):
+class Usage(msgspec.Struct, gc=False):
+    """Counts of tokens."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -75,7 +79,7 @@ class _Answer(msgspec.Struct, gc=False):
     created: int
     model: str
     choices: list[_Choice]
-    usage: _Usage
+    usage: Usage
 
 
 class ResponseTokens(Protocol):
@@ -115,7 +119,7 @@ def completion_response(
             created=created,
             model=model,
             choices=choices,
-            usage=_Usage(prompt_tokens, sampled, prompt_tokens + sampled),
+            usage=Usage(prompt_tokens, sampled, prompt_tokens + sampled),
         )
     )
 
@@ -135,12 +139,9 @@ def _choice(
         token_ids=result.token_ids if ids else None,
         prompt_token_ids=prompt if ids else None,
         finish_reason="stop" if result.stopped else "length",
-        weight_versions=[_Span(span.start, span.end, _version(span.version)) for span in result.spans],
+        weight_versions=version_spans(result),
     )
-    if (temperature := sampling.reported_temperature) != 1:
-        choice.temperature = temperature
-    if sampling.temperature and sampling.top_p < 1:
-        choice.top_p = sampling.top_p
+    choice.temperature, choice.top_p = reported_distribution(sampling)
     if isinstance(request, TextRequest):
         choice.text = text
         if request.logprobs is not None:
@@ -151,6 +152,22 @@ def _choice(
             pairs = zip(result.token_ids, result.logprobs, strict=True)
             choice.logprobs = _TokenLogprobs([_Token(tokens.token(token), value) for token, value in pairs])
     return choice
+
+
+def version_spans(result: Continuation) -> list[VersionSpan]:
+    """Return the spans of an answer with their policy versions."""
+    return [VersionSpan(span.start, span.end, _version(span.version)) for span in result.spans]
+
+
+def reported_distribution(
+    sampling: Sampling,
+) -> tuple[float | msgspec.UnsetType, float | msgspec.UnsetType]:
+    """Return temperature and nucleus that the log-probabilities refer to; unset where they change nothing."""
+    temperature, top_p = sampling.reported_temperature, sampling.top_p
+    return (
+        msgspec.UNSET if temperature == 1 else temperature,
+        top_p if sampling.temperature and top_p < 1 else msgspec.UNSET,
+    )
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
@@ -168,10 +185,10 @@ def health(status: str, version: PolicyVersion) -> bytes:
     return encode({"status": status, "version": _version(version)})
 
 
-def models(model: str, created: int, positions: int) -> bytes:
-    """Encode the response of `/v1/models`."""
+def models(model: str, created: int, positions: int, root: str = "") -> bytes:
+    """Encode the response of `/v1/models`. As in vLLM, `root` is the directory of the model."""
     served = {"id": model, "object": "model", "created": created, "owned_by": "rolloutmq"}
-    return encode({"object": "list", "data": [{**served, "max_model_len": positions}]})
+    return encode({"object": "list", "data": [{**served, "max_model_len": positions, "root": root or model}]})
 
 
 def error_body(status: int, message: str, code: str) -> bytes:

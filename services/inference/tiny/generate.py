@@ -78,7 +78,9 @@ class Generator:
         logits = self._prefill(batch)
         while True:
             tokens = batch.record(*batch.sampler.draw(logits))
-            ended = torch.isin(tokens, self._end_ids) | batch.stops_by_text(self._decode)
+            ended = (
+                torch.isin(tokens, self._end_ids) | batch.stops_by_id() | batch.stops_by_text(self._decode)
+            )
             if done := batch.leave(ended):
                 on_done(done)
             if not len(batch.living):
@@ -141,6 +143,9 @@ class _Batch:
         self.cache: Any = None
         self.mask = self.positions = self.last = torch.empty(0, dtype=torch.long)
         self._by_text = any(job.sampling.stop for job in jobs)
+        self._by_id = [
+            (number, job.sampling.stop_ids) for number, job in enumerate(jobs) if job.sampling.stop_ids
+        ]
 
     def record(self, tokens: Tensor, logprobs: Tensor) -> Tensor:
         """Append the drawn tokens of the unfinished rows, and return the tokens."""
@@ -149,6 +154,13 @@ class _Batch:
         self.logprobs[self.living, step] = logprobs
         self.last = tokens
         return tokens
+
+    def stops_by_id(self) -> Tensor:
+        """Return which unfinished rows have just drawn one of their stop tokens."""
+        found = torch.zeros(len(self.living), dtype=torch.bool)
+        for number, ids in self._by_id:
+            found |= (self.owners[self.living] == number) & torch.isin(self.last, torch.tensor(ids))
+        return found
 
     def stops_by_text(self, decode: Callable[[list[int]], str]) -> Tensor:
         """Return which unfinished rows contain one of their stop texts."""

@@ -216,8 +216,8 @@ def _request(prompt: Sequence[int], sampling: Sampling, end_ids: Sequence[int], 
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "logprobs": 0,  # of the sampled token only
-        # The end tokens come from here only: vLLM's own choice from the model's files is off.
-        "stop_token_ids": list(end_ids),
+        # The end tokens come from here only, and from the request: vLLM's own choice from the model's files is off.
+        "stop_token_ids": [*end_ids, *sampling.stop_ids],
         "ignore_eos": True,
         "detokenize": bool(sampling.stop),
     }

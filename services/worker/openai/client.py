@@ -135,7 +135,7 @@ class OpenAIPolicy:
         engine.in_hand += 1
         try:
             base_url = with_token(engine.url, self._token) + wire.BASE
-            yield Endpoint(base_url, engine.model, self._known(), self._known)
+            yield Endpoint(base_url, engine.model, self._known(), self._known, root=engine.root)
         finally:
             engine.in_hand -= 1
 
@@ -200,7 +200,8 @@ class OpenAIPolicy:
         async with self._session.get(engine.url + wire.MODELS) as response:
             body = await response.read()
         if response.status == 200:
-            engine.model = wire.first_model(body)
+            model = wire.first_model(body)
+            engine.model, engine.root = model.id, model.root or ""
             return ""
         text = wire.error_text(body)
         if response.status not in RETRIED:

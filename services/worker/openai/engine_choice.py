@@ -34,6 +34,8 @@ class Engine:
     """Without a trailing slash and without `/v1`."""
     model: str = ""
     """Model it serves; empty until the worker has asked."""
+    root: str = ""
+    """Directory or hub name of the model, if the server says."""
     in_hand: int = 0
     """Unanswered requests of this worker."""
     passed_until: float = float("-inf")

@@ -107,12 +107,20 @@ class _ErrorAnswer(msgspec.Struct):
     error: _Error
 
 
-class _Model(msgspec.Struct):
+class Model(msgspec.Struct, frozen=True):
+    """A model that a server lists.
+
+    Attributes:
+        id: Its name in requests.
+        root: Directory or hub name that the server loaded it from; empty if it does not say.
+    """
+
     id: str
+    root: str | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[Model]
 
 
 _text: Final = msgspec.json.Decoder(_TextAnswer)
@@ -209,10 +217,10 @@ def error_code(body: bytes) -> str:
         return ""
 
 
-def first_model(body: bytes) -> str:
+def first_model(body: bytes) -> Model:
     """Return the first model that a server lists."""
     try:
-        return _models.decode(body).data[0].id
+        return _models.decode(body).data[0]
     except (msgspec.MsgspecError, IndexError):
         raise PolicyRefusedError(
             200, f"{MODELS} lists no model; check that the server has loaded one"
@@ -281,6 +289,8 @@ class Endpoint:
         oldest: Policy version known when the endpoint was opened.
         newest: Returns the newest policy version known now.
         greedy: The task asks for the most likely tokens: `request` has temperature 0.
+        root: Directory or hub name of the model, for a client with a tokenizer of its own; empty if the server does
+            not say.
     """
 
     base_url: str
@@ -288,6 +298,7 @@ class Endpoint:
     oldest: PolicyVersion = PolicyVersion()
     newest: Callable[[], PolicyVersion] = PolicyVersion
     greedy: bool = False
+    root: str = ""
 
     @property
     def request(self) -> Mapping[str, Any]:

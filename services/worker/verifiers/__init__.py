@@ -1,1 +1,1 @@
-"""Environments of Prime Intellect's `verifiers`, up to its version 0.3, as environments of a worker."""
+"""Environments of Prime Intellect's `verifiers` in a worker: up to version 0.3 here, those of 0.4 in `tasksets`."""

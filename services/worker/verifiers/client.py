@@ -3,20 +3,13 @@
 It asks for token ids and log-probabilities, and keeps what was sampled for each response. Their code sees the text and
 the tool calls alone, so whatever it does with messages changes no sampled token.
 
-A server that is away costs a pause, not a rollout: after a connection error, or a status of an overloaded or restarting
-server, the call moves to the engine that `Policy.endpoint` chooses then. All calls of a group go to one engine until it
-fails, since its cache has their beginning.
-
 An empty answer is an answer: a policy that ends at once has to learn that from its reward. Theirs makes it an error.
 """
 
-import asyncio
-import random
 import secrets
-import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Final
+from contextlib import asynccontextmanager
+from typing import Any
 
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
 from verifiers.clients import OpenAIChatCompletionsClient
@@ -24,13 +17,10 @@ from verifiers.errors import OverlongPromptError
 from verifiers.types import ResponseTokens
 
 from rolloutmq.services.worker.completion import Completion
-from rolloutmq.services.worker.openai.client import BACKOFF_MAX_S, BACKOFF_S, RETRIED
+from rolloutmq.services.worker.openai.client import RETRIED
 from rolloutmq.services.worker.openai.wire import Endpoint
 from rolloutmq.services.worker.policy import Policy
-
-OVERLONG: Final = "context_length_exceeded"
-"""Code of a server's error for a prompt without room for the answer."""
-OVER: Final = "the rollout is over: nothing is sampled for it any more"
+from rolloutmq.services.worker.verifiers.engine import OVERLONG, Engine
 
 
 def openai_client() -> AsyncOpenAI:
@@ -39,49 +29,6 @@ def openai_client() -> AsyncOpenAI:
     return AsyncOpenAI(
         base_url="http://unused", api_key="unused", max_retries=0, timeout=None, http_client=http_client
     )
-
-
-class Engine:
-    """The engine that the calls of one group go to; another one once it has failed."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._stack = AsyncExitStack()
-        self._lock = asyncio.Lock()
-        self._endpoint: Endpoint | None = None
-        self._closed = False
-
-    async def endpoint(self) -> Endpoint:
-        """Return the engine's endpoint; wait until one answers.
-
-        Raises:
-            PolicyUnavailableError: No server answered in time.
-            RuntimeError: The rollout is over.
-        """
-        async with self._lock:
-            if self._is_closed():
-                raise RuntimeError(OVER)
-            if self._endpoint is None:
-                self._endpoint = await self._stack.enter_async_context(self._policy.endpoint())
-            if self._is_closed():  # meanwhile
-                await self._stack.aclose()
-                raise RuntimeError(OVER)
-            return self._endpoint
-
-    def _is_closed(self) -> bool:
-        return self._closed
-
-    async def leave(self, failed: Endpoint) -> None:
-        """Choose another engine for the next call, if this one is still that which failed."""
-        async with self._lock:
-            if self._endpoint is failed:
-                self._endpoint = None
-                await self._stack.aclose()
-
-    async def close(self) -> None:
-        """Let go of the engine; calls after this raise."""
-        self._closed = True
-        await self._stack.aclose()
 
 
 class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
@@ -135,21 +82,11 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Ask the policy for the next turn."""
-        until = time.monotonic() + self._patience_s
-        longest_s = BACKOFF_S
-        while True:
-            endpoint = await self._engine.endpoint()
-            try:
-                return await self._asked(endpoint, prompt, sampling_args, tools, kwargs)
-            except (APIConnectionError, APIStatusError) as error:
-                if _is_final(error):
-                    raise
-                await self._engine.leave(endpoint)
-                pause_s = longest_s * random.uniform(0.5, 1.0)
-                if time.monotonic() + pause_s >= until:
-                    raise
-            await asyncio.sleep(pause_s)
-            longest_s = min(2 * longest_s, BACKOFF_MAX_S)
+        return await self._engine.answered(
+            lambda endpoint: self._asked(endpoint, prompt, sampling_args, tools, kwargs),
+            _is_final,
+            self._patience_s,
+        )
 
     async def _asked(
         self,
@@ -201,5 +138,7 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
         return found
 
 
-def _is_final(error: APIConnectionError | APIStatusError) -> bool:
-    return isinstance(error, APIStatusError) and error.status_code not in RETRIED
+def _is_final(error: Exception) -> bool:
+    if isinstance(error, APIStatusError):
+        return error.status_code not in RETRIED
+    return not isinstance(error, APIConnectionError)

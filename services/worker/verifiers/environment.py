@@ -1,52 +1,33 @@
-"""An environment of `verifiers` as one of ours: the rows of its data sets are the tasks, its rollouts the trajectories.
-
-A task is a row of its training data, or of its evaluation data with `split = "eval"` and in evaluations; a package
-without evaluation data is evaluated with its training data. Task i of the task space is row i. A submitted task is
-the number of a row, or a row of its own: a mapping with a `prompt`, and whatever the rewards ask for.
+"""An environment of `verifiers` up to 0.3 as one of ours: the rows of its data are the tasks (`rows`), its rollouts the
+trajectories.
 
 All sequences of a group begin at one row, run at once, and are rewarded together, as their trainers do. An error, a
 hang or an exception in one of them, or in a reward function, costs the group.
 """
 
-import asyncio
 import logging
-import random
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
-from rolloutmq.schemas.config.environment import EnvironmentConfig, SamplingConfig
-from rolloutmq.schemas.errors import ConfigError, UsageError
-from rolloutmq.services.worker.environment import GroupPerTask, Prompt
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.services.worker.environment import Prompt
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
 from rolloutmq.services.worker.verifiers.package import load_package
 from rolloutmq.services.worker.verifiers.reward_functions import failures, watch
+from rolloutmq.services.worker.verifiers.rows import PATIENCE, RowEnvironment
+from rolloutmq.services.worker.verifiers.sampling import sampling_of
 from rolloutmq.services.worker.verifiers.trajectories import STATE_COLUMNS, RolloutFailedError, trajectory_of
 
 logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
-PATIENCE: Final = 0.9
-"""Fraction of `rollout_timeout_s` that a call of the policy waits for a server, so that the rollout can tell why."""
-TEARDOWN_S: Final = 10.0
-"""Seconds for the teardown of the package when a worker ends."""
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "n": (1,),
-    "stream": (False,),
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-}
-"""Values of request fields with which the log-probabilities are those of the whole distribution."""
 
 
-class VerifiersEnvironment(GroupPerTask[Row]):
+class VerifiersEnvironment(RowEnvironment[Row]):
     """Adapter of one environment of theirs. Entered by the worker, like any environment with `async with`."""
 
     def __init__(
@@ -68,18 +49,14 @@ class VerifiersEnvironment(GroupPerTask[Row]):
         Raises:
             ValueError: It has no data for the split.
         """
+        has_own = getattr(theirs, "eval_dataset_source", None) is not None
+        rows = theirs.get_eval_dataset() if has_own and split == "eval" else theirs.get_dataset()
+        held_out = theirs.get_eval_dataset() if has_own else None
+        super().__init__(rows, held_out, split=split, patience_s=patience_s)
         self._theirs = theirs
         self._sampling = {} if sampling is None else dict(sampling)
-        self._patience_s = patience_s
-        self._stack = AsyncExitStack()
         self._openai: Any = None
         self._weights = watch(theirs.rubric)
-        has_own = getattr(theirs, "eval_dataset_source", None) is not None
-        self._held_out: Any = theirs.get_eval_dataset() if has_own else None
-        rows: Any = theirs.get_eval_dataset() if has_own and split == "eval" else theirs.get_dataset()
-        self._rows = rows
-        if not len(self._rows):
-            raise ValueError(f"the data set for `{split}` has no row")
 
     @classmethod
     def loaded(
@@ -119,55 +96,20 @@ class VerifiersEnvironment(GroupPerTask[Row]):
                 f"{section}.verifiers", f"the data of {config.verifiers} cannot be loaded: {error}"
             ) from error
 
-    async def __aenter__(self) -> "VerifiersEnvironment":
+    async def _set_up(self, stack: AsyncExitStack) -> None:
         from rolloutmq.services.worker.verifiers.client import openai_client
 
-        self._openai = await self._stack.enter_async_context(openai_client())
-        self._stack.push_async_callback(self._tear_down)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        self._openai = await stack.enter_async_context(openai_client())
 
     async def _tear_down(self) -> None:
-        """Let the package end what it holds. Its failure or hang must not keep the worker."""
-        try:
-            async with asyncio.timeout(TEARDOWN_S):
-                await self._theirs._teardown()
-        except Exception:
-            logger.exception("teardown of an environment package failed")
-
-    def task(self, rng: random.Random) -> Row:
-        """Draw a row."""
-        return cast(Row, self._rows[rng.randrange(len(self._rows))])
-
-    def task_at(self, index: int, rng: random.Random) -> Row:  # noqa: ARG002 - rows have numbers
-        """Return the row of that number. LookupError if there are fewer."""
-        return cast(Row, self._rows[index])
-
-    def eval_task_at(self, index: int, rng: random.Random) -> Row:  # noqa: ARG002
-        """Return the row of that number of the evaluation data. LookupError if there are fewer."""
-        return cast(Row, (self._rows if self._held_out is None else self._held_out)[index])
+        await self._theirs._teardown()
 
     def prompt(self, task: Row) -> Prompt:
         """Return the messages with which the rollouts of a row begin."""
         return cast(Prompt, task["prompt"])
 
-    def submitted(self, payload: Any) -> Row:
-        """Return the row of that number, or the payload as a row.
-
-        Raises:
-            LookupError: There are fewer rows.
-            UsageError: It is neither a number nor a row with a prompt.
-        """
-        if isinstance(payload, int) and not isinstance(payload, bool) and payload >= 0:
-            return cast(Row, self._rows[payload])
-        if isinstance(payload, Mapping) and isinstance(payload.get("prompt"), str | list):
-            return {"example_id": 0, **payload}
-        raise UsageError(
-            "payload: a task for an environment of verifiers is the number of a row, or a mapping with a `prompt` "
-            f"(got {payload!r:.80})"
-        )
+    def _own_row(self, payload: Mapping[str, Any]) -> Row:
+        return {"example_id": 0, **payload}
 
     async def _answers(self, policy: Policy, task: Row, size: int) -> list[Trajectory]:
         from rolloutmq.services.worker.verifiers.client import PolicyClient
@@ -189,30 +131,3 @@ class VerifiersEnvironment(GroupPerTask[Row]):
         if failed:  # an error of the rollout itself goes first: it may be why the reward failed
             raise RolloutFailedError(f"a reward function raised {failed[0]!r}") from failed[0]
         return made
-
-
-def sampling_of(key: str, theirs: Mapping[str, Any], ours: SamplingConfig) -> dict[str, Any]:
-    """Return the fields of each request: those of the environment, and those of the section, which win.
-
-    Raises:
-        ConfigError: A field cuts or shifts the distribution.
-    """
-    extra = {**(theirs.get("extra_body") or {}), **ours.extra}
-    chosen = {"max_tokens": ours.max_tokens, "temperature": ours.temperature}
-    fields = {
-        name: value
-        for name, value in {
-            **theirs,
-            **{name: one for name, one in chosen.items() if one is not None},
-        }.items()
-        if name != "extra_body" and value is not None
-    }
-    for name, value in {**fields, **extra}.items():
-        if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
-            raise ConfigError(
-                f"{key}.extra" if name in ours.extra else key,
-                f"{name} must not change the distribution, whose log-probabilities the trainer computes "
-                f"(got {value!r}); set {name} of `sampling.extra` to {NEUTRAL[name][0]!r}",
-            )
-    # Always explicit: the defaults of a server may come from the model's directory.
-    return {"temperature": 1.0, "top_p": 1.0, **fields, "extra_body": extra}

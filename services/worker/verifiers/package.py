@@ -31,15 +31,17 @@ logger = logging.getLogger(__name__)
 
 FIRST: Final = (0, 1, 14)
 """Oldest version whose clients and rollouts the adapter knows."""
-BEYOND: Final = (0, 4)
-"""First version without `load_environment`."""
+TASKSETS: Final = (0, 4)
+"""First version with tasksets in place of `load_environment`."""
+BEYOND: Final = (0, 5)
+"""First version that no adapter knows."""
 INSTALL: Final = "pip install 'rolloutmq[verifiers]'"
 SEED: Final = 0
 """Seed of the shared generators while a package loads."""
 LOADER: Final = "load_environment"
 ENVIRONMENTS: Final = "verifiers.envs.environment"
 """Module of their base class; its import also sets up their log."""
-_CHATTY: Final = ("httpx", "httpx2", "openai")
+_CHATTY: Final = ("httpx", "httpx2", "openai", "aiohttp.access", "renderers")
 """Loggers with a line for each request."""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -57,12 +59,27 @@ def check_package(key: str, package: str, base_dir: Path) -> None:
             f"needs verifiers from {first} and below {beyond} (got {found}); {INSTALL}",
         )
     module = module_name(package)
+    if numbers >= TASKSETS and _is_bundled(module):
+        return
     if util.find_spec(module) is None and PathFinder.find_spec(module, [str(base_dir)]) is None:
         raise ConfigError(
             key,
             f"there is no module {module} (got {package!r}); install the package of the environment, for example by "
             "`prime env install`",
         )
+
+
+def _is_bundled(module: str) -> bool:
+    """Return whether verifiers brings a taskset of this name."""
+    theirs = util.find_spec("verifiers")
+    where = theirs.submodule_search_locations if theirs is not None else None
+    return any((Path(one) / "v1" / "tasksets" / module).is_dir() for one in where or ())
+
+
+def has_tasksets() -> bool:
+    """Return whether the installed version has tasksets in place of `load_environment`."""
+    found = _version()
+    return found is not None and _numbers(found) >= TASKSETS
 
 
 def module_name(package: str) -> str:
@@ -88,11 +105,11 @@ def load_package(section: str, package: str, arguments: Mapping[str, Any], base_
     if str(base_dir) not in sys.path:
         sys.path.append(str(base_dir))
     name = module_name(package)
-    with _own_signals(), _same_draws():
-        theirs = _imported(key, ENVIRONMENTS)
+    with own_signals(), same_draws():
+        theirs = imported(key, ENVIRONMENTS)
         adopt_log()
-        _imported(key, "datasets").disable_progress_bars()
-        load = getattr(_imported(key, name), LOADER, None)
+        imported(key, "datasets").disable_progress_bars()
+        load = getattr(imported(key, name), LOADER, None)
         if not callable(load):
             raise ConfigError(
                 key,
@@ -100,11 +117,11 @@ def load_package(section: str, package: str, arguments: Mapping[str, Any], base_
             )
         _check_arguments(f"{section}.options", load, arguments)
         try:
-            environment = _imported(key, "verifiers").load_environment(package, **arguments)
+            environment = imported(key, "verifiers").load_environment(package, **arguments)
         except (Exception, SystemExit) as error:
             logger.exception("environment package failed package=%s", package)
             cause = error.__cause__ or error
-            raise ConfigError(key, f"{LOADER}() of {name} raised {_described(cause)}") from cause
+            raise ConfigError(key, f"{LOADER}() of {name} raised {described(cause)}") from cause
     adopt_log(logging.CRITICAL)  # the worker tells of failed rollouts itself, and not of each
     if not isinstance(environment, theirs.Environment):
         raise ConfigError(
@@ -133,12 +150,13 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _imported(key: str, name: str) -> Any:
+def imported(key: str, name: str) -> Any:
+    """Import a module. Raises ConfigError."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         logger.exception("environment import failed source=%s", name)
-        raise ConfigError(key, f"importing {name} raised {_described(error)}") from error
+        raise ConfigError(key, f"importing {name} raised {described(error)}") from error
 
 
 def _check_arguments(key: str, load: Any, arguments: Mapping[str, Any]) -> None:
@@ -154,7 +172,7 @@ def _check_arguments(key: str, load: Any, arguments: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
+def own_signals() -> Iterator[None]:
     """Give the handlers of SIGINT and SIGTERM back after the block."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
@@ -165,7 +183,7 @@ def _own_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _same_draws() -> Iterator[None]:
+def same_draws() -> Iterator[None]:
     """Seed the shared generators for the block: a package that draws its rows draws the same in every worker."""
     before, theirs = random.getstate(), np.random.get_state()
     random.seed(SEED)
@@ -187,6 +205,7 @@ def adopt_log(level: int = logging.WARNING) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """Return type and text of an error in one line, without secrets."""
     text = without_secrets(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -56,10 +56,7 @@ def trajectory_of(
     if not turns:
         why = condition or "no stop condition"
         raise RolloutFailedError(f"it has no turn ({why}{': ' if overlong else ''}{overlong})")
-    sequence = Trajectory.of(turns[0])
-    for number, turn in enumerate(turns[1:], 1):
-        sequence = _continued(number, sequence, turn)
-    last = turns[-1].finish_reason
+    sequence, last = sequence_of(turns), turns[-1].finish_reason
     return Trajectory(
         token_ids=sequence.token_ids,
         mask=sequence.mask,
@@ -68,10 +65,22 @@ def trajectory_of(
         oldest=sequence.oldest,
         newest=sequence.newest,
         finish_reason=last if single_turn or last == "length" else condition or last,
-        messages=[*_messages(rollout.get("prompt")), *_messages(rollout.get("completion"))],
+        messages=[*messages_of(rollout.get("prompt")), *messages_of(rollout.get("completion"))],
         temperatures=sequence.temperatures,
         columns={**columns_of(rollout.get("metrics") or {}, weights), ROW: rollout["example_id"]},
     )
+
+
+def sequence_of(turns: Sequence[Completion]) -> Trajectory:
+    """Return turns as one sequence.
+
+    Raises:
+        InvalidGroupError: The prompt of a turn does not begin with the turns before it.
+    """
+    sequence = Trajectory.of(turns[0])
+    for number, turn in enumerate(turns[1:], 1):
+        sequence = _continued(number, sequence, turn)
+    return sequence
 
 
 def _continued(number: int, sequence: Trajectory, turn: Completion) -> Trajectory:
@@ -96,8 +105,8 @@ def _completion(number: int, turn: Mapping[str, Any], sampled: Mapping[str, Comp
     return completion
 
 
-def _messages(given: Any) -> Sequence[ChatMessage]:
-    """Return messages of theirs in OpenAI's format."""
+def messages_of(given: Any) -> Sequence[ChatMessage]:
+    """Return messages of theirs, or a prompt of text, in OpenAI's format."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     return [_message(one) for one in given or ()]

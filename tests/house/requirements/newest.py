@@ -39,6 +39,8 @@ class Adapter:
     """The tests run inside of the environment of the framework, not beside it."""
     dependencies: bool = True
     """Install what the release requires; otherwise only the pinned packages."""
+    guide: str = ""
+    """Name of its guide, if it is not that of the adapter."""
 
     @property
     def framework(self) -> str:
@@ -50,7 +52,9 @@ ADAPTERS: Final = {
     "trl": Adapter(("trl",), ("tests/trainer/integrations/trl",)),
     "skyrl": Adapter(("skyrl", "skyrl-gym"), ("tests/trainer/integrations/skyrl",)),
     "verl": Adapter(("verl", "TransferQueue"), ("tests/trainer/integrations/verl",), dependencies=False),
-    "verifiers": Adapter(("verifiers",), ("tests/services/worker/verifiers",), inside=True),
+    "verifiers04": Adapter(
+        ("verifiers",), ("tests/services/worker/verifiers",), inside=True, guide="verifiers"
+    ),
 }
 
 

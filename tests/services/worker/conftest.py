@@ -24,6 +24,9 @@ class FakeServer:
         missing: Choices by which its answers fall short.
         text: Text of its answers.
         code: Code of its errors.
+        root: Directory of its model.
+        sampler: What it answers to the tokens of a prompt, in place of `sampled`.
+        logprobs: Tokens with a log-probability in an answer of tokens; None: all.
     """
 
     def __init__(self) -> None:
@@ -40,6 +43,9 @@ class FakeServer:
         self.text = "answer"
         self.code: str | None = None
         self.url = ""
+        self.root: str | None = None
+        self.logprobs: int | None = None
+        self.sampler: Callable[[list[int]], list[int]] | None = None
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -48,7 +54,8 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._completions)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        app.router.add_post("/inference/v1/generate", self._completions)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -66,13 +73,18 @@ class FakeServer:
             self._runner = None
 
     @property
+    def model(self) -> dict[str, Any]:
+        """The model that it lists."""
+        return {"id": "tiny", "object": "model", "root": self.root}
+
+    @property
     def connections(self) -> int:
         """Connections that were ever used."""
         return len(self._peers)
 
     async def _models(self, _request: web.Request) -> web.Response:
         self.models_asked += 1
-        return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        return web.json_response({"object": "list", "data": [self.model]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
@@ -91,12 +103,32 @@ class FakeServer:
                 return web.Response()
             error = {"message": f"says {failure}", "code": self.code}
             return web.json_response({"error": error}, status=failure)
+        if request.path.endswith("/generate"):
+            return web.json_response(self._tokens(body))
         chat = request.path.endswith("/chat/completions")
         choices = [self._choice(index, chat) for index in range(body["n"] - self.missing)]
         return web.Response(
             body=json.dumps({**self._about(chat), "choices": choices}),
             content_type="application/json",
         )
+
+    def _tokens(self, body: dict[str, Any]) -> dict[str, Any]:
+        sampled = self.sampled if self.sampler is None else self.sampler(body["token_ids"])
+        content = [{"token_id": token, "logprob": -0.25} for token in sampled]
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": sampled,
+            "logprobs": {"content": content[: self.logprobs]},
+            **self._versions(sampled),
+        }
+        return {"request_id": "r", "prompt_token_ids": body["token_ids"], "choices": [choice]}
+
+    def _versions(self, sampled: list[int]) -> dict[str, Any]:
+        if self.step is None:
+            return {}
+        version = {"incarnation": 0, "step": self.step}
+        return {"weight_versions": [{"start": 0, "end": len(sampled), "version": version}]}
 
     def _about(self, chat: bool) -> dict[str, Any]:
         usage = {"prompt_tokens": len(PROMPT), "completion_tokens": 2, "total_tokens": len(PROMPT) + 2}
@@ -118,10 +150,7 @@ class FakeServer:
         else:
             choice["text"] = self.text
             choice["logprobs"] = {"token_logprobs": logprobs, "tokens": ["a"] * len(logprobs)}
-        if self.step is not None:
-            version = {"incarnation": 0, "step": self.step}
-            choice["weight_versions"] = [{"start": 0, "end": len(self.sampled), "version": version}]
-        return choice
+        return choice | self._versions(self.sampled)
 
 
 @pytest.fixture

@@ -301,6 +301,7 @@ async def test_errors_are_those_of_openai(trainer: Trainer) -> None:
             assert (found, set(answer)) == (status, {"error"})
         status, answer = await client.get("/v1/models")
         assert (status, answer["data"][0]["id"]) == (200, "policy")
+        assert answer["data"][0]["root"] == str(trainer.layout.model.absolute())
 
 
 async def test_it_serves_under_the_name_that_it_was_given(run_dir: Path) -> None:
@@ -528,15 +529,23 @@ async def test_a_token_lets_the_workers_in_and_nobody_else(run_dir: Path) -> Non
         trainer.stop()
 
 
-async def test_a_client_that_hangs_up_takes_its_request_along(trainer: Trainer) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"prompt": "1="}'),
+        ("/inference/v1/generate", b'{"token_ids": [1], "sampling_params": {}}'),
+    ],
+)
+async def test_a_client_that_hangs_up_takes_its_request_along(
+    trainer: Trainer, path: str, body: bytes
+) -> None:
     trainer.start()
     served = ServedPolicy.attach(trainer.layout, max_rows=8, seed=0)
     assert served is not None
     server = TinyServer(served, trainer.config.inference)
     async with server.batcher, listening(server.app(HttpAccess()), "127.0.0.1", 0, None) as port:
         async with aiohttp.ClientSession() as session:
-            url = f"http://127.0.0.1:{port}/v1/completions"
-            asked = asyncio.create_task(session.post(url, data=b'{"prompt": "1="}'))
+            asked = asyncio.create_task(session.post(f"http://127.0.0.1:{port}{path}", data=body))
             await until(lambda: len(server.batcher._waiting) == 1)  # nobody runs the batcher
             asked.cancel()
             await asyncio.wait([asked])

@@ -64,6 +64,30 @@ def test_logprobs_are_those_of_a_forward_pass_after_every_step(pair: Pair) -> No
         trainer.step(seed)
 
 
+def test_the_interface_for_tokens_gives_the_same_logprobs(pair: Pair) -> None:
+    trainer, engine = pair
+    (text,) = engine.complete(n=1, temperature=0)
+    prompt, first = text["prompt_token_ids"], text["token_ids"][0]
+    for sampling in ({"max_tokens": 24}, {"max_tokens": 24, "temperature": 0, "stop_token_ids": [first]}):
+        asked = {
+            "token_ids": prompt,
+            "return_token_ids": True,
+            "sampling_params": {"logprobs": 1, **sampling},
+        }
+        status, answer = engine.ask("POST", "/inference/v1/generate", asked)
+        assert status == 200, answer
+        (choice,) = answer["choices"]
+        told = [token["logprob"] for token in choice["logprobs"]["content"]]
+        as_text = {
+            **choice,
+            "prompt_token_ids": answer["prompt_token_ids"],
+            "logprobs": {"token_logprobs": told},
+        }
+        assert worst(trainer.model, as_text) < EXACT
+        assert only_version([choice]) == trainer.version
+    assert (choice["token_ids"], choice["stop_reason"]) == ([first], first)
+
+
 def test_a_long_prompt_is_read_anew_by_new_weights(pair: Pair) -> None:
     """A prompt of 300 tokens fills two blocks of the prefix cache, which the next request would find."""
     trainer, engine = pair

@@ -143,6 +143,28 @@ async def test_workers_get_tokens_logprobs_and_versions(layout: RunLayout) -> No
     await client.task
 
 
+async def test_tokens_go_in_and_out_without_a_text(layout: RunLayout) -> None:
+    async with serving(layout) as client:
+        for more, sampled, finish, stop in [
+            ({}, [3, 3, 3], "length", None),
+            ({"stop_token_ids": [3]}, [3], "stop", 3),
+        ]:
+            asked = {"token_ids": [5, 4], "sampling_params": {"max_tokens": 3, "logprobs": 1, **more}}
+            async with client.session.post(
+                client.address.url + "/inference/v1/generate", json=asked
+            ) as reply:
+                (choice,) = (await reply.json())["choices"]
+            assert (choice["token_ids"], choice["finish_reason"], choice["stop_reason"]) == (
+                sampled,
+                finish,
+                stop,
+            )
+            assert [one["token"] for one in choice["logprobs"]["content"]] == ["token_id:3"] * len(sampled)
+            version = {"incarnation": 1, "step": 2}
+            assert choice["weight_versions"] == [{"start": 0, "end": len(sampled), "version": version}]
+    await client.task
+
+
 async def test_half_written_weights_are_refused_until_they_are_restored(layout: RunLayout) -> None:
     share = layout.share  # type: ignore[attr-defined]
     async with serving(layout) as client:

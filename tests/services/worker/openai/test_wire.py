@@ -125,6 +125,25 @@ def test_an_answer_without_what_training_needs_is_refused(answer: object) -> Non
         Endpoint("http://127.0.0.1:9/v1", "tiny").completions(answer)
 
 
+def test_an_answer_of_tokens_alone_is_taken_too() -> None:
+    """As of `/inference/v1/generate`."""
+    content = [{"token_id": 4, "logprob": -0.5}, {"token_id": 5, "logprob": -0.25}]
+    choice = {"token_ids": [4, 5], "finish_reason": "stop", "logprobs": {"content": content}}
+    choice["weight_versions"] = [{"start": 0, "end": 2, "version": {"incarnation": 1, "step": 7}}]
+    (completion,) = Endpoint("http://127.0.0.1:9/v1", "tiny").completions(
+        json.dumps({"request_id": "r", "prompt_token_ids": [1, 2], "choices": [choice]}).encode()
+    )
+    assert (completion.prompt_token_ids, completion.token_ids) == ([1, 2], [4, 5])
+    assert completion.logprobs == [-0.5, -0.25]
+    assert completion.oldest == completion.newest == PolicyVersion(1, 7)
+
+
+async def test_the_directory_of_the_model_is_told(server: "FakeServer") -> None:
+    server.root = "/run/model"
+    async with OpenAIPolicy.opened(among(server)) as policy, policy.endpoint() as endpoint:
+        assert endpoint.root == "/run/model"
+
+
 async def base_url(policy: OpenAIPolicy) -> str:
     async with policy.endpoint() as endpoint:
         return endpoint.base_url
@@ -265,7 +284,8 @@ def test_errors_are_read_whatever_their_form() -> None:
 
 
 def test_the_first_model_is_the_one() -> None:
-    assert wire.first_model(b'{"data": [{"id": "a"}, {"id": "b"}]}') == "a"
+    assert wire.first_model(b'{"data": [{"id": "a"}, {"id": "b"}]}') == wire.Model("a")
+    assert wire.first_model(b'{"data": [{"id": "a", "root": "/m"}]}').root == "/m"
     for body in (b'{"data": []}', b"{}", b"no"):
         with pytest.raises(PolicyRefusedError, match="lists no model"):
             wire.first_model(body)

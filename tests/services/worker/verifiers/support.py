@@ -14,16 +14,25 @@ from rolloutmq.services.worker.loader import load_environment
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.trajectory import group_of
+from rolloutmq.services.worker.verifiers.package import has_tasksets
 
 ROOT: Final = Path(__file__).parents[4]
 PACKAGES: Final = Path(__file__).with_name("packages")
+TASKSETS: Final = Path(__file__).parent / "tasksets" / "packages"
+"""Packages for verifiers 0.4; they have the harness of the example."""
+ADDITIONS: Final = ROOT / "examples" / "verifiers_sum" / "verifiers_taskset.toml"
 SUMS: Final = ROOT / "examples" / "verifiers_sum" / "verifiers_sum.toml"
 DEADLINE_S: Final = 60.0
 
 
 def missing() -> str:
-    """Return why their environments cannot run here; empty if they can."""
-    return "" if find_spec("verifiers") else "needs verifiers: make test-verifiers"
+    """Return why environments of verifiers up to 0.3 cannot run here; empty if they can."""
+    return "" if find_spec("verifiers") and not has_tasksets() else "needs verifiers 0.3: make test-verifiers"
+
+
+def missing_tasksets() -> str:
+    """Return why environments of verifiers 0.4 cannot run here; empty if they can."""
+    return "" if has_tasksets() else "needs verifiers 0.4: make test-verifiers"
 
 
 if not missing():

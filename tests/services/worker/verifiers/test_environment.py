@@ -9,7 +9,8 @@ import pytest
 from rolloutmq.schemas.config.environment import EnvironmentConfig, SamplingConfig
 from rolloutmq.schemas.errors import ConfigError, UsageError
 from rolloutmq.services.worker.loader import check_abilities
-from rolloutmq.services.worker.verifiers.environment import VerifiersEnvironment, sampling_of
+from rolloutmq.services.worker.verifiers.environment import VerifiersEnvironment
+from rolloutmq.services.worker.verifiers.sampling import sampling_of
 
 
 class Theirs:

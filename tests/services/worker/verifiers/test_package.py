@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.worker.loader import check_entry
 from rolloutmq.services.worker.verifiers import package as package_module
-from rolloutmq.services.worker.verifiers.package import load_package, module_name
+from rolloutmq.services.worker.verifiers.package import has_tasksets, load_package, module_name
 
 PACKAGE = """
 import logging
@@ -60,7 +61,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
     for name in ("verifiers", "verifiers.envs", "verifiers.envs.environment", "datasets"):
         module: Any = ModuleType(name)
-        module.__spec__ = None
+        module.__spec__ = ModuleSpec(name, None)
         module.Environment, module.load_environment = Environment, load_environment
         module.disable_progress_bars = lambda: None
         monkeypatch.setitem(sys.modules, name, module)
@@ -121,11 +122,11 @@ def test_a_failing_package_gives_the_signals_back(theirs: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.parametrize("version", ["0.1.13", "0.4.0", "0.4.0rc1", "1.0"])
+@pytest.mark.parametrize("version", ["0.1.13", "0.5.0", "0.5.0rc1", "1.0"])
 def test_another_version_is_refused(theirs: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(package_module, "version", lambda _: version)
     with pytest.raises(
-        ConfigError, match=rf"environment.mine.verifiers: .*0.1.14 and below 0.4 \(got {version}\)"
+        ConfigError, match=rf"environment.mine.verifiers: .*0.1.14 and below 0.5 \(got {version}\)"
     ):
         load(theirs)
 
@@ -134,6 +135,29 @@ def test_another_version_is_refused(theirs: Path, monkeypatch: pytest.MonkeyPatc
 def test_known_versions_are_taken(theirs: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(package_module, "version", lambda _: version)
     assert load(theirs)
+
+
+@pytest.mark.parametrize(
+    ("version", "tasksets"), [("0.1.14", False), ("0.3.1", False), ("0.4.0rc1", True), ("0.4.2", True)]
+)
+def test_the_version_chooses_the_interface(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch, version: str, tasksets: bool
+) -> None:
+    monkeypatch.setattr(package_module, "version", lambda _: version)
+    check_entry("mine", EnvironmentConfig(verifiers="mine-for-verifiers"), theirs)
+    assert has_tasksets() is tasksets
+
+
+def test_a_taskset_of_verifiers_itself_is_found(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (theirs / "verifiers" / "v1" / "tasksets" / "textarena").mkdir(parents=True)
+    spec = ModuleSpec("verifiers", None, is_package=True)
+    spec.submodule_search_locations = [str(theirs / "verifiers")]
+    monkeypatch.setattr(sys.modules["verifiers"], "__spec__", spec)
+    monkeypatch.setattr(package_module, "version", lambda _: "0.4.0")
+    check_entry("mine", EnvironmentConfig(verifiers="textarena"), theirs)
+    monkeypatch.setattr(package_module, "version", lambda _: "0.3.1")
+    with pytest.raises(ConfigError, match="there is no module textarena"):
+        check_entry("mine", EnvironmentConfig(verifiers="textarena"), theirs)
 
 
 def test_without_verifiers_the_error_says_how_to_install_it(

@@ -1,75 +1,27 @@
 """Whole runs of an environment of verifiers: killed, evaluated, with a curriculum; and what is refused before a run."""
 
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.services.worker.verifiers.support import PACKAGES, SUMS, missing
+from tests.services.worker.verifiers.whole_runs import check_evaluated_run, check_killed_run
 
-from benchmarks.end_to_end import scenario
-from benchmarks.end_to_end.scenario import LiveRun
-from rolloutmq.bus.evaluation.log import recorded
-from rolloutmq.launch.commands.ledger import check
 from rolloutmq.launch.preflight.trial import try_environments, verdict_on
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.files import RunLayout
 
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
-WITHIN_S = 500.0
-EPISODES = 500
-
 
 def test_more_than_500_episodes_with_kills_of_everything_have_an_exact_ledger(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path / "run")
-
-    def kill_each(live: LiveRun) -> None:
-        victims = ("sums-0", "broker", "trainer", "inference", "sums-0", "broker", "trainer")
-        for step, victim in zip(range(6, 60, 8), victims, strict=True):
-            live.wait_for_step(step)
-            live.kill(victim, signal.SIGKILL)
-
-    asked = (
-        "trainer.steps=64",
-        "trainer.batch_sequences=32",
-        "trainer.checkpoint_interval=4",
-        "environment.sums.group_size=4",
-    )
-    code, summary = scenario.run(layout.root, asked, config=SUMS, fault=kill_each, deadline_s=WITHIN_S)
-    assert code == 0
-    assert summary["steps"] == 64
-    assert summary["trainer_resumes"] == 2
-    assert summary["groups_accepted"] >= EPISODES
-    assert summary["groups_lost"] == summary["groups_trained_twice"] == summary["groups_dead"] == 0
-    assert check(layout).problems == []
-    refused = [
-        line for line in (layout.root / "logs" / "sums-0.log").read_text().splitlines() if "ERROR" in line
-    ]
-    assert not [line for line in refused if "rollout abandoned" in line and "ModelError" not in line]
+    check_killed_run(tmp_path, SUMS)
 
 
 def test_an_evaluation_has_the_held_out_rows_and_a_curriculum_chooses_rows_by_number(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path / "run")
-    asked = (
-        "trainer.steps=4",
-        "trainer.batch_sequences=64",
-        "environment.sums.task_count=1000",
-        "curriculum.sums.sampler=uniform",
-        "evaluation.enabled=true",
-        "evaluation.tasks=16",
-        "evaluation.samples=1",
-    )
-    code, summary = scenario.run(layout.root, asked, config=SUMS, deadline_s=WITHIN_S)
-    assert code == 0
-    assert summary["groups_lost"] == 0
-    points = list(recorded(layout.evaluations))
-    assert [point.all.answered for point in points] == [16, 16]
-    assert [point.all.failed for point in points] == [0, 0]
-    assert summary["curriculum"]["sums"]["outcomes"] >= 4 * 4
+    check_evaluated_run(tmp_path, SUMS)
 
 
 def config(base_dir: Path, section: dict[str, Any], **sections: Any) -> RunConfig:

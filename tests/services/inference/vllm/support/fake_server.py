@@ -81,12 +81,13 @@ class Fake:
     def choice(self, first: int, number: int, asked: dict[str, Any]) -> dict[str, Any]:
         if first == 7:
             return {"index": number, "finish_reason": "abort"}
-        tokens = [3 + number] * asked["max_tokens"]
+        ends = 3 + number in asked["stop_token_ids"]
+        tokens = [3 + number] * (1 if ends else asked["max_tokens"])
         shared = self.share.version if self.share is not None else None
         label = self.sent() if shared is None else f"{shared.incarnation}.{shared.step}"
         return {
             "index": number,
-            "finish_reason": "length",
+            "finish_reason": "stop" if ends else "length",
             "token_ids": tokens,
             "logprobs": {"content": [{"token_id": token, "logprob": -float(first)} for token in tokens]},
             "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}],
