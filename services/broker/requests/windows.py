@@ -82,7 +82,8 @@ class WindowRequests:
 
     def _is_full(self, split: Split) -> bool:
         """Return whether no group can come before the consumer settles some."""
-        return self._state.credits.exhausted(split) or self._state.permits.used_up(split)
+        permits = self._state.permits
+        return self._state.credits.exhausted(split) or (not permits.stalled and permits.used_up(split))
 
     def settle(self, request: SettleGroups, now: float, wall: float) -> Settled | ErrorReply:
         """End the named groups that the consumer holds; report the others as lost."""

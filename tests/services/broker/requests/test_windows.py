@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.services.broker.bench import Bench, Peer, config, ids
 
+from rolloutmq.schemas.wire.control import JournalStatus
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.replies import (
     Batch,
@@ -293,6 +294,18 @@ def test_the_trainer_is_told_to_settle_when_no_rollout_may_start() -> None:
     trainer.settle(f"p-{peer.session}-1")
     bench.tick(1.0)
     assert trainer.wait() is Wait.NO_BATCH
+
+
+def test_a_slow_journal_is_not_taken_for_a_full_hand() -> None:
+    bench = Bench(config(e={"pacing": True, "max_staleness": 1}))
+    peer = bench.producer(slots=8)
+    trainer = Trainer(bench)
+    bench.tick()
+    peer.send(2)
+    trainer.take()
+    bench.core.journaled(JournalStatus(health="slow"), bench.now)
+    bench.tick(1.0)
+    assert trainer.wait() is Wait.JOURNAL_SLOW
 
 
 def test_staleness_is_that_of_the_step_not_of_the_pull() -> None:
