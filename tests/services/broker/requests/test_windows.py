@@ -109,7 +109,7 @@ def test_any_mix_of_groups_is_settled_at_once(bench: Bench, peer: Peer) -> None:
     assert places(bench) == {"committed": 4, "filtered": 1, "dead": 1}
 
 
-def test_the_window_bounds_the_leases(bench: Bench, peer: Peer) -> None:
+def test_the_window_bounds_the_groups(bench: Bench, peer: Peer) -> None:
     a, b, _ = peer.send(3)
     trainer = Trainer(bench, window=2, groups=1)
     trainer.take()
@@ -120,6 +120,45 @@ def test_the_window_bounds_the_leases(bench: Bench, peer: Peer) -> None:
     assert trainer.wait() is Wait.UNSETTLED
     trainer.settle(a)
     assert trainer.wait() is Wait.NO_BATCH
+
+
+def test_groups_that_come_one_by_one_fill_no_window(bench: Bench, peer: Peer) -> None:
+    """It has room for so many groups, in however many leases they came; the last one takes what is left of it."""
+    trainer = Trainer(bench, window=2, groups=4)
+    held: list[str] = []
+    for _ in range(6):
+        (name,) = peer.send(1)
+        assert trainer.take() == (name,)
+        held.append(name)
+    sent = peer.send(3)
+    assert trainer.take() == tuple(sent[:2])
+    assert trainer.wait() is Wait.UNSETTLED
+    trainer.settle(held[3])
+    assert trainer.take() == (sent[2],)
+
+
+def test_settled_steps_that_come_again_fill_no_window(bench: Bench, peer: Peer) -> None:
+    sent = peer.send(6)
+    trainer = Trainer(bench, window=2, groups=4)
+    trainer.take()
+    trainer.take()
+    for name in sent:
+        trainer.settle(name)
+    trainer = Trainer(bench, window=2, groups=4, resume=PolicyVersion(0, 0))
+    assert [trainer.take() for _ in sent] == [(name,) for name in sent]
+    assert trainer.wait() is Wait.NO_BATCH
+
+
+def test_a_rewound_step_comes_as_a_whole(bench: Bench, peer: Peer) -> None:
+    sent = peer.send(6)
+    trainer = Trainer(bench, window=1, groups=6)
+    trainer.take()
+    trainer.settle(*sent[:4])
+    trainer = Trainer(bench, window=3, groups=1, resume=PolicyVersion(0, 0))
+    assert trainer.take() == tuple(sent[:4])
+    assert trainer.wait() is Wait.UNSETTLED
+    trainer.settle(*sent[:2])
+    assert trainer.take() == tuple(sent[4:])
 
 
 def test_a_waiting_pull_is_answered_by_a_settlement(bench: Bench, peer: Peer) -> None:
