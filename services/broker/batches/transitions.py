@@ -168,6 +168,8 @@ class GroupTransitions:
         suspect = self._lanes.suspect(pull.split) if pull.window else None
         if suspect is None or not self._lanes.of(suspect).accused(suspect):
             return False
+        if self._builder.is_too_stale(suspect, pull.version):
+            return False
         head = self._rewind_buffer.head(stream)
         return head is None or not self._is_accused(head) or head.groups[0].failures < suspect.failures
 

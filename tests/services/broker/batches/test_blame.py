@@ -118,6 +118,26 @@ def test_a_deadly_group_ends_though_each_life_settles_a_step(lives: Lives) -> No
     assert lives.dead == [sent[5]]
 
 
+def test_an_accused_group_that_is_too_old_lets_no_new_one_before_a_settled_step() -> None:
+    bench = Bench(config(a={"max_staleness": 1}))
+    peer = bench.producer(env="a")
+    first, second, third, *_ = peer.send(5, step=0)
+    for _ in range(2):
+        assert len(Trainer(bench, groups=5).take()) == 5
+    trainer = Trainer(bench, groups=5)
+    for _ in range(5):
+        trainer.take()
+    for name in (first, second, third):
+        trainer.settle(name)
+    bench.tick(bench.settings.broker.silence_s + 1)
+    trainer = Trainer(bench, resume=PolicyVersion(0, 2))
+    (new,) = peer.send(1, step=2)
+    assert trainer.take() == (third,)
+    assert trainer.take() == (new,)
+    assert places(bench) == {"leased": 2, "committed": 2}
+    assert len(bench.dropped) == 2, "both are too old"
+
+
 def test_a_suspect_that_is_given_back_is_not_at_fault() -> None:
     lives = Lives("again")
     (only,) = lives.bench.producer(env="a").send(1)
