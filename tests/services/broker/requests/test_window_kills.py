@@ -185,7 +185,7 @@ class KillMachine(RuleBasedStateMachine):
 
 TestKillMachine = KillMachine.TestCase
 TestKillMachine.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
