@@ -1,7 +1,7 @@
 """The group consumer: holds groups until each is settled, in any mix and order.
 
 For trainers that buffer groups and choose their own mini-batches, such as fully asynchronous ones. Groups come as they
-are there, in up to `window` leases, and one call settles groups of any of them. What one call settles is one batch: a
+are there, in leases of up to `groups`, and one call settles groups of any lease. What one call settles is one batch: a
 checkpoint covers it, and a resumed trainer gets it again, as a whole and in order. `Consumer` serves trainers that take
 exact batches step by step, and those of several ranks.
 
@@ -142,7 +142,8 @@ class GroupConsumer:
             where: Run directory, or address of the broker's `serve` socket.
             batch_sequences: Sequences that one optimizer step learns from. The broker grants rollouts, and sizes its
                 reserve, for steps of this size.
-            window: Most leases in the hand, 1 to 64.
+            window: The consumer holds at most `window` times `groups` groups, and then has to settle some; 1 to 64.
+                A settled batch that comes again comes as a whole, also where it exceeds that.
             groups: Most groups of one lease, 1 to 1024: they come with one round trip if so many are queued.
             consumer: Name of this consumer. A newer consumer of the same name fences the older one.
             group: Name of the trainer.

@@ -42,7 +42,7 @@ class BatchPuller:
         link: Connection of the consumer.
         size: Size of a step, or of a lease of the window.
         split: Split of the groups.
-        window: Most leases of a consumer that pulls groups as they come; 0 for steps.
+        window: Of a consumer that pulls groups as they come, see `Pull.window`; 0 for steps.
     """
 
     def __init__(self, link: ConsumerConnection, size: StepSize, split: Split, window: int = 0) -> None:

@@ -384,9 +384,10 @@ leased again first, in the same composition and order, with `Batch.rewound` |
 - `Batch.generation` fences earlier leases: `Settle` repeats it.
 
 A consumer without other ranks may pull by `groups` instead: as many as are queued, at least one, in a lease that is no
-step. It holds up to `window` such leases and settles groups of any of them with `SettleGroups`. What one request
+step. It holds up to `window` times `groups` groups and settles any of them with `SettleGroups`. What one request
 settles is one batch for commits and rewinds. A lease without a group left is over. Heartbeats and faults are as above,
-for each lease.
+for all its leases at once. Of several suspects only the one delivered last fails with them, and a group is dead only if
+the consumer held no other.
 
 ## Repeated requests
 

@@ -27,7 +27,7 @@ from rolloutmq.schemas.wire.tasks import TaskRequest
 RANKS_LIMIT = 4096
 """Most data-parallel ranks of one trainer; each of them adds to the time of sharding a step."""
 WINDOW_LIMIT = 64
-"""Most leases in one hand: they are kept in the broker's memory, and in its snapshots."""
+"""With `GROUPS_LIMIT`: most groups that one consumer holds. They are in the broker's memory, and in its snapshots."""
 GROUPS_LIMIT = 1024
 """Most groups of one lease of a window."""
 
@@ -142,7 +142,8 @@ class Pull(Message, tag="pull", frozen=True, kw_only=True):
         tokens: Most tokens of the step over all ranks; 0 with `sequences` or `groups`.
         groups: Most groups, which come as they are there, at least one; `SettleGroups` settles them. 0 with `sequences`
             or `tokens`.
-        window: With `groups`: most leases that the consumer may hold. Otherwise 0.
+        window: With `groups`: the consumer may hold `window` times `groups` groups, in any number of leases. A rewound
+            batch comes as a whole, also where it exceeds that. Otherwise 0.
         request_id: Chosen by the consumer; a repeated pull with the same id gets the same batch.
         wait_s: Longest wait, in seconds.
         split: Split of the groups.

@@ -127,11 +127,11 @@ class BrokerState:
                 group.body.spare()
 
     def _trainer_demand(self) -> TrainerDemand:
-        leased = [lease for lease in self.leases if lease.split is Split.TRAIN]
-        if all(lease.window for lease in leased):
+        if not any(lease.split is Split.TRAIN for lease in self.leases.steps()):
             if self.consumers.any_unserved:
                 return TrainerDemand.STARVED
-            if not leased and self.lanes.queued_sequences(Split.TRAIN) >= self.run.batch_sequences:
+            held = any(split is Split.TRAIN for (_, split), _ in self.leases.windows())
+            if not held and self.lanes.queued_sequences(Split.TRAIN) >= self.run.batch_sequences:
                 return TrainerDemand.NONE
         return TrainerDemand.CONSUMING
 

@@ -20,6 +20,7 @@ import msgspec
 
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.errors import JournalWaitsError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import Pull
 from rolloutmq.services.broker.batches import by_tokens
@@ -115,6 +116,10 @@ class BatchBuilder:
         least = pull.tokens or pull.sequences
         got = suspect.header.tokens if pull.tokens else suspect.header.sequences
         return BatchPlan([suspect], short=got < least)
+
+    def is_too_stale(self, group: StoredGroup, version: PolicyVersion) -> bool:
+        """Return whether a pull at a policy would drop a group."""
+        return bool(self._staleness.too_stale([group], version))
 
     def deadline(self, now: float) -> float:
         """Return when a wait for an exact combination, or for a silent lane, may end."""

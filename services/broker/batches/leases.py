@@ -5,14 +5,16 @@ shard. Lost: its groups return to their places in the queue, and later reports o
 generation. Every rank must send heartbeats and make progress; a hung rank cannot hold the others for ever.
 
 A stream has one leased step at a time, or a window: leases of a consumer without other ranks, which settles group by
-group. The groups of one settlement are carved out of the window's leases into a lease of their own, and it ends.
+group. The groups of one settlement are carved out of the window's leases into a lease of their own, and it ends. The
+leases of a window live and are lost together.
 
 A rank settles provisionally while others have yet to settle. If the lease is lost in between, the rank's next pull
 tells it so.
 """
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -56,7 +58,7 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
     sequences: int
     tokens: int = 0
     window: int = 0
-    """Most leases of its consumer, which settles group by group; 0 for a step, of which a stream has one at a time."""
+    """That of its pull; 0 for a step, of which a stream has one at a time."""
     parts: list[RankShard]
     short: bool = False
     rewound: bool = False
@@ -77,6 +79,11 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
     @property
     def settled(self) -> bool:
         return all(part.settle is not None for part in self.parts)
+
+    @property
+    def delivered(self) -> bool:
+        """Whether a consumer has pulled any of its shards."""
+        return any(part.consumer for part in self.parts)
 
     def measure(self) -> None:
         """Note whether the lease exceeds the request: a single large group, or a rewound batch returned whole."""
@@ -115,6 +122,60 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
         return next((r for r, part in parts if not part.consumer and part.progress_at + lease_s <= now), None)
 
 
+class Window:
+    """The leases of a stream whose consumer settles group by group, by number.
+
+    Attributes:
+        leases: The leases, oldest first.
+        held: Groups of all its leases.
+        consumer: The consumer; empty before the first delivery.
+        progress_at: When the consumer last showed progress; before the first delivery, when its newest lease began.
+    """
+
+    def __init__(self) -> None:
+        self.leases: dict[int, Lease] = {}
+        self.held = 0
+        self.consumer = ""
+        self.progress_at = -math.inf
+        self._of_request: dict[str, Lease] = {}
+        self._undelivered: dict[int, Lease] = {}
+
+    def add(self, lease: Lease) -> None:
+        """Add a new lease, or one of an earlier life."""
+        self.leases[lease.number] = lease
+        self.held += len(lease.parts[0].groups)
+        self.progress_at = max(self.progress_at, lease.parts[0].progress_at)
+        self._undelivered[lease.number] = lease
+        self.delivered(lease)
+
+    def delivered(self, lease: Lease) -> None:
+        """Note which request a lease answers, if its consumer has pulled it."""
+        part = lease.parts[0]
+        if part.consumer:
+            self.consumer = part.consumer
+            self._of_request[part.request_id] = lease
+            self._undelivered.pop(lease.number, None)
+
+    def remove(self, lease: Lease) -> None:
+        """Remove a lease with the groups that it has left."""
+        del self.leases[lease.number]
+        self.held -= len(lease.parts[0].groups)
+        self._undelivered.pop(lease.number, None)
+        if self._of_request.get(lease.parts[0].request_id) is lease:
+            del self._of_request[lease.parts[0].request_id]
+
+    def take(self, lease: Lease, groups: Container[int]) -> None:
+        """Take groups out of a lease, by their object identities."""
+        part = lease.parts[0]
+        left = [group for group in part.groups if id(group) not in groups]
+        self.held -= len(part.groups) - len(left)
+        part.groups = left
+
+    def answer(self, request_id: str) -> Lease | None:
+        """Return the lease that a request got before, or else one that no consumer has pulled yet."""
+        return self._of_request.get(request_id) or next(iter(self._undelivered.values()), None)
+
+
 class VoidSettlement(msgspec.Struct):
     """A provisional settlement whose lease was lost; the answer to one pull tells it."""
 
@@ -142,7 +203,7 @@ class Leases:
     def __init__(self) -> None:
         self._open: dict[int, Lease] = {}
         self._of_stream: dict[Stream, Lease] = {}
-        self._windows: dict[Stream, dict[int, Lease]] = {}
+        self._windows: dict[Stream, Window] = {}
         self._ended: OrderedDict[int, EndedLease] = OrderedDict()
         self.void: dict[tuple[str, Split], VoidSettlement] = {}
         """Void settlements by consumer and split."""
@@ -163,22 +224,46 @@ class Leases:
         self.generation += 1
         return self.generation
 
-    def newest_first(self) -> list[Lease]:
-        """Return the open leases in the order to lose them in: what is lost last comes again first."""
-        return list(self._open.values())[::-1]
+    def steps(self) -> list[Lease]:
+        """Return the leased steps."""
+        return list(self._of_stream.values())
+
+    def windows(self) -> list[tuple[Stream, Window]]:
+        """Return the windows that hold a lease."""
+        return list(self._windows.items())
 
     def of(self, stream: Stream) -> Lease | None:
         """Return the leased step of a stream."""
         return self._of_stream.get(stream)
 
-    def window_of(self, stream: Stream) -> Mapping[int, Lease]:
-        """Return the leases of a stream's window by number, oldest first."""
-        return self._windows.get(stream, {})
+    def window_of(self, stream: Stream) -> Window | None:
+        """Return the window of a stream, if it holds a lease."""
+        return self._windows.get(stream)
 
     def of_stream(self, stream: Stream) -> list[Lease]:
-        """Return the leased step, or the leases of the window, newest first."""
-        step = self.of(stream)
-        return [step] if step is not None else list(self.window_of(stream).values())[::-1]
+        """Return the leased step, or the leases of the window, oldest first."""
+        step, window = self.of(stream), self.window_of(stream)
+        return [step] if step is not None else list(window.leases.values()) if window is not None else []
+
+    def holders(self) -> set[str]:
+        """Return the consumers that have pulled what is leased."""
+        steps = {part.consumer for lease in self._of_stream.values() for part in lease.parts}
+        return steps | {window.consumer for window in self._windows.values()}
+
+    def advanced(self, consumer: str, now: float) -> None:
+        """Note that a consumer makes progress with all that it holds."""
+        for lease in self._of_stream.values():
+            for part in lease.held_by(consumer):
+                part.progress_at = now
+        for window in self._windows.values():
+            if window.consumer == consumer:
+                window.progress_at = now
+
+    def expire_at(self, lease_s: float) -> float:
+        """Return when the first of the open leases is lost if no consumer shows progress until then."""
+        steps = (lease.expires_at(lease_s) for lease in self._of_stream.values())
+        windows = (window.progress_at + lease_s for window in self._windows.values())
+        return min((*steps, *windows), default=math.inf)
 
     def find(self, number: int, generation: int) -> Lease | EndedLease | None:
         """Return the lease, open or settled, if the generation matches."""
@@ -195,7 +280,7 @@ class Leases:
         lease.measure()
         self._open[lease.number] = lease
         if lease.window:
-            self._windows.setdefault(lease.stream, {})[lease.number] = lease
+            self._windows.setdefault(lease.stream, Window()).add(lease)
         else:
             self._of_stream[lease.stream] = lease
 
@@ -236,8 +321,8 @@ class Leases:
             del self._of_stream[lease.stream]
             return
         window = self._windows[lease.stream]
-        del window[lease.number]
-        if not window:
+        window.remove(lease)
+        if not window.leases:
             del self._windows[lease.stream]
 
     def carve(self, number: int, generation: int, groups: Sequence[StoredGroup]) -> Lease:
@@ -247,8 +332,9 @@ class Leases:
             lease for lease in self._open.values() if lease.window and own & set(map(id, lease.groups))
         ]
         first = sources[0]
+        progress_at = self._windows[first.stream].progress_at
         for lease in sources:
-            lease.parts[0].groups = [group for group in lease.parts[0].groups if id(group) not in own]
+            self._windows[lease.stream].take(lease, own)
             if not lease.parts[0].groups:
                 self._close(lease)
         carved = Lease(
@@ -259,7 +345,7 @@ class Leases:
             version=max(lease.version for lease in sources),
             sequences=0,
             window=first.window,
-            parts=[RankShard(list(groups), first.parts[0].progress_at, first.parts[0].consumer)],
+            parts=[RankShard(list(groups), progress_at)],
             rewound=first.rewound,
             moments=sources[-1].moments,
         )
@@ -294,6 +380,8 @@ class Leases:
         """Note which consumer pulled a shard, by which request."""
         part = lease.parts[rank]
         part.consumer, part.request_id = consumer, request_id
+        if lease.window:
+            self._windows[lease.stream].delivered(lease)
         self.forget_void(consumer, (lease.split,))
 
     def ended(self) -> Iterator[tuple[int, EndedLease]]:
@@ -319,8 +407,10 @@ class Leases:
     def validate(self) -> None:
         """Assert that both indexes hold the same leases and that no group is in two of them."""
         steps = {lease.number for lease in self._of_stream.values()}
-        windows = [lease for window in self._windows.values() for lease in window.values()]
+        windows = [lease for window in self._windows.values() for lease in window.leases.values()]
         assert all(lease.window and any(lease.groups) for lease in windows)
+        for window in self._windows.values():
+            assert window.held == sum(len(lease.parts[0].groups) for lease in window.leases.values())
         assert len(steps) + len(windows) == len(self._open)
         assert steps | {lease.number for lease in windows} == set(self._open)
         ids = [id(group) for lease in self for group in lease.groups]

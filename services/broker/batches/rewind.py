@@ -137,6 +137,23 @@ class RewindBuffer:
         """Put a batch at the end of the rewind queue."""
         self._queues.setdefault(stream, deque()).append(batch)
 
+    def head(self, stream: Stream) -> RewoundBatch | None:
+        """Return the head of the rewind queue."""
+        queue = self._queues.get(stream)
+        return queue[0] if queue else None
+
+    def take(self, stream: Stream, orders: list[int], *, window: bool) -> RewoundBatch | None:
+        """Remove and return the batch of exactly these groups; None if it is not there.
+
+        It is the head of the queue; in a window it may have been accused, and have come before its turn.
+        """
+        queue = self._queues.get(stream, deque())
+        due = queue if window else list(queue)[:1]
+        found = next((one for one in due if sorted(group.order for group in one.groups) == orders), None)
+        if found is not None:
+            queue.remove(found)
+        return found
+
     def pop_next(self, stream: Stream) -> RewoundBatch | None:
         """Remove and return the head of the rewind queue."""
         queue = self._queues.get(stream)

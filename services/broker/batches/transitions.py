@@ -10,13 +10,15 @@ code: `lease` decides and `apply_lease` changes, likewise `settle` and `apply_se
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import Pull, Settle
+from rolloutmq.services.broker.batches.blame import certain, losses
 from rolloutmq.services.broker.batches.builder import BatchBuilder
 from rolloutmq.services.broker.batches.drop import GroupDropper
 from rolloutmq.services.broker.batches.leases import Lease, Leases, RankShard
@@ -112,8 +114,11 @@ class GroupTransitions:
         self._retain_bytes = config.retain_bytes
 
     def lease(self, stream: Stream, pull: Pull, now: float, wall: float) -> Lease | Wait:
-        """Lease the next batch: the head of the rewind queue if there is one, otherwise a new batch."""
-        again = self._next_rewound(stream, wall)
+        """Lease the next batch: the head of the rewind queue if there is one, otherwise a new batch.
+
+        In a window an accused group comes before both.
+        """
+        again = None if self._is_accused_first(stream, pull) else self._next_rewound(stream, wall)
         if isinstance(again, Wait):
             return again
         if again is not None:
@@ -158,16 +163,28 @@ class GroupTransitions:
             self._dropper.drop(damaged, GroupState.DEAD, "damaged", wall)
         return None
 
-    def next_rewound(self, stream: Stream) -> list[list[StoredGroup]]:
-        """Return the shards at the head of the rewind queue; empty if there are none."""
-        return next((batch.shards for own, batch in self._rewind_buffer.queued() if own == stream), [])
+    def _is_accused_first(self, stream: Stream, pull: Pull) -> bool:
+        """Return whether an accused group of a lane comes before the rewind queue."""
+        suspect = self._lanes.suspect(pull.split) if pull.window else None
+        if suspect is None or not self._lanes.of(suspect).accused(suspect):
+            return False
+        if self._builder.is_too_stale(suspect, pull.version):
+            return False
+        head = self._rewind_buffer.head(stream)
+        return head is None or not self._is_accused(head) or head.groups[0].failures < suspect.failures
 
-    def take_leased(self, event: Leased) -> list[list[StoredGroup]]:
-        """Take the groups of a `Leased` event out of the queue, or from the head of the rewind queue."""
+    def _is_accused(self, batch: RewoundBatch) -> bool:
+        """Return whether a rewound batch was split off for one accused group."""
+        groups = batch.groups
+        return batch.short and len(groups) == 1 and self._lanes.of(groups[0]).accused(groups[0])
+
+    def take_leased(self, event: Leased) -> list[list[StoredGroup]] | None:
+        """Take the groups of a `Leased` event out of the queue or the rewind queue; None if that has no such batch."""
         shards = [list(filter(None, map(self._groups.find, orders))) for orders in event.shards]
         if event.again:
-            self._rewind_buffer.pop_next((event.group, event.split))
-            return shards
+            stream, orders = (event.group, event.split), sorted(chain(*event.shards))
+            found = self._rewind_buffer.take(stream, orders, window=event.window > 0)
+            return None if found is None else shards
         shards = [[group for group in groups if self._lanes.of(group).holds(group)] for groups in shards]
         for group in (group for groups in shards for group in groups):
             self._lanes.of(group).remove(group)
@@ -262,18 +279,38 @@ class GroupTransitions:
         return lane
 
     def lose(self, lease: Lease, wall: float, *, failed: bool, why: str) -> None:
-        """Take a lease back: its groups are queued again; groups that failed too often are dead.
+        """Take one lease back; see `lose_together`."""
+        self.lose_together([lease], wall, failed=failed, why=why)
+
+    def lose_together(self, leases: Sequence[Lease], wall: float, *, failed: bool, why: str) -> None:
+        """Take back what a trainer held: its groups are queued again; groups that failed too often are dead.
 
         Args:
-            lease: An open lease.
+            leases: A leased step, or open leases of a window, oldest first.
             wall: Wall-clock seconds, for the records.
-            failed: Whether its trainer was lost, rather than giving it back.
+            failed: Whether the trainer was lost, rather than giving them back.
             why: For people.
         """
-        split_up = self._needs_split(lease, failed=failed)
-        self._events.add(Lost(lease.number, failed, why, apart=split_up))
-        self.apply_loss(lease, failed=failed, split_up=split_up)
-        self._bury(lease.groups, wall)
+        dead = self._take_back(leases, failed=failed, why=why)
+        self._bury(dead, wall)
+
+    def _take_back(
+        self, leases: Sequence[Lease], *, failed: bool, why: str, recalled: bool = False
+    ) -> list[StoredGroup]:
+        """Lose leases; return the groups that have failed too often."""
+        for lease, counts in losses(leases, self._is_suspected, failed=failed):
+            split_up = self._needs_split(lease, failed=counts)
+            self._events.add(Lost(lease.number, counts, why, recalled=recalled, apart=split_up))
+            if recalled:
+                self.apply_recall(lease, failed=counts, split_up=split_up)
+            else:
+                self.apply_loss(lease, failed=counts, split_up=split_up)
+        if not failed or not certain(leases):
+            return []
+        return [group for lease in leases for group in lease.groups if group.failures >= self._max_deliveries]
+
+    def _is_suspected(self, group: StoredGroup) -> bool:
+        return self._lanes.of(group).suspected(group)
 
     def _needs_split(self, lease: Lease, *, failed: bool) -> bool:
         """Return whether losing the lease leaves one of its groups with a single delivery: it may be poison."""
@@ -298,8 +335,7 @@ class GroupTransitions:
         self._ledger.move(GroupState.LEASED, GroupState.QUEUED, len(groups))
         return groups
 
-    def _bury(self, groups: Iterable[StoredGroup], wall: float) -> None:
-        dead = [group for group in groups if group.failures >= self._max_deliveries]
+    def _bury(self, dead: Iterable[StoredGroup], wall: float) -> None:
         for group in dead:
             self._dropper.drop(
                 [group], GroupState.DEAD, "deliveries", wall, f"lost with {group.failures} leases"
@@ -341,19 +377,17 @@ class GroupTransitions:
 
         The batches up to `version` are committed: the trainer has just started from that checkpoint.
         """
-        leases = [lease for split in Split for lease in self._leases.of_stream((consumer_group, split))]
-        for lease in leases:
-            split_up = self._needs_split(lease, failed=True)
-            self._events.add(Lost(lease.number, True, "rewound", recalled=True, apart=split_up))
-            self.apply_recall(lease, split_up=split_up)
+        dead: list[StoredGroup] = []
+        for split in Split:
+            if leases := self._leases.of_stream((consumer_group, split)):
+                dead += self._take_back(leases, failed=True, why="rewound", recalled=True)
         self._events.add(Rewound(consumer_group, version, consumer))
         self.apply_rewind(consumer_group, version)
-        for lease in leases:
-            self._bury(lease.groups, wall)
+        self._bury(dead, wall)
 
-    def apply_recall(self, lease: Lease, *, split_up: bool) -> None:
+    def apply_recall(self, lease: Lease, *, failed: bool, split_up: bool) -> None:
         """Move an open lease to the rewind queue, ahead of which the batches before it will be put."""
-        groups = self._unlease(lease, failed=True)
+        groups = self._unlease(lease, failed=failed)
         if not lease.rewound:
             for group in groups:
                 self._count_out(False, group).rewinding.add(group)
@@ -362,18 +396,25 @@ class GroupTransitions:
         self._requeue_rewound(lease.stream, _rewound_batches(lease, split_up=split_up))
 
     def apply_rewind(self, consumer_group: str, version: PolicyVersion) -> None:
-        """Put the batches settled after `version` at the head of the rewind queue."""
+        """Put the batches settled after `version` at the head of the rewind queue, behind accused groups."""
         covered, after = self._rewind_buffer.pop_after(consumer_group, version)
         self._commit(covered)
         for split in Split:
             batches = [RewoundBatch(b.shards, b.short, b.moments) for b in after if b.split is split]
-            self._requeue_rewound((consumer_group, split), batches)
+            stream = consumer_group, split
+            accused = list(self._pop_accused(stream))
+            self._requeue_rewound(stream, [*accused, *batches])
         for batch in after:
             for group, state in batch.members():
                 self._ledger.rewind(state, 1)
                 lane = self._lanes.of(group)
                 lane.rewinding.add(group)
                 lane.trained_groups -= state is GroupState.TRAINED
+
+    def _pop_accused(self, stream: Stream) -> Iterator[RewoundBatch]:
+        while (head := self._rewind_buffer.head(stream)) is not None and self._is_accused(head):
+            self._rewind_buffer.pop_next(stream)
+            yield head
 
     def reset(self, wall: float) -> None:
         """Discard every queued, leased or rewound group; trained groups stay counted as trained."""

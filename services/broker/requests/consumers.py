@@ -257,7 +257,7 @@ class ConsumerRequests:
         state, pull, last = self._state, waiting.pull, self._state.leases.last_number
         if pull.groups:
             found = self._windows.lease(waiting.stream, pull, now, wall)
-        elif state.leases.window_of(waiting.stream):
+        elif state.leases.window_of(waiting.stream) is not None:
             return Wait.LEASED_ELSEWHERE
         else:
             found = state.leases.of(waiting.stream) or state.transitions.lease(
@@ -409,6 +409,8 @@ class ConsumerRequests:
             self._state.leases.hand_out(lease, pull.rank, pull.consumer, pull.request_id)
             self._state.events.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
         part.progress_at = now
+        if lease.window:
+            self._state.leases.advanced(pull.consumer, now)
         tables = {group.table.id: group.table for group in part.groups}
         contents = deliveries(part.groups, in_place=pull.arenas)
         batch = Batch(
@@ -529,15 +531,17 @@ class ConsumerRequests:
 
         The new life knows nothing of that settlement and would pull the step again.
         """
-        for lease in self._state.leases.newest_first():
+        for lease in self._state.leases.steps():
             if any(part.consumer == consumer for part in lease.parts):
                 self._state.transitions.lose(lease, wall, failed=False, why=f"{consumer} registered again")
 
     def _release(self, consumer: str, wall: float, *, failed: bool, why: str) -> None:
-        for lease in self._state.leases.newest_first():
-            if any(lease.held_by(consumer)):
-                self._state.transitions.lose(lease, wall, failed=failed, why=why)
-                self._state.permits_due = True
+        leases = self._state.leases
+        held = [[lease] for lease in leases.steps() if any(lease.held_by(consumer))]
+        held += [list(one.leases.values()) for _, one in leases.windows() if one.consumer == consumer]
+        for together in held:
+            self._state.transitions.lose_together(together, wall, failed=failed, why=why)
+            self._state.permits_due = True
 
     def beat(self, beat: ConsumerBeat, now: float) -> Ok | ErrorReply:
         """Note that a consumer lives, and whether it makes progress."""
@@ -548,14 +552,13 @@ class ConsumerRequests:
             return refuse(ErrorCode.UNKNOWN, f"consumer {beat.consumer} is not registered")
         if beat.progress > consumer.progress:
             consumer.progress = beat.progress
-            for lease in self._state.leases:
-                for part in lease.held_by(beat.consumer):
-                    part.progress_at = now
+            self._state.leases.advanced(beat.consumer, now)
         return Ok()
 
     def tick(self, now: float, wall: float) -> None:
         """Expire the leases of dead and hung consumers, serve waiting pulls, and end those past their deadline."""
-        self._expire(now, wall)
+        self._expire_steps(now, wall)
+        self._windows.expire(now, wall)
         self._state.consumers.forget_polls(now - POLL_S)
         self.serve(now, wall)
         moment = now - self._state.config.broker.silence_s
@@ -564,10 +567,10 @@ class ConsumerRequests:
             if waiting.deadline <= now or self._state.consumers.silent_since(name, moment):
                 self._dismiss(name, now)
 
-    def _expire(self, now: float, wall: float) -> None:
+    def _expire_steps(self, now: float, wall: float) -> None:
         state = self._state
         moment = now - state.config.broker.silence_s
-        for lease in state.leases.newest_first():
+        for lease in state.leases.steps():
             holders = {p.consumer for p in lease.parts if p.consumer and p.settle is None}
             gone = [name for name in holders if state.consumers.silent_since(name, moment)]
             if gone or lease.expires_at(state.config.broker.lease_s) <= now:
@@ -586,17 +589,15 @@ class ConsumerRequests:
 
     def sweep(self, now: float) -> None:
         """Forget consumers that left long ago."""
-        holders = {part.consumer for lease in self._state.leases for part in lease.parts}
         moment = now - 2 * self._state.config.broker.silence_s
-        self._state.consumers.sweep(moment, holders)
+        self._state.consumers.sweep(moment, self._state.leases.holders())
 
     def next_deadline(self) -> float:
         """Return when `tick` has work to do."""
         state = self._state
         broker = state.config.broker
         times = [waiting.deadline for waiting in state.consumers.waiting()]
-        times += [lease.expires_at(broker.lease_s) for lease in state.leases]
-        return min(times, default=math.inf)
+        return min((*times, state.leases.expire_at(broker.lease_s)))
 
     def waits(self, now: float) -> str:
         """Update the counted waits and return why the trainer waits."""

@@ -1,7 +1,10 @@
-"""Windows: several leases in the hand of one consumer, which settles group by group.
+"""Windows: groups of several leases that one consumer holds and settles group by group.
 
-A trainer that buffers groups and trains on any mix of them pulls them as they come, and holds up to `Pull.window`
-leases. `SettleGroups` names groups of any of them: they are carved out into a lease of their own, which ends as every
+A trainer that buffers groups and trains on any mix of them pulls them as they come, and holds up to `Pull.window` times
+`Pull.groups` of them. In how many leases they came does not count: a lease may have one group, because no other was
+there, or because it is delivered alone. A rewound batch comes as a whole, also where it exceeds the limit.
+
+`SettleGroups` names groups of any of them: they are carved out into a lease of their own, which ends as every
 lease does, so a checkpoint, a rewind and the ledger treat what was settled together as one batch. Groups of the rewind
 queue count against another account than new ones, and are carved out apart.
 """
@@ -65,24 +68,39 @@ class WindowRequests:
         if state.leases.of(stream) is not None:
             return Wait.LEASED_ELSEWHERE
         window = state.leases.window_of(stream)
-        holders = {lease.parts[0].consumer for lease in window.values()}
-        if not holders <= {"", pull.consumer}:
+        if window is not None and window.consumer not in {"", pull.consumer}:
             return Wait.LEASED_ELSEWHERE
-        for lease in window.values():
-            if lease.parts[0].consumer == "" or lease.parts[0].request_id == pull.request_id:
-                return lease
-        if len(window) >= pull.window:
+        if window is not None and (answer := window.answer(pull.request_id)) is not None:
+            return answer
+        room = pull.window * pull.groups - (window.held if window is not None else 0)
+        if room <= 0:
             return Wait.UNSETTLED
         # A settlement may have come while the pull waited.
-        pull = replace(pull, version=max(pull.version, state.run.present))
+        version = max(pull.version, state.run.present)
+        pull = replace(pull, version=version, groups=min(pull.groups, room))
         found = state.transitions.lease(stream, pull, now, wall)
-        if found is Wait.NO_BATCH and window and self._is_full(pull.split):
+        if found is Wait.NO_BATCH and window is not None and self._is_full(pull.split):
             return Wait.UNSETTLED
         return found
 
     def _is_full(self, split: Split) -> bool:
         """Return whether no group can come before the consumer settles some."""
-        return self._state.credits.exhausted(split) or self._state.permits.used_up(split)
+        permits = self._state.permits
+        return self._state.credits.exhausted(split) or (not permits.stalled and permits.used_up(split))
+
+    def expire(self, now: float, wall: float) -> None:
+        """Take the leases of dead and hung consumers back."""
+        state = self._state
+        moment = now - state.config.broker.silence_s
+        for _, window in state.leases.windows():
+            silent = bool(window.consumer) and state.consumers.silent_since(window.consumer, moment)
+            if not silent and window.progress_at + state.config.broker.lease_s > now:
+                continue
+            failed = bool(window.consumer)
+            why = f"{window.consumer} fell silent" if silent else "no progress" if failed else "never pulled"
+            leases = list(window.leases.values())
+            state.transitions.lose_together(leases, wall, failed=failed, why=why)
+            state.permits_due = True
 
     def settle(self, request: SettleGroups, now: float, wall: float) -> Settled | ErrorReply:
         """End the named groups that the consumer holds; report the others as lost."""

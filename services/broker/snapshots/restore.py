@@ -14,7 +14,7 @@ from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.services.broker.batches.consumers import Consumer
 from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard, VoidSettlement
 from rolloutmq.services.broker.batches.rewind import RetainedBatch, RewoundBatch
-from rolloutmq.services.broker.batches.transitions import orders, outcomes
+from rolloutmq.services.broker.batches.transitions import outcomes
 from rolloutmq.services.broker.broker_state import BrokerState
 from rolloutmq.services.broker.flow.sequence_window import WindowState
 from rolloutmq.services.broker.flow.sessions import ProducerSession
@@ -214,10 +214,9 @@ class StateRestorer:
             self.problems.append(
                 f"the outcome of lease {previous.number} is lost: its groups are queued again"
             )
-        if event.again and _flat(orders(state.transitions.next_rewound(stream))) != _flat(event.shards):
-            raise UnknownReferenceError(
-                f"lease {event.number} is not the batch at the head of the rewind queue"
-            )
+        shards = state.transitions.take_leased(event)
+        if shards is None:
+            raise UnknownReferenceError(f"lease {event.number} is no batch of the rewind queue")
         lease = Lease(
             number=event.number,
             generation=event.generation,
@@ -227,7 +226,7 @@ class StateRestorer:
             sequences=event.sequences,
             tokens=event.tokens,
             window=event.window,
-            parts=[RankShard(groups, self._now) for groups in state.transitions.take_leased(event)],
+            parts=[RankShard(groups, self._now) for groups in shards],
             short=event.short,
             rewound=event.again,
             moments=event.moments,
@@ -276,7 +275,7 @@ class StateRestorer:
     def _lost(self, event: f.Lost) -> None:
         transitions, lease = self._state.transitions, self._find(event.lease)
         if event.recalled:
-            transitions.apply_recall(lease, split_up=event.apart)
+            transitions.apply_recall(lease, failed=event.failed, split_up=event.apart)
         else:
             transitions.apply_loss(lease, failed=event.failed, split_up=event.apart)
 
@@ -493,8 +492,3 @@ class StateRestorer:
         for consumer, split, lease, generation, step in item.void:
             state.leases.void[consumer, split] = VoidSettlement(lease, generation, step)
         self.queue_unplaced()
-
-
-def _flat(shards: Shards) -> list[int]:
-    """Return the orders of a batch, however it is divided among ranks."""
-    return sorted(order for rank in shards for order in rank)

@@ -11,7 +11,7 @@ A lane counts its queued and leased groups. Rewound groups are counted apart, be
 `retain_bytes`.
 """
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from heapq import merge
@@ -39,6 +39,11 @@ _order: Final = attrgetter("order")
 
 def _deadline(group: StoredGroup) -> tuple[PolicyVersion, int]:
     return group.header.oldest, group.order
+
+
+def _turn(group: StoredGroup) -> tuple[int, int]:
+    """Order suspects: the one accused most often, then the oldest."""
+    return -group.failures, group.order
 
 
 class Lane:
@@ -92,7 +97,7 @@ class Lane:
         self.arrivals = Rate()
         self.sizes: dict[int, deque[StoredGroup]] = {}
         self.suspects: list[StoredGroup] = []
-        """Queued groups with one delivery left, oldest first; not in `sizes`."""
+        """Queued groups with one delivery left, in the order of their deliveries; not in `sizes`."""
 
     @property
     def weight(self) -> float:
@@ -181,7 +186,6 @@ class Lane:
         if reordered:
             self._key = _deadline if rule.stale == "drop" else _order
             self.sizes = {size: deque(sorted(queue, key=self._key)) for size, queue in self.sizes.items()}
-            self.suspects.sort(key=self._key)
 
     def accept(self, group: StoredGroup, now: float) -> None:
         header = group.header
@@ -216,6 +220,10 @@ class Lane:
     def suspected(self, group: StoredGroup) -> bool:
         """Return whether one more failure ends the group: then the failure must be its own."""
         return 0 < group.failures >= self._last_chance
+
+    def accused(self, group: StoredGroup) -> bool:
+        """Return whether a suspect has failed again, where another group may have been at fault."""
+        return group.failures > self._last_chance
 
     def would_be_suspected(self, group: StoredGroup, failed: bool) -> bool:
         """Return whether a group is a suspect after its lease is lost."""
@@ -256,8 +264,7 @@ class Lane:
         for group in groups:
             self.queued.add(group)
             if self.suspected(group):
-                self.suspects.append(group)
-                self.suspects.sort(key=self._key)
+                insort(self.suspects, group, key=_turn)
                 self._note_suspects()
             else:
                 back.setdefault(group.header.sequences, []).append(group)
@@ -273,7 +280,7 @@ class Lane:
         """Yield the queued groups, oldest first."""
         if len(self.sizes) == 1 and not self.suspects:
             return iter(next(iter(self.sizes.values())))
-        return merge(self.suspects, *self.sizes.values(), key=self._key)
+        return merge(sorted(self.suspects, key=self._key), *self.sizes.values(), key=self._key)
 
     def counts(self, largest: int) -> dict[int, int]:
         """Return the number of groups of each size up to `largest`, the oldest size first; suspects aside."""
@@ -294,7 +301,7 @@ class Lane:
 
     def oldest(self) -> StoredGroup | None:
         """Return the head of the queue."""
-        heads = [queue[0] for queue in self.sizes.values()] + self.suspects[:1]
+        heads = [queue[0] for queue in self.sizes.values()] + self.suspects
         return min(heads, key=self._key, default=None)
 
     @property
@@ -340,6 +347,7 @@ class Lane:
     def validate(self) -> None:
         """Assert that the counts are those of the containers."""
         load = Load()
+        assert self.suspects == sorted(self.suspects, key=_turn)
         for group in self.suspects:
             assert self.suspected(group)
             load.add(group)
@@ -462,9 +470,8 @@ class Lanes:
             lane.leased.add(group)
 
     def suspect(self, split: Split) -> StoredGroup | None:
-        """Return the oldest suspect."""
-        found = (group for lane in self.of_split(split).suspected for group in lane.suspects)
-        return min(found, key=_order, default=None)
+        """Return the suspect to deliver next: the one accused most often, then the oldest."""
+        return min((lane.suspects[0] for lane in self.of_split(split).suspected), key=_turn, default=None)
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:
         """Return groups to their old places in their queues."""

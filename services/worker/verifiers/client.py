@@ -11,23 +11,27 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, Timeout
 from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.errors import OverlongPromptError
 from verifiers.types import ResponseTokens
 
 from rolloutmq.services.worker.completion import Completion
-from rolloutmq.services.worker.openai.client import RETRIED
+from rolloutmq.services.worker.openai.client import CONNECT_S, RETRIED
 from rolloutmq.services.worker.openai.wire import Endpoint
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.verifiers.engine import OVERLONG, Engine
 
 
 def openai_client() -> AsyncOpenAI:
-    """Return a client whose address each call replaces. It neither retries nor gives up, and asks no proxy."""
-    http_client = DefaultAsyncHttpxClient(trust_env=False, timeout=None)
+    """Return a client whose address each call replaces. It does not retry, and asks no proxy.
+
+    It waits `CONNECT_S` for a connection, and for an answer without a limit.
+    """
+    timeout = Timeout(None, connect=CONNECT_S)
+    http_client = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout)
     return AsyncOpenAI(
-        base_url="http://unused", api_key="unused", max_retries=0, timeout=None, http_client=http_client
+        base_url="http://unused", api_key="unused", max_retries=0, timeout=timeout, http_client=http_client
     )
 
 

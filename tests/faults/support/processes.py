@@ -27,6 +27,7 @@ import numpy as np
 
 from rolloutmq.bus.consumer import connection
 from rolloutmq.bus.consumer.client import BlockingBatch, Consumer
+from rolloutmq.bus.consumer.groups import GroupConsumer, HeldGroup
 from rolloutmq.bus.encoding.codec import encode_group
 from rolloutmq.bus.producer import connection as uplink
 from rolloutmq.bus.producer.client import Producer
@@ -119,9 +120,9 @@ def status(run_dir: Path) -> StatusReply:
     return reply
 
 
-def feed(run_dir: Path, ids: Iterable[str], producer: str = "p", nbytes: int = 0) -> None:
+def feed(run_dir: Path, ids: Iterable[str], producer: str = "p", nbytes: int = 0, slots: int = 1) -> None:
     """Send groups and wait until all are acked."""
-    with Producer.blocking(run_dir, env="e", producer=producer, group_size=SEQUENCES) as p:
+    with Producer.blocking(run_dir, env="e", producer=producer, group_size=SEQUENCES, slots=slots) as p:
         for group_id in ids:
             p.send(made(group_id, nbytes))
         assert p.flush(LIMIT_S)
@@ -368,6 +369,32 @@ class Trainer(Child):
         return msgspec.json.decode(line, type=TrainerAnswer) if line else TrainerAnswer("")
 
 
+class Buffered(msgspec.Struct):
+    """Arguments of a trainer with a buffer: groups that it needs for a step, and as those of a trainer."""
+
+    needed: int
+    resume: tuple[int, int] | None = None
+    dies_of: tuple[str, ...] = ()
+
+
+class BufferingTrainer(Child):
+    """A trainer that holds groups of a window until it has enough for a step, in a process of its own."""
+
+    def __init__(self, run_dir: Path, needed: int, **about: Any) -> None:
+        told = msgspec.json.encode(Buffered(needed, **about)).decode()
+        super().__init__(run_dir.with_name("trainer.log"), "buffer", run_dir, told)
+
+    def held(self) -> tuple[str, ...]:
+        """Wait until it has enough; return the ids, or none if it died of one of them."""
+        line = self.read_line()
+        return msgspec.json.decode(line, type=tuple[str, ...]) if line else ()
+
+    def train(self) -> tuple[str, ...]:
+        """Let it take the step and commit it; return the groups whose lease was lost before."""
+        self.send_line(b"train")
+        return msgspec.json.decode(self.read_line(), type=tuple[str, ...])
+
+
 class Task(msgspec.Struct):
     """Work of a worker.
 
@@ -549,6 +576,28 @@ def _of(batch: BlockingBatch | None, about: TrainerArgs) -> TrainerAnswer:
     )
 
 
+def _buffer(run_dir: str, args: str) -> int:
+    about = msgspec.json.decode(args, type=Buffered)
+    resume = PolicyVersion(*about.resume) if about.resume else None
+    opened = GroupConsumer.blocking(Path(run_dir), batch_sequences=about.needed * SEQUENCES, resume=resume)
+    with opened as consumer:
+        held: list[HeldGroup] = []
+        for one in consumer:
+            if one.group_id in about.dies_of:
+                os._exit(DIED_OF_POISON)
+            held.append(one)
+            if len(held) < about.needed:
+                continue
+            sys.stdout.buffer.write(msgspec.json.encode([each.group_id for each in held]) + b"\n")
+            sys.stdout.buffer.flush()
+            sys.stdin.buffer.readline()
+            lost = consumer.settle(held).lost
+            consumer.commit(consumer.version)
+            sys.stdout.buffer.write(msgspec.json.encode(lost) + b"\n")
+            return 0
+    return 1
+
+
 def _print_answer(answer: TrainerAnswer) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     sys.stdout.buffer.flush()
@@ -578,5 +627,10 @@ def _worker(run_dir: str, args: str) -> int:
 if __name__ == "__main__":
     for module, name, value in IMPATIENCE:
         setattr(module, name, value)
-    roles: dict[str, Callable[..., int]] = {"broker": _broker, "trainer": _trainer, "worker": _worker}
+    roles: dict[str, Callable[..., int]] = {
+        "broker": _broker,
+        "trainer": _trainer,
+        "buffer": _buffer,
+        "worker": _worker,
+    }
     sys.exit(roles[sys.argv[1]](*sys.argv[2:]))

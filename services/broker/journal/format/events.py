@@ -147,7 +147,7 @@ class Leased(Event, frozen=True, tag=7):
     moments: dict[str, Moments] = {}
     """Moments of the scores of each environment of the step."""
     window: int = 0
-    """Most leases of its consumer; 0 for a step, of which there is one at a time."""
+    """`Pull.window` of its consumer; 0 for a step, of which there is one at a time."""
 
 
 class Pulled(Event, frozen=True, tag=8):
@@ -179,7 +179,10 @@ class Carved(Event, frozen=True, tag=23):
 
 
 class Lost(Event, frozen=True, tag=10):
-    """A lease was lost; `why` is for people. `recalled`: by a rewind, and its event follows."""
+    """A lease was lost; `why` is for people. `recalled`: by a rewind, and its event follows.
+
+    `failed`: it counts as a failure of its groups.
+    """
 
     lease: int
     failed: bool

@@ -293,7 +293,7 @@ class LedgerModel(SnapshotModel):
     def _lease(self, event: Leased) -> None:
         lease = OpenLease((event.group, event.split), event.shards, event.again, {})
         if event.again:
-            self._take_rewound(lease)
+            self._take_rewound(lease, window=event.window > 0)
         else:
             waiting = self.waiting()
             for order in lease.orders():
@@ -306,8 +306,11 @@ class LedgerModel(SnapshotModel):
         self._put(lease.orders(), GroupState.LEASED)
         self.leases[event.number] = lease
 
-    def _take_rewound(self, lease: OpenLease) -> None:
-        """Take a batch from the head of the rewind queue; a lost one may be split."""
+    def _take_rewound(self, lease: OpenLease, *, window: bool) -> None:
+        """Take a batch from the head of the rewind queue; a lost one may be split.
+
+        In a window one group of a lost batch may come before its turn: it may be at fault.
+        """
         queue = self.rewind_queues[lease.stream]
         wanted = set(lease.orders())
         while queue and not queue[0].orders:
@@ -315,6 +318,10 @@ class LedgerModel(SnapshotModel):
         head = queue[0] if queue else RewoundBatch([])
         if wanted == set(head.orders) or (head.lost and wanted < set(head.orders)):
             head.orders = [order for order in head.orders if order not in wanted]
+            return
+        early = (batch for batch in queue if batch.lost and wanted <= set(batch.orders))
+        if window and len(wanted) == 1 and (found := next(early, None)) is not None:
+            found.orders = [order for order in found.orders if order not in wanted]
             return
         for order in sorted(wanted ^ set(head.orders)):
             self._report("is not the same in the batch that came again and in the one that was due", order)

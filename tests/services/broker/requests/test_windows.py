@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.services.broker.bench import Bench, Peer, config, ids
 
+from rolloutmq.schemas.wire.control import JournalStatus
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.replies import (
     Batch,
@@ -108,7 +109,7 @@ def test_any_mix_of_groups_is_settled_at_once(bench: Bench, peer: Peer) -> None:
     assert places(bench) == {"committed": 4, "filtered": 1, "dead": 1}
 
 
-def test_the_window_bounds_the_leases(bench: Bench, peer: Peer) -> None:
+def test_the_window_bounds_the_groups(bench: Bench, peer: Peer) -> None:
     a, b, _ = peer.send(3)
     trainer = Trainer(bench, window=2, groups=1)
     trainer.take()
@@ -119,6 +120,45 @@ def test_the_window_bounds_the_leases(bench: Bench, peer: Peer) -> None:
     assert trainer.wait() is Wait.UNSETTLED
     trainer.settle(a)
     assert trainer.wait() is Wait.NO_BATCH
+
+
+def test_groups_that_come_one_by_one_fill_no_window(bench: Bench, peer: Peer) -> None:
+    """It has room for so many groups, in however many leases they came; the last one takes what is left of it."""
+    trainer = Trainer(bench, window=2, groups=4)
+    held: list[str] = []
+    for _ in range(6):
+        (name,) = peer.send(1)
+        assert trainer.take() == (name,)
+        held.append(name)
+    sent = peer.send(3)
+    assert trainer.take() == tuple(sent[:2])
+    assert trainer.wait() is Wait.UNSETTLED
+    trainer.settle(held[3])
+    assert trainer.take() == (sent[2],)
+
+
+def test_settled_steps_that_come_again_fill_no_window(bench: Bench, peer: Peer) -> None:
+    sent = peer.send(6)
+    trainer = Trainer(bench, window=2, groups=4)
+    trainer.take()
+    trainer.take()
+    for name in sent:
+        trainer.settle(name)
+    trainer = Trainer(bench, window=2, groups=4, resume=PolicyVersion(0, 0))
+    assert [trainer.take() for _ in sent] == [(name,) for name in sent]
+    assert trainer.wait() is Wait.NO_BATCH
+
+
+def test_a_rewound_step_comes_as_a_whole(bench: Bench, peer: Peer) -> None:
+    sent = peer.send(6)
+    trainer = Trainer(bench, window=1, groups=6)
+    trainer.take()
+    trainer.settle(*sent[:4])
+    trainer = Trainer(bench, window=3, groups=1, resume=PolicyVersion(0, 0))
+    assert trainer.take() == tuple(sent[:4])
+    assert trainer.wait() is Wait.UNSETTLED
+    trainer.settle(*sent[:2])
+    assert trainer.take() == tuple(sent[4:])
 
 
 def test_a_waiting_pull_is_answered_by_a_settlement(bench: Bench, peer: Peer) -> None:
@@ -293,6 +333,18 @@ def test_the_trainer_is_told_to_settle_when_no_rollout_may_start() -> None:
     trainer.settle(f"p-{peer.session}-1")
     bench.tick(1.0)
     assert trainer.wait() is Wait.NO_BATCH
+
+
+def test_a_slow_journal_is_not_taken_for_a_full_hand() -> None:
+    bench = Bench(config(e={"pacing": True, "max_staleness": 1}))
+    peer = bench.producer(slots=8)
+    trainer = Trainer(bench)
+    bench.tick()
+    peer.send(2)
+    trainer.take()
+    bench.core.journaled(JournalStatus(health="slow"), bench.now)
+    bench.tick(1.0)
+    assert trainer.wait() is Wait.JOURNAL_SLOW
 
 
 def test_staleness_is_that_of_the_step_not_of_the_pull() -> None:

@@ -1,12 +1,17 @@
 """Their client on the servers of a run: failures of a server, and answers that theirs would refuse."""
 
 import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.services.worker.verifiers.support import DEADLINE_S, load, missing, policy_of, rolled_out
 
 from rolloutmq import PolicyVersion
+from rolloutmq.services.worker.openai.wire import Endpoint
 from rolloutmq.services.worker.verifiers.trajectories import RolloutFailedError
 
 if TYPE_CHECKING:
@@ -75,6 +80,47 @@ async def test_a_call_moves_to_another_engine(
         for _ in range(3):
             assert len((await rolled_out(environment, policy, size=2)).scores) == 2
     assert len(second.asked) >= 6
+
+
+@pytest.fixture
+def deaf() -> Iterator[str]:
+    """Yield the address of a server that answers no attempt to connect: its backlog is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, ExitStack() as peers:
+        host, port = listening.getsockname()
+        while True:
+            peer = peers.enter_context(socket.socket())
+            peer.settimeout(0.5)
+            try:
+                peer.connect((host, port))
+            except TimeoutError:
+                break
+        yield f"http://{host}:{port}"
+
+
+@pytest.mark.usefixtures("environment")
+async def test_a_call_moves_on_from_a_host_that_does_not_answer(
+    server: "FakeServer", deaf: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead host refuses no connection. The call waits for it a short time only, and for an answer without limit."""
+    from rolloutmq.services.worker.verifiers import client as module
+
+    class Policy:
+        def __init__(self, sound: Any) -> None:
+            self.sound, self.asked = sound, 0
+
+        @asynccontextmanager
+        async def endpoint(self) -> AsyncIterator[Endpoint]:
+            async with self.sound.endpoint() as found:
+                self.asked += 1
+                yield replace(found, base_url=f"{deaf}/v1") if self.asked == 1 else found
+
+    monkeypatch.setattr(module, "CONNECT_S", 0.3)
+    async with policy_of(server.url) as sound, module.openai_client() as openai, asyncio.timeout(DEADLINE_S):
+        policy: Any = Policy(sound)
+        async with module.PolicyClient.opened(openai, policy, DEADLINE_S) as client:
+            assert await client.get_native_response([], "", {"n": 1})
+    assert policy.asked == 2
+    assert openai.timeout.read is None
 
 
 async def test_patience_ends(server: "FakeServer") -> None:
