@@ -250,7 +250,7 @@ class Feed:
         """
         began = time.monotonic()
         until = began + self.deadline_s
-        if self.again and self.same is not None:
+        if self._catching_up:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.deadline_s):
                     await self._caught_up.wait()
@@ -364,14 +364,22 @@ class Feed:
             await self._route(held)
 
     async def _until_enough(self) -> None:
-        """Wait until a pull is worth one of the leases; with plenty of them it always is."""
-        while not self.consumer.ready:
+        """Wait until enough answers are ready to spend a lease.
+
+        With plenty of leases they always are, and while requests wait for what the broker delivers again.
+        """
+        while not self.consumer.ready and not self._catching_up:
             left = WINDOW_LIMIT - len(self._leases)
             ready = sum(one.answered_at > 0 for one in self._asked.values())
             if left > WINDOW_LIMIT // 2 or ready >= enough(len(self._asked), left):
                 return
             self.consumer.progress()  # it does not hang: it waits for workers
             await self._change()
+
+    @property
+    def _catching_up(self) -> bool:
+        """Whether requests wait until all that the broker delivers again has come."""
+        return self.again and self.same is not None and not self._caught_up.is_set()
 
     async def _route(self, held: HeldGroup) -> None:
         task_id = held.group.task

@@ -210,6 +210,31 @@ async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
     assert (await counts(broker)).trained == 3
 
 
+async def test_a_trainer_that_comes_back_gets_more_leases_again_than_it_can_hold(
+    run_dir: Path, broker: Broker
+) -> None:
+    """Each step without a checkpoint comes again as a lease of its own, and nothing is asked before they have come."""
+    steps = WINDOW_LIMIT + 6
+    async with worker(run_dir) as (producer, taker):
+        async with joined(run_dir, resume=PolicyVersion(0, 0)) as feed:
+            asked = [ask(feed, str(number)) for number in range(steps)]
+            for number, task in enumerate(await taken(taker, steps)):
+                await producer.send(answer(task, number))
+            await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
+            for number in range(steps):
+                await feed.settle([str(number)], (), PolicyVersion(0, 1 + number))
+        async with (
+            joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed,
+            asyncio.timeout(LIMIT_S),
+        ):
+            feed.same = lambda task_id: task_id.rpartition("~")[0]
+            for number in range(steps):
+                assert (await ask(feed, str(number))).group is not None
+                await feed.settle([str(number)], (), PolicyVersion(1, 1 + number))
+            assert (feed.counts.late, feed.counts.evicted, feed.counts.asked_again) == (0, 0, 0)
+    assert (await counts(broker)).trained == steps
+
+
 @pytest.mark.usefixtures("broker")
 async def test_each_settlement_has_a_line_in_the_log_of_the_run(run_dir: Path) -> None:
     async with worker(run_dir) as (producer, taker):
