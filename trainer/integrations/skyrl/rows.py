@@ -1,7 +1,7 @@
 """Prompt groups of a `GeneratorInput`, and groups of the bus as the rows of a `GeneratorOutput`. Pure.
 
-A sequence of the bus begins with its prompt: the tokens before the first sampled one. The rest is SkyRL's response,
-with loss mask 0 where the policy sampled nothing, such as the results of tools.
+A sequence of the bus begins with its prompt: the tokens before the first trained one. The rest is SkyRL's response,
+with loss mask 0 where nothing is trained, such as the results of tools.
 
 SkyRL needs a row for each trajectory that it asked for. A missing one becomes a masked row: one token with loss mask 0,
 and the reason as its stop reason. Its reward is the mean of the group's other rewards, or 0 without any: so it neither

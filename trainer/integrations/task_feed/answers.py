@@ -22,7 +22,7 @@ class Missing(StrEnum):
     SHORT = "short"
     """Its group has fewer sequences, such as after an early close."""
     UNUSABLE = "unusable"
-    """Its sequence has no sampled token, or its group no log-probabilities."""
+    """Its sequence has no trained token, or its group no log-probabilities."""
     CLOSED = "closed"
     """The connection to the bus has ended."""
 

@@ -86,10 +86,10 @@ def test_a_token_that_was_not_sampled_has_log_probability_0() -> None:
     [
         ({"inference_logprobs": None}, SIZE, []),
         ({"mask": [[0] * len(sequence(7, 0)[0]), *(sequence(7, at)[1] for at in range(1, SIZE))]}, SIZE, [1, 2, 3]),
-        ({"mask": [[1] * len(sequence(7, 0)[0]), *(sequence(7, at)[1] for at in range(1, SIZE))]}, SIZE, [1, 2, 3]),
+        ({"mask": [[1, *[0] * len(sequence(7, 0)[0][1:])], *(sequence(7, at)[1] for at in (1, 2, 3))]}, SIZE, [1, 2, 3]),
         ({}, SIZE + 1, [0, 1, 2, 3]),
     ],
-    ids=["no log-probabilities", "nothing sampled", "no prompt", "short"],
+    ids=["no log-probabilities", "nothing sampled", "only the first marked", "short"],
 )  # fmt: skip
 def test_a_prompt_with_missing_trajectories_is_a_failure(
     changes: dict[str, Any], size: int, sessions: list[int]
