@@ -224,9 +224,9 @@ class Feed:
     async def _guarded(self, work: Any) -> None:
         try:
             await work
-        except RolloutMQError as error:
+        except Exception as error:
             logger.exception("no further group comes training=%s", self.training)
-            self._end(error)
+            self._end(_typed(error))
 
     def _end(self, error: RolloutMQError) -> None:
         self._closed, self.error = True, self.error or error
@@ -237,7 +237,9 @@ class Feed:
     # Requests
 
     async def ask(self, key: str, name: str, env: str, payload: Any, size: int) -> Answer:
-        """Return the group of an instance, or why there is none. Waits up to `deadline_s`. Never raises RolloutMQError.
+        """Return the group of an instance, or why there is none. Never raises RolloutMQError.
+
+        Waits up to `deadline_s`, and up to twice `GRACE_S` more while the broker is away.
 
         Cancelled: a group that comes later is filtered.
 
@@ -297,13 +299,18 @@ class Feed:
             async with asyncio.timeout(max(0.0, until + GRACE_S - time.monotonic())):
                 found = await asked.answer
         except TimeoutError:
+            self._forget(asked)  # a group that comes from now on is late
+            await self._cancel(task.id, "deadline of the trainer")
             found = Answer(missing=Missing.DEADLINE, detail=f"no group after {self.deadline_s:.0f} s")
-            with suppress(RolloutMQError):
-                await self.tasks.cancel([task.id], "deadline of the trainer")
         finally:
-            if self._asked.pop(task.id, None) is not None:
-                self._remember(task.id)
+            self._forget(asked)
         return found, isinstance(found, Answer) and found.missing is Missing.LOST
+
+    async def _cancel(self, task_id: str, reason: str) -> None:
+        """Cancel a task whose group is not needed; a broker that is away is not waited for."""
+        with suppress(RolloutMQError, TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await self.tasks.cancel([task_id], reason[:REASON_CHARS])
 
     def _take_kept(self, task_id: str) -> HeldGroup | None:
         """Return the kept group that answers a task, and keep it no longer."""
@@ -337,8 +344,11 @@ class Feed:
     def _resolve(self, asked: _Asked, found: HeldGroup | Answer) -> None:
         if not asked.answer.done():
             asked.answer.set_result(found)
-        self._asked.pop(asked.task.id, None)
-        self._remember(asked.task.id)
+        self._forget(asked)
+
+    def _forget(self, asked: _Asked) -> None:
+        if self._asked.pop(asked.task.id, None) is not None:
+            self._remember(asked.task.id)
 
     def _remember(self, task_id: str) -> None:
         self._over[task_id] = None
@@ -389,7 +399,7 @@ class Feed:
             self._resolve(asked, held)
             if asked.task.id != task_id:
                 self._remember(task_id)
-                await self.tasks.cancel([asked.task.id], f"answered by the group of {task_id}"[:REASON_CHARS])
+                await self._cancel(asked.task.id, f"answered by the group of {task_id}")
             return
         if not task_id.startswith(f"{self.training}/"):
             self.counts.foreign += 1
@@ -550,6 +560,17 @@ class Feed:
             rewards=tuple(held.group.rewards().mean for held in every),
             rewound=any(held.rewound for held in every),
         )
+
+
+def _typed(error: Exception) -> RolloutMQError:
+    """Return the error that ended a feed as one that callers expect."""
+    if isinstance(error, RolloutMQError):
+        return error
+    ended = ClosedError(
+        f"task feed: {type(error).__name__}: {error}; remove the cause, such as a full disk, and resume the trainer"
+    )
+    ended.__cause__ = error
+    return ended
 
 
 def _log(where: Where, split: Split) -> Path:

@@ -179,6 +179,58 @@ async def test_a_late_group_is_filtered(run_dir: Path, broker: Broker) -> None:
 
 
 @pytest.mark.usefixtures("broker")
+async def test_a_group_that_comes_while_its_task_is_cancelled_is_late(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(run_dir, deadline_s=0.5) as feed, worker(run_dir) as (producer, taker):
+        cancelling = asyncio.Event()
+
+        async def cancel(*_args: Any) -> None:
+            cancelling.set()
+            await until(lambda: feed.counts.late or feed._kept)
+
+        monkeypatch.setattr(feeds, "GRACE_S", 0.0)
+        monkeypatch.setattr(feed.tasks, "cancel", cancel)
+        asked = ask(feed, "1")
+        [task] = await taken(taker, 1)
+        await asyncio.wait_for(cancelling.wait(), LIMIT_S)
+        await producer.send(answer(task))
+        assert (await asyncio.wait_for(asked, LIMIT_S)).missing is Missing.DEADLINE
+        await until(lambda: feed.counts.late or feed._kept)
+        assert not feed._kept
+
+
+async def test_a_deadline_holds_while_the_broker_is_away(run_dir: Path) -> None:
+    opened = joined(run_dir, deadline_s=2.0)
+    with running_broker(config(), RunLayout(run_dir)):
+        feed = await opened.__aenter__()
+        asked = ask(feed, "1")
+        await until(lambda: any(one.submitted for one in feed._asked.values()))
+    found = await asyncio.wait_for(asked, LIMIT_S)
+    assert found.missing is Missing.DEADLINE
+    await opened.__aexit__(None, None, None)
+
+
+@pytest.mark.usefixtures("broker")
+async def test_an_error_of_the_machine_ends_the_feed_and_is_told(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
+
+        def write(_line: SettledBatch) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(feed.trained_log, "write", write)
+        asked = ask(feed, "1")
+        await taken(taker, 1)
+        await producer.send(answer("another/task"))  # filtered at once, which the log tells
+        found = await asyncio.wait_for(asked, LIMIT_S)
+        assert (found.missing, "No space left" in found.detail) == (Missing.CLOSED, True)
+        with pytest.raises(ClosedError, match="No space left"):
+            await feed.settle(["1"], ())
+
+
+@pytest.mark.usefixtures("broker")
 async def test_a_group_of_nobody_is_filtered(run_dir: Path) -> None:
     async with joined(run_dir) as feed, worker(run_dir) as (producer, _):
         await producer.send(answer("another/task"))
