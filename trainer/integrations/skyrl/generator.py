@@ -118,20 +118,20 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
 
     async def _join(self, resume: PolicyVersion | None, info: RunInfo | None) -> None:
         self._opening = asyncio.Lock()
-        again = resume is not None and resume > PolicyVersion()
+        resumed = resume is not None and resume > PolicyVersion()
         opening = Feed.open(
             self.where,
             training=self.name,
             batch_sequences=self._batch_sequences,
             deadline_s=self._deadline_s,
             resume=resume,
-            again=again,
+            resumed=resumed,
             info=info,
             timeout_s=self._timeout_s,
         )
         self._feed = await self._stack.enter_async_context(opening)
         events = self._stack.enter_context(Publisher((await resolve(self.where)).publish))
-        self._feed.tell = lambda event: events.publish(topics.STEP, event)
+        self._feed.on_step = lambda event: events.publish(topics.STEP, event)
 
     def close(self) -> None:
         """Leave the bus; groups that are not settled return to the queue. Blocks. May be called twice."""

@@ -7,7 +7,7 @@ from rolloutmq.schemas.group import Group
 
 
 class Missing(StrEnum):
-    """Reason why a trajectory is masked; the stop reason of its row."""
+    """Reason why a trajectory is missing."""
 
     FAILED = "failed"
     """Its task failed as often as `broker.max_deliveries` allows."""

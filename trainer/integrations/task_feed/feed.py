@@ -1,6 +1,6 @@
 """The feed: asks tasks of the bus and hands out their groups, in any order. For one event loop.
 
-    submit -> a worker takes the task -> its group is pulled -> `ask` returns it -> it stays in the hand until `settle`
+    submit -> a worker takes the task -> its group is pulled -> `ask` returns it -> it is held until `settle`
 
 The id of a task is that of its instance and the number of the attempt, so a trainer that comes back asks the same
 tasks: what a worker has answered meanwhile, or what the broker delivers again, needs no second rollout. An attempt that
@@ -9,13 +9,14 @@ ended without a group in an earlier life is followed by the next one, and so is 
 Nothing is raised for a single task: `ask` returns why there is no group. Only `settle` raises, if another process has
 taken the consumer's place, say.
 
-A consumer holds at most 64 leases, and a lease stays until its last group is settled. So the feed pulls when enough
-answers are ready that the leases left suffice for all of them (`enough`). Groups that nobody has asked for yet, such as
-those of a resumed trainer, are kept; if they fill what the broker allows, or are too many, the oldest are filtered, and
-their instances get another attempt. Groups that nobody will ask for are filtered at once.
-
-With `same` a group answers any task that is alike, of an earlier life, say. Then a resumed feed submits nothing before
-it has taken what the broker delivers again, and keeps nothing that comes later and that nobody asks for.
+- **Leases.** A consumer holds at most 64, and a lease stays until its last group is settled. So the feed pulls when so
+  many answers are ready that the leases left suffice for all of them (`min_ready`).
+- **Groups that nobody has asked for yet**, such as those of a resumed trainer, are kept. If they fill what the broker
+  allows, or are too many, one is filtered, and its instance gets another attempt.
+- **Groups that nobody will ask for** are filtered at once.
+- **Contents.** With `content_key` a group answers any task of the same key, of an earlier life, say. Then a resumed
+  feed submits nothing before it has taken what the broker delivers again, and keeps nothing that comes later and that
+  nobody asks for.
 
 Each settlement has a line in the run's `trained.jsonl`, written before it.
 """
@@ -56,7 +57,7 @@ from rolloutmq.trainer.trained_log import TrainedLog
 
 logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.5
+POLL_S: Final = 0.5
 """Longest wait of one question for ended tasks, and of one pull."""
 LOST_S: Final = 15.0
 """A group that answers a task, and that no pull has brought for this long though the queue was empty, is lost."""
@@ -73,7 +74,7 @@ _ENDED: Final = {
 }
 
 
-def enough(wanted: int, leases_left: int) -> int:
+def min_ready(wanted: int, leases_left: int) -> int:
     """Return how many answers must be ready before a lease is spent on them.
 
     With this many in each, the leases suffice for all wanted groups, however slowly they come.
@@ -103,7 +104,7 @@ class Counts:
 
     late: int = 0
     """Groups of tasks that were given up, or whose task had another group."""
-    foreign: int = 0
+    unmatched: int = 0
     """Groups of no task of this training."""
     evicted: int = 0
     """Groups filtered to make room, before they were asked for."""
@@ -117,16 +118,17 @@ class Feed:
 
     Attributes:
         training: Name of the training, the first part of its task ids.
-        again: An earlier life may have asked the same tasks.
+        resumed: An earlier life may have asked the same tasks.
         deadline_s: Longest time from a request to its group, in seconds.
         counts: What became of groups that no request got.
         error: Why no further group comes; None while they do.
-        tell: Is told of each step.
-        same: What the ids of two tasks have in common if the group of one answers the other; None: nothing does.
+        on_step: Called with the report of each step.
+        content_key: Returns the key of a task id: the group of a task answers all tasks of its key. None: it answers
+            no other.
     """
 
     training: str
-    again: bool
+    resumed: bool
     deadline_s: float
     split: Split
     consumer: GroupConsumer
@@ -134,8 +136,8 @@ class Feed:
     trained_log: TrainedLog
     counts: Counts = field(default_factory=Counts)
     error: RolloutMQError | None = None
-    tell: Callable[[StepDone], None] = lambda _event: None
-    same: Callable[[str], str] | None = None
+    on_step: Callable[[StepDone], None] = lambda _event: None
+    content_key: Callable[[str], str] | None = None
     _settled_at: float = field(default_factory=time.monotonic)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _kept: OrderedDict[str, HeldGroup] = field(default_factory=OrderedDict)
@@ -163,7 +165,8 @@ class Feed:
         deadline_s: float,
         split: Split = Split.TRAIN,
         resume: PolicyVersion | None = None,
-        again: bool = False,
+        resumed: bool = False,
+        content_key: Callable[[str], str] | None = None,
         info: RunInfo | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator["Feed"]:
@@ -176,7 +179,8 @@ class Feed:
             deadline_s: Longest time from a request to its group, in seconds.
             split: Split of the tasks: train or eval.
             resume: Policy from which the trainer continues.
-            again: An earlier life may have asked the same tasks.
+            resumed: An earlier life may have asked the same tasks.
+            content_key: See the attribute.
             info: Description of the run.
             timeout_s: Longest wait for the broker, in seconds.
 
@@ -200,9 +204,10 @@ class Feed:
         async with TaskClient.open(where, timeout_s=timeout_s) as tasks, consuming as consumer:
             # The log comes after the consumer, which fences an earlier life: a log has one writer.
             with closing(TrainedLog(_log(where, split))) as trained_log:
-                if again:
+                if resumed:
                     trained_log.write(SettledBatch(at=time.time(), version=consumer.version, resumed=True))
-                made = cls(training, again, deadline_s, split, consumer, tasks, trained_log)
+                made = cls(training, resumed, deadline_s, split, consumer, tasks, trained_log)
+                made.content_key = content_key
                 async with made._running():
                     yield made
 
@@ -211,7 +216,7 @@ class Feed:
         """Pull groups and ask for tasks until the block ends."""
         work = [
             asyncio.create_task(self._guarded(self._pull()), name=f"pulls of {self.training}"),
-            asyncio.create_task(self._guarded(self._look()), name=f"tasks of {self.training}"),
+            asyncio.create_task(self._guarded(self._poll_tasks()), name=f"tasks of {self.training}"),
         ]
         try:
             yield
@@ -245,7 +250,7 @@ class Feed:
 
         Args:
             key: What `settle` calls the group.
-            name: Id of its task without the attempt, see `rows.task_name`.
+            name: Id of its task without the attempt.
             env: Environment of the bus.
             payload: Content of the task.
             size: Sequences of the group.
@@ -314,10 +319,10 @@ class Feed:
 
     def _take_kept(self, task_id: str) -> HeldGroup | None:
         """Return the kept group that answers a task, and keep it no longer."""
-        if task_id in self._kept or self.same is None:
+        if task_id in self._kept or self.content_key is None:
             return self._kept.pop(task_id, None)
-        alike = self.same(task_id)
-        found = next((one for one in self._kept if self.same(one) == alike), None)
+        alike = self.content_key(task_id)
+        found = next((one for one in self._kept if self.content_key(one) == alike), None)
         return None if found is None else self._kept.pop(found)
 
     async def _submitted(self, asked: _Asked, until: float) -> tuple[Answer, bool] | None:
@@ -326,7 +331,7 @@ class Feed:
         try:
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 await self.tasks.submit([task], max(0.0, until - time.monotonic()))
-                if not self.again:
+                if not self.resumed:
                     return None
                 [status] = await self.tasks.results([task.id], 0.0)
         except RefusedError as error:
@@ -360,9 +365,9 @@ class Feed:
     async def _pull(self) -> None:
         while True:
             await self._until_enough()
-            held = await self.consumer.get(LOOK_S)
+            held = await self.consumer.get(POLL_S)
             if held is None:
-                if self.again and not self._caught_up.is_set():
+                if self.resumed and not self._caught_up.is_set():
                     self._caught_up.set()
                     continue  # what was kept may be asked for now
                 if self.consumer.wait is Wait.UNSETTLED:
@@ -381,7 +386,7 @@ class Feed:
         while not self.consumer.ready and not self._catching_up:
             left = WINDOW_LIMIT - len(self._leases)
             ready = sum(one.answered_at > 0 for one in self._asked.values())
-            if left > WINDOW_LIMIT // 2 or ready >= enough(len(self._asked), left):
+            if left > WINDOW_LIMIT // 2 or ready >= min_ready(len(self._asked), left):
                 return
             self.consumer.progress()  # it does not hang: it waits for workers
             await self._change()
@@ -389,7 +394,7 @@ class Feed:
     @property
     def _catching_up(self) -> bool:
         """Whether requests wait until all that the broker delivers again has come."""
-        return self.again and self.same is not None and not self._caught_up.is_set()
+        return self.resumed and self.content_key is not None and not self._caught_up.is_set()
 
     async def _route(self, held: HeldGroup) -> None:
         task_id = held.group.task
@@ -402,7 +407,7 @@ class Feed:
                 await self._cancel(asked.task.id, f"answered by the group of {task_id}")
             return
         if not task_id.startswith(f"{self.training}/"):
-            self.counts.foreign += 1
+            self.counts.unmatched += 1
         elif task_id in self._over or task_id in self._kept or self._is_of_the_past(held):
             self.counts.late += 1
         else:
@@ -415,14 +420,14 @@ class Feed:
 
     def _is_of_the_past(self, held: HeldGroup) -> bool:
         """Return whether a task of an earlier life has come to its end, when all that is delivered again is there."""
-        return self.same is not None and self._caught_up.is_set() and not held.rewound
+        return self.content_key is not None and self._caught_up.is_set() and not held.rewound
 
     def _asked_alike(self, task_id: str) -> _Asked | None:
         """Return a task under way that the group of another task answers, too."""
-        if self.same is None or task_id in self._over:
+        if self.content_key is None or task_id in self._over:
             return None
-        alike = self.same(task_id)
-        return next((one for name, one in self._asked.items() if self.same(name) == alike), None)
+        alike = self.content_key(task_id)
+        return next((one for name, one in self._asked.items() if self.content_key(name) == alike), None)
 
     async def _make_room(self) -> None:
         """Filter the oldest group that nobody has asked for."""
@@ -434,29 +439,29 @@ class Feed:
 
     # Tasks
 
-    async def _look(self) -> None:
-        """Ask for the outcome of the open tasks, again and again."""
+    async def _poll_tasks(self) -> None:
+        """Ask for the outcome of the open tasks until cancelled."""
         while True:
             waiting = [name for name, one in self._asked.items() if one.submitted and not one.answered_at]
             if not waiting:
                 await self._change()
             for start in range(0, len(waiting), ASK_LIMIT):
                 part = waiting[start : start + ASK_LIMIT]
-                found = await self.tasks.results(part, LOOK_S, 1)
+                found = await self.tasks.results(part, POLL_S, 1)
                 for status in found:
-                    await self._learn(status)
+                    await self._on_status(status)
                 if any(status.state is TaskState.UNKNOWN for status in found):
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
             self._give_up_the_lost()
 
     async def _change(self) -> None:
         """Wait for a change, or for a moment."""
         self._changed.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(POLL_S):
                 await self._changed.wait()
 
-    async def _learn(self, status: TaskStatus) -> None:
+    async def _on_status(self, status: TaskStatus) -> None:
         asked = self._asked.get(status.id)
         if asked is None:
             return
@@ -505,11 +510,11 @@ class Feed:
         learned = self.consumer.version
         settled = await self._settle(used, unused, version)
         if used:
-            self.tell(self._step(used, unused, learned))
+            self.on_step(self._step(used, unused, learned))
         return settled
 
     def _step(self, used: list[HeldGroup], unused: list[HeldGroup], learned: PolicyVersion) -> StepDone:
-        """Return the report of a step from the policy `learned`. Its loss is known to SkyRL alone."""
+        """Return the report of a step from the policy `learned`. Its loss is known to the trainer alone."""
         groups = [held.group for held in (*used, *unused)]
         ages = [held.staleness(learned) for held in used]
         began, self._settled_at = self._settled_at, time.monotonic()

@@ -32,7 +32,7 @@ from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.checkpoint import next_incarnation
 from rolloutmq.trainer.integrations.task_feed.answers import Missing
 from rolloutmq.trainer.integrations.task_feed.feed import Feed
-from rolloutmq.trainer.integrations.verl.prompts import Prompt, same
+from rolloutmq.trainer.integrations.verl.prompts import Prompt, content_key
 from rolloutmq.trainer.integrations.verl.rows import Status, trajectories
 
 logger = logging.getLogger(__name__)
@@ -160,9 +160,8 @@ class Bridge:
         self._incarnation = await asyncio.to_thread(next_incarnation, counter)
         version = PolicyVersion(self._incarnation, step)
         feed = await self._open(Split.TRAIN, version)
-        feed.same = same
         events = self._stack.enter_context(Publisher((await resolve(where)).publish))
-        feed.tell = lambda event: events.publish(topics.STEP, event)
+        feed.on_step = lambda event: events.publish(topics.STEP, event)
         atexit.register(self.close)
         logger.info("joined the bus incarnation=%d step=%d", version.incarnation, version.step)
         return feed
@@ -175,7 +174,8 @@ class Bridge:
             deadline_s=self.options.deadline_s,
             split=split,
             resume=resume,
-            again=resume is not None and resume > PolicyVersion(),
+            resumed=resume is not None and resume > PolicyVersion(),
+            content_key=content_key if split is Split.TRAIN else None,
             info=self.info if resume is not None else None,
             timeout_s=self.options.timeout_s,
         )

@@ -1,7 +1,7 @@
 """Prompts of a verl batch, and their tasks. Pure.
 
 verl draws a new uid each time that it reads a row of its data set, also for the same row after a resume. So the id of a
-task names the content of the prompt before the uid: a group answers any prompt of the same content, see `same`.
+task names the content of the prompt before the uid: a group answers any prompt of the same content, see `content_key`.
 """
 
 import hashlib
@@ -82,7 +82,7 @@ class Prompt:
         return f"{training}/{phase}/{digest}/{uid}"
 
 
-def same(task_id: str) -> str:
+def content_key(task_id: str) -> str:
     """Return what the ids of two tasks have in common if the group of one answers the other."""
     return task_id.rpartition("/")[0]
 

@@ -27,7 +27,7 @@ from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.monitor.text.jsonl import read_lines
 from rolloutmq.trainer.integrations.task_feed import feed as feeds
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
-from rolloutmq.trainer.integrations.task_feed.feed import Feed, enough
+from rolloutmq.trainer.integrations.task_feed.feed import Feed, min_ready
 
 LIMIT_S = 60.0
 
@@ -39,7 +39,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "ATTEMPT_S", 0.5)
     monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
     monkeypatch.setattr(connection, "REPEAT_S", 0.1)
-    monkeypatch.setattr(feeds, "LOOK_S", 0.1)
+    monkeypatch.setattr(feeds, "POLL_S", 0.1)
     monkeypatch.setattr(feeds, "LOST_S", 0.5)
     monkeypatch.setattr(feeds, "GRACE_S", 0.5)
 
@@ -125,7 +125,7 @@ async def test_groups_are_matched_by_their_task_in_any_order(run_dir: Path, brok
         found = await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
         assert [one.group and int(one.group["tokens"][0][0]) for one in found] == list(range(8))
         told: list[StepDone] = []
-        feed.tell = told.append
+        feed.on_step = told.append
         await feed.settle(["0", "3"], ["5"], PolicyVersion(0, 1))
         [step] = told
         assert (step.step, step.groups, step.filtered, step.tokens, step.reward) == (1, 3, 1, 8, 0.5)
@@ -235,7 +235,7 @@ async def test_a_group_of_nobody_is_filtered(run_dir: Path) -> None:
     async with joined(run_dir) as feed, worker(run_dir) as (producer, _):
         await producer.send(answer("another/task"))
         await producer.send(answer(""))
-        await until(lambda: feed.counts.foreign == 2)
+        await until(lambda: feed.counts.unmatched == 2)
 
 
 async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
@@ -252,7 +252,7 @@ async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
             await feed.settle(["0"], (), PolicyVersion(0, 1))
         assert (await asked[2]).missing is Missing.CLOSED
         await producer.send(answer(tasks[2], 2))
-        async with joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed:
+        async with joined(run_dir, resume=PolicyVersion(1, 0), resumed=True) as feed:
             found = await asyncio.wait_for(
                 asyncio.gather(*(ask(feed, str(number)) for number in range(3))), LIMIT_S
             )
@@ -275,11 +275,11 @@ async def test_a_trainer_that_comes_back_gets_more_leases_again_than_it_can_hold
             await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
             for number in range(steps):
                 await feed.settle([str(number)], (), PolicyVersion(0, 1 + number))
+        key = {"content_key": lambda task_id: task_id.rpartition("~")[0]}
         async with (
-            joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed,
+            joined(run_dir, resume=PolicyVersion(1, 0), resumed=True, **key) as feed,
             asyncio.timeout(LIMIT_S),
         ):
-            feed.same = lambda task_id: task_id.rpartition("~")[0]
             for number in range(steps):
                 assert (await ask(feed, str(number))).group is not None
                 await feed.settle([str(number)], (), PolicyVersion(1, 1 + number))
@@ -296,7 +296,7 @@ async def test_each_settlement_has_a_line_in_the_log_of_the_run(run_dir: Path) -
                 await producer.send(answer(task))
             await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
             await feed.settle(["0"], ["1"], PolicyVersion(0, 1))
-        async with joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed:
+        async with joined(run_dir, resume=PolicyVersion(1, 0), resumed=True) as feed:
             await asyncio.wait_for(asyncio.gather(*(ask(feed, uid) for uid in "01")), LIMIT_S)
             await feed.settle(["0", "1"], (), PolicyVersion(1, 1))
     first, resumed, second = read_lines(RunLayout(run_dir).trained, SettledBatch)
@@ -333,7 +333,7 @@ async def test_what_ended_in_an_earlier_life_is_asked_anew(run_dir: Path) -> Non
     async with joined(run_dir, deadline_s=0.5) as feed:
         assert (await asyncio.wait_for(ask(feed, "1"), LIMIT_S)).missing is Missing.DEADLINE
     async with (
-        joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed,
+        joined(run_dir, resume=PolicyVersion(1, 0), resumed=True) as feed,
         worker(run_dir) as (producer, taker),
     ):
         asked = ask(feed, "1", payload="other content")
@@ -354,7 +354,7 @@ async def test_a_group_that_the_broker_lost_is_asked_for_again(run_dir: Path) ->
             await asyncio.wait_for(asked, LIMIT_S)
             await feed.settle(["1"], (), PolicyVersion(0, 1))
             await feed.consumer.commit(PolicyVersion(0, 1))
-        async with joined(run_dir, resume=PolicyVersion(1, 1), again=True) as feed:
+        async with joined(run_dir, resume=PolicyVersion(1, 1), resumed=True) as feed:
             asked = ask(feed, "1")
             [task] = await taken(taker, 1)
             assert task.id == "t/train/e0/1~1"
@@ -395,7 +395,7 @@ def test_the_leases_suffice_for_all_that_is_wanted(wanted: int, left: int, seed:
     """Whatever more is ready than must be, every group comes within the leases that are left."""
     while wanted:
         assert left > 0
-        least = enough(wanted, left)
+        least = min_ready(wanted, left)
         assert 1 <= least <= wanted
         wanted -= min(wanted, least + seed % 3)
         left -= 1

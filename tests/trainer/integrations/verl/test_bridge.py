@@ -33,7 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "ATTEMPT_S", 0.5)
     monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
     monkeypatch.setattr(connection, "REPEAT_S", 0.1)
-    monkeypatch.setattr(feeds, "LOOK_S", 0.1)
+    monkeypatch.setattr(feeds, "POLL_S", 0.1)
     monkeypatch.setattr(feeds, "LOST_S", 0.5)
     monkeypatch.setattr(feeds, "GRACE_S", 0.5)
 
