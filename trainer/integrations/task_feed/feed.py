@@ -143,7 +143,7 @@ class Feed:
     _kept: OrderedDict[str, HeldGroup] = field(default_factory=OrderedDict)
     _over: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Tasks that had their answer, or were given up."""
-    _attempts: dict[str, int] = field(default_factory=dict)
+    _attempts: OrderedDict[str, int] = field(default_factory=OrderedDict)
     _out: dict[str, list[HeldGroup]] = field(default_factory=dict)
     """Groups handed out and not settled, by the key of their request."""
     _leases: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -262,9 +262,7 @@ class Feed:
                 async with asyncio.timeout(self.deadline_s):
                     await self._caught_up.wait()
         while True:
-            attempt = self._attempts.get(name, 0)
-            self._attempts[name] = attempt + 1
-            self.counts.asked_again += attempt > 0
+            attempt = self._next_attempt(name)
             task = Task(
                 env=env,
                 payload=payload,
@@ -283,6 +281,14 @@ class Feed:
                 )
                 return replace(found, waited_s=waited_s)
             return Answer(found.group, waited_s=waited_s, staleness=found.staleness(self.consumer.version))
+
+    def _next_attempt(self, name: str) -> int:
+        attempt = self._attempts.pop(name, 0)
+        self._attempts[name] = attempt + 1
+        while len(self._attempts) > REMEMBERED:
+            self._attempts.popitem(last=False)
+        self.counts.asked_again += attempt > 0
+        return attempt
 
     async def _attempt(self, key: str, task: Task, until: float) -> tuple[HeldGroup | Answer, bool]:
         """Ask one task; return what came, and whether another attempt may bring more."""

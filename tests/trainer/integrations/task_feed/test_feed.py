@@ -148,6 +148,17 @@ async def test_the_same_instance_again_is_a_new_task(run_dir: Path, broker: Brok
 
 
 @pytest.mark.usefixtures("broker")
+async def test_what_is_remembered_of_prompts_is_bounded(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "REMEMBERED", 2)
+    async with joined(run_dir) as feed:
+        for number in range(4):
+            await asyncio.wait_for(ask(feed, str(number), env="nobody"), LIMIT_S)
+        assert list(feed._attempts) == ["t/train/e0/2", "t/train/e0/3"]
+
+
+@pytest.mark.usefixtures("broker")
 async def test_a_task_that_always_fails_is_an_answer(run_dir: Path) -> None:
     async with joined(run_dir) as feed, worker(run_dir) as (_, taker):
         asked = ask(feed, "1")
