@@ -378,7 +378,7 @@ class Feed:
                     continue  # what was kept may be asked for now
                 if self.consumer.wait is Wait.UNSETTLED:
                     await self._make_room()
-                else:
+                elif self.consumer.wait is Wait.NO_BATCH:
                     self._empty_at = time.monotonic()
                 continue
             self._leases[held.life, held.lease] += 1

@@ -22,6 +22,7 @@ from rolloutmq.schemas.errors import ClosedError, ConsumerFencedError
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply, StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import WINDOW_LIMIT
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.monitor.text.jsonl import read_lines
@@ -371,6 +372,35 @@ async def test_a_group_that_the_broker_lost_is_asked_for_again(run_dir: Path) ->
             assert task.id == "t/train/e0/1~1"
             await producer.send(answer(task, 1))
             assert (await asyncio.wait_for(asked, LIMIT_S)).group is not None
+
+
+@pytest.mark.usefixtures("broker")
+async def test_a_queue_that_the_broker_holds_back_is_not_an_empty_one(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
+        monkeypatch.setattr(feeds, "LOST_S", 0.0)
+        pulls = 0
+
+        async def get(_wait_s: float) -> None:
+            nonlocal pulls
+            feed.consumer._puller.wait = Wait.JOURNAL_SLOW
+            pulls += 1
+            await asyncio.sleep(0.01)
+
+        with monkeypatch.context() as slow:
+            slow.setattr(feed.consumer, "get", get)
+            await until(lambda: pulls)
+            asked = ask(feed, "1")
+            [task] = await taken(taker, 1)
+            await producer.send(answer(task))
+            await until(
+                lambda: feed.counts.asked_again or any(one.answered_at for one in feed._asked.values())
+            )
+            pulls = 0
+            await until(lambda: pulls > 50)
+        assert (await asyncio.wait_for(asked, LIMIT_S)).group is not None
+        assert feed.counts.asked_again == 0
 
 
 async def test_groups_that_nobody_has_asked_for_make_room(
