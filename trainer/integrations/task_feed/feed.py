@@ -436,9 +436,10 @@ class Feed:
         return next((one for name, one in self._asked.items() if self.content_key(name) == alike), None)
 
     async def _make_room(self) -> None:
-        """Filter the oldest group that nobody has asked for."""
+        """Filter the newest group that nobody has asked for: groups come again in the order of their steps, so the
+        oldest is the one that is needed next."""
         if self._kept:
-            _, held = self._kept.popitem(last=False)
+            _, held = self._kept.popitem()
             self.counts.evicted += 1
             logger.warning("group filtered before it was asked for task=%s", held.group.task)
             await self._settle((), (held,), None)
