@@ -4,15 +4,16 @@ A sequence of the bus begins with its prompt: the tokens before the first traine
 with loss mask 0 where nothing is trained, such as the results of tools.
 
 SkyRL needs a row for each trajectory that it asked for. A missing one becomes a masked row: one token with loss mask 0,
-and the reason as its stop reason. Its reward is the mean of the group's other rewards, or 0 without any: so it neither
-moves the group's baseline nor its mean reward. No row is ever empty, because SkyRL puts the reward on the last token.
+and the reason as its stop reason. Its reward is one of the group's other rewards, which take turns, or 0 without any:
+then mean and deviation of the group's rewards stay about as they are, and so do the advantages of the others. No row is
+ever empty, because SkyRL puts the reward on the last token.
 """
 
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, Final
 
 import numpy as np
@@ -126,17 +127,17 @@ class Rows:
             elapsed_s = max(0.0, answer.group.finished_at - answer.group.started_at)
         live = [one for one in sequences[: len(places)] if one.usable]
         stand_in = live[0].prompt.tolist() if live else list(prompt)
-        reward = sum(one.score for one in live) / len(live) if live else 0.0
+        rewards = cycle([one.score for one in live] or [0.0])
         for place, one in zip(places, sequences, strict=False):
             self.times[place] = elapsed_s
             if one.usable:
                 self._write(place, one)
             else:
-                self._mask(place, stand_in, Missing.UNUSABLE, reward)
+                self._mask(place, stand_in, Missing.UNUSABLE, next(rewards))
         why = answer.missing or Missing.SHORT
         for place in islice(places, len(sequences), None):
             self.times[place] = elapsed_s
-            self._mask(place, stand_in, why, reward)
+            self._mask(place, stand_in, why, next(rewards))
         return len(places) - len(live)
 
     def _write(self, place: int, one: SampledSequence) -> None:

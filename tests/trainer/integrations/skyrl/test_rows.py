@@ -109,14 +109,15 @@ def test_the_bits_of_a_float32_stay() -> None:
     assert rows.logprobs == [[exact]]
 
 
-def test_missing_trajectories_are_masked_and_do_not_move_the_baseline() -> None:
+def test_missing_trajectories_are_masked_and_move_neither_the_baseline_nor_the_deviation() -> None:
     rows = Rows(4, pad=1)
     assert rows.fill((0, 1, 2, 3), Answer(group())) == 2
     assert rows.prompts[2:] == [[5, 6]] * 2
     assert rows.responses[2:] == [[1]] * 2
     assert rows.masks[2:] == [[0]] * 2
     assert rows.logprobs[2:] == [[0.0]] * 2
-    assert rows.rewards == [1.0, 0.0, 0.5, 0.5]
+    assert rows.rewards == [1.0, 0.0, 1.0, 0.0]
+    assert (np.mean(rows.rewards), np.std(rows.rewards)) == (0.5, 0.5), "as those of the two that came"
     assert rows.stop_reasons[2:] == ["short"] * 2
 
 
