@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any, Final
 
-import numpy as np
-
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
+from rolloutmq.trainer.integrations.task_feed.payloads import plain
 from rolloutmq.trainer.integrations.task_feed.sequences import SampledSequence, sampled_sequences
 
 TASK_CHARS: Final = 120
@@ -64,17 +63,6 @@ def prompt_groups(given: Mapping[str, Any]) -> list[PromptGroup]:
         }
         found.append(PromptGroup(uid, str(given["env_classes"][first]), payload, tuple(of_uid)))
     return found
-
-
-def plain(value: Any) -> Any:
-    """Return a value without numpy, as msgpack can carry it; what is unknown stays as it is."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return value
 
 
 def task_name(training: str, phase: str, epoch: int | str, uid: str) -> str:

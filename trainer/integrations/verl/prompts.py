@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.trainer.integrations.task_feed.payloads import plain
 
 UNCARRIED: Final = frozenset({"uid", "dummy_tensor", "global_steps", "agent_name"})
 """Fields of a prompt that are no part of its content."""
@@ -106,17 +106,6 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], training: Sampling, validation
         size, step = sessions if asked is None else int(asked), int(fields.get("global_steps", 0))
         found.append(Prompt(str(fields["uid"]), fields, size, step, params, validates))
     return found
-
-
-def plain(value: Any) -> Any:
-    """Return a value without numpy and torch, as msgpack can carry it; what is unknown stays as it is."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "tolist"):
-        return plain(value.tolist()) if isinstance(value, np.ndarray) else value.tolist()
-    return value
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:
