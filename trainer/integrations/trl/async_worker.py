@@ -45,7 +45,8 @@ from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
 from rolloutmq.trainer.checkpoint import next_incarnation
-from rolloutmq.trainer.integrations.trl.callback import STEP, force_tree, step_of
+from rolloutmq.trainer.integrations.checkpoints import commit, make_durable
+from rolloutmq.trainer.integrations.trl.callback import STEP, step_of
 from rolloutmq.trainer.integrations.trl.rows import Demand, PulledGroup, Row, pulled
 from rolloutmq.trainer.step.collate import Bounds
 from rolloutmq.trainer.trained_log import TrainedLog
@@ -223,7 +224,8 @@ class BusRolloutWorker:
     def commit(self) -> None:
         """Report that a checkpoint on disk covers `step_covered`."""
         if self._consumer is not None:
-            self._consumer.commit(PolicyVersion(self._consumer.version.incarnation, self.step_covered))
+            version = PolicyVersion(self._consumer.version.incarnation, self.step_covered)
+            commit(self._consumer.commit, version)
 
     def _run(self, version: PolicyVersion, log: Path) -> None:
         try:
@@ -389,5 +391,5 @@ class AsyncCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Commit, once the checkpoint is on disk."""
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and path.is_dir():
-            force_tree(path)
+            make_durable(path)
             self._worker.commit()

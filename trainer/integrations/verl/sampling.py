@@ -22,6 +22,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from rolloutmq.trainer.integrations.checkpoints import make_durable
 from rolloutmq.trainer.integrations.verl.bridge import current
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class BusCheckpoint(CheckpointCallback):  # type: ignore[misc]
         bridge.finish(global_step)
         durable = _durable(Path(checkpoint_dir).parent) if async_save else global_step
         if durable is not None:
+            folder = Path(checkpoint_dir).parent
+            make_durable(folder / f"global_step_{durable}", [TRACKER])
             bridge.commit(durable)
 
 
