@@ -134,6 +134,8 @@ class BusRolloutWorker:
         self._synced: list[tuple[int, int]] = []
         """Steps of the bus's policy, ascending, and TRL's version at the first weight sync of each."""
         self._groups = 0
+        self._usable = False
+        """Whether this life has seen a group that TRL can train on."""
         self._taken: deque[int] = deque(maxlen=LAG + 1)
         """Step of the newest batch that was taken as a whole, at the end of the last optimizer steps."""
         self._newest = 0
@@ -170,6 +172,7 @@ class BusRolloutWorker:
         self._consumer = consumer.__enter__()
         self._life = None  # the next start is another one
         self._newest = version.step
+        self._usable = False
         self._taken = deque([version.step] * (LAG + 1), maxlen=LAG + 1)
         self._stopping.clear()
         self._alive_at = time.monotonic()
@@ -257,8 +260,9 @@ class BusRolloutWorker:
             for group, age in zip(batch.groups, batch.staleness(), strict=True)
         ]
         usable = [group for group in groups if not group.fault]
-        if groups and not usable:
-            raise UsageError(f"no group of a batch can be trained on: {groups[0].fault}")
+        if groups and not usable and not self._usable:
+            raise UsageError(f"no group of the first batch can be trained on: {groups[0].fault}")
+        self._usable = self._usable or bool(usable)
         for group in usable:
             for sample in self._samples(group, self.model_version(version.step - group.staleness)):
                 self.rollout_buffer.put(sample)
@@ -279,6 +283,8 @@ class BusRolloutWorker:
         assert self._consumer is not None
         usable = [group for group in groups if not group.fault]
         faulty = [group for group in groups if group.fault]
+        for group in faulty:
+            logger.warning("group rejected group=%s reason=%s", group.group_id, group.fault)
         journal.write(
             SettledBatch(
                 at=time.time(),
