@@ -22,12 +22,13 @@ COMMIT_S: Final = 60.0
 """Longest wait of a commit; the next one covers it."""
 
 
-def lives_of(where: Where, checkpoints: str) -> Path:
+def lives_of(where: Where, checkpoints: str, key: str = "checkpoints") -> Path:
     """Return the folder with the counter of a trainer's incarnations.
 
     Args:
         where: Run directory, or address of the broker's `serve` socket.
         checkpoints: The trainer's folder of checkpoints. The counter is there if the run is not on this machine.
+        key: Name of this setting.
 
     Raises:
         UsageError: The counter would have to be in a cloud storage.
@@ -36,15 +37,15 @@ def lives_of(where: Where, checkpoints: str) -> Path:
         return RunLayout(Path(str(where))).checkpoints
     if "://" in checkpoints:
         raise UsageError(
-            f"checkpoints: must be a local folder if the bus is joined by an address (got {checkpoints}), because the "
+            f"{key}: must be a local folder if the bus is joined by an address (got {checkpoints}), because the "
             "lives of the trainer are counted there; name the run directory, or a folder that all lives see"
         )
     return Path(checkpoints)
 
 
-def next_life(where: Where, checkpoints: str) -> int:
+def next_life(where: Where, checkpoints: str, key: str = "checkpoints") -> int:
     """Reserve the next incarnation of a trainer, from 0, and return it once it is on disk. See `lives_of`."""
-    return next_incarnation(lives_of(where, checkpoints))
+    return next_incarnation(lives_of(where, checkpoints, key))
 
 
 def make_durable(folder: str | Path, trackers: Iterable[str] = ()) -> None:

@@ -422,7 +422,7 @@ class Feed:
                 return
             await self._make_room()
             return
-        await self._settle((), (held,), None)
+        await self._settle([], [held], None)
 
     def _is_of_the_past(self, held: HeldGroup) -> bool:
         """Return whether a task of an earlier life has come to its end, when all that is delivered again is there."""
@@ -442,7 +442,7 @@ class Feed:
             _, held = self._kept.popitem()
             self.counts.evicted += 1
             logger.warning("group filtered before it was asked for task=%s", held.group.task)
-            await self._settle((), (held,), None)
+            await self._settle([], [held], None)
 
     # Tasks
 
@@ -494,31 +494,48 @@ class Feed:
         return list(self._out)
 
     async def settle(
-        self, trained: Iterable[str], filtered: Iterable[str], version: PolicyVersion | None = None
+        self,
+        trained: Iterable[str],
+        filtered: Iterable[str],
+        version: PolicyVersion | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> Settled | None:
         """Report the outcome of groups; None if no group belongs to the keys. Waits for the broker.
+
+        Cancelled or late: the groups may or may not be settled, and are still handed out; repeat the call.
 
         Args:
             trained: Keys of groups that an optimizer step used.
             filtered: Keys of groups without a learning signal.
             version: Policy after the step.
+            timeout_s: Longest wait in seconds; None waits without a limit.
 
         Raises:
+            WaitTimeoutError: There is no answer after `timeout_s`.
             ConsumerFencedError: Another process has taken the consumer's place.
             RefusedError: `version` is behind the last settlement.
             ClosedError: The feed is closed.
         """
         if self.error is not None:
             raise self.error
-        used = [held for key in trained for held in self._out.pop(key, ())]
-        unused = [held for key in filtered for held in self._out.pop(key, ())]
+        used, unused = self._take(trained), self._take(filtered)
         if not used and not unused:
             return None
         learned = self.consumer.version
-        settled = await self._settle(used, unused, version)
+        try:
+            settled = await self._settle(_groups(used), _groups(unused), version, timeout_s=timeout_s)
+        except BaseException:
+            for key, held in (*used, *unused):
+                self._out.setdefault(key, []).append(held)
+            raise
         if used:
-            self.on_step(self._step(used, unused, learned))
+            self.on_step(self._step(_groups(used), _groups(unused), learned))
         return settled
+
+    def _take(self, keys: Iterable[str]) -> list[tuple[str, HeldGroup]]:
+        """Return the groups that were handed out for keys, and note them as handed out no longer."""
+        return [(key, held) for key in keys for held in self._out.pop(key, ())]
 
     def _step(self, used: list[HeldGroup], unused: list[HeldGroup], learned: PolicyVersion) -> StepDone:
         """Return the report of a step from the policy `learned`. Its loss is known to the trainer alone."""
@@ -544,11 +561,15 @@ class Feed:
         )
 
     async def _settle(
-        self, trained: Iterable[HeldGroup], filtered: Iterable[HeldGroup], version: PolicyVersion | None
+        self,
+        trained: list[HeldGroup],
+        filtered: list[HeldGroup],
+        version: PolicyVersion | None,
+        *,
+        timeout_s: float | None = None,
     ) -> Settled:
-        trained, filtered = list(trained), list(filtered)
         self.trained_log.write(self._line(trained, filtered, version))
-        settled = await self.consumer.settle(trained, filtered=filtered, version=version)
+        settled = await self.consumer.settle(trained, filtered=filtered, version=version, timeout_s=timeout_s)
         for held in (*trained, *filtered):
             lease = held.life, held.lease
             self._leases[lease] -= 1
@@ -572,6 +593,10 @@ class Feed:
             rewards=tuple(held.group.rewards().mean for held in every),
             rewound=any(held.rewound for held in every),
         )
+
+
+def _groups(taken: Iterable[tuple[str, HeldGroup]]) -> list[HeldGroup]:
+    return [held for _, held in taken]
 
 
 def _typed(error: Exception) -> RolloutMQError:

@@ -80,7 +80,9 @@ async def bridged(run_dir: Path, **options: Any) -> AsyncIterator[tuple[Bridge, 
         "deadline_s": 30.0,
     }
     store = Memory()
-    made = Bridge(BusOptions(**given | options), store, RunInfo(batch_sequences=8), run_dir / "checkpoints")
+    made = Bridge(
+        BusOptions(**given | options), store, RunInfo(batch_sequences=8), str(run_dir / "checkpoints")
+    )
     try:
         yield made, store
     finally:
@@ -244,10 +246,9 @@ async def test_a_task_of_an_earlier_life_answers_the_prompt_that_is_asked_again(
 async def submitted_alone(bridge: Bridge, store: Memory, asked: list[Prompt]) -> None:
     """Submit prompts, and wait until the broker has their tasks."""
     await asyncio.to_thread(bridge.submit, asked)
-    await until(lambda: bridge._training is not None and len(bridge._training._asked) == len(asked))
-    await until(
-        lambda: all(one.submitted for one in (bridge._training._asked if bridge._training else {}).values())
-    )
+    tasks = bridge.connection.training._asked
+    await until(lambda: len(tasks) == len(asked))
+    await until(lambda: all(one.submitted for one in tasks.values()))
     assert set(store.status().values()) == {"running"}
 
 
@@ -259,7 +260,7 @@ async def test_a_validation_has_a_connection_of_its_own(run_dir: Path) -> None:
             "finished"
         }
         assert store.status("train") == {}
-        assert bridge._training is None, "the training is joined with its first prompt"
+        assert not bridge.connection.joined, "the training is joined with its first prompt"
         assert set((await submitted(bridge, store, prompts(1, 0, 1))).values()) == {"finished"}
         assert stage.answered == [0, 1] or stage.answered == [1, 0]
 
