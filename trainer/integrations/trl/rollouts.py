@@ -231,7 +231,7 @@ class BusRollouts:
         generation = self.check(args)
         require_whole_generations(args, state, generation)
         leads = args.process_index == 0
-        counted = next_life(self._where, args.output_dir) if leads else 0
+        counted = next_life(self._where, args.output_dir, "output_dir") if leads else 0
         version = PolicyVersion(max(from_all([counted])), step or 0)
         demand = Demand(
             generation.group_size,
