@@ -140,7 +140,14 @@ def bus_generator(cfg: Any, tokenizer: Any) -> BusGenerator:
         environments=bus.environments,
         deadline_s=bus.deadline_s,
         timeout_s=bus.timeout_s,
+        temperature=_temperature(cfg),
     )
+
+
+def _temperature(cfg: Any) -> float:
+    """Return the temperature at which SkyRL scores: it may be filled in later, from that of its sampling."""
+    scored = cfg.trainer.algorithm.temperature
+    return float(cfg.generator.sampling_params.temperature if scored is None else scored)
 
 
 def trainer_class(cfg: Any) -> Any:

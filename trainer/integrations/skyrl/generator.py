@@ -25,6 +25,7 @@ from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.schemas.errors import RolloutMQError, UsageError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
+from rolloutmq.trainer.integrations.judgement import Judge
 from rolloutmq.trainer.integrations.skyrl.rows import (
     PromptGroup,
     Rows,
@@ -50,6 +51,7 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         environments: Environment of the bus for each of SkyRL's environment classes. Others have the same name.
         deadline_s: Longest time from a request to its group, in seconds; what is missing then is masked.
         timeout_s: Longest wait for the broker when the bus is joined, in seconds.
+        temperature: SkyRL's `trainer.algorithm.temperature`, at which it scores. Groups of another one are masked.
 
     Attributes:
         epoch: Epoch of the data; an instance is a new task in each. The trainer sets it.
@@ -65,6 +67,7 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         environments: Mapping[str, str] | None = None,
         deadline_s: float = 1800.0,
         timeout_s: float = 60.0,
+        temperature: float = 1.0,
     ) -> None:
         problem = find_problem(name, deadline_s)
         if problem is not None:
@@ -77,6 +80,7 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         self._connection = FeedConnection(
             where, name=name, batch_sequences=batch_sequences, deadline_s=deadline_s, timeout_s=timeout_s
         )
+        self._judge = Judge("SkyRL", temperature, "trainer.algorithm.temperature")
         self._life = os.urandom(4).hex()
 
     # Life
@@ -93,7 +97,7 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
             RefusedError: The broker does not accept this trainer.
             ClosedError: The bus is left.
         """
-        self._connection.join(resume, info)
+        self._connection.join(resume, info, find_fault=self._judge.find_fault)
 
     def close(self) -> None:
         """Leave the bus; groups that are not settled return to the queue. Blocks. May be called twice."""

@@ -179,6 +179,7 @@ def bus_metrics(answers: Iterable[Answer], masked: int) -> dict[str, float]:
         Missing.FAILED,
         Missing.DEADLINE,
         Missing.LOST,
+        Missing.UNUSABLE,
         Missing.CANCELLED,
         Missing.REFUSED,
         Missing.CLOSED,

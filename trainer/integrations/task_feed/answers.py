@@ -22,7 +22,7 @@ class Missing(StrEnum):
     SHORT = "short"
     """Its group has fewer sequences, such as after an early close."""
     UNUSABLE = "unusable"
-    """Its sequence has no trained token, or its group no log-probabilities."""
+    """The trainer cannot learn from it: it has no trained token, say, or another temperature."""
     CLOSED = "closed"
     """The connection to the bus has ended."""
 

@@ -24,6 +24,7 @@ from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.transport.endpoint import Where, resolve
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.errors import ClosedError, RolloutMQError, UsageError, WaitTimeoutError
+from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.integrations.checkpoints import COMMIT_S, commit
@@ -106,13 +107,14 @@ class FeedConnection:
         resume: PolicyVersion | None,
         info: RunInfo | None = None,
         content_key: Callable[[str], str] | None = None,
+        find_fault: Callable[[Group], str] | None = None,
     ) -> None:
         """Begin the training. Blocks until the broker has answered. Does nothing if it has begun.
 
         Args:
             resume: Policy from which the trainer continues; its incarnation is larger in each life.
             info: Description of the run.
-            content_key: See `Feed`.
+            content_key, find_fault: See `Feed`.
 
         Raises:
             WaitTimeoutError: There is no broker; tells where it was looked for.
@@ -120,13 +122,14 @@ class FeedConnection:
             ClosedError: The connection is closed.
         """
         if self._training is None:
-            self.run(self._join(resume, info, content_key))
+            self.run(self._join(resume, info, content_key, find_fault))
 
     async def _join(
         self,
         resume: PolicyVersion | None,
         info: RunInfo | None,
         content_key: Callable[[str], str] | None,
+        find_fault: Callable[[Group], str] | None,
     ) -> None:
         opening = Feed.open(
             self._where,
@@ -136,6 +139,7 @@ class FeedConnection:
             resume=resume,
             resumed=resume is not None and resume > PolicyVersion(),
             content_key=content_key,
+            find_fault=find_fault,
             info=info,
             timeout_s=self._timeout_s,
         )

@@ -46,6 +46,7 @@ from rolloutmq.schemas.errors import (
     TasksFullError,
 )
 from rolloutmq.schemas.files import RunLayout, SettledBatch
+from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo, Settled, Wait
@@ -125,6 +126,7 @@ class Feed:
         on_step: Called with the report of each step.
         content_key: Returns the key of a task id: the group of a task answers all tasks of its key. None: it answers
             no other.
+        find_fault: Returns why the trainer cannot learn from a group, or an empty string.
     """
 
     training: str
@@ -138,6 +140,7 @@ class Feed:
     error: RolloutMQError | None = None
     on_step: Callable[[StepDone], None] = lambda _event: None
     content_key: Callable[[str], str] | None = None
+    find_fault: Callable[[Group], str] = lambda _group: ""
     _settled_at: float = field(default_factory=time.monotonic)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _kept: OrderedDict[str, HeldGroup] = field(default_factory=OrderedDict)
@@ -167,6 +170,7 @@ class Feed:
         resume: PolicyVersion | None = None,
         resumed: bool = False,
         content_key: Callable[[str], str] | None = None,
+        find_fault: Callable[[Group], str] | None = None,
         info: RunInfo | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator["Feed"]:
@@ -180,7 +184,7 @@ class Feed:
             split: Split of the tasks: train or eval.
             resume: Policy from which the trainer continues.
             resumed: An earlier life may have asked the same tasks.
-            content_key: See the attribute.
+            content_key, find_fault: See the attributes.
             info: Description of the run.
             timeout_s: Longest wait for the broker, in seconds.
 
@@ -208,6 +212,7 @@ class Feed:
                     trained_log.write(SettledBatch(at=time.time(), version=consumer.version, resumed=True))
                 made = cls(training, resumed, deadline_s, split, consumer, tasks, trained_log)
                 made.content_key = content_key
+                made.find_fault = find_fault or made.find_fault
                 async with made._running():
                     yield made
 
@@ -280,7 +285,15 @@ class Feed:
                     "no group for a prompt task=%s reason=%s detail=%s", task.id, found.missing, found.detail
                 )
                 return replace(found, waited_s=waited_s)
-            return Answer(found.group, waited_s=waited_s, staleness=found.staleness(self.consumer.version))
+            return self._judged(task.id, found, waited_s)
+
+    def _judged(self, task_id: str, held: HeldGroup, waited_s: float) -> Answer:
+        """Return a group, or why the trainer cannot learn from it; both ways it is settled by its key."""
+        fault = self.find_fault(held.group)
+        if not fault:
+            return Answer(held.group, waited_s=waited_s, staleness=held.staleness(self.consumer.version))
+        logger.warning("group unusable task=%s group=%s reason=%s", task_id, held.group_id, fault)
+        return Answer(missing=Missing.UNUSABLE, detail=fault, waited_s=waited_s)
 
     def _next_attempt(self, name: str) -> int:
         attempt = self._attempts.pop(name, 0)

@@ -23,6 +23,7 @@ from rolloutmq.schemas.errors import ClosedError, ConfigError, UsageError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.integrations.checkpoints import next_life
+from rolloutmq.trainer.integrations.judgement import Judge
 from rolloutmq.trainer.integrations.task_feed.answers import Missing
 from rolloutmq.trainer.integrations.task_feed.connection import FeedConnection, find_problem
 from rolloutmq.trainer.integrations.task_feed.feed import Feed
@@ -103,6 +104,7 @@ class Bridge:
         options: Settings of the bus.
         store: What the groups are put into.
         info: Description of the run; `batch_sequences` is required.
+        temperature: `actor_rollout_ref.rollout.temperature`, at which verl scores. Groups of another one are failures.
         checkpoints: Folder of the trainer's checkpoints, which counts its lives if the run is not on this machine.
         connection: Connection to the bus.
     """
@@ -111,6 +113,7 @@ class Bridge:
     store: Store
     info: RunInfo
     checkpoints: str
+    temperature: float = 1.0
     _incarnation: int = 0
     _used: dict[int, tuple[set[str], set[str]]] = field(default_factory=dict)
     """Prompts of each step that is not settled: those with trajectories, and those without."""
@@ -146,7 +149,8 @@ class Bridge:
     def _join(self, step: int) -> None:
         self._incarnation = next_life(self.options.where, self.checkpoints, "trainer.default_local_dir")
         version = PolicyVersion(self._incarnation, step)
-        self.connection.join(version, self.info, content_key)
+        judge = Judge("verl", self.temperature, "actor_rollout_ref.rollout.temperature")
+        self.connection.join(version, self.info, content_key, judge.find_fault)
         atexit.register(self.close)
         logger.info("joined the bus incarnation=%d step=%d", version.incarnation, version.step)
 

@@ -72,6 +72,7 @@ class BusAgentLoopManager:
                     started=True,
                 ),
                 checkpoints=str(trainer.default_local_dir),
+                temperature=float(rollout.temperature),
             )
         )
         reopened = store.reopen("train")

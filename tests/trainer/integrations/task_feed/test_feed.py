@@ -148,6 +148,25 @@ async def test_the_same_instance_again_is_a_new_task(run_dir: Path, broker: Brok
         assert (await counts(broker)).trained == 2
 
 
+async def test_a_group_that_the_trainer_cannot_learn_from_is_filtered_with_the_reason(
+    run_dir: Path, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find_fault(group: Group) -> str:
+        return "temperatures: 0.7" if group.task.endswith("/1~0") else ""
+
+    async with joined(run_dir, find_fault=find_fault) as feed, worker(run_dir) as (producer, taker):
+        asked = [ask(feed, uid) for uid in "12"]
+        for task in await taken(taker, 2):
+            await producer.send(answer(task))
+        bad, good = await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
+        assert (bad.group, bad.missing, bad.detail) == (None, Missing.UNUSABLE, "temperatures: 0.7")
+        assert good.group is not None
+        assert "reason=temperatures: 0.7" in caplog.text
+        await feed.settle(["2"], ["1"], PolicyVersion(0, 1))
+        ledger = await counts(broker)
+    assert (ledger.trained, ledger.filtered, ledger.leased) == (1, 1, 0)
+
+
 @pytest.mark.usefixtures("broker")
 async def test_what_is_remembered_of_prompts_is_bounded(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch

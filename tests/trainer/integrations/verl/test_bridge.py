@@ -182,6 +182,15 @@ async def test_dead_late_short_and_lost_tasks_fail_their_prompt_alone(run_dir: P
     assert kept(ledger) == (3, 2, 0, 0), "late and short"
 
 
+async def test_a_group_of_another_temperature_fails_its_prompt(run_dir: Path, broker: Broker) -> None:
+    """verl scores all tokens at its own: the ratios would be wrong without an error."""
+    async with bridged(run_dir) as (bridge, store), workers(Stage(run_dir, {1: "warm"})):
+        assert await submitted(bridge, store, prompts(1, 0, 1)) == {"0.0": "finished", "1.0": "failure"}
+        assert bridge.metrics()["bus/groups_unusable_total"] == 1.0
+        await asyncio.to_thread(bridge.drop, {"1.0"})
+        assert (await counts(broker)).filtered == 1
+
+
 async def test_a_store_that_fails_fails_the_prompt_and_nothing_is_raised(
     run_dir: Path, broker: Broker
 ) -> None:
