@@ -44,8 +44,7 @@ from rolloutmq.schemas.errors import ConfigError, UsageError, WaitTimeoutError
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
-from rolloutmq.trainer.checkpoint import next_incarnation
-from rolloutmq.trainer.integrations.checkpoints import commit, make_durable
+from rolloutmq.trainer.integrations.checkpoints import commit, make_durable, next_life
 from rolloutmq.trainer.integrations.trl.callback import STEP, step_of
 from rolloutmq.trainer.integrations.trl.rows import Demand, PulledGroup, Row, pulled
 from rolloutmq.trainer.step.collate import Bounds
@@ -142,12 +141,34 @@ class BusRolloutWorker:
 
     @property
     def version(self) -> PolicyVersion:
-        """Policy of the weights: after the newest batch that TRL took as a whole; before `start`, that of its life."""
+        """Policy of the weights: after the newest batch that TRL took as a whole; before `start`, that of `begin`.
+
+        Raises:
+            UsageError: Training has not begun.
+        """
         if self._consumer is not None:
             return self._consumer.version
         if self._life is None:
-            self._life = next_incarnation(self._layout.checkpoints if self._layout else self._output_dir)
+            raise UsageError(
+                "rollout_worker: training has not begun; pass callbacks=[worker.callback] to the trainer"
+            )
         return PolicyVersion(self._life, self.resume_step or 0)
+
+    @property
+    def _step(self) -> int:
+        return (self.resume_step or 0) if self._consumer is None else self._consumer.version.step
+
+    def begin(self, resume_step: int | None) -> None:
+        """Begin a life of the trainer, before it publishes any weights; called by the callback. Blocks for the disk.
+
+        Args:
+            resume_step: Step of the policy in the checkpoint that it continues from; None without one.
+
+        Raises:
+            UsageError: The lives cannot be counted in a cloud storage.
+        """
+        self.resume_step = resume_step
+        self._life = next_life(self._where, str(self._output_dir), "output_dir")
 
     def start(self) -> None:
         """Join the bus and begin to pull; called by the trainer.
@@ -159,6 +180,8 @@ class BusRolloutWorker:
         if self._layout is not None:
             require_passed(load_run(self._layout.root)[0])
         self._sample = import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
+        if self._life is None:
+            self.begin(self.resume_step)
         version, layout = self.version, self._layout
         consumer = Consumer.blocking(
             self._where,
@@ -192,7 +215,7 @@ class BusRolloutWorker:
 
     def update_model_version(self, model_version: int) -> None:
         """Note TRL's version of the weights, which are those of the present policy of the bus."""
-        step = self.version.step
+        step = self._step
         if not self._synced or step > self._synced[-1][0]:
             # A new list, because the thread of the rollouts reads it.
             self._synced = [*self._synced[1 - SYNCS :], (step, model_version)]
@@ -386,8 +409,9 @@ class AsyncCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {"args": {}, "attributes": {STEP: self._worker.step_covered}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:  # noqa: ARG002
-        """Continue from the step of the checkpoint; the trainer starts the worker afterwards."""
-        self._worker.resume_step = step_of(state, type(self).__name__)
+        """Continue from the step of the checkpoint; the trainer publishes and starts the worker afterwards."""
+        if state.is_world_process_zero:
+            self._worker.begin(step_of(state, type(self).__name__))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:  # noqa: ARG002
         """Note the step."""

@@ -156,6 +156,17 @@ def test_a_sample_has_trls_version_of_its_weights() -> None:
     assert worker.model_version(3 * SYNCS) == 3 * SYNCS - 1
 
 
+def test_a_life_begins_with_the_training_and_not_with_a_look_at_its_version(tmp_path: Path) -> None:
+    worker = BusRolloutWorker("tcp://127.0.0.1:1", sequences=8, group_size=SIZE, output_dir=tmp_path)
+    with pytest.raises(UsageError, match="rollout_worker: training has not begun; pass callbacks="):
+        _ = worker.version
+    worker.update_model_version(1)  # as TRL does when it loads a checkpoint
+    assert list(tmp_path.iterdir()) == []
+    for life in range(2):
+        worker.begin(7)
+        assert worker.version == worker.version == PolicyVersion(life, 7)
+
+
 def test_an_environment_whose_groups_expire_is_refused(run_dir: Path) -> None:
     mine = {"entry": "mine.py:Mine", "group_size": SIZE, "pacing": False}
     write_json(RunLayout(run_dir).config, config(environment={"mine": mine}))
