@@ -1,4 +1,4 @@
-"""Windows: several leases in the hand of one consumer, which settles group by group.
+"""Windows: several leases that one consumer holds, and settles group by group.
 
 A trainer that buffers groups and trains on any mix of them pulls them as they come, and holds up to `Pull.window`
 leases. `SettleGroups` names groups of any of them: they are carved out into a lease of their own, which ends as every

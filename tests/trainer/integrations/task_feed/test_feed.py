@@ -272,7 +272,7 @@ async def test_a_group_of_nobody_is_filtered(run_dir: Path) -> None:
 async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
     run_dir: Path, broker: Broker
 ) -> None:
-    """One was trained after the checkpoint, one was in the hand, one was answered while nobody was there."""
+    """One was trained after the checkpoint, one was held, one was answered while nobody was there."""
     async with worker(run_dir) as (producer, taker):
         async with joined(run_dir, resume=PolicyVersion(0, 0)) as feed:
             asked = [ask(feed, str(number)) for number in range(3)]

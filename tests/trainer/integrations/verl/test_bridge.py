@@ -119,7 +119,7 @@ async def submitted(bridge: Bridge, store: Memory, asked: list[Prompt]) -> dict[
 
 
 def kept(found: LedgerCounts) -> tuple[int, int, int, int]:
-    """Return the groups that were trained on, filtered, in a hand, and in the queue."""
+    """Return the groups that were trained on, filtered, held, and in the queue."""
     return found.trained + found.committed, found.filtered, found.leased, found.queued
 
 
