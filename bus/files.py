@@ -161,6 +161,19 @@ def force(path: Path) -> None:
         os.close(fd)
 
 
+def force_tree(root: Path) -> None:
+    """Sync a directory and everything in it to disk, and its own entry. Blocks.
+
+    Raises:
+        OSError: The disk failed or is full, or `root` does not exist.
+    """
+    for directory, _, files in os.walk(root):
+        for name in files:
+            force(Path(directory) / name)
+        force(Path(directory))
+    force(root.parent)
+
+
 def sum_of(path: Path) -> int:
     """Return the CRC32C of a file. Blocks while it reads the file.
 

@@ -6,7 +6,7 @@ checkpoint covers it, and a resumed trainer gets it again, as a whole and in ord
 exact batches step by step, and those of several ranks.
 
 A lease may be lost: the broker heard nothing for too long, or restarted without its state. Its groups are queued again
-and come again. The consumer returns no group that is still in the hand, since a settlement goes by id. A group that it
+and come again. The consumer returns no group that it still holds, since a settlement goes by id. A group that it
 has settled before, perhaps too late, it settles again by itself, with the same outcome. So no group is trained on twice
 in the life of a consumer.
 """
@@ -51,7 +51,7 @@ REMEMBERED: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldGroup:
-    """A group in the hand of a `GroupConsumer`.
+    """A group that a `GroupConsumer` holds.
 
     Attributes:
         group: The decoded group. Its arrays are read-only and stay valid after the settlement.
@@ -106,14 +106,14 @@ class GroupConsumer:
         self._link = ConsumerConnection(where, register)
         self._puller = BatchPuller(self._link, StepSize(groups=groups), split, window)
         self._ready: OrderedDict[Identity, HeldGroup] = OrderedDict()
-        """Groups to return, none of them in the hand; one that comes again replaces itself."""
-        self._in_hand: defaultdict[str, list[int]] = defaultdict(list)
+        """Groups to return, none of them held; one that comes again replaces itself."""
+        self._held: defaultdict[str, list[int]] = defaultdict(list)
         """Checksums of the groups that were returned and are not settled, by id."""
         self._outcomes: OrderedDict[Identity, bool] = OrderedDict()
         """Settled groups, with whether they were trained on. A rejected one may be queued again by an operator."""
         self._nonce = os.urandom(16)
         self._settling = asyncio.Lock()
-        self._link.idle = lambda: bool(self._ready) and not self._in_hand
+        self._link.idle = lambda: bool(self._ready) and not self._held
 
     @classmethod
     @asynccontextmanager
@@ -135,7 +135,7 @@ class GroupConsumer:
 
         Waits for the broker. Cancelled: nothing stays registered.
 
-        The groups in the hand count against the high-water mark and the staleness bound until they are settled. A
+        The held groups count against the high-water mark and the staleness bound until they are settled. A
         trainer that waits for more than both allow gets none: `wait` is `Wait.UNSETTLED`, and the log says so.
 
         Args:
@@ -228,7 +228,7 @@ class GroupConsumer:
     async def get(self, wait_s: float, *, timeout_s: float | None = None) -> HeldGroup | None: ...
 
     async def get(self, wait_s: float | None = None, *, timeout_s: float | None = None) -> HeldGroup | None:
-        """Return the next group, which stays in the hand until it is settled.
+        """Return the next group, which is held until it is settled.
 
         Cancelled: the next call returns the group that was under way.
 
@@ -273,12 +273,12 @@ class GroupConsumer:
             await self._reject(batch)
 
     def _holds(self, held: HeldGroup) -> bool:
-        return held.delivery.header.crc in self._in_hand.get(held.group_id, ())
+        return held.delivery.header.crc in self._held.get(held.group_id, ())
 
     def _hand_over(self, held: HeldGroup) -> HeldGroup:
         self.progress()
         del self._ready[held.identity]
-        self._in_hand[held.group_id].append(held.delivery.header.crc)
+        self._held[held.group_id].append(held.delivery.header.crc)
         return held
 
     async def _settle_again(self, held: HeldGroup) -> None:
@@ -289,13 +289,13 @@ class GroupConsumer:
             await self._settle(filtered=names)
 
     def _let_go(self, group_id: str) -> Identity | None:
-        """Forget that a group is in the hand; return which it was. Of one id it is the oldest."""
-        checksums = self._in_hand.get(group_id)
+        """Forget that a group is held; return which it was. Of one id it is the oldest."""
+        checksums = self._held.get(group_id)
         if not checksums:
             return None
         checksum = checksums.pop(0)
         if not checksums:
-            del self._in_hand[group_id]
+            del self._held[group_id]
         return group_id, checksum
 
     async def _reject(self, batch: Batch) -> None:
@@ -312,7 +312,7 @@ class GroupConsumer:
         version: PolicyVersion | None = None,
         timeout_s: float | None = None,
     ) -> Settled:
-        """Report the outcome of some of the held groups; the others stay in the hand.
+        """Report the outcome of some of the held groups; the others stay held.
 
         Waits for the broker. Cancelled or late: the groups may or may not be settled; repeat the call with the same
         arguments.
@@ -331,7 +331,7 @@ class GroupConsumer:
 
         Raises:
             WaitTimeoutError: There is no answer after `timeout_s`.
-            UsageError: A group is not in the hand: `get` has not returned it, or it is settled.
+            UsageError: A group is not held: `get` has not returned it, or it is settled.
             RefusedError: A group is named twice, or `version` is behind the last settlement.
             ConsumerFencedError: Another process registered under the name of this consumer.
             ClosedError: The consumer is closed.
@@ -340,9 +340,9 @@ class GroupConsumer:
         limit_s = time_limit("timeout_s", timeout_s)
         used, unused, bad = _ids(trained), _ids(filtered), tuple(rejected)
         for group_id in (*used, *unused, *(one.group_id for one in bad)):
-            if group_id not in self._in_hand:
+            if group_id not in self._held:
                 raise UsageError(
-                    f"group {group_id}: is not in the hand of this consumer; settle each group once, after `get`"
+                    f"group {group_id}: is not held by this consumer; settle each group once, after `get`"
                 )
         work = self._settle(used, unused, bad, version, steps=bool(used))
         reply = await within(limit_s, "settle", work, lambda: self._link.problem)

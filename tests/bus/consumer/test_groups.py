@@ -143,7 +143,7 @@ async def test_what_was_trained_on_too_late_is_not_returned_again(run_dir: Path,
             while (got := await consumer.get(1.0)) is not None:
                 seen.add(got.group_id)
             assert held[0].group_id not in seen
-            assert held[1].group_id not in seen, "it is still in the hand"
+            assert held[1].group_id not in seen, "it is still held"
             assert (await consumer.settle(held[1:2])).lost == ()
             assert (await counts(broker.endpoints.serve)).trained == 2
 
@@ -162,7 +162,7 @@ async def test_what_is_in_the_hand_is_not_returned_again(run_dir: Path, group: M
 
 
 async def test_a_group_that_came_twice_is_returned_once(run_dir: Path, group: MakeGroup) -> None:
-    """It was in the hand when it came again, and settled before the consumer came to its second copy."""
+    """It was held when it came again, and settled before the consumer came to its second copy."""
     with running_broker(config(), RunLayout(run_dir)) as broker:
         await send(run_dir, [group(name) for name in "abc"])
         async with GroupConsumer.open(run_dir, batch_sequences=4, groups=3) as consumer:
@@ -286,9 +286,9 @@ async def test_a_call_against_the_rules_is_refused(run_dir: Path, group: MakeGro
             await consumer.settle([a])
             with pytest.raises(RefusedError, match="must not be behind"):
                 await consumer.settle([b], version=PolicyVersion(0, 0))
-            with pytest.raises(UsageError, match="group a: is not in the hand"):
+            with pytest.raises(UsageError, match="group a: is not held"):
                 await consumer.settle(["a"])
-            with pytest.raises(UsageError, match="group unknown: is not in the hand"):
+            with pytest.raises(UsageError, match="group unknown: is not held"):
                 await consumer.settle(filtered=["unknown"])
             async with GroupConsumer.open(run_dir, batch_sequences=4) as other:
                 with pytest.raises(ConsumerFencedError):

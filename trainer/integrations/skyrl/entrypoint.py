@@ -25,6 +25,7 @@ from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.utils import initialize_ray
 
 from rolloutmq.schemas.errors import UsageError
+from rolloutmq.trainer.integrations.checkpoints import lives_of
 from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
 from rolloutmq.trainer.integrations.skyrl.training import BusAsyncTraining, BusSyncTraining, Publish
@@ -111,6 +112,7 @@ def check(cfg: Any) -> None:
     """
     if not cfg.generator.bus.where:
         raise UsageError("generator.bus.where: is required; name the run directory or the broker's address")
+    lives_of(cfg.generator.bus.where, str(cfg.trainer.ckpt_path), "trainer.ckpt_path")
     for name in ("step_wise_trajectories", "vision_language_generator"):
         if getattr(cfg.generator, name):
             raise UsageError(
@@ -138,7 +140,14 @@ def bus_generator(cfg: Any, tokenizer: Any) -> BusGenerator:
         environments=bus.environments,
         deadline_s=bus.deadline_s,
         timeout_s=bus.timeout_s,
+        temperature=_temperature(cfg),
     )
+
+
+def _temperature(cfg: Any) -> float:
+    """Return the temperature at which SkyRL scores: it may be filled in later, from that of its sampling."""
+    scored = cfg.trainer.algorithm.temperature
+    return float(cfg.generator.sampling_params.temperature if scored is None else scored)
 
 
 def trainer_class(cfg: Any) -> Any:

@@ -7,9 +7,8 @@ Each instance of the input is one task for an environment of the bus; its group 
 the order of the input. `generate` never raises, because SkyRL's fully asynchronous trainer ends its process if it does:
 what is missing is masked, with the reason as its stop reason, in the log and in the metrics.
 
-The connection lives in a thread of its own, so heartbeats go on while SkyRL's loop is blocked by a training step, and
-any number of `generate` calls may wait at once. An evaluation has its own connection: its tasks are of the split
-`eval`, so it takes nothing from the training.
+The trainer joins the bus by `start`, and before it has, or once it has left, all is masked. An evaluation needs no
+`start`: a process that only evaluates takes nothing from a training, see `task_feed.connection`.
 """
 
 import asyncio
@@ -17,19 +16,16 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
-from typing import Any, Final
+from typing import Any
 
 from skyrl.train.generators.base import GeneratorInterface
 from skyrl.train.generators.utils import get_rollout_metrics
 
-from rolloutmq.bus.blocking import LoopThread
-from rolloutmq.bus.encoding import topics
-from rolloutmq.bus.transport.endpoint import Where, resolve
-from rolloutmq.bus.transport.pubsub import Publisher
-from rolloutmq.schemas.errors import ClosedError, RolloutMQError, UsageError, WaitTimeoutError
-from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.schemas.errors import RolloutMQError, UsageError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
+from rolloutmq.trainer.integrations.judgement import Judge
 from rolloutmq.trainer.integrations.skyrl.rows import (
     PromptGroup,
     Rows,
@@ -38,18 +34,14 @@ from rolloutmq.trainer.integrations.skyrl.rows import (
     task_name,
 )
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
+from rolloutmq.trainer.integrations.task_feed.connection import FeedConnection, find_problem
 from rolloutmq.trainer.integrations.task_feed.feed import Feed
 
 logger = logging.getLogger(__name__)
 
-EVALUATED: Final = PolicyVersion(0, 1 << 62)
-"""Version that covers every evaluated group: nobody resumes an evaluation."""
-COMMIT_S: Final = 60.0
-"""Longest wait of a commit; the next one covers it."""
-
 
 class BusGenerator(GeneratorInterface):  # type: ignore[misc]
-    """Serves SkyRL's `generate` from the bus. For one trainer; `start` joins the bus, `close` leaves it.
+    """Serves SkyRL's `generate` from the bus. For one trainer; `start` joins the bus, `close` leaves it for good.
 
     Args:
         where: Run directory, or address of the broker's `serve` socket.
@@ -59,6 +51,7 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         environments: Environment of the bus for each of SkyRL's environment classes. Others have the same name.
         deadline_s: Longest time from a request to its group, in seconds; what is missing then is masked.
         timeout_s: Longest wait for the broker when the bus is joined, in seconds.
+        temperature: SkyRL's `trainer.algorithm.temperature`, at which it scores. Groups of another one are masked.
 
     Attributes:
         epoch: Epoch of the data; an instance is a new task in each. The trainer sets it.
@@ -74,24 +67,20 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         environments: Mapping[str, str] | None = None,
         deadline_s: float = 1800.0,
         timeout_s: float = 60.0,
+        temperature: float = 1.0,
     ) -> None:
-        if not 0 < len(name) <= 40 or not name.replace("-", "").replace("_", "").isalnum():
-            raise UsageError(f"name: must be 1 to 40 letters, digits, - or _ (got {name!r})")
-        if deadline_s <= 0:
-            raise UsageError(f"deadline_s: must be positive (got {deadline_s})")
+        problem = find_problem(name, deadline_s)
+        if problem is not None:
+            raise UsageError(": ".join(problem))
         self.where = where
         self.name = name
         self.epoch = 0
-        self._batch_sequences = batch_sequences
         self._tokenizer = tokenizer
         self._environments = dict(environments or {})
-        self._deadline_s = deadline_s
-        self._timeout_s = timeout_s
-        self._loop: LoopThread | None = None
-        self._stack = AsyncExitStack()
-        self._feed: Feed | None = None
-        self._evaluation: Feed | None = None
-        self._opening: asyncio.Lock | None = None
+        self._connection = FeedConnection(
+            where, name=name, batch_sequences=batch_sequences, deadline_s=deadline_s, timeout_s=timeout_s
+        )
+        self._judge = Judge("SkyRL", temperature, "trainer.algorithm.temperature")
         self._life = os.urandom(4).hex()
 
     # Life
@@ -106,54 +95,28 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         Raises:
             WaitTimeoutError: There is no broker; tells where it was looked for.
             RefusedError: The broker does not accept this trainer.
+            ClosedError: The bus is left.
         """
-        if self._loop is not None:
-            return
-        self._loop = LoopThread(f"rolloutmq {self.name}")
-        try:
-            self._loop.run(self._join(resume, info))
-        except BaseException:
-            self.close()
-            raise
-
-    async def _join(self, resume: PolicyVersion | None, info: RunInfo | None) -> None:
-        self._opening = asyncio.Lock()
-        again = resume is not None and resume > PolicyVersion()
-        opening = Feed.open(
-            self.where,
-            training=self.name,
-            batch_sequences=self._batch_sequences,
-            deadline_s=self._deadline_s,
-            resume=resume,
-            again=again,
-            info=info,
-            timeout_s=self._timeout_s,
-        )
-        self._feed = await self._stack.enter_async_context(opening)
-        events = self._stack.enter_context(Publisher((await resolve(self.where)).publish))
-        self._feed.tell = lambda event: events.publish(topics.STEP, event)
+        self._connection.join(resume, info, find_fault=self._judge.find_fault)
 
     def close(self) -> None:
         """Leave the bus; groups that are not settled return to the queue. Blocks. May be called twice."""
-        loop, self._loop = self._loop, None
-        if loop is None:
-            return
-        try:
-            loop.run(self._stack.aclose())
-        finally:
-            loop.close()
-            self._feed = self._evaluation = None
+        self._connection.close()
 
     @property
     def running(self) -> Feed:
-        """The connection.
+        """The connection of the training.
 
         Raises:
             UsageError: The bus is not joined.
+            ClosedError: The bus is left.
         """
-        if self._feed is None:
-            raise UsageError("BusGenerator: has not joined the bus; call `start` first")
-        return self._feed
+        return self._connection.training
+
+    def require_live(self) -> None:
+        """Raise the error that has ended the connection, if any: another trainer has this one's place, say."""
+        if self._connection.error is not None:
+            raise self._connection.error
 
     # Generation
 
@@ -202,12 +165,9 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         return rows.output(input_batch.get("trajectory_ids"), metrics | bus_metrics(answers, masked))
 
     async def _answers(self, groups: Sequence[PromptGroup], step: int, *, evaluates: bool) -> list[Answer]:
+        asking = self._evaluate(groups, step) if evaluates else self._train(groups)
         try:
-            if self._loop is None:
-                await asyncio.to_thread(self.start)
-            assert self._loop is not None
-            asking = self._evaluate(groups, step) if evaluates else self._train(groups)
-            return await asyncio.wrap_future(self._loop.future(asking))
+            return await asyncio.wrap_future(self._connection.future(asking))
         except RolloutMQError as error:
             logger.exception("no trajectories prompts=%d", len(groups))
             return [Answer(missing=Missing.CLOSED, detail=str(error))] * len(groups)
@@ -217,23 +177,10 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
 
     async def _evaluate(self, groups: Sequence[PromptGroup], step: int) -> list[Answer]:
         """Ask tasks of the split `eval`, anew in each life; their groups are done with at once."""
-        assert self._opening is not None
-        async with self._opening:
-            if self._evaluation is None:
-                opening = Feed.open(
-                    self.where,
-                    training=self.name,
-                    batch_sequences=1,
-                    deadline_s=self._deadline_s,
-                    split=Split.EVAL,
-                    timeout_s=self._timeout_s,
-                )
-                self._evaluation = await self._stack.enter_async_context(opening)
-            feed = self._evaluation
-            answers = await self._asked(feed, groups, "eval", f"s{step}-{self._life}")
-            await feed.settle(feed.keys(), ())
-            await feed.consumer.commit(EVALUATED)
-            return answers
+        feed = await self._connection.evaluation()
+        answers = await self._asked(feed, groups, "eval", f"s{step}-{self._life}")
+        await self._connection.evaluated()
+        return answers
 
     async def _asked(self, feed: Feed, groups: Sequence[PromptGroup], phase: str, part: str) -> list[Answer]:
         return await asyncio.gather(
@@ -283,30 +230,26 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
             rest: All other groups that `generate` returned are filtered, too.
 
         Raises:
-            ClosedError: The bus is not joined.
+            UsageError: The bus is not joined.
+            ClosedError: The bus is left.
         """
-        if self._loop is None:
-            raise ClosedError
-        return self._loop.future(self._settle(list(trained), list(filtered), version, rest=rest))
+        return self._connection.future(
+            self._settle(self.running, list(trained), list(filtered), version, rest=rest)
+        )
 
     async def _settle(
-        self, trained: list[str], filtered: list[str], version: PolicyVersion, *, rest: bool
+        self, feed: Feed, trained: list[str], filtered: list[str], version: PolicyVersion, *, rest: bool
     ) -> None:
-        feed = self.running
         if rest:
             filtered += sorted({*feed.keys()} - {*trained, *filtered})
         await feed.settle(trained, filtered, version)
 
     def commit(self, version: PolicyVersion) -> None:
-        """Report a durable checkpoint: the broker may delete the groups of its steps. Blocks for at most `COMMIT_S`.
+        """Report a durable checkpoint: the broker may delete the groups of its steps. Blocks for at most a minute.
 
         Raises:
             RefusedError: The broker does not accept the commit.
-            ClosedError: The bus is not joined.
+            UsageError: The bus is not joined.
+            ClosedError: The bus is left.
         """
-        if self._loop is None:
-            raise ClosedError
-        try:
-            self._loop.run(self.running.consumer.commit(version, timeout_s=COMMIT_S))
-        except WaitTimeoutError as error:
-            logger.warning("checkpoint not reported version=%s error=%s", version, error)
+        self._connection.commit(version)

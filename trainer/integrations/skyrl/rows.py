@@ -1,23 +1,23 @@
 """Prompt groups of a `GeneratorInput`, and groups of the bus as the rows of a `GeneratorOutput`. Pure.
 
-A sequence of the bus begins with its prompt: the tokens before the first sampled one. The rest is SkyRL's response,
-with loss mask 0 where the policy sampled nothing, such as the results of tools.
+A sequence of the bus begins with its prompt: the tokens before the first trained one. The rest is SkyRL's response,
+with loss mask 0 where nothing is trained, such as the results of tools.
 
 SkyRL needs a row for each trajectory that it asked for. A missing one becomes a masked row: one token with loss mask 0,
-and the reason as its stop reason. Its reward is the mean of the group's other rewards, or 0 without any: so it neither
-moves the group's baseline nor its mean reward. No row is ever empty, because SkyRL puts the reward on the last token.
+and the reason as its stop reason. Its reward is one of the group's other rewards, which take turns, or 0 without any:
+then mean and deviation of the group's rewards stay about as they are, and so do the advantages of the others. No row is
+ever empty, because SkyRL puts the reward on the last token.
 """
 
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, Final
 
-import numpy as np
-
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
+from rolloutmq.trainer.integrations.task_feed.payloads import plain
 from rolloutmq.trainer.integrations.task_feed.sequences import SampledSequence, sampled_sequences
 
 TASK_CHARS: Final = 120
@@ -63,17 +63,6 @@ def prompt_groups(given: Mapping[str, Any]) -> list[PromptGroup]:
         }
         found.append(PromptGroup(uid, str(given["env_classes"][first]), payload, tuple(of_uid)))
     return found
-
-
-def plain(value: Any) -> Any:
-    """Return a value without numpy, as msgpack can carry it; what is unknown stays as it is."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return value
 
 
 def task_name(training: str, phase: str, epoch: int | str, uid: str) -> str:
@@ -126,17 +115,17 @@ class Rows:
             elapsed_s = max(0.0, answer.group.finished_at - answer.group.started_at)
         live = [one for one in sequences[: len(places)] if one.usable]
         stand_in = live[0].prompt.tolist() if live else list(prompt)
-        reward = sum(one.score for one in live) / len(live) if live else 0.0
+        rewards = cycle([one.score for one in live] or [0.0])
         for place, one in zip(places, sequences, strict=False):
             self.times[place] = elapsed_s
             if one.usable:
                 self._write(place, one)
             else:
-                self._mask(place, stand_in, Missing.UNUSABLE, reward)
+                self._mask(place, stand_in, Missing.UNUSABLE, next(rewards))
         why = answer.missing or Missing.SHORT
         for place in islice(places, len(sequences), None):
             self.times[place] = elapsed_s
-            self._mask(place, stand_in, why, reward)
+            self._mask(place, stand_in, why, next(rewards))
         return len(places) - len(live)
 
     def _write(self, place: int, one: SampledSequence) -> None:
@@ -190,6 +179,7 @@ def bus_metrics(answers: Iterable[Answer], masked: int) -> dict[str, float]:
         Missing.FAILED,
         Missing.DEADLINE,
         Missing.LOST,
+        Missing.UNUSABLE,
         Missing.CANCELLED,
         Missing.REFUSED,
         Missing.CLOSED,

@@ -8,21 +8,23 @@ its weights are published, or before a checkpoint is written, whichever comes fi
 dropped them or masked every token of them. A trainer that comes back begins a new incarnation from the step of its
 checkpoint, and the broker delivers again what was settled later.
 
-The policy version of a group is `PolicyVersion(incarnation, global_step)`, where `global_step` counts finished steps.
+The policy version of a group is `PolicyVersion(incarnation, step)`, where `step` counts finished optimizer steps. It is
+SkyRL's `global_step` but for one case: with `sample_full_batch` SkyRL saves an exhausted epoch under the number of the
+step that it has yet to take. So each checkpoint has the number of its steps in `STEPS`, and a trainer that comes back
+continues from there.
 """
 
 import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from rolloutmq.bus.transport.endpoint import is_address
-from rolloutmq.schemas.files import RunLayout
+from skyrl.backends.skyrl_train.utils.io import io
+
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
-from rolloutmq.trainer.checkpoint import next_incarnation
+from rolloutmq.trainer.integrations.checkpoints import make_durable, next_life
 from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
 
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 Publish = Callable[[PolicyVersion], Awaitable[None] | None]
 """Publishes the weights as a version. A plain function runs in a thread."""
+STEPS: Final = "rolloutmq_steps.txt"
+"""File of a checkpoint with the number of optimizer steps that its weights have had."""
+TRACKER: Final = "latest_ckpt_global_step.txt"
+"""SkyRL's file with the number of its newest checkpoint."""
 
 
 class BusTraining:
@@ -43,7 +49,7 @@ class BusTraining:
     publish: Publish | None = None
     bus_version = PolicyVersion()
     _joined = False
-    _incarnation = 0
+    _resumed_steps: int | None = None
     _trained: tuple[list[str], list[str]] | None = None
     """Instances of the present step: used, and masked whole."""
 
@@ -72,20 +78,32 @@ class BusTraining:
             super().init_weight_sync_state()  # type: ignore[misc]
         self.dispatch = _Dispatch(self.dispatch, self._synced, self.inference_engine_client, sends=sends)
 
+    def load_checkpoints(self) -> Any:
+        """Load SkyRL's checkpoint, and read how many steps it has had."""
+        found = super().load_checkpoints()  # type: ignore[misc]
+        if found[0]:
+            self._resumed_steps = _read_steps(str(found[1]))
+        return found
+
+    @property
+    def _version(self) -> PolicyVersion:
+        """Policy of the weights: after the step whose groups are not settled, if there is one."""
+        settled = self.bus_version
+        return PolicyVersion(settled.incarnation, settled.step + (self._trained is not None))
+
     async def _synced(self) -> None:
-        version = PolicyVersion(self._incarnation, self.global_step)
         if not self._joined:
-            version = await asyncio.to_thread(self._join)
+            await asyncio.to_thread(self._join)
+        version = self._version
         if self.publish is not None:
             await _published(self.publish, version)
-        await self._settle(version)
+        await self._settle()
 
-    def _join(self) -> PolicyVersion:
-        where, trainer = self.generator.where, self.cfg.trainer
-        local = is_address(where)
-        counter = Path(trainer.ckpt_path) if local else RunLayout(Path(str(where))).checkpoints
-        self._incarnation = next_incarnation(counter)
-        version = self.bus_version = PolicyVersion(self._incarnation, self.global_step)
+    def _join(self) -> None:
+        trainer = self.cfg.trainer
+        steps = self.global_step if self._resumed_steps is None else self._resumed_steps
+        incarnation = next_life(self.generator.where, str(trainer.ckpt_path), "trainer.ckpt_path")
+        version = self.bus_version = PolicyVersion(incarnation, steps)
         self.generator.start(
             version,
             RunInfo(
@@ -99,10 +117,14 @@ class BusTraining:
         )
         self._joined = True
         logger.info("joined the bus incarnation=%d step=%d", version.incarnation, version.step)
-        return version
 
     def convert_to_training_input(self, generator_output: Any, uids: list[str]) -> Any:
-        """Note which instances this step learns from."""
+        """Note which instances this step learns from.
+
+        Raises:
+            ConsumerFencedError: Another trainer has this one's place: its weights must not be published.
+        """
+        self.generator.require_live()
         learned = {uid for uid, mask in zip(uids, generator_output["loss_masks"], strict=True) if any(mask)}
         self._trained = (sorted(learned), sorted({*uids} - learned))
         return super().convert_to_training_input(generator_output, uids)  # type: ignore[misc]
@@ -114,35 +136,39 @@ class BusTraining:
     _drops_the_rest = False
     """What a step does not use will not be used: `generate` is not ahead of it."""
 
-    def _settlement(self, version: PolicyVersion) -> Any:
+    def _settlement(self) -> Any:
         """Begin to settle what is due; return the future, or None if nothing is."""
-        stepped, dropped = self._trained, self._dropped()
+        version, stepped, dropped = self._version, self._trained, self._dropped()
         if stepped is None and not dropped:
             return None
         self._trained = None
         trained, masked = stepped or ([], [])
-        version = version if stepped else self.bus_version
         settling = self.generator.settlement(
             trained, [*masked, *dropped], version, rest=self._drops_the_rest and stepped is not None
         )
-        self.bus_version = max(self.bus_version, version)
+        self.bus_version = version
         return settling
 
-    async def _settle(self, version: PolicyVersion) -> None:
-        settling = self._settlement(version)
+    async def _settle(self) -> None:
+        settling = self._settlement()
         if settling is not None:
             await asyncio.wrap_future(settling)
 
     def save_checkpoints(self) -> Any:
-        """Settle what the checkpoint covers, write it, and commit."""
-        settling = self._settlement(PolicyVersion(self._incarnation, self.global_step))
+        """Settle what the checkpoint covers, write it, and commit once it is on disk."""
+        settling = self._settlement()
         if settling is not None:
             settling.result()
+        steps = self.bus_version.step
+        folder = f"{self.cfg.trainer.ckpt_path}/global_step_{self.global_step}"
+        if _read_steps(folder) is None:  # else it is that of an exhausted epoch until SkyRL has replaced it
+            _write_steps(folder, steps)
         folder = super().save_checkpoints()  # type: ignore[misc]
         for model in ("policy", "critic") if self.has_critic else ("policy",):
-            self.dispatch.finalize_pending_saves(
-                model
-            )  # SkyRL 0.4 may still write, with `async_dist_ckpt_save`
+            # SkyRL 0.4 may still write, with `async_dist_ckpt_save`.
+            self.dispatch.finalize_pending_saves(model)
+        _write_steps(folder, steps)
+        make_durable(folder, [TRACKER])
         self.generator.commit(self.bus_version)
         return folder
 
@@ -182,7 +208,7 @@ class BusAsyncTraining(BusTraining):
         self._dropped_uids += [group.uid for group in dropped]
         if exhausted:
             self._dropped_uids += [group.uid for group in kept]
-            await self._settle(self.bus_version)
+            await self._settle()
         return kept, dropped, exhausted
 
 
@@ -236,3 +262,19 @@ async def _published(publish: Publish, version: PolicyVersion) -> None:
     made = await asyncio.to_thread(publish, version)
     if inspect.isawaitable(made):
         await made
+
+
+def _write_steps(folder: str, steps: int) -> None:
+    io.makedirs(folder, exist_ok=True)
+    with io.open_file(f"{folder}/{STEPS}", "w") as file:
+        file.write(str(steps))
+
+
+def _read_steps(folder: str) -> int | None:
+    """Return the steps of a checkpoint; None if it does not tell: it was written without the bus."""
+    path = f"{folder}/{STEPS}"
+    if not io.exists(path):
+        return None
+    with io.open_file(path, "r") as file:
+        text = file.read()
+    return int(text) if text.isdecimal() else None

@@ -7,7 +7,7 @@ from rolloutmq.schemas.group import Group
 
 
 class Missing(StrEnum):
-    """Reason why a trajectory is masked; the stop reason of its row."""
+    """Reason why a trajectory is missing."""
 
     FAILED = "failed"
     """Its task failed as often as `broker.max_deliveries` allows."""
@@ -22,7 +22,7 @@ class Missing(StrEnum):
     SHORT = "short"
     """Its group has fewer sequences, such as after an early close."""
     UNUSABLE = "unusable"
-    """Its sequence has no sampled token, or its group no log-probabilities."""
+    """The trainer cannot learn from it: it has no trained token, say, or another temperature."""
     CLOSED = "closed"
     """The connection to the bus has ended."""
 

@@ -1,6 +1,6 @@
 """The feed: asks tasks of the bus and hands out their groups, in any order. For one event loop.
 
-    submit -> a worker takes the task -> its group is pulled -> `ask` returns it -> it stays in the hand until `settle`
+    submit -> a worker takes the task -> its group is pulled -> `ask` returns it -> it is held until `settle`
 
 The id of a task is that of its instance and the number of the attempt, so a trainer that comes back asks the same
 tasks: what a worker has answered meanwhile, or what the broker delivers again, needs no second rollout. An attempt that
@@ -9,13 +9,14 @@ ended without a group in an earlier life is followed by the next one, and so is 
 Nothing is raised for a single task: `ask` returns why there is no group. Only `settle` raises, if another process has
 taken the consumer's place, say.
 
-A consumer holds at most 64 leases, and a lease stays until its last group is settled. So the feed pulls when enough
-answers are ready that the leases left suffice for all of them (`enough`). Groups that nobody has asked for yet, such as
-those of a resumed trainer, are kept; if they fill what the broker allows, or are too many, the oldest are filtered, and
-their instances get another attempt. Groups that nobody will ask for are filtered at once.
-
-With `same` a group answers any task that is alike, of an earlier life, say. Then a resumed feed submits nothing before
-it has taken what the broker delivers again, and keeps nothing that comes later and that nobody asks for.
+- **Leases.** A consumer holds at most 64, and a lease stays until its last group is settled. So the feed pulls when so
+  many answers are ready that the leases left suffice for all of them (`min_ready`).
+- **Groups that nobody has asked for yet**, such as those of a resumed trainer, are kept. If they fill what the broker
+  allows, or are too many, one is filtered, and its instance gets another attempt.
+- **Groups that nobody will ask for** are filtered at once.
+- **Contents.** With `content_key` a group answers any task of the same key, of an earlier life, say. Then a resumed
+  feed submits nothing before it has taken what the broker delivers again, and keeps nothing that comes later and that
+  nobody asks for.
 
 Each settlement has a line in the run's `trained.jsonl`, written before it.
 """
@@ -45,6 +46,7 @@ from rolloutmq.schemas.errors import (
     TasksFullError,
 )
 from rolloutmq.schemas.files import RunLayout, SettledBatch
+from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import RunInfo, Settled, Wait
@@ -56,7 +58,7 @@ from rolloutmq.trainer.trained_log import TrainedLog
 
 logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.5
+POLL_S: Final = 0.5
 """Longest wait of one question for ended tasks, and of one pull."""
 LOST_S: Final = 15.0
 """A group that answers a task, and that no pull has brought for this long though the queue was empty, is lost."""
@@ -73,7 +75,7 @@ _ENDED: Final = {
 }
 
 
-def enough(wanted: int, leases_left: int) -> int:
+def min_ready(wanted: int, leases_left: int) -> int:
     """Return how many answers must be ready before a lease is spent on them.
 
     With this many in each, the leases suffice for all wanted groups, however slowly they come.
@@ -103,7 +105,7 @@ class Counts:
 
     late: int = 0
     """Groups of tasks that were given up, or whose task had another group."""
-    foreign: int = 0
+    unmatched: int = 0
     """Groups of no task of this training."""
     evicted: int = 0
     """Groups filtered to make room, before they were asked for."""
@@ -117,16 +119,18 @@ class Feed:
 
     Attributes:
         training: Name of the training, the first part of its task ids.
-        again: An earlier life may have asked the same tasks.
+        resumed: An earlier life may have asked the same tasks.
         deadline_s: Longest time from a request to its group, in seconds.
         counts: What became of groups that no request got.
         error: Why no further group comes; None while they do.
-        tell: Is told of each step.
-        same: What the ids of two tasks have in common if the group of one answers the other; None: nothing does.
+        on_step: Called with the report of each step.
+        content_key: Returns the key of a task id: the group of a task answers all tasks of its key. None: it answers
+            no other.
+        find_fault: Returns why the trainer cannot learn from a group, or an empty string.
     """
 
     training: str
-    again: bool
+    resumed: bool
     deadline_s: float
     split: Split
     consumer: GroupConsumer
@@ -134,14 +138,15 @@ class Feed:
     trained_log: TrainedLog
     counts: Counts = field(default_factory=Counts)
     error: RolloutMQError | None = None
-    tell: Callable[[StepDone], None] = lambda _event: None
-    same: Callable[[str], str] | None = None
+    on_step: Callable[[StepDone], None] = lambda _event: None
+    content_key: Callable[[str], str] | None = None
+    find_fault: Callable[[Group], str] = lambda _group: ""
     _settled_at: float = field(default_factory=time.monotonic)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _kept: OrderedDict[str, HeldGroup] = field(default_factory=OrderedDict)
     _over: OrderedDict[str, None] = field(default_factory=OrderedDict)
     """Tasks that had their answer, or were given up."""
-    _attempts: dict[str, int] = field(default_factory=dict)
+    _attempts: OrderedDict[str, int] = field(default_factory=OrderedDict)
     _out: dict[str, list[HeldGroup]] = field(default_factory=dict)
     """Groups handed out and not settled, by the key of their request."""
     _leases: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -163,7 +168,9 @@ class Feed:
         deadline_s: float,
         split: Split = Split.TRAIN,
         resume: PolicyVersion | None = None,
-        again: bool = False,
+        resumed: bool = False,
+        content_key: Callable[[str], str] | None = None,
+        find_fault: Callable[[Group], str] | None = None,
         info: RunInfo | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator["Feed"]:
@@ -176,7 +183,8 @@ class Feed:
             deadline_s: Longest time from a request to its group, in seconds.
             split: Split of the tasks: train or eval.
             resume: Policy from which the trainer continues.
-            again: An earlier life may have asked the same tasks.
+            resumed: An earlier life may have asked the same tasks.
+            content_key, find_fault: See the attributes.
             info: Description of the run.
             timeout_s: Longest wait for the broker, in seconds.
 
@@ -200,9 +208,11 @@ class Feed:
         async with TaskClient.open(where, timeout_s=timeout_s) as tasks, consuming as consumer:
             # The log comes after the consumer, which fences an earlier life: a log has one writer.
             with closing(TrainedLog(_log(where, split))) as trained_log:
-                if again:
+                if resumed:
                     trained_log.write(SettledBatch(at=time.time(), version=consumer.version, resumed=True))
-                made = cls(training, again, deadline_s, split, consumer, tasks, trained_log)
+                made = cls(training, resumed, deadline_s, split, consumer, tasks, trained_log)
+                made.content_key = content_key
+                made.find_fault = find_fault or made.find_fault
                 async with made._running():
                     yield made
 
@@ -211,7 +221,7 @@ class Feed:
         """Pull groups and ask for tasks until the block ends."""
         work = [
             asyncio.create_task(self._guarded(self._pull()), name=f"pulls of {self.training}"),
-            asyncio.create_task(self._guarded(self._look()), name=f"tasks of {self.training}"),
+            asyncio.create_task(self._guarded(self._poll_tasks()), name=f"tasks of {self.training}"),
         ]
         try:
             yield
@@ -224,9 +234,9 @@ class Feed:
     async def _guarded(self, work: Any) -> None:
         try:
             await work
-        except RolloutMQError as error:
+        except Exception as error:
             logger.exception("no further group comes training=%s", self.training)
-            self._end(error)
+            self._end(_typed(error))
 
     def _end(self, error: RolloutMQError) -> None:
         self._closed, self.error = True, self.error or error
@@ -237,27 +247,27 @@ class Feed:
     # Requests
 
     async def ask(self, key: str, name: str, env: str, payload: Any, size: int) -> Answer:
-        """Return the group of an instance, or why there is none. Waits up to `deadline_s`. Never raises RolloutMQError.
+        """Return the group of an instance, or why there is none. Never raises RolloutMQError.
+
+        Waits up to `deadline_s`, and up to twice `GRACE_S` more while the broker is away.
 
         Cancelled: a group that comes later is filtered.
 
         Args:
             key: What `settle` calls the group.
-            name: Id of its task without the attempt, see `rows.task_name`.
+            name: Id of its task without the attempt.
             env: Environment of the bus.
             payload: Content of the task.
             size: Sequences of the group.
         """
         began = time.monotonic()
         until = began + self.deadline_s
-        if self.again and self.same is not None:
+        if self._catching_up:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.deadline_s):
                     await self._caught_up.wait()
         while True:
-            attempt = self._attempts.get(name, 0)
-            self._attempts[name] = attempt + 1
-            self.counts.asked_again += attempt > 0
+            attempt = self._next_attempt(name)
             task = Task(
                 env=env,
                 payload=payload,
@@ -275,7 +285,23 @@ class Feed:
                     "no group for a prompt task=%s reason=%s detail=%s", task.id, found.missing, found.detail
                 )
                 return replace(found, waited_s=waited_s)
-            return Answer(found.group, waited_s=waited_s, staleness=found.staleness(self.consumer.version))
+            return self._judged(task.id, found, waited_s)
+
+    def _judged(self, task_id: str, held: HeldGroup, waited_s: float) -> Answer:
+        """Return a group, or why the trainer cannot learn from it; both ways it is settled by its key."""
+        fault = self.find_fault(held.group)
+        if not fault:
+            return Answer(held.group, waited_s=waited_s, staleness=held.staleness(self.consumer.version))
+        logger.warning("group unusable task=%s group=%s reason=%s", task_id, held.group_id, fault)
+        return Answer(missing=Missing.UNUSABLE, detail=fault, waited_s=waited_s)
+
+    def _next_attempt(self, name: str) -> int:
+        attempt = self._attempts.pop(name, 0)
+        self._attempts[name] = attempt + 1
+        while len(self._attempts) > REMEMBERED:
+            self._attempts.popitem(last=False)
+        self.counts.asked_again += attempt > 0
+        return attempt
 
     async def _attempt(self, key: str, task: Task, until: float) -> tuple[HeldGroup | Answer, bool]:
         """Ask one task; return what came, and whether another attempt may bring more."""
@@ -297,20 +323,25 @@ class Feed:
             async with asyncio.timeout(max(0.0, until + GRACE_S - time.monotonic())):
                 found = await asked.answer
         except TimeoutError:
+            self._forget(asked)  # a group that comes from now on is late
+            await self._cancel(task.id, "deadline of the trainer")
             found = Answer(missing=Missing.DEADLINE, detail=f"no group after {self.deadline_s:.0f} s")
-            with suppress(RolloutMQError):
-                await self.tasks.cancel([task.id], "deadline of the trainer")
         finally:
-            if self._asked.pop(task.id, None) is not None:
-                self._remember(task.id)
+            self._forget(asked)
         return found, isinstance(found, Answer) and found.missing is Missing.LOST
+
+    async def _cancel(self, task_id: str, reason: str) -> None:
+        """Cancel a task whose group is not needed; a broker that is away is not waited for."""
+        with suppress(RolloutMQError, TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await self.tasks.cancel([task_id], reason[:REASON_CHARS])
 
     def _take_kept(self, task_id: str) -> HeldGroup | None:
         """Return the kept group that answers a task, and keep it no longer."""
-        if task_id in self._kept or self.same is None:
+        if task_id in self._kept or self.content_key is None:
             return self._kept.pop(task_id, None)
-        alike = self.same(task_id)
-        found = next((one for one in self._kept if self.same(one) == alike), None)
+        alike = self.content_key(task_id)
+        found = next((one for one in self._kept if self.content_key(one) == alike), None)
         return None if found is None else self._kept.pop(found)
 
     async def _submitted(self, asked: _Asked, until: float) -> tuple[Answer, bool] | None:
@@ -319,7 +350,7 @@ class Feed:
         try:
             async with asyncio.timeout(max(0.0, until - time.monotonic())):
                 await self.tasks.submit([task], max(0.0, until - time.monotonic()))
-                if not self.again:
+                if not self.resumed:
                     return None
                 [status] = await self.tasks.results([task.id], 0.0)
         except RefusedError as error:
@@ -337,8 +368,11 @@ class Feed:
     def _resolve(self, asked: _Asked, found: HeldGroup | Answer) -> None:
         if not asked.answer.done():
             asked.answer.set_result(found)
-        self._asked.pop(asked.task.id, None)
-        self._remember(asked.task.id)
+        self._forget(asked)
+
+    def _forget(self, asked: _Asked) -> None:
+        if self._asked.pop(asked.task.id, None) is not None:
+            self._remember(asked.task.id)
 
     def _remember(self, task_id: str) -> None:
         self._over[task_id] = None
@@ -350,28 +384,36 @@ class Feed:
     async def _pull(self) -> None:
         while True:
             await self._until_enough()
-            held = await self.consumer.get(LOOK_S)
+            held = await self.consumer.get(POLL_S)
             if held is None:
-                if self.again and not self._caught_up.is_set():
+                if self.resumed and not self._caught_up.is_set():
                     self._caught_up.set()
                     continue  # what was kept may be asked for now
                 if self.consumer.wait is Wait.UNSETTLED:
                     await self._make_room()
-                else:
+                elif self.consumer.wait is Wait.NO_BATCH:
                     self._empty_at = time.monotonic()
                 continue
             self._leases[held.life, held.lease] += 1
             await self._route(held)
 
     async def _until_enough(self) -> None:
-        """Wait until a pull is worth one of the leases; with plenty of them it always is."""
-        while not self.consumer.ready:
+        """Wait until enough answers are ready to spend a lease.
+
+        With plenty of leases they always are, and while requests wait for what the broker delivers again.
+        """
+        while not self.consumer.ready and not self._catching_up:
             left = WINDOW_LIMIT - len(self._leases)
             ready = sum(one.answered_at > 0 for one in self._asked.values())
-            if left > WINDOW_LIMIT // 2 or ready >= enough(len(self._asked), left):
+            if left > WINDOW_LIMIT // 2 or ready >= min_ready(len(self._asked), left):
                 return
             self.consumer.progress()  # it does not hang: it waits for workers
             await self._change()
+
+    @property
+    def _catching_up(self) -> bool:
+        """Whether requests wait until all that the broker delivers again has come."""
+        return self.resumed and self.content_key is not None and not self._caught_up.is_set()
 
     async def _route(self, held: HeldGroup) -> None:
         task_id = held.group.task
@@ -381,10 +423,10 @@ class Feed:
             self._resolve(asked, held)
             if asked.task.id != task_id:
                 self._remember(task_id)
-                await self.tasks.cancel([asked.task.id], f"answered by the group of {task_id}"[:REASON_CHARS])
+                await self._cancel(asked.task.id, f"answered by the group of {task_id}")
             return
         if not task_id.startswith(f"{self.training}/"):
-            self.counts.foreign += 1
+            self.counts.unmatched += 1
         elif task_id in self._over or task_id in self._kept or self._is_of_the_past(held):
             self.counts.late += 1
         else:
@@ -393,52 +435,53 @@ class Feed:
                 return
             await self._make_room()
             return
-        await self._settle((), (held,), None)
+        await self._settle([], [held], None)
 
     def _is_of_the_past(self, held: HeldGroup) -> bool:
         """Return whether a task of an earlier life has come to its end, when all that is delivered again is there."""
-        return self.same is not None and self._caught_up.is_set() and not held.rewound
+        return self.content_key is not None and self._caught_up.is_set() and not held.rewound
 
     def _asked_alike(self, task_id: str) -> _Asked | None:
         """Return a task under way that the group of another task answers, too."""
-        if self.same is None or task_id in self._over:
+        if self.content_key is None or task_id in self._over:
             return None
-        alike = self.same(task_id)
-        return next((one for name, one in self._asked.items() if self.same(name) == alike), None)
+        alike = self.content_key(task_id)
+        return next((one for name, one in self._asked.items() if self.content_key(name) == alike), None)
 
     async def _make_room(self) -> None:
-        """Filter the oldest group that nobody has asked for."""
+        """Filter the newest group that nobody has asked for: groups come again in the order of their steps, so the
+        oldest is the one that is needed next."""
         if self._kept:
-            _, held = self._kept.popitem(last=False)
+            _, held = self._kept.popitem()
             self.counts.evicted += 1
             logger.warning("group filtered before it was asked for task=%s", held.group.task)
-            await self._settle((), (held,), None)
+            await self._settle([], [held], None)
 
     # Tasks
 
-    async def _look(self) -> None:
-        """Ask for the outcome of the open tasks, again and again."""
+    async def _poll_tasks(self) -> None:
+        """Ask for the outcome of the open tasks until cancelled."""
         while True:
             waiting = [name for name, one in self._asked.items() if one.submitted and not one.answered_at]
             if not waiting:
                 await self._change()
             for start in range(0, len(waiting), ASK_LIMIT):
                 part = waiting[start : start + ASK_LIMIT]
-                found = await self.tasks.results(part, LOOK_S, 1)
+                found = await self.tasks.results(part, POLL_S, 1)
                 for status in found:
-                    await self._learn(status)
+                    await self._on_status(status)
                 if any(status.state is TaskState.UNKNOWN for status in found):
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_S)
             self._give_up_the_lost()
 
     async def _change(self) -> None:
         """Wait for a change, or for a moment."""
         self._changed.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(POLL_S):
                 await self._changed.wait()
 
-    async def _learn(self, status: TaskStatus) -> None:
+    async def _on_status(self, status: TaskStatus) -> None:
         asked = self._asked.get(status.id)
         if asked is None:
             return
@@ -464,34 +507,51 @@ class Feed:
         return list(self._out)
 
     async def settle(
-        self, trained: Iterable[str], filtered: Iterable[str], version: PolicyVersion | None = None
+        self,
+        trained: Iterable[str],
+        filtered: Iterable[str],
+        version: PolicyVersion | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> Settled | None:
         """Report the outcome of groups; None if no group belongs to the keys. Waits for the broker.
+
+        Cancelled or late: the groups may or may not be settled, and are still handed out; repeat the call.
 
         Args:
             trained: Keys of groups that an optimizer step used.
             filtered: Keys of groups without a learning signal.
             version: Policy after the step.
+            timeout_s: Longest wait in seconds; None waits without a limit.
 
         Raises:
+            WaitTimeoutError: There is no answer after `timeout_s`.
             ConsumerFencedError: Another process has taken the consumer's place.
             RefusedError: `version` is behind the last settlement.
             ClosedError: The feed is closed.
         """
         if self.error is not None:
             raise self.error
-        used = [held for key in trained for held in self._out.pop(key, ())]
-        unused = [held for key in filtered for held in self._out.pop(key, ())]
+        used, unused = self._take(trained), self._take(filtered)
         if not used and not unused:
             return None
         learned = self.consumer.version
-        settled = await self._settle(used, unused, version)
+        try:
+            settled = await self._settle(_groups(used), _groups(unused), version, timeout_s=timeout_s)
+        except BaseException:
+            for key, held in (*used, *unused):
+                self._out.setdefault(key, []).append(held)
+            raise
         if used:
-            self.tell(self._step(used, unused, learned))
+            self.on_step(self._step(_groups(used), _groups(unused), learned))
         return settled
 
+    def _take(self, keys: Iterable[str]) -> list[tuple[str, HeldGroup]]:
+        """Return the groups that were handed out for keys, and note them as handed out no longer."""
+        return [(key, held) for key in keys for held in self._out.pop(key, ())]
+
     def _step(self, used: list[HeldGroup], unused: list[HeldGroup], learned: PolicyVersion) -> StepDone:
-        """Return the report of a step from the policy `learned`. Its loss is known to SkyRL alone."""
+        """Return the report of a step from the policy `learned`. Its loss is known to the trainer alone."""
         groups = [held.group for held in (*used, *unused)]
         ages = [held.staleness(learned) for held in used]
         began, self._settled_at = self._settled_at, time.monotonic()
@@ -514,11 +574,15 @@ class Feed:
         )
 
     async def _settle(
-        self, trained: Iterable[HeldGroup], filtered: Iterable[HeldGroup], version: PolicyVersion | None
+        self,
+        trained: list[HeldGroup],
+        filtered: list[HeldGroup],
+        version: PolicyVersion | None,
+        *,
+        timeout_s: float | None = None,
     ) -> Settled:
-        trained, filtered = list(trained), list(filtered)
         self.trained_log.write(self._line(trained, filtered, version))
-        settled = await self.consumer.settle(trained, filtered=filtered, version=version)
+        settled = await self.consumer.settle(trained, filtered=filtered, version=version, timeout_s=timeout_s)
         for held in (*trained, *filtered):
             lease = held.life, held.lease
             self._leases[lease] -= 1
@@ -542,6 +606,21 @@ class Feed:
             rewards=tuple(held.group.rewards().mean for held in every),
             rewound=any(held.rewound for held in every),
         )
+
+
+def _groups(taken: Iterable[tuple[str, HeldGroup]]) -> list[HeldGroup]:
+    return [held for _, held in taken]
+
+
+def _typed(error: Exception) -> RolloutMQError:
+    """Return the error that ended a feed as one that callers expect."""
+    if isinstance(error, RolloutMQError):
+        return error
+    ended = ClosedError(
+        f"task feed: {type(error).__name__}: {error}; remove the cause, such as a full disk, and resume the trainer"
+    )
+    ended.__cause__ = error
+    return ended
 
 
 def _log(where: Where, split: Split) -> Path:

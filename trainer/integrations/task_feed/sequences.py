@@ -1,4 +1,8 @@
-"""Sequences of a group, cut at their first sampled token. Pure."""
+"""Sequences of a group, cut at their first trained token. Pure.
+
+The mask may be 0 and 1 or labels, see `schemas.loss_mask`. The first token of a sequence belongs to the prompt even if
+it is marked, because nothing predicts it.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.loss_mask import trained_tokens
 
 STOP = "stop"
 """Reason of a sequence whose group has none."""
@@ -14,13 +19,13 @@ STOP = "stop"
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """One sequence; without a sampled token, or without log-probabilities, all of it is prompt.
+    """One sequence; without a trained token, or without log-probabilities, all of it is prompt.
 
     Attributes:
-        prompt: `(P,)` tokens before the first sampled one.
+        prompt: `(P,)` tokens before the first trained one.
         response: `(R,)` the other tokens, tool results included.
-        mask: `(R,)` bool, the sampled ones of them.
-        logprobs: `(R,)` log-probabilities of the sampling policy, 0 where nothing was sampled.
+        mask: `(R,)` bool, the trained ones of them.
+        logprobs: `(R,)` log-probabilities of the sampling policy, 0 where the mask is.
         score: Raw score.
         stop_reason: Why it ended.
     """
@@ -42,26 +47,23 @@ def sampled_sequences(group: Group) -> list[SampledSequence]:
     """Return the sequences of a group in their order."""
     columns = group.columns
     tokens, scores = columns["tokens"].rows(), columns["scores"].numbers().tolist()
-    masks = columns["mask"].rows() if "mask" in columns else [None] * len(tokens)
+    ends = np.cumsum(columns["tokens"].lengths[0])[:-1]
+    masks = np.split(trained_tokens(group), ends)
     rated = columns.get("inference_logprobs")
-    logprobs: list[Any] = [None] * len(tokens)
-    if rated is not None:
-        logprobs = np.split(rated.numbers(), np.cumsum(rated.lengths[0])[:-1])
+    logprobs: list[Any] = [None] * len(tokens) if rated is None else np.split(rated.numbers(), ends)
     return [_cut(*row) for row in zip(tokens, masks, logprobs, scores, _stop_reasons(group), strict=True)]
 
 
 def _cut(
     tokens: NDArray[Any],
-    mask: NDArray[Any] | None,
+    mask: NDArray[np.bool_],
     logprobs: NDArray[Any] | None,
     score: float,
     stop_reason: str,
 ) -> SampledSequence:
-    chosen = np.zeros(len(tokens), bool) if mask is None else np.asarray(mask).astype(bool)
-    usable = logprobs is not None and chosen.any()
-    start = int(chosen.argmax()) if usable else len(tokens)
-    rated = np.where(chosen, 0.0 if logprobs is None else logprobs, 0.0)
-    return SampledSequence(tokens[:start], tokens[start:], chosen[start:], rated[start:], score, stop_reason)
+    start = len(tokens) if logprobs is None or not mask.any() else int(mask.argmax())
+    rated = np.where(mask, 0.0 if logprobs is None else logprobs, 0.0)
+    return SampledSequence(tokens[:start], tokens[start:], mask[start:], rated[start:], score, stop_reason)
 
 
 def _stop_reasons(group: Group) -> list[str]:

@@ -44,8 +44,8 @@ from rolloutmq.schemas.errors import ConfigError, UsageError, WaitTimeoutError
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
-from rolloutmq.trainer.checkpoint import next_incarnation
-from rolloutmq.trainer.integrations.trl.callback import STEP, force_tree, step_of
+from rolloutmq.trainer.integrations.checkpoints import commit, make_durable, next_life
+from rolloutmq.trainer.integrations.trl.callback import STEP, step_of
 from rolloutmq.trainer.integrations.trl.rows import Demand, PulledGroup, Row, pulled
 from rolloutmq.trainer.step.collate import Bounds
 from rolloutmq.trainer.trained_log import TrainedLog
@@ -133,18 +133,42 @@ class BusRolloutWorker:
         self._synced: list[tuple[int, int]] = []
         """Steps of the bus's policy, ascending, and TRL's version at the first weight sync of each."""
         self._groups = 0
+        self._usable = False
+        """Whether this life has seen a group that TRL can train on."""
         self._taken: deque[int] = deque(maxlen=LAG + 1)
         """Step of the newest batch that was taken as a whole, at the end of the last optimizer steps."""
         self._newest = 0
 
     @property
     def version(self) -> PolicyVersion:
-        """Policy of the weights: after the newest batch that TRL took as a whole; before `start`, that of its life."""
+        """Policy of the weights: after the newest batch that TRL took as a whole; before `start`, that of `begin`.
+
+        Raises:
+            UsageError: Training has not begun.
+        """
         if self._consumer is not None:
             return self._consumer.version
         if self._life is None:
-            self._life = next_incarnation(self._layout.checkpoints if self._layout else self._output_dir)
+            raise UsageError(
+                "rollout_worker: training has not begun; pass callbacks=[worker.callback] to the trainer"
+            )
         return PolicyVersion(self._life, self.resume_step or 0)
+
+    @property
+    def _step(self) -> int:
+        return (self.resume_step or 0) if self._consumer is None else self._consumer.version.step
+
+    def begin(self, resume_step: int | None) -> None:
+        """Begin a life of the trainer, before it publishes any weights; called by the callback. Blocks for the disk.
+
+        Args:
+            resume_step: Step of the policy in the checkpoint that it continues from; None without one.
+
+        Raises:
+            UsageError: The lives cannot be counted in a cloud storage.
+        """
+        self.resume_step = resume_step
+        self._life = next_life(self._where, str(self._output_dir), "output_dir")
 
     def start(self) -> None:
         """Join the bus and begin to pull; called by the trainer.
@@ -156,6 +180,8 @@ class BusRolloutWorker:
         if self._layout is not None:
             require_passed(load_run(self._layout.root)[0])
         self._sample = import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
+        if self._life is None:
+            self.begin(self.resume_step)
         version, layout = self.version, self._layout
         consumer = Consumer.blocking(
             self._where,
@@ -169,6 +195,7 @@ class BusRolloutWorker:
         self._consumer = consumer.__enter__()
         self._life = None  # the next start is another one
         self._newest = version.step
+        self._usable = False
         self._taken = deque([version.step] * (LAG + 1), maxlen=LAG + 1)
         self._stopping.clear()
         self._alive_at = time.monotonic()
@@ -188,7 +215,7 @@ class BusRolloutWorker:
 
     def update_model_version(self, model_version: int) -> None:
         """Note TRL's version of the weights, which are those of the present policy of the bus."""
-        step = self.version.step
+        step = self._step
         if not self._synced or step > self._synced[-1][0]:
             # A new list, because the thread of the rollouts reads it.
             self._synced = [*self._synced[1 - SYNCS :], (step, model_version)]
@@ -223,7 +250,8 @@ class BusRolloutWorker:
     def commit(self) -> None:
         """Report that a checkpoint on disk covers `step_covered`."""
         if self._consumer is not None:
-            self._consumer.commit(PolicyVersion(self._consumer.version.incarnation, self.step_covered))
+            version = PolicyVersion(self._consumer.version.incarnation, self.step_covered)
+            commit(self._consumer.commit, version)
 
     def _run(self, version: PolicyVersion, log: Path) -> None:
         try:
@@ -255,8 +283,9 @@ class BusRolloutWorker:
             for group, age in zip(batch.groups, batch.staleness(), strict=True)
         ]
         usable = [group for group in groups if not group.fault]
-        if groups and not usable:
-            raise UsageError(f"no group of a batch can be trained on: {groups[0].fault}")
+        if groups and not usable and not self._usable:
+            raise UsageError(f"no group of the first batch can be trained on: {groups[0].fault}")
+        self._usable = self._usable or bool(usable)
         for group in usable:
             for sample in self._samples(group, self.model_version(version.step - group.staleness)):
                 self.rollout_buffer.put(sample)
@@ -277,6 +306,8 @@ class BusRolloutWorker:
         assert self._consumer is not None
         usable = [group for group in groups if not group.fault]
         faulty = [group for group in groups if group.fault]
+        for group in faulty:
+            logger.warning("group rejected group=%s reason=%s", group.group_id, group.fault)
         journal.write(
             SettledBatch(
                 at=time.time(),
@@ -378,8 +409,9 @@ class AsyncCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {"args": {}, "attributes": {STEP: self._worker.step_covered}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:  # noqa: ARG002
-        """Continue from the step of the checkpoint; the trainer starts the worker afterwards."""
-        self._worker.resume_step = step_of(state, type(self).__name__)
+        """Continue from the step of the checkpoint; the trainer publishes and starts the worker afterwards."""
+        if state.is_world_process_zero:
+            self._worker.begin(step_of(state, type(self).__name__))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:  # noqa: ARG002
         """Note the step."""
@@ -389,5 +421,5 @@ class AsyncCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Commit, once the checkpoint is on disk."""
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and path.is_dir():
-            force_tree(path)
+            make_durable(path)
             self._worker.commit()

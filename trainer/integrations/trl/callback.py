@@ -10,7 +10,6 @@ from typing import Any, Final, Protocol
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from rolloutmq.bus.files import force
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.trainer.integrations.trl.settings import ignores_logprobs
@@ -84,9 +83,7 @@ class BusCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if training.step_covered is None:
             logger.warning("checkpoint inside a generation, not resumable path=%s", path)
             return
-        if training.leads and path.is_dir():
-            force_tree(path)
-        training.commit()
+        training.commit(path)
 
     def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
         """Note the loss, for the run's own displays."""
@@ -139,12 +136,3 @@ def _step(saved: Any) -> int | None:
     attributes = saved.get("attributes") if isinstance(saved, dict) else None
     step = attributes.get(STEP) if isinstance(attributes, dict) else None
     return step if isinstance(step, int) else None
-
-
-def force_tree(root: Path) -> None:
-    """Sync a directory and everything in it to disk. Blocks."""
-    for directory, _, files in os.walk(root):
-        for name in files:
-            force(Path(directory) / name)
-        force(Path(directory))
-    force(root.parent)

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.consumer.client import BlockingConsumer, Consumer
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.tasks.client import TaskClient
@@ -40,7 +40,7 @@ from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
-from rolloutmq.trainer.checkpoint import next_incarnation
+from rolloutmq.trainer.integrations.checkpoints import next_life
 from rolloutmq.trainer.integrations.trl.callback import BusCallback, last_checkpoint
 from rolloutmq.trainer.integrations.trl.publishing import (
     NoPublication,
@@ -231,60 +231,72 @@ class BusRollouts:
         generation = self.check(args)
         require_whole_generations(args, state, generation)
         leads = args.process_index == 0
-        counter = self._layout.checkpoints if self._layout else Path(args.output_dir)
-        incarnation = max(from_all([next_incarnation(counter) if leads else 0]))
-        version = PolicyVersion(incarnation, step or 0)
+        counted = next_life(self._where, args.output_dir, "output_dir") if leads else 0
+        version = PolicyVersion(max(from_all([counted])), step or 0)
         demand = Demand(
             generation.group_size,
             args.temperature,
             Bounds(policy_vocabulary(model), policy_positions(model)),
         )
-        stack = self._stack
-        self._publication.close()  # that of an earlier training in this block
-        publication: Publication = NoPublication()
-        if self._run is not None and self._layout is not None and self._publishes(self._run):
-            publishing = published(
-                model, tokenizer, self._tensors, self._run, self._layout, version, leads=leads
-            )
-            publication = self._publication.enter_context(publishing)
-            stack.push(self._publication)
-        log = self._layout.trained if self._layout and leads else Path(os.devnull)
-        ranks = args.world_size
-        consumer = stack.enter_context(
-            Consumer.blocking(
-                self._where,
-                sequences=generation.rows * ranks,
-                consumer=f"{self._name}-{args.process_index}",
-                group=self._name,
-                rank=args.process_index,
-                world_size=ranks,
-                info=RunInfo(
-                    batch_sequences=generation.rows * ranks,
-                    max_tokens=demand.bounds.positions,
-                    checkpoint_dir=str(Path(args.output_dir).absolute()),
-                    starting_step=version.step,
-                    total_steps=version.step + (state.max_steps - state.global_step) // generation.steps,
-                    started=True,
-                ),
-                resume=version,
-                timeout_s=self._timeout_s,
-            )
+        publication = self._published(model, tokenizer, version, leads=leads)
+        steps = (state.max_steps - state.global_step) // generation.steps
+        info = RunInfo(
+            batch_sequences=generation.rows * args.world_size,
+            max_tokens=demand.bounds.positions,
+            checkpoint_dir=str(Path(args.output_dir).absolute()),
+            starting_step=version.step,
+            total_steps=version.step + steps,
+            started=True,
         )
-        journal = stack.enter_context(closing(TrainedLog(log)))
-        if incarnation:
-            journal.write(SettledBatch(at=time.time(), version=version, resumed=True))
         self.training = Training(
-            consumer,
-            journal,
-            publication,
-            self._teller() if leads else lambda _event: None,
-            demand,
-            generation,
-            version,
-            args.process_index,
-            ranks,
+            consumer=self._consumer(args, info, version),
+            journal=self._journal(version, leads=leads),
+            publication=publication,
+            tell=self._teller() if leads else lambda _event: None,
+            demand=demand,
+            generation=generation,
+            version=version,
+            rank=args.process_index,
+            ranks=args.world_size,
         )
-        logger.info("joined incarnation=%d step=%d ranks=%d", incarnation, version.step, ranks)
+        joined = version.incarnation, version.step, args.world_size
+        logger.info("joined incarnation=%d step=%d ranks=%d", *joined)
+
+    def _published(self, model: Any, tokenizer: Any, version: PolicyVersion, *, leads: bool) -> Publication:
+        """Return what the weights of a training are published to, in place of that of the training before."""
+        assert self._stack is not None
+        self._publication.close()
+        if self._run is None or self._layout is None or not self._publishes(self._run):
+            return NoPublication()
+        publishing = published(model, tokenizer, self._tensors, self._run, self._layout, version, leads=leads)
+        publication = self._publication.enter_context(publishing)
+        self._stack.push(self._publication)
+        return publication
+
+    def _consumer(self, args: Any, info: RunInfo, version: PolicyVersion) -> BlockingConsumer:
+        """Return the connection of this rank."""
+        assert self._stack is not None
+        opening = Consumer.blocking(
+            self._where,
+            sequences=info.batch_sequences,
+            consumer=f"{self._name}-{args.process_index}",
+            group=self._name,
+            rank=args.process_index,
+            world_size=args.world_size,
+            info=info,
+            resume=version,
+            timeout_s=self._timeout_s,
+        )
+        return self._stack.enter_context(opening)
+
+    def _journal(self, version: PolicyVersion, *, leads: bool) -> TrainedLog:
+        """Return the log of the settlements. It comes after the consumer, which fences an earlier life."""
+        assert self._stack is not None
+        log = self._layout.trained if self._layout and leads else Path(os.devnull)
+        journal = self._stack.enter_context(closing(TrainedLog(log)))
+        if version.incarnation:
+            journal.write(SettledBatch(at=time.time(), version=version, resumed=True))
+        return journal
 
     def _teller(self) -> Callable[[StepDone], None]:
         """Return what publishes the report of a step, for `status`, `top` and the checks of the rewards' health."""

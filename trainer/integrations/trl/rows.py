@@ -12,7 +12,7 @@ advantage.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,10 @@ from numpy.typing import NDArray
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.loss_mask import trained_tokens
 from rolloutmq.schemas.wire.health import LaneScores
-from rolloutmq.trainer.step import collate, overrides
+from rolloutmq.trainer.integrations.judgement import Judge
+from rolloutmq.trainer.step import overrides
 from rolloutmq.trainer.step.collate import Bounds
 from rolloutmq.trainer.step.lane_scores import lane_scores
-
-UNUSED: Final = ("advantages", "distill_token_ids", "distill_logprobs")
-"""Columns that change a step of the shipped trainer and that TRL would ignore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +105,9 @@ def _fault(group: Group, demand: Demand) -> str:
             f"group {group.group_id}: has {group.sequences} sequences, num_generations is {demand.group_size}; "
             f"set environment.{group.env or 'NAME'}.group_size to the same number"
         )
-    for name in UNUSED:
-        if name in group.columns:
-            return f"{name}: TRL computes its own and would ignore the column; leave it out, or use another trainer"
-    if fault := collate.find_fault(group, demand.bounds) or overrides.find_fault(group):
-        return fault
-    warm = collate.temperatures(group)[trained_tokens(group)]
-    if not np.allclose(warm, demand.temperature, rtol=1e-6):
-        sampled = float(warm[~np.isclose(warm, demand.temperature, rtol=1e-6)][0])
-        return (
-            f"temperatures: the group was sampled at {sampled:g}, TRL scores at temperature={demand.temperature:g}; "
-            "set GRPOConfig.temperature to the same number"
-        )
-    return ""
+    return Judge("TRL", demand.temperature, "GRPOConfig.temperature", demand.bounds, zeroes=True).find_fault(
+        group
+    )
 
 
 def _rows(group: Group, staleness: int) -> Iterable[Row]:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from rolloutmq.schemas.files import SettledBatch
 from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected
+from rolloutmq.trainer.integrations.checkpoints import commit, make_durable
 from rolloutmq.trainer.integrations.trl.publishing import Publication
 from rolloutmq.trainer.integrations.trl.rows import (
     Demand,
@@ -60,6 +62,7 @@ class Training:
 
     def __init__(
         self,
+        *,
         consumer: BlockingConsumer,
         journal: TrainedLog,
         publication: Publication,
@@ -254,11 +257,20 @@ class Training:
         self.version, self._batch, self._groups = after, None, []
         return any(from_all([reply.commit_wanted]))
 
-    def commit(self) -> None:
-        """Report that a checkpoint covers the policy, once all ranks have written theirs."""
-        from_all([0])
-        if self.leads:
-            self.consumer.commit(self.version)
+    def commit(self, path: Path) -> None:
+        """Report that a checkpoint covers the policy, once all ranks have written theirs and it is on disk.
+
+        Args:
+            path: Its folder.
+        """
+        from_all([0])  # the others may still write their random states
+        if not self.leads:
+            return
+        if not path.is_dir():
+            logger.warning("checkpoint is not there, and not committed path=%s", path)
+            return
+        make_durable(path)
+        commit(self.consumer.commit, self.version)
 
     def end(self) -> None:
         """Settle a batch that was used in part: its groups were trained on, and must not come again."""

@@ -7,7 +7,7 @@ TransferQueue keeps nothing beyond its process. So a group is settled only once 
 delivers again what a killed trainer had put and not used, or used after its checkpoint. Nothing is raised for a single
 prompt: a group that failed, is late or lost makes its prompt a `failure`, which verl's replay buffer replaces.
 
-The connection lives in a thread of its own, so heartbeats and puts go on while a training step blocks.
+The bridge works in the thread of its connection, so puts go on while a training step blocks.
 """
 
 import asyncio
@@ -16,31 +16,21 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-from rolloutmq.bus.blocking import LoopThread
-from rolloutmq.bus.encoding import topics
-from rolloutmq.bus.transport.endpoint import is_address, resolve
-from rolloutmq.bus.transport.pubsub import Publisher
-from rolloutmq.schemas.errors import ClosedError, ConfigError, UsageError, WaitTimeoutError
-from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.errors import ClosedError, ConfigError, UsageError
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
-from rolloutmq.trainer.checkpoint import next_incarnation
+from rolloutmq.trainer.integrations.checkpoints import next_life
+from rolloutmq.trainer.integrations.judgement import Judge
 from rolloutmq.trainer.integrations.task_feed.answers import Missing
+from rolloutmq.trainer.integrations.task_feed.connection import FeedConnection, find_problem
 from rolloutmq.trainer.integrations.task_feed.feed import Feed
-from rolloutmq.trainer.integrations.verl.prompts import Prompt, same
+from rolloutmq.trainer.integrations.verl.prompts import Prompt, content_key
 from rolloutmq.trainer.integrations.verl.rows import Status, trajectories
 
 logger = logging.getLogger(__name__)
-
-EVALUATED: Final = PolicyVersion(0, 1 << 62)
-"""Version that covers every group of a validation: nobody resumes one."""
-COMMIT_S: Final = 60.0
-"""Longest wait of a commit; the next one covers it."""
 
 
 class Store(Protocol):
@@ -95,10 +85,9 @@ class BusOptions:
         made = cls(**given)
         if not (made.environment or made.environments):
             raise ConfigError("bus.environment", "must name an environment of the run (got none)")
-        if not 0 < len(made.name) <= 40 or not made.name.replace("-", "").replace("_", "").isalnum():
-            raise ConfigError("bus.name", f"must be 1 to 40 letters, digits, - or _ (got {made.name!r})")
-        if made.deadline_s <= 0:
-            raise ConfigError("bus.deadline_s", f"must be positive (got {made.deadline_s})")
+        problem = find_problem(made.name, made.deadline_s)
+        if problem is not None:
+            raise ConfigError(f"bus.{problem[0]}", problem[1])
         return made
 
     def environment_of(self, prompt: Prompt) -> str:
@@ -115,22 +104,30 @@ class Bridge:
         options: Settings of the bus.
         store: What the groups are put into.
         info: Description of the run; `batch_sequences` is required.
-        checkpoints: Folder of the trainer's checkpoints, for a run that is not on this machine.
+        temperature: `actor_rollout_ref.rollout.temperature`, at which verl scores. Groups of another one are failures.
+        checkpoints: Folder of the trainer's checkpoints, which counts its lives if the run is not on this machine.
+        connection: Connection to the bus.
     """
 
     options: BusOptions
     store: Store
     info: RunInfo
-    checkpoints: Path
-    _loop: LoopThread | None = None
-    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-    _training: Feed | None = None
-    _validation: Feed | None = None
+    checkpoints: str
+    temperature: float = 1.0
     _incarnation: int = 0
     _used: dict[int, tuple[set[str], set[str]]] = field(default_factory=dict)
     """Prompts of each step that is not settled: those with trajectories, and those without."""
     _missing: Counter[Missing] = field(default_factory=Counter)
     _closing: bool = False
+
+    def __post_init__(self) -> None:
+        self.connection = FeedConnection(
+            self.options.where,
+            name=self.options.name,
+            batch_sequences=self.info.batch_sequences,
+            deadline_s=self.options.deadline_s,
+            timeout_s=self.options.timeout_s,
+        )
 
     # Prompts
 
@@ -143,43 +140,19 @@ class Bridge:
         """
         if not prompts:
             return
-        loop = self._loop = self._loop or LoopThread(f"rolloutmq {self.options.name}")
-        if prompts[0].validates:
-            if self._validation is None:
-                self._validation = loop.run(self._open(Split.EVAL, None))
-            feed = self._validation
-        else:
-            if self._training is None:
-                self._training = loop.run(self._join(prompts[0].step - 1))
-            feed = self._training
-        loop.future(self._submitted(feed, prompts)).add_done_callback(_log_failure)
+        validates = prompts[0].validates
+        if not validates and not self.connection.joined:
+            self._join(prompts[0].step - 1)
+        feed = self.connection.run(self.connection.evaluation()) if validates else self.connection.training
+        self.connection.future(self._submitted(feed, prompts)).add_done_callback(_log_failure)
 
-    async def _join(self, step: int) -> Feed:
-        where = self.options.where
-        counter = self.checkpoints if is_address(where) else RunLayout(Path(where)).checkpoints
-        self._incarnation = await asyncio.to_thread(next_incarnation, counter)
+    def _join(self, step: int) -> None:
+        self._incarnation = next_life(self.options.where, self.checkpoints, "trainer.default_local_dir")
         version = PolicyVersion(self._incarnation, step)
-        feed = await self._open(Split.TRAIN, version)
-        feed.same = same
-        events = self._stack.enter_context(Publisher((await resolve(where)).publish))
-        feed.tell = lambda event: events.publish(topics.STEP, event)
+        judge = Judge("verl", self.temperature, "actor_rollout_ref.rollout.temperature")
+        self.connection.join(version, self.info, content_key, judge.find_fault)
         atexit.register(self.close)
         logger.info("joined the bus incarnation=%d step=%d", version.incarnation, version.step)
-        return feed
-
-    async def _open(self, split: Split, resume: PolicyVersion | None) -> Feed:
-        opening = Feed.open(
-            self.options.where,
-            training=self.options.name,
-            batch_sequences=self.info.batch_sequences,
-            deadline_s=self.options.deadline_s,
-            split=split,
-            resume=resume,
-            again=resume is not None and resume > PolicyVersion(),
-            info=self.info if resume is not None else None,
-            timeout_s=self.options.timeout_s,
-        )
-        return await self._stack.enter_async_context(opening)
 
     async def _submitted(self, feed: Feed, prompts: Sequence[Prompt]) -> None:
         await self._tag(prompts, Status.RUNNING)
@@ -199,8 +172,7 @@ class Bridge:
         try:
             await self._tag([prompt], status)
             if prompt.validates:
-                await feed.settle((prompt.uid,), ())
-                await feed.consumer.commit(EVALUATED)
+                await self.connection.evaluated()
         except Exception:
             logger.exception("status not reported uid=%s status=%s", prompt.uid, status)
 
@@ -244,8 +216,8 @@ class Bridge:
 
     def drop(self, uids: Iterable[str]) -> None:
         """Report prompts that the replay buffer has dropped: their groups are filtered. Waits for the broker."""
-        if self._loop is not None and self._training is not None:
-            self._loop.run(self._training.settle((), sorted(uids)))
+        if self.connection.joined:
+            self.connection.run(self.connection.training.settle((), sorted(uids)))
 
     def finish(self, step: int) -> None:
         """Settle the groups of all steps up to this one. Waits for the broker.
@@ -254,29 +226,25 @@ class Bridge:
             ConsumerFencedError: Another process has taken the place of this trainer.
         """
         for number in sorted(self._used):
-            if number <= step and self._loop is not None and self._training is not None:
+            if number <= step and self.connection.joined:
                 used, unused = self._used[number]
                 version = PolicyVersion(self._incarnation, number)
-                self._loop.run(self._training.settle(sorted(used), sorted(unused - used), version))
+                settling = self.connection.training.settle(sorted(used), sorted(unused - used), version)
+                self.connection.run(settling)
                 del self._used[number]
 
     def commit(self, step: int) -> None:
-        """Report a durable checkpoint of a step: the broker may delete its groups. Blocks for at most `COMMIT_S`.
+        """Report a durable checkpoint of a step: the broker may delete its groups. Blocks for at most a minute.
 
         Raises:
             RefusedError: The broker does not accept the commit.
         """
-        if self._loop is None or self._training is None:
-            return
-        version = PolicyVersion(self._incarnation, step)
-        try:
-            self._loop.run(self._training.consumer.commit(version, timeout_s=COMMIT_S))
-        except WaitTimeoutError as error:
-            logger.warning("checkpoint not reported version=%s error=%s", version, error)
+        if self.connection.joined:
+            self.connection.commit(PolicyVersion(self._incarnation, step))
 
     def metrics(self) -> dict[str, float]:
         """Return the prompts without a whole group since the last call, by reason: the same names in every call."""
-        counted = Counter[Missing]() if self._loop is None else self._loop.call(self._take_missing)
+        counted = self.connection.call(self._take_missing) if self.connection.joined else Counter[Missing]()
         return {f"bus/groups_{why}_total": float(counted[why]) for why in Missing}  # verl adds up a `total`
 
     def _take_missing(self) -> Counter[Missing]:
@@ -285,16 +253,9 @@ class Bridge:
 
     def close(self) -> None:
         """Leave the bus; groups that are not settled return to the queue. Blocks. May be called twice."""
-        loop, self._loop = self._loop, None
-        if loop is None:
-            return
         self._closing = True
         atexit.unregister(self.close)
-        try:
-            loop.run(self._stack.aclose())
-        finally:
-            loop.close()
-            self._training = self._validation = None
+        self.connection.close()
 
 
 def _log_failure(submitted: "Future[None]") -> None:

@@ -8,7 +8,6 @@ Each prompt is one task for an environment of the bus. verl goes on at once and 
 
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +18,8 @@ from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.integrations.verl.bridge import Bridge, BusOptions, opened
 from rolloutmq.trainer.integrations.verl.prompts import Prompt, Sampling, prompts_of
+from rolloutmq.trainer.integrations.verl.sampling import BusCheckpoint, BusReplayBuffer, BusReplayBufferAsync
+from rolloutmq.trainer.integrations.verl.settings import require_classes
 from rolloutmq.trainer.integrations.verl.store import TransferQueueStore
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ class BusAgentLoopManager:
         bridge: Connection to the bus, which the replay buffer and the checkpoint callback find, too.
 
     Raises:
-        ConfigError: A setting of `bus` is wrong, or verl distills; names the setting.
+        ConfigError: A setting of `bus` is wrong, verl distills, or its trainer lacks a class of the adapter; names the
+            setting.
     """
 
     def __init__(
@@ -51,6 +53,8 @@ class BusAgentLoopManager:
             raise ConfigError(
                 "distillation", "must be off, because verl's teachers see no group of the bus (got on)"
             )
+        synchronous = config.trainer.v1.trainer_mode == "sync"
+        require_classes(config, BusReplayBuffer if synchronous else BusReplayBufferAsync, BusCheckpoint)
         rollout = config.actor_rollout_ref.rollout
         self._training, self._validation = _sampling(rollout), _sampling(rollout.val_kwargs)
         trainer, data = config.trainer, config.data
@@ -67,7 +71,8 @@ class BusAgentLoopManager:
                     total_steps=trainer.get("total_training_steps") or 0,
                     started=True,
                 ),
-                checkpoints=Path(trainer.default_local_dir),
+                checkpoints=str(trainer.default_local_dir),
+                temperature=float(rollout.temperature),
             )
         )
         reopened = store.reopen("train")

@@ -1,7 +1,7 @@
 """Prompts of a verl batch, and their tasks. Pure.
 
 verl draws a new uid each time that it reads a row of its data set, also for the same row after a resume. So the id of a
-task names the content of the prompt before the uid: a group answers any prompt of the same content, see `same`.
+task names the content of the prompt before the uid: a group answers any prompt of the same content, see `content_key`.
 """
 
 import hashlib
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.trainer.integrations.task_feed.payloads import plain
 
 UNCARRIED: Final = frozenset({"uid", "dummy_tensor", "global_steps", "agent_name"})
 """Fields of a prompt that are no part of its content."""
@@ -82,7 +82,7 @@ class Prompt:
         return f"{training}/{phase}/{digest}/{uid}"
 
 
-def same(task_id: str) -> str:
+def content_key(task_id: str) -> str:
     """Return what the ids of two tasks have in common if the group of one answers the other."""
     return task_id.rpartition("/")[0]
 
@@ -106,17 +106,6 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], training: Sampling, validation
         size, step = sessions if asked is None else int(asked), int(fields.get("global_steps", 0))
         found.append(Prompt(str(fields["uid"]), fields, size, step, params, validates))
     return found
-
-
-def plain(value: Any) -> Any:
-    """Return a value without numpy and torch, as msgpack can carry it; what is unknown stays as it is."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if isinstance(value, np.ndarray | np.generic) or hasattr(value, "tolist"):
-        return plain(value.tolist()) if isinstance(value, np.ndarray) else value.tolist()
-    return value
 
 
 def _encoded(content: Mapping[str, Any]) -> bytes:

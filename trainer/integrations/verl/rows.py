@@ -3,8 +3,8 @@
     {uid}                 a prompt; its tag `status` is pending, running, finished or failure
     {uid}_{session}_0     a trajectory, with the fields of an agent loop's output and of its prompt
 
-A sequence of the bus begins with its prompt: the tokens before the first sampled one. The rest is verl's response, with
-mask 0 where the policy sampled nothing. Nothing is decoded, tokenized or padded; log-probabilities are verl's f32.
+A sequence of the bus begins with its prompt: the tokens before the first trained one. The rest is verl's response, with
+mask 0 where nothing is trained. Nothing is decoded, tokenized or padded; log-probabilities are verl's f32.
 
 A trajectory that verl cannot train on is left out, and so is one beyond the sessions that verl asked for. verl calls a
 prompt with fewer trajectories than sessions a failure.
@@ -64,7 +64,7 @@ def trajectories(group: Group, prompt: Prompt) -> Trajectories:
     found = Trajectories([], [], [], prompt.size)
     live = 0
     for session, sequence in enumerate(sampled_sequences(group)[: prompt.size]):
-        if not sequence.usable or not len(sequence.prompt):
+        if not sequence.usable:
             continue
         live += 1
         found.keys.append(f"{prompt.uid}_{session}_0")

@@ -22,7 +22,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
+from rolloutmq.trainer.integrations.checkpoints import make_durable
 from rolloutmq.trainer.integrations.verl.bridge import current
+from rolloutmq.trainer.integrations.verl.settings import own_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +36,19 @@ class _Settling:
     """Mixin for verl's replay buffers.
 
     Args:
-        sampler_kwargs: Further arguments of verl's replay buffer, such as `filter_groups_metric`: verl gives them to
-            its own classes alone.
+        refill_fn: verl's method that replaces prompts. Its trainer has the settings that verl gives to its own replay
+            buffers alone, such as `algorithm.filter_groups`.
+        sampler_kwargs: Further arguments of verl's replay buffer, such as `poll_interval`.
     """
 
     _step = 0
 
-    def __init__(self, *args: Any, sampler_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, sampler_kwargs=sampler_kwargs, **{**kwargs, **(sampler_kwargs or {})})  # type: ignore[call-arg]
+    def __init__(
+        self, *, refill_fn: Any, sampler_kwargs: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        trainer = refill_fn.__self__
+        own = own_arguments(trainer.config, trainer._resolve_filter_groups_metric(), sampler_kwargs or {})
+        super().__init__(refill_fn=refill_fn, sampler_kwargs=sampler_kwargs, **kwargs | own)  # type: ignore[call-arg]
 
     def sample(
         self, global_steps: int, partition_id: str, batch_size: int
@@ -95,6 +102,8 @@ class BusCheckpoint(CheckpointCallback):  # type: ignore[misc]
         bridge.finish(global_step)
         durable = _durable(Path(checkpoint_dir).parent) if async_save else global_step
         if durable is not None:
+            folder = Path(checkpoint_dir).parent
+            make_durable(folder / f"global_step_{durable}", [TRACKER])
             bridge.commit(durable)
 
 

@@ -197,8 +197,15 @@ async def play(run_dir: Path, **plan: Any) -> Played:
     record = run_dir.parent / "record.jsonl"
     record.unlink(missing_ok=True)
     spec = {"run_dir": str(run_dir), "record": str(record), "size": SIZE, "kind": "sim", **plan}
+    code, output = await run(PLAYER, spec)
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    return Played(code, output, lines)
+
+
+async def run(script: Path, spec: dict[str, Any]) -> tuple[int, str]:
+    """Run a script with SkyRL to its end; return its exit code and its output."""
     process = await asyncio.create_subprocess_exec(
-        str(PYTHON), "-c", START, str(PLAYER), json.dumps(spec),
+        str(PYTHON), "-c", START, str(script), json.dumps(spec),
         env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -211,8 +218,7 @@ async def play(run_dir: Path, **plan: Any) -> Played:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-    return Played(process.returncode or 0, output.decode(errors="replace"), lines)
+    return process.returncode or 0, output.decode(errors="replace")
 
 
 def verify(run_dir: Path) -> str:

@@ -11,7 +11,6 @@ from rolloutmq.trainer.integrations.skyrl.rows import (
     TASK_CHARS,
     Rows,
     bus_metrics,
-    plain,
     prompt_groups,
     task_name,
 )
@@ -71,10 +70,6 @@ def test_trajectories_without_ids_are_instances_of_their_own() -> None:
     assert found[0].payload["env_extras"] == {}
 
 
-def test_plain_values_have_no_numpy() -> None:
-    assert plain({"a": (np.float32(0.5), [np.array([True])]), 1: b"x"}) == {"a": [0.5, [[True]]], "1": b"x"}
-
-
 def test_a_task_has_the_same_name_in_every_life_and_another_in_every_epoch() -> None:
     assert task_name("skyrl", "train", "e0", "17") == "skyrl/train/e0/17"
     assert task_name("skyrl", "train", "e1", "17") == "skyrl/train/e1/17"
@@ -109,14 +104,17 @@ def test_the_bits_of_a_float32_stay() -> None:
     assert rows.logprobs == [[exact]]
 
 
-def test_missing_trajectories_are_masked_and_do_not_move_the_baseline() -> None:
+def test_missing_trajectories_are_masked_and_move_neither_the_baseline_nor_the_deviation() -> None:
     rows = Rows(4, pad=1)
     assert rows.fill((0, 1, 2, 3), Answer(group())) == 2
     assert rows.prompts[2:] == [[5, 6]] * 2
     assert rows.responses[2:] == [[1]] * 2
     assert rows.masks[2:] == [[0]] * 2
     assert rows.logprobs[2:] == [[0.0]] * 2
-    assert rows.rewards == [1.0, 0.0, 0.5, 0.5]
+    assert rows.rewards == [1.0, 0.0, 1.0, 0.0]
+    assert [float(np.mean(rows.rewards)), float(np.std(rows.rewards))] == [0.5, 0.5], (
+        "as of the two that came"
+    )
     assert rows.stop_reasons[2:] == ["short"] * 2
 
 

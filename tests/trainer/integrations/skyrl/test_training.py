@@ -168,6 +168,40 @@ async def test_groups_without_variance_are_filtered_and_a_last_short_mini_batch_
     verify(run_dir)
 
 
+async def test_a_trainer_that_is_killed_after_an_exhausted_epoch_gets_its_step_again(run_dir: Path) -> None:
+    """SkyRL saves an exhausted epoch under the number of the step that it has yet to take."""
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {"2": "flat", "5": "flat", "9": "flat"})
+    plan: dict[str, Any] = {
+        "weights": str(stage.weights),
+        "batch": BATCH,
+        "rows": 12,
+        "epochs": 2,
+        "kind": "async",
+    }
+    saves = {
+        "trainer.algorithm.zero_variance_filter": True,
+        "trainer.fully_async.sample_full_batch": True,
+        "trainer.ckpt_interval": 100,
+        "trainer.resume_mode": "latest",
+    }
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            first = await play(run_dir, dies_at=4, settings=saves, **plan)
+            assert first.code == -signal.SIGKILL, first.output
+            second = await play(run_dir, settings=saves, **plan)
+        assert second.code == 0, second.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert [one["step"] for one in first.of("step")] == [1, 2, 3, 4]
+    assert [one["step"] for one in second.of("step")] == [4, 5], "SkyRL skips a number"
+    assert len(stage.trained_on) == len({name for name, _ in stage.answered}) == 24, "none is sampled twice"
+    assert second.of("end") == [{"incarnation": 1, "step": 4}]
+    assert (ledger.trained + ledger.committed, ledger.filtered) == (16, 8)
+    assert (ledger.queued, ledger.leased) == (0, 0)
+    verify(run_dir)
+
+
 async def test_the_synchronous_trainer_settles_commits_and_resumes(run_dir: Path) -> None:
     layout, settings = RunLayout(run_dir), config(durability="os")
     write_json(layout.config, settings)

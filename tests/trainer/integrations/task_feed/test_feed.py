@@ -22,12 +22,13 @@ from rolloutmq.schemas.errors import ClosedError, ConsumerFencedError
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply, StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import WINDOW_LIMIT
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.monitor.text.jsonl import read_lines
 from rolloutmq.trainer.integrations.task_feed import feed as feeds
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
-from rolloutmq.trainer.integrations.task_feed.feed import Feed, enough
+from rolloutmq.trainer.integrations.task_feed.feed import Feed, min_ready
 
 LIMIT_S = 60.0
 
@@ -39,7 +40,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "ATTEMPT_S", 0.5)
     monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
     monkeypatch.setattr(connection, "REPEAT_S", 0.1)
-    monkeypatch.setattr(feeds, "LOOK_S", 0.1)
+    monkeypatch.setattr(feeds, "POLL_S", 0.1)
     monkeypatch.setattr(feeds, "LOST_S", 0.5)
     monkeypatch.setattr(feeds, "GRACE_S", 0.5)
 
@@ -125,7 +126,7 @@ async def test_groups_are_matched_by_their_task_in_any_order(run_dir: Path, brok
         found = await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
         assert [one.group and int(one.group["tokens"][0][0]) for one in found] == list(range(8))
         told: list[StepDone] = []
-        feed.tell = told.append
+        feed.on_step = told.append
         await feed.settle(["0", "3"], ["5"], PolicyVersion(0, 1))
         [step] = told
         assert (step.step, step.groups, step.filtered, step.tokens, step.reward) == (1, 3, 1, 8, 0.5)
@@ -145,6 +146,36 @@ async def test_the_same_instance_again_is_a_new_task(run_dir: Path, broker: Brok
             assert (await asyncio.wait_for(asked, LIMIT_S)).group is not None
         await feed.settle(["1"], ())
         assert (await counts(broker)).trained == 2
+
+
+async def test_a_group_that_the_trainer_cannot_learn_from_is_filtered_with_the_reason(
+    run_dir: Path, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find_fault(group: Group) -> str:
+        return "temperatures: 0.7" if group.task.endswith("/1~0") else ""
+
+    async with joined(run_dir, find_fault=find_fault) as feed, worker(run_dir) as (producer, taker):
+        asked = [ask(feed, uid) for uid in "12"]
+        for task in await taken(taker, 2):
+            await producer.send(answer(task))
+        bad, good = await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
+        assert (bad.group, bad.missing, bad.detail) == (None, Missing.UNUSABLE, "temperatures: 0.7")
+        assert good.group is not None
+        assert "reason=temperatures: 0.7" in caplog.text
+        await feed.settle(["2"], ["1"], PolicyVersion(0, 1))
+        ledger = await counts(broker)
+    assert (ledger.trained, ledger.filtered, ledger.leased) == (1, 1, 0)
+
+
+@pytest.mark.usefixtures("broker")
+async def test_what_is_remembered_of_prompts_is_bounded(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "REMEMBERED", 2)
+    async with joined(run_dir) as feed:
+        for number in range(4):
+            await asyncio.wait_for(ask(feed, str(number), env="nobody"), LIMIT_S)
+        assert list(feed._attempts) == ["t/train/e0/2", "t/train/e0/3"]
 
 
 @pytest.mark.usefixtures("broker")
@@ -179,17 +210,69 @@ async def test_a_late_group_is_filtered(run_dir: Path, broker: Broker) -> None:
 
 
 @pytest.mark.usefixtures("broker")
+async def test_a_group_that_comes_while_its_task_is_cancelled_is_late(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(run_dir, deadline_s=0.5) as feed, worker(run_dir) as (producer, taker):
+        cancelling = asyncio.Event()
+
+        async def cancel(*_args: Any) -> None:
+            cancelling.set()
+            await until(lambda: feed.counts.late or feed._kept)
+
+        monkeypatch.setattr(feeds, "GRACE_S", 0.0)
+        monkeypatch.setattr(feed.tasks, "cancel", cancel)
+        asked = ask(feed, "1")
+        [task] = await taken(taker, 1)
+        await asyncio.wait_for(cancelling.wait(), LIMIT_S)
+        await producer.send(answer(task))
+        assert (await asyncio.wait_for(asked, LIMIT_S)).missing is Missing.DEADLINE
+        await until(lambda: feed.counts.late or feed._kept)
+        assert not feed._kept
+
+
+async def test_a_deadline_holds_while_the_broker_is_away(run_dir: Path) -> None:
+    opened = joined(run_dir, deadline_s=2.0)
+    with running_broker(config(), RunLayout(run_dir)):
+        feed = await opened.__aenter__()
+        asked = ask(feed, "1")
+        await until(lambda: any(one.submitted for one in feed._asked.values()))
+    found = await asyncio.wait_for(asked, LIMIT_S)
+    assert found.missing is Missing.DEADLINE
+    await opened.__aexit__(None, None, None)
+
+
+@pytest.mark.usefixtures("broker")
+async def test_an_error_of_the_machine_ends_the_feed_and_is_told(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
+
+        def write(_line: SettledBatch) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(feed.trained_log, "write", write)
+        asked = ask(feed, "1")
+        await taken(taker, 1)
+        await producer.send(answer("another/task"))  # filtered at once, which the log tells
+        found = await asyncio.wait_for(asked, LIMIT_S)
+        assert (found.missing, "No space left" in found.detail) == (Missing.CLOSED, True)
+        with pytest.raises(ClosedError, match="No space left"):
+            await feed.settle(["1"], ())
+
+
+@pytest.mark.usefixtures("broker")
 async def test_a_group_of_nobody_is_filtered(run_dir: Path) -> None:
     async with joined(run_dir) as feed, worker(run_dir) as (producer, _):
         await producer.send(answer("another/task"))
         await producer.send(answer(""))
-        await until(lambda: feed.counts.foreign == 2)
+        await until(lambda: feed.counts.unmatched == 2)
 
 
 async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
     run_dir: Path, broker: Broker
 ) -> None:
-    """One was trained after the checkpoint, one was in the hand, one was answered while nobody was there."""
+    """One was trained after the checkpoint, one was held, one was answered while nobody was there."""
     async with worker(run_dir) as (producer, taker):
         async with joined(run_dir, resume=PolicyVersion(0, 0)) as feed:
             asked = [ask(feed, str(number)) for number in range(3)]
@@ -200,7 +283,7 @@ async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
             await feed.settle(["0"], (), PolicyVersion(0, 1))
         assert (await asked[2]).missing is Missing.CLOSED
         await producer.send(answer(tasks[2], 2))
-        async with joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed:
+        async with joined(run_dir, resume=PolicyVersion(1, 0), resumed=True) as feed:
             found = await asyncio.wait_for(
                 asyncio.gather(*(ask(feed, str(number)) for number in range(3))), LIMIT_S
             )
@@ -208,6 +291,31 @@ async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
             assert feed.counts.asked_again == 0
             await feed.settle(["0", "1", "2"], (), PolicyVersion(1, 1))
     assert (await counts(broker)).trained == 3
+
+
+async def test_a_trainer_that_comes_back_gets_more_leases_again_than_it_can_hold(
+    run_dir: Path, broker: Broker
+) -> None:
+    """Each step without a checkpoint comes again as a lease of its own, and nothing is asked before they have come."""
+    steps = WINDOW_LIMIT + 6
+    async with worker(run_dir) as (producer, taker):
+        async with joined(run_dir, resume=PolicyVersion(0, 0)) as feed:
+            asked = [ask(feed, str(number)) for number in range(steps)]
+            for number, task in enumerate(await taken(taker, steps)):
+                await producer.send(answer(task, number))
+            await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
+            for number in range(steps):
+                await feed.settle([str(number)], (), PolicyVersion(0, 1 + number))
+        key = {"content_key": lambda task_id: task_id.rpartition("~")[0]}
+        async with (
+            joined(run_dir, resume=PolicyVersion(1, 0), resumed=True, **key) as feed,
+            asyncio.timeout(LIMIT_S),
+        ):
+            for number in range(steps):
+                assert (await ask(feed, str(number))).group is not None
+                await feed.settle([str(number)], (), PolicyVersion(1, 1 + number))
+            assert (feed.counts.late, feed.counts.evicted, feed.counts.asked_again) == (0, 0, 0)
+    assert (await counts(broker)).trained == steps
 
 
 @pytest.mark.usefixtures("broker")
@@ -219,7 +327,7 @@ async def test_each_settlement_has_a_line_in_the_log_of_the_run(run_dir: Path) -
                 await producer.send(answer(task))
             await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
             await feed.settle(["0"], ["1"], PolicyVersion(0, 1))
-        async with joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed:
+        async with joined(run_dir, resume=PolicyVersion(1, 0), resumed=True) as feed:
             await asyncio.wait_for(asyncio.gather(*(ask(feed, uid) for uid in "01")), LIMIT_S)
             await feed.settle(["0", "1"], (), PolicyVersion(1, 1))
     first, resumed, second = read_lines(RunLayout(run_dir).trained, SettledBatch)
@@ -256,7 +364,7 @@ async def test_what_ended_in_an_earlier_life_is_asked_anew(run_dir: Path) -> Non
     async with joined(run_dir, deadline_s=0.5) as feed:
         assert (await asyncio.wait_for(ask(feed, "1"), LIMIT_S)).missing is Missing.DEADLINE
     async with (
-        joined(run_dir, resume=PolicyVersion(1, 0), again=True) as feed,
+        joined(run_dir, resume=PolicyVersion(1, 0), resumed=True) as feed,
         worker(run_dir) as (producer, taker),
     ):
         asked = ask(feed, "1", payload="other content")
@@ -277,12 +385,41 @@ async def test_a_group_that_the_broker_lost_is_asked_for_again(run_dir: Path) ->
             await asyncio.wait_for(asked, LIMIT_S)
             await feed.settle(["1"], (), PolicyVersion(0, 1))
             await feed.consumer.commit(PolicyVersion(0, 1))
-        async with joined(run_dir, resume=PolicyVersion(1, 1), again=True) as feed:
+        async with joined(run_dir, resume=PolicyVersion(1, 1), resumed=True) as feed:
             asked = ask(feed, "1")
             [task] = await taken(taker, 1)
             assert task.id == "t/train/e0/1~1"
             await producer.send(answer(task, 1))
             assert (await asyncio.wait_for(asked, LIMIT_S)).group is not None
+
+
+@pytest.mark.usefixtures("broker")
+async def test_a_queue_that_the_broker_holds_back_is_not_an_empty_one(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
+        monkeypatch.setattr(feeds, "LOST_S", 0.0)
+        pulls = 0
+
+        async def get(_wait_s: float) -> None:
+            nonlocal pulls
+            feed.consumer._puller.wait = Wait.JOURNAL_SLOW
+            pulls += 1
+            await asyncio.sleep(0.01)
+
+        with monkeypatch.context() as slow:
+            slow.setattr(feed.consumer, "get", get)
+            await until(lambda: pulls)
+            asked = ask(feed, "1")
+            [task] = await taken(taker, 1)
+            await producer.send(answer(task))
+            await until(
+                lambda: feed.counts.asked_again or any(one.answered_at for one in feed._asked.values())
+            )
+            pulls = 0
+            await until(lambda: pulls > 50)
+        assert (await asyncio.wait_for(asked, LIMIT_S)).group is not None
+        assert feed.counts.asked_again == 0
 
 
 async def test_groups_that_nobody_has_asked_for_make_room(
@@ -293,8 +430,10 @@ async def test_groups_that_nobody_has_asked_for_make_room(
         for number in range(4):
             await producer.send(answer(f"t/train/e0/{number}~0", number))
         await until(lambda: feed.counts.evicted == 2)
-        kept = await asyncio.wait_for(ask(feed, "3"), LIMIT_S)
-        assert kept.group is not None
+        for oldest in "01":
+            kept = await asyncio.wait_for(ask(feed, oldest), LIMIT_S)
+            assert kept.group is not None
+            assert kept.group.task == f"t/train/e0/{oldest}~0"
         assert (await counts(broker)).filtered == 2
 
 
@@ -318,7 +457,7 @@ def test_the_leases_suffice_for_all_that_is_wanted(wanted: int, left: int, seed:
     """Whatever more is ready than must be, every group comes within the leases that are left."""
     while wanted:
         assert left > 0
-        least = enough(wanted, left)
+        least = min_ready(wanted, left)
         assert 1 <= least <= wanted
         wanted -= min(wanted, least + seed % 3)
         left -= 1

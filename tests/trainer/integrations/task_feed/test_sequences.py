@@ -39,3 +39,21 @@ def test_what_cannot_be_trained_on_is_all_prompt() -> None:
     assert unsampled.prompt.tolist() == [1, 2, 3, 4]
     assert other.usable
     assert not any(one.usable for one in unrated)
+
+
+def test_labels_are_a_mask() -> None:
+    long, short = sampled_sequences(
+        group(
+            mask=[[-100, -100, 3, 4], [-100, 2]], inference_logprobs=[[-9.0, -9.0, -0.5, -0.25], [0.0, -1.0]]
+        )
+    )
+    assert (long.prompt.tolist(), long.response.tolist()) == ([1, 2], [3, 4])
+    assert (long.mask.tolist(), long.logprobs.tolist()) == ([True, True], [-0.5, -0.25])
+    assert (short.prompt.tolist(), short.response.tolist()) == ([1], [2])
+
+
+def test_a_marked_first_token_is_prompt_because_nothing_predicts_it() -> None:
+    long, short = sampled_sequences(group(mask=[[1, 1, 0, 1], [1, 0]]))
+    assert (long.prompt.tolist(), long.response.tolist()) == ([1], [2, 3, 4])
+    assert long.mask.tolist() == [True, False, True]
+    assert not short.usable, "no other token is marked"

@@ -5,8 +5,10 @@
 
 import json
 import subprocess
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,7 +30,10 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.errors import ConfigError, UsageError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.loss_mask import trained_tokens
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.replies import Rejected
 from rolloutmq.trainer.integrations.trl.async_worker import LAG, SYNCS, BusRolloutWorker
+from rolloutmq.trainer.trained_log import TrainedLog
 
 PLAYER = ROOT / "tests/trainer/integrations/trl/async_player.py"
 
@@ -109,7 +114,7 @@ def test_groups_that_cannot_be_trained_on_end_it_and_stay_queued(run_dir: Path) 
         push(run_dir, [group(number, inference_logprobs=None) for number in range(2)])
         told, _, error = play(run_dir, 1)
         assert not told
-        assert "no group of a batch can be trained on: inference_logprobs: required" in error
+        assert "no group of the first batch can be trained on: inference_logprobs: required" in error
         assert settled(layout) == []
     assert "2 queued" in verify(run_dir)
 
@@ -151,6 +156,17 @@ def test_a_sample_has_trls_version_of_its_weights() -> None:
     assert worker.model_version(3 * SYNCS) == 3 * SYNCS - 1
 
 
+def test_a_life_begins_with_the_training_and_not_with_a_look_at_its_version(tmp_path: Path) -> None:
+    worker = BusRolloutWorker("tcp://127.0.0.1:1", sequences=8, group_size=SIZE, output_dir=tmp_path)
+    with pytest.raises(UsageError, match="rollout_worker: training has not begun; pass callbacks="):
+        _ = worker.version
+    worker.update_model_version(1)  # as TRL does when it loads a checkpoint
+    assert list(tmp_path.iterdir()) == []
+    for life in range(2):
+        worker.begin(7)
+        assert worker.version == worker.version == PolicyVersion(life, 7)
+
+
 def test_an_environment_whose_groups_expire_is_refused(run_dir: Path) -> None:
     mine = {"entry": "mine.py:Mine", "group_size": SIZE, "pacing": False}
     write_json(RunLayout(run_dir).config, config(environment={"mine": mine}))
@@ -165,3 +181,44 @@ def test_an_error_of_its_thread_is_told_to_the_trainer() -> None:
     worker._error = UsageError("no group can be trained on")
     with pytest.raises(UsageError, match="no group can be trained on"):
         worker.check_health(1.0)
+
+
+class Pulled:
+    """A consumer that has pulled these batches of one group each; what it hands over is taken at once."""
+
+    def __init__(self, worker: BusRolloutWorker, *groups: Any) -> None:
+        self._worker, self._groups = worker, iter(groups)
+        self.rejected: list[Rejected] = []
+
+    def pull(self, *_given: Any, **_options: Any) -> Any:
+        return SimpleNamespace(groups=[next(self._groups)], staleness=lambda: [0], rewound=False)
+
+    def progress(self) -> None:
+        self._worker.rollout_buffer.queue.clear()
+
+    def settle(self, _batch: Any, *, rejected: list[Rejected], **_options: Any) -> None:
+        self.rejected += rejected
+
+
+def rounds(tmp_path: Path, *groups: Any) -> tuple[PolicyVersion, Pulled]:
+    """Let a worker take batches of one group each; return the policy after them."""
+    worker = BusRolloutWorker("runs/mine", sequences=SIZE, group_size=SIZE)
+    pulled = Pulled(worker, *groups)
+    worker._consumer, worker._sample = cast("Any", pulled), dict
+    with closing(TrainedLog(tmp_path / "trained.jsonl")) as journal:
+        version = PolicyVersion()
+        for _ in groups:
+            version = worker._round(version, journal)
+    return version, pulled
+
+
+def test_a_later_batch_without_a_usable_group_is_rejected_and_training_goes_on(tmp_path: Path) -> None:
+    version, pulled = rounds(tmp_path, group(0), group(1, inference_logprobs=None), group(2))
+    assert version == PolicyVersion(0, 2)
+    [rejected] = pulled.rejected
+    assert (rejected.group_id, rejected.reason[:18]) == (group(1).group_id, "inference_logprobs")
+
+
+def test_a_first_batch_without_a_usable_group_ends_the_training(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no group of the first batch can be trained on: inference_logprobs"):
+        rounds(tmp_path, group(0, inference_logprobs=None))

@@ -58,7 +58,8 @@ class Stage:
     """Workers of one environment. `fates` says what becomes of the task of a row.
 
     Fates: `dead` always fails; `lost` is taken by a worker that leaves; `late` is answered after its deadline; `short`
-    lacks a sequence; `flat` has the same score in all sequences; `silent` is never answered.
+    lacks a sequence; `flat` has the same score in all sequences; `warm` was sampled at another temperature; `silent` is
+    never answered.
     """
 
     run_dir: Path
@@ -75,6 +76,8 @@ class Stage:
         given = columns(row_of(task), members)
         if self.fates.get(row_of(task)) == "flat":
             given["scores"] = [0.5] * members
+        if self.fates.get(row_of(task)) == "warm":
+            given["temperatures"] = [[0.7] * len(tokens) for tokens in given["tokens"]]
         return Group.build(
             f"g-{task.id.replace('/', '.')}",
             **given,

@@ -33,7 +33,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "ATTEMPT_S", 0.5)
     monkeypatch.setattr(connection, "PATIENCE_S", 0.5)
     monkeypatch.setattr(connection, "REPEAT_S", 0.1)
-    monkeypatch.setattr(feeds, "LOOK_S", 0.1)
+    monkeypatch.setattr(feeds, "POLL_S", 0.1)
     monkeypatch.setattr(feeds, "LOST_S", 0.5)
     monkeypatch.setattr(feeds, "GRACE_S", 0.5)
 
@@ -80,7 +80,9 @@ async def bridged(run_dir: Path, **options: Any) -> AsyncIterator[tuple[Bridge, 
         "deadline_s": 30.0,
     }
     store = Memory()
-    made = Bridge(BusOptions(**given | options), store, RunInfo(batch_sequences=8), run_dir / "checkpoints")
+    made = Bridge(
+        BusOptions(**given | options), store, RunInfo(batch_sequences=8), str(run_dir / "checkpoints")
+    )
     try:
         yield made, store
     finally:
@@ -117,7 +119,7 @@ async def submitted(bridge: Bridge, store: Memory, asked: list[Prompt]) -> dict[
 
 
 def kept(found: LedgerCounts) -> tuple[int, int, int, int]:
-    """Return the groups that were trained on, filtered, in a hand, and in the queue."""
+    """Return the groups that were trained on, filtered, held, and in the queue."""
     return found.trained + found.committed, found.filtered, found.leased, found.queued
 
 
@@ -178,6 +180,15 @@ async def test_dead_late_short_and_lost_tasks_fail_their_prompt_alone(run_dir: P
 
         ledger = await settled()
     assert kept(ledger) == (3, 2, 0, 0), "late and short"
+
+
+async def test_a_group_of_another_temperature_fails_its_prompt(run_dir: Path, broker: Broker) -> None:
+    """verl scores all tokens at its own: the ratios would be wrong without an error."""
+    async with bridged(run_dir) as (bridge, store), workers(Stage(run_dir, {1: "warm"})):
+        assert await submitted(bridge, store, prompts(1, 0, 1)) == {"0.0": "finished", "1.0": "failure"}
+        assert bridge.metrics()["bus/groups_unusable_total"] == 1.0
+        await asyncio.to_thread(bridge.drop, {"1.0"})
+        assert (await counts(broker)).filtered == 1
 
 
 async def test_a_store_that_fails_fails_the_prompt_and_nothing_is_raised(
@@ -244,10 +255,9 @@ async def test_a_task_of_an_earlier_life_answers_the_prompt_that_is_asked_again(
 async def submitted_alone(bridge: Bridge, store: Memory, asked: list[Prompt]) -> None:
     """Submit prompts, and wait until the broker has their tasks."""
     await asyncio.to_thread(bridge.submit, asked)
-    await until(lambda: bridge._training is not None and len(bridge._training._asked) == len(asked))
-    await until(
-        lambda: all(one.submitted for one in (bridge._training._asked if bridge._training else {}).values())
-    )
+    tasks = bridge.connection.training._asked
+    await until(lambda: len(tasks) == len(asked))
+    await until(lambda: all(one.submitted for one in tasks.values()))
     assert set(store.status().values()) == {"running"}
 
 
@@ -259,7 +269,7 @@ async def test_a_validation_has_a_connection_of_its_own(run_dir: Path) -> None:
             "finished"
         }
         assert store.status("train") == {}
-        assert bridge._training is None, "the training is joined with its first prompt"
+        assert not bridge.connection.joined, "the training is joined with its first prompt"
         assert set((await submitted(bridge, store, prompts(1, 0, 1))).values()) == {"finished"}
         assert stage.answered == [0, 1] or stage.answered == [1, 0]
 

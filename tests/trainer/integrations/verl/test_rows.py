@@ -10,8 +10,10 @@ from tests.trainer.integrations.verl.played import SIZE, columns, sequence
 
 from rolloutmq import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
-from rolloutmq.trainer.integrations.verl.prompts import Prompt, Sampling, prompts_of, same
+from rolloutmq.trainer.integrations.verl.prompts import Prompt, Sampling, content_key, prompts_of
 from rolloutmq.trainer.integrations.verl.rows import Status, trajectories
+
+OTHER_MASKS = [sequence(7, place)[1] for place in range(1, SIZE)]
 
 
 def prompt(uid: str = "u", size: int = SIZE, **fields: Any) -> Prompt:
@@ -85,11 +87,11 @@ def test_a_token_that_was_not_sampled_has_log_probability_0() -> None:
     ("changes", "size", "sessions"),
     [
         ({"inference_logprobs": None}, SIZE, []),
-        ({"mask": [[0] * len(sequence(7, 0)[0]), *(sequence(7, at)[1] for at in range(1, SIZE))]}, SIZE, [1, 2, 3]),
-        ({"mask": [[1] * len(sequence(7, 0)[0]), *(sequence(7, at)[1] for at in range(1, SIZE))]}, SIZE, [1, 2, 3]),
+        ({"mask": [[0] * len(sequence(7, 0)[0]), *OTHER_MASKS]}, SIZE, [1, 2, 3]),
+        ({"mask": [[1] + [0] * (len(sequence(7, 0)[0]) - 1), *OTHER_MASKS]}, SIZE, [1, 2, 3]),
         ({}, SIZE + 1, [0, 1, 2, 3]),
     ],
-    ids=["no log-probabilities", "nothing sampled", "no prompt", "short"],
+    ids=["no log-probabilities", "nothing sampled", "only the first marked", "short"],
 )  # fmt: skip
 def test_a_prompt_with_missing_trajectories_is_a_failure(
     changes: dict[str, Any], size: int, sessions: list[int]
@@ -140,7 +142,7 @@ def test_tasks_of_the_same_content_are_the_same_whatever_their_uid() -> None:
         "array": [0, 1],
         "sampling_params": {},
     }
-    assert same(one.task("t")) == same(again.task("t")) != same(other.task("t"))
+    assert content_key(one.task("t")) == content_key(again.task("t")) != content_key(other.task("t"))
     assert one.task("t") != again.task("t")
     long = Prompt("u" * 200, one.fields, 1, 1)
     assert len(long.task("n" * 40)) < 120
