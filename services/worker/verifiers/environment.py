@@ -22,7 +22,7 @@ from rolloutmq.services.worker.environment import GroupPerTask, Prompt
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
 from rolloutmq.services.worker.verifiers.package import load_package
-from rolloutmq.services.worker.verifiers.reward_functions import failures, watch
+from rolloutmq.services.worker.verifiers.reward_functions import failures, reason, watch
 from rolloutmq.services.worker.verifiers.trajectories import STATE_COLUMNS, RolloutFailedError, trajectory_of
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class VerifiersEnvironment(GroupPerTask[Row]):
         self._patience_s = patience_s
         self._stack = AsyncExitStack()
         self._openai: Any = None
-        self._weights = watch(theirs.rubric)
+        watch(theirs.rubric)
         has_own = getattr(theirs, "eval_dataset_source", None) is not None
         self._held_out: Any = theirs.get_eval_dataset() if has_own else None
         rows: Any = theirs.get_eval_dataset() if has_own and split == "eval" else theirs.get_dataset()
@@ -182,12 +182,13 @@ class VerifiersEnvironment(GroupPerTask[Row]):
                     state_columns=[*STATE_COLUMNS],
                 )
         single = getattr(self._theirs, "max_turns", None) == 1
+        weights = watch(self._theirs.rubric)
         made = [
-            trajectory_of(one, client.sampled, self._weights, single_turn=single, overlong=client.overlong)
+            trajectory_of(one, client.sampled, weights, single_turn=single, overlong=client.overlong)
             for one in rollouts
         ]
         if failed:  # an error of the rollout itself goes first: it may be why the reward failed
-            raise RolloutFailedError(f"a reward function raised {failed[0]!r}") from failed[0]
+            raise RolloutFailedError(reason(failed[0])) from failed[0]
         return made
 
 

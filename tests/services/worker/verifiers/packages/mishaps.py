@@ -6,12 +6,14 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-ROWS = ("fine", "raises", "fails", "hangs", "rewards", "judges", "nan")
+ROWS = ("fine", "raises", "fails", "hangs", "rewards", "judges", "nan", "none")
 
 
-async def reward(answer: str) -> float:
+async def reward(answer: str) -> float | None:
     if answer == "rewards":
         raise ZeroDivisionError("in the reward")
+    if answer == "none":
+        return None
     return float("nan") if answer == "nan" else 1.0
 
 
