@@ -23,10 +23,12 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.errors import OverlongPromptError
 from verifiers.types import ResponseTokens
 
+from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.openai.client import BACKOFF_MAX_S, BACKOFF_S, RETRIED
 from rolloutmq.services.worker.openai.wire import Endpoint
 from rolloutmq.services.worker.policy import Policy
+from rolloutmq.services.worker.verifiers.request_fields import check_request
 
 OVERLONG: Final = "context_length_exceeded"
 """Code of a server's error for a prompt without room for the answer."""
@@ -134,7 +136,8 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
         tools: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Ask the policy for the next turn."""
+        """Ask the policy for the next turn. ConfigError if a rollout has set a field that is refused."""
+        check_request(sampling_args)
         until = time.monotonic() + self._patience_s
         longest_s = BACKOFF_S
         while True:
@@ -174,7 +177,10 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
                 raise
             self.overlong = str(error)
             raise OverlongPromptError from error
-        (completion,) = endpoint.completions(native, arguments.get("temperature") or 1.0)
+        completions = endpoint.completions(native, arguments.get("temperature") or 1.0)
+        if len(completions) != 1:
+            raise PolicyRefusedError(200, f"one choice was asked for (got {len(completions)})")
+        (completion,) = completions
         # Servers number their responses each for itself, and an environment may ask others.
         native.id = f"{self._prefix}-{len(self.sampled)}"
         self.sampled[native.id] = completion

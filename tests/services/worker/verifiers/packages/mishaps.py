@@ -6,7 +6,7 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-ROWS = ("fine", "raises", "fails", "hangs", "rewards", "judges", "nan", "none")
+ROWS = ("fine", "raises", "fails", "hangs", "rewards", "judges", "nan", "none", "nucleus")
 
 
 async def reward(answer: str) -> float | None:
@@ -31,6 +31,8 @@ class Mishaps(vf.MultiTurnEnv):  # type: ignore[misc]
             raise KeyError("no such thing")
         if way == "fails":
             raise vf.InfraError("no sandbox")
+        if way == "nucleus":
+            state["sampling_args"] = {**state["sampling_args"], "top_p": 0.5}
         if way == "hangs":
             await asyncio.Event().wait()
         return state
