@@ -93,8 +93,13 @@ class VerifiersEnvironment(GroupPerTask[Row]):
                 f"must be 0 for {config.verifiers}, whose rewards compare the sequences of a whole group "
                 f"(got {config.group_deadline_s:g})",
             )
+        if config.split == "train" and _has_evaluation_data_alone(theirs):
+            raise ConfigError(
+                f"{section}.split",
+                f'{config.verifiers} has evaluation data alone (got "train"); set split = "eval"',
+            )
         try:
-            return cls(
+            made = cls(
                 theirs,
                 split=config.split,
                 sampling=sampling_of(f"{section}.sampling", theirs.sampling_args, config.sampling),
@@ -107,6 +112,17 @@ class VerifiersEnvironment(GroupPerTask[Row]):
             raise ConfigError(
                 f"{section}.verifiers", f"the data of {config.verifiers} cannot be loaded: {error}"
             ) from error
+        made._check_task_count(f"{section}.task_count", config)
+        return made
+
+    def _check_task_count(self, key: str, config: EnvironmentConfig) -> None:
+        rows = len(self._rows)
+        if config.task_count > rows:
+            raise ConfigError(
+                key,
+                f"must not exceed the number of rows of {config.verifiers}, {rows:,} (got {config.task_count:,}); "
+                "lower it",
+            )
 
     async def __aenter__(self) -> "VerifiersEnvironment":
         from rolloutmq.services.worker.verifiers.client import openai_client
@@ -179,6 +195,11 @@ class VerifiersEnvironment(GroupPerTask[Row]):
         if failed:  # an error of the rollout itself goes first: it may be why the reward failed
             raise RolloutFailedError(reason(failed[0])) from failed[0]
         return made
+
+
+def _has_evaluation_data_alone(theirs: Any) -> bool:
+    has_own = getattr(theirs, "eval_dataset_source", None) is not None
+    return has_own and getattr(theirs, "dataset_source", has_own) is None
 
 
 def sampling_of(key: str, theirs: Mapping[str, Any], ours: SamplingConfig) -> dict[str, Any]:

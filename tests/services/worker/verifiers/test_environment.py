@@ -1,6 +1,7 @@
 """The adapter without verifiers: which row is which task, and what of the sampling is refused."""
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rolloutmq.schemas.config.environment import EnvironmentConfig, SamplingConfig
 from rolloutmq.schemas.errors import ConfigError, UsageError
 from rolloutmq.services.worker.loader import check_abilities
+from rolloutmq.services.worker.verifiers import environment as environment_module
 from rolloutmq.services.worker.verifiers.environment import VerifiersEnvironment, sampling_of
 
 
@@ -17,7 +19,9 @@ class Theirs:
 
     def __init__(self, train: int = 5, held_out: int | None = 3) -> None:
         self.rubric = SimpleNamespace(funcs=[], weights=[])
+        self.dataset_source = object() if train else None
         self.eval_dataset_source = None if held_out is None else object()
+        self.sampling_args: dict[str, Any] = {}
         self._train = [
             {"example_id": n, "prompt": [{"role": "user", "content": f"train {n}"}]} for n in range(train)
         ]
@@ -79,6 +83,27 @@ def test_a_submitted_task_is_a_number_or_a_row() -> None:
 def test_an_empty_data_set_is_refused() -> None:
     with pytest.raises(ValueError, match="the data set for `train` has no row"):
         VerifiersEnvironment(Theirs(train=0))
+
+
+def loaded(theirs: Theirs, monkeypatch: pytest.MonkeyPatch, **section: Any) -> VerifiersEnvironment:
+    monkeypatch.setattr(environment_module, "load_package", lambda *_: theirs)
+    config = EnvironmentConfig(verifiers="wordle", **section)
+    return VerifiersEnvironment.loaded("mine", config, {}, Path())
+
+
+def test_more_tasks_than_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded(Theirs(), monkeypatch, task_count=5)
+    with pytest.raises(ConfigError, match=r"number of rows of wordle, 5 \(got 6\)") as caught:
+        loaded(Theirs(), monkeypatch, task_count=6)
+    assert caught.value.path == "environment.mine.task_count"
+    assert loaded(Theirs(), monkeypatch, split="eval", task_count=3)
+
+
+def test_evaluation_data_alone_is_refused_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r'evaluation data alone .* set split = "eval"') as caught:
+        loaded(Theirs(train=0), monkeypatch)
+    assert caught.value.path == "environment.mine.split"
+    assert loaded(Theirs(train=0), monkeypatch, split="eval")
 
 
 def test_it_has_what_every_section_needs() -> None:

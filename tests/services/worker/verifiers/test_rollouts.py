@@ -240,12 +240,13 @@ async def test_rows_of_a_group_of_environments_go_to_their_own(trainer: Any) -> 
     assert mishap["raters"][0] == {"reward": 1.0, "judges": 0.5}
 
 
-async def test_a_submitted_row_is_rolled_out(trainer: Any) -> None:
+@pytest.mark.parametrize("prompt", ["4=", [{"role": "user", "content": "4="}]])
+async def test_a_submitted_row_is_rolled_out(trainer: Any, prompt: Any) -> None:
     from tests.services.inference.tiny.test_server import serving
 
     environment = load("mishaps", sampling={"max_tokens": 2})
-    row = {"prompt": [{"role": "user", "content": "4="}], "answer": "fine"}
+    row = {"prompt": prompt, "answer": "fine"}
     async with serving(trainer) as server, policy_of(server.url) as policy, environment:
         (one, other) = await environment.rollout_task(policy, row, 2, None)
     assert (one.score, other.score) == (1.0, 1.5)
-    assert one.messages[0]["content"] == "4="
+    assert one.messages[0] == {"role": "user", "content": "4="}

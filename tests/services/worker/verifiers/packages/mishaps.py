@@ -41,9 +41,10 @@ class Mishaps(vf.MultiTurnEnv):  # type: ignore[misc]
         raise AssertionError("has one turn")
 
 
-def load_environment(key: str = "", fail: bool = False) -> vf.Environment:
+def load_environment(key: str = "", fail: bool = False, train: bool = True) -> vf.Environment:
     if fail:
         raise ValueError(f"refused: {key}")
     rows = [{"prompt": [{"role": "user", "content": "1="}], "answer": way} for way in ROWS]
     rubric = vf.Rubric(funcs=[reward, judges], weights=[1.0, 0.5])
-    return Mishaps(dataset=Dataset.from_list(rows), max_turns=1, rubric=rubric)
+    data = {"dataset" if train else "eval_dataset": Dataset.from_list(rows)}
+    return Mishaps(**data, max_turns=1, rubric=rubric)
