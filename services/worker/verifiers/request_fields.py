@@ -15,8 +15,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "best_of": (1,),
     "stream": (False,),
     "echo": (False,),
-    "logprobs": (True,),
-    "return_token_ids": (True,),
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
@@ -33,7 +31,9 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
 }
-"""Values of fields with which the log-probabilities are those of the whole distribution, and the answer has them."""
+"""Values of fields with which the log-probabilities are those of the whole distribution."""
+NEEDED: Final = frozenset({"logprobs", "return_token_ids"})
+"""Fields that must be true: training needs what they ask for."""
 OWN: Final[Mapping[str, str]] = {
     "temperature": "temperature",
     "max_tokens": "max_tokens",
@@ -103,6 +103,10 @@ def refusal(name: str, value: Any, *, extra: bool) -> str:
     got = f"(got {value!r:.80})"
     if name in OWN:
         return f"{name} has a key of its own {got}; set `sampling.{OWN[name]}` instead"
+    if name in NEEDED:
+        return (
+            "" if value is True else f"{name} must be true, because training needs them {got}; leave it out"
+        )
     if name == "seed":
         return f"seed must be left out, because it makes all sequences of a group equal {got}"
     if name in _SET_BY_US:

@@ -142,7 +142,6 @@ def test_the_section_wins_over_the_environment() -> None:
         ({"n": 2}, {}, "s", "n"),
         ({}, {"min_tokens": 3}, "s.extra", "min_tokens"),
         ({}, {"ignore_eos": True}, "s.extra", "ignore_eos"),
-        ({}, {"logprobs": False}, "s.extra", "logprobs"),
         ({}, {"bad_words": ["x"]}, "s.extra", "bad_words"),
         ({}, {"response_format": {"type": "json_object"}}, "s.extra", "response_format"),
         ({"tool_choice": "required"}, {}, "s", "tool_choice"),
@@ -164,6 +163,10 @@ def test_a_part_of_the_distribution_is_refused(
             r"temperature has a key of its own \(got 0.5\); set `sampling.temperature` instead",
         ),
         ({"max_tokens": 5}, r"max_tokens has a key of its own \(got 5\); set `sampling.max_tokens` instead"),
+        (
+            {"logprobs": False},
+            r"logprobs must be true, because training needs them \(got False\); leave it out",
+        ),
         ({"seed": 7}, r"seed must be left out, because it makes all sequences of a group equal \(got 7\)"),
         ({"messages": []}, r"messages is set for each request \(got \[\]\); leave it out"),
         ({"guided_regex": "x+"}, "guided_regex is not known to leave the distribution unchanged"),

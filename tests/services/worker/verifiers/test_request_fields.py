@@ -5,18 +5,25 @@ from typing import Any
 import pytest
 
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.services.worker.verifiers.request_fields import ALLOWED, NEUTRAL, OWN, check_request, refusal
+from rolloutmq.services.worker.verifiers.request_fields import (
+    ALLOWED,
+    NEEDED,
+    NEUTRAL,
+    OWN,
+    check_request,
+    refusal,
+)
 
 
 def test_a_field_has_one_rule() -> None:
-    assert not ALLOWED & NEUTRAL.keys()
-    assert not (ALLOWED | NEUTRAL.keys()) & OWN.keys()
+    rules: list[set[str]] = [{*ALLOWED}, {*NEEDED}, {*NEUTRAL}, {*OWN}]
+    assert len(set().union(*rules)) == sum(map(len, rules))
 
 
 def test_neutral_values_and_none_are_allowed() -> None:
     for name, values in NEUTRAL.items():
         assert [refusal(name, value, extra=True) for value in (*values, None)] == [""] * (len(values) + 1)
-    assert refusal("seed", None, extra=True) == ""
+    assert refusal("seed", None, extra=True) == refusal("logprobs", True, extra=True) == ""
 
 
 @pytest.mark.parametrize(
