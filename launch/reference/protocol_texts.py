@@ -29,7 +29,7 @@ MEANINGS: Final = {
     "arena_bytes": "Size of an arena; 0 if the broker reads none.",
     "at": "Time of the event.",
     "batch_sequences": "Sequences of one batch.",
-    "blocked_s": "Time spent waiting for credit, over all rollout slots.",
+    "blocked_s": "Time spent waiting for credit or a submitted task, over all rollout slots.",
     "busy": "Part of the last seconds with generation, 0 to 1.",
     "checkpoint_dir": "Directory of the checkpoints.",
     "checkpoint_interval": "Steps between two checkpoints.",

@@ -46,8 +46,8 @@ class SamplingConfig(Section):
     temperature: NonNegativeFloat | None = None
     """Sampling temperature. None: as the environment says, else 1."""
     extra: dict[str, Any] = {}
-    """Further fields of each request, such as `chat_template_kwargs`. Fields that cut or shift the distribution are
-    refused, such as `top_p`: the trainer could not compute its log-probabilities."""
+    """Further fields of each request, such as `chat_template_kwargs`. Only fields that leave the distribution unchanged
+    are allowed: of others, such as `top_p`, the trainer could not compute the log-probabilities."""
 
 
 class EnvironmentConfig(Section):

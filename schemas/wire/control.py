@@ -35,7 +35,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         in_hand: Rollouts in progress.
         produced: Finished groups, accepted or not.
         abandoned: Rollouts that raised, timed out or returned nothing.
-        blocked_s: Seconds of waiting for credit, over all rollout slots.
+        blocked_s: Seconds of waiting for credit or a submitted task, over all rollout slots.
         late_members: Sequences missing from its groups because a deadline had passed.
         untaught: Abandoned groups that the teacher refused, or failed on too often.
         error: Last error of the environment, one line.

@@ -50,6 +50,8 @@ class Wait(StrEnum):
     """Other producers have been granted the free room."""
     STALE_GUARD = "stale_guard"
     """Another rollout would be too stale by the time it is trained on."""
+    NO_TASKS = "no_tasks"
+    """The producer waits for a submitted task."""
     NO_BATCH = "no_batch"
     """The queue has fewer sequences than a batch."""
     NO_EXACT_FIT = "no_exact_fit"

@@ -19,8 +19,8 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from inspect import isawaitable
 from itertools import count
@@ -152,12 +152,18 @@ class Rollouts:
         self._numbers = count(1)
         self._tracebacks = RateLimitedLog(TRACEBACK_EVERY_S)
         self._failures = 0
+        self._taking = WaitClock()
         self.in_hand = 0
         self.produced = 0
         self.abandoned = 0
         self.late_members = 0
         self.untaught = 0
         self.error = ""
+
+    @property
+    def taking_s(self) -> float:
+        """Seconds that all slots have waited for submitted tasks, current waits included."""
+        return self._taking.total_s
 
     async def run(self) -> None:
         """Run rollouts until the sink drains and all running rollouts are handed over.
@@ -204,7 +210,8 @@ class Rollouts:
         only = self.config.tasks == "submitted"
         taken: list[LeasedTask] = []
         try:
-            taken = await self._tasks.take(wait=only, until=self._draining if only else None)
+            with self._taking.wait():
+                taken = await self._tasks.take(wait=only, until=self._draining if only else None)
         finally:
             if only and not taken:
                 self._outlet.abandon(permit)
@@ -380,6 +387,38 @@ class Attempt:
         if self.members is None:
             return None
         return {"wanted": self.members.wanted, "got": len(returned)}
+
+
+class WaitClock:
+    """Adds up the time of waits, which may overlap."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting = 0
+        self._counted_at = clock()
+        self._total_s = 0.0
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Count the block as a wait."""
+        self._count()
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._waiting -= 1
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all waits, current ones included."""
+        self._count()
+        return self._total_s
+
+    def _count(self) -> None:
+        now = self._clock()
+        self._total_s += self._waiting * (now - self._counted_at)
+        self._counted_at = now
 
 
 class RateLimitedLog:

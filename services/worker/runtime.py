@@ -140,7 +140,8 @@ class Worker:
             in_hand=rollouts.in_hand if rollouts else 0,
             produced=rollouts.produced if rollouts else 0,
             abandoned=rollouts.abandoned if rollouts else 0,
-            blocked_s=self._producer.waits_s if self._producer else 0.0,
+            blocked_s=(self._producer.waits_s if self._producer else 0.0)
+            + (rollouts.taking_s if rollouts else 0.0),
             error=self.error or (rollouts.error if rollouts else ""),
             late_members=rollouts.late_members if rollouts else 0,
             untaught=rollouts.untaught if rollouts else 0,

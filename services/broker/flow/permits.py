@@ -125,15 +125,22 @@ class RolloutPermits:
         self._grant(open_, free, paced=lane.rule.pacing)
         # Without pacing a window is refilled when half of it is used: a session with less than all need not wait.
         held_back = lane.rule.pacing or lane in self._short
+        idle = self._lacks_tasks(lane, sessions)
         for session in sessions:
             wait = self._credits.wait(session)
             fewer = held_back and session.starts_out < session.slots
             open_to_begin = not session.draining and (self.stalled or fewer)
-            if wait is Wait.NONE and open_to_begin:
+            if wait is Wait.NONE and idle and not session.draining and (fewer or session.takes):
+                wait = Wait.NO_TASKS  # permits without a task are unused: no limit is reached
+            elif wait is Wait.NONE and open_to_begin:
                 wait = reason
             if wait is not session.wait:
                 session.wait = wait
                 session.touch_later(now)
+
+    def _lacks_tasks(self, lane: Lane, sessions: Iterable[ProducerSession]) -> bool:
+        """Return whether producers with permits wait for tasks. Those of an evaluation do so until its next point."""
+        return lane.split is Split.TRAIN and not self.stalled and any(session.takes for session in sessions)
 
     def _free(self, lane: Lane, share: float) -> tuple[int, Wait]:
         """Return how many more rollouts the lane may start, and the wait reason beyond that."""

@@ -74,6 +74,7 @@ class ProducerSession:
         start_limit: Rollouts it may have started; never falls.
         charged_starts, charged_bytes: Its part of the sums in `ByteCredits`.
         produced: Groups it reports as finished.
+        takes: Its requests that wait for a task.
         key: Of the last registration; empty after a restart of the broker.
         arena: Memory its groups may lie in; `arena_ref` is the producer's address of it.
     """
@@ -82,7 +83,7 @@ class ProducerSession:
         "_later", "_touched", "abandoned", "accepted_at", "acked_at", "alive", "arena", "arena_ref", "charged_bytes",
         "charged_starts", "closed", "draining", "granted_at", "granted_bytes", "heard_at", "host", "key", "lane",
         "number", "pid", "produced", "produced_before", "producer", "promised_bytes", "slots",
-        "start_limit", "tables", "topped_at", "wait", "window",
+        "start_limit", "tables", "takes", "topped_at", "wait", "window",
         "without_arena",
     )  # fmt: skip
 
@@ -116,6 +117,7 @@ class ProducerSession:
         self.closed = False
         self.draining = False
         self.wait = Wait.NONE
+        self.takes = 0
         self.heard_at = now
         self.accepted_at = now
         self.granted_at = now

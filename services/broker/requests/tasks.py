@@ -185,7 +185,7 @@ class TaskRequests:
             return
         key = session.number, request.slot
         line = session.lane.env, session.lane.split
-        previous = self._takes.get(line, {}).pop(key, None)
+        previous = self._pop(line, key)
         if previous is not None and previous.route != route:
             self._state.outbox.reply(previous.route, TakenTasks())
         held = self._state.tasks.held(session.number, request.slot, request.number)
@@ -209,8 +209,17 @@ class TaskRequests:
         waiting = self._takes.setdefault(line, {})
         if take.request.wait_s > 0 and len(waiting) < TAKERS_LIMIT:
             waiting[key] = take
+            session.takes += 1
         else:
             self._hand_out(take.route, take.request, session, [], now)
+
+    def _pop(self, line: Line, key: tuple[int, int]) -> _Take | None:
+        """Remove a waiting take."""
+        take = self._takes.get(line, {}).pop(key, None)
+        session = self._state.sessions.numbered(key[0])
+        if take is not None and session is not None:
+            session.takes -= 1
+        return take
 
     def _taken(self, take: _Take, session: ProducerSession, now: float) -> bool:
         """Hand out tasks, if there are some."""
@@ -261,9 +270,10 @@ class TaskRequests:
 
     def left(self, session: ProducerSession, why: str, now: float) -> None:
         """Return the tasks of a session that has ended."""
-        waiting = self._takes.get((session.lane.env, session.lane.split), {})
-        for key in [key for key in waiting if key[0] == session.number]:
-            self._state.outbox.reply(waiting.pop(key).route, TakenTasks())
+        line = session.lane.env, session.lane.split
+        for key in [key for key in self._takes.get(line, {}) if key[0] == session.number]:
+            if (take := self._pop(line, key)) is not None:
+                self._state.outbox.reply(take.route, TakenTasks())
         self._forget(session.number, why)
         self.serve(now)
 
@@ -293,8 +303,10 @@ class TaskRequests:
         waiting = self._takes.get(line, {})
         while waiting and self._state.tasks.queued(line):
             key = next(iter(waiting))
-            take = waiting.pop(key)
+            take = self._pop(line, key)
             session = self._state.sessions.numbered(key[0])
+            if take is None:
+                continue
             if session is None or session.draining or not self._taken(take, session, now):
                 self._state.outbox.reply(take.route, TakenTasks())
 
@@ -307,10 +319,10 @@ class TaskRequests:
         self.serve(now)
         for line, waiting in list(self._takes.items()):
             for key in [key for key, take in waiting.items() if take.deadline <= now]:
-                take = waiting.pop(key)
+                due = self._pop(line, key)
                 session = self._state.sessions.numbered(key[0])
-                if session is not None:
-                    self._hand_out(take.route, take.request, session, [], now)
+                if due is not None and session is not None:
+                    self._hand_out(due.route, due.request, session, [], now)
             if not waiting:
                 del self._takes[line]
         for route, ask in list(self._asks.items()):

@@ -170,6 +170,10 @@ def _stale_guard(_pressure: Pressure, lane: LaneStatus) -> str:
     return f"environment {lane.env}: {ahead:,} groups ahead of the trainer, bound {bound}"
 
 
+def _no_tasks(_pressure: Pressure, lane: LaneStatus) -> str:
+    return f"environment {lane.env}: its workers wait for submitted tasks"
+
+
 def _lane_full(_pressure: Pressure, lane: LaneStatus) -> str:
     return f"environment {lane.env}: {_lane_bytes(lane)} held, its own high-water mark"
 
@@ -220,6 +224,7 @@ TRAINER_WAITS: Final[Mapping[str, Callable[[Pressure], str]]] = {
 
 WORKER_WAITS: Final[Mapping[str, Callable[[Pressure, LaneStatus], str]]] = {
     Wait.STALE_GUARD: _stale_guard,
+    Wait.NO_TASKS: _no_tasks,
     Wait.LANE_FULL: _lane_full,
     Wait.GLOBAL_FULL: _global_full,
     Wait.NO_CREDIT: _no_credit,

@@ -53,7 +53,7 @@ class PressureSample:
         trainers: Connected trainers.
         eaten, made: Sequences of this environment settled by trainers, and accepted from its workers.
         starved_s: Time in which trainers waited without a batch.
-        blocked_s: Time waited for credit, summed over the slots of all workers.
+        blocked_s: Time waited for credit or a task, summed over the slots of all workers.
         wait: Wait reason of its producers, or empty.
         untaught: Ready workers with finished rollouts that wait unusually long for the teacher.
         slots: Concurrent rollouts of one worker.

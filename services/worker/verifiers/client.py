@@ -16,11 +16,13 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.errors import OverlongPromptError
 from verifiers.types import ResponseTokens
 
+from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.openai.client import CONNECT_S, RETRIED
 from rolloutmq.services.worker.openai.wire import Endpoint
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.verifiers.engine import OVERLONG, Engine
+from rolloutmq.services.worker.verifiers.request_fields import check_request
 
 
 def openai_client() -> AsyncOpenAI:
@@ -85,7 +87,8 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
         tools: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Ask the policy for the next turn."""
+        """Ask the policy for the next turn. ConfigError if a rollout has set a field that is refused."""
+        check_request(sampling_args)
         return await self._engine.answered(
             lambda endpoint: self._asked(endpoint, prompt, sampling_args, tools, kwargs),
             _is_final,
@@ -115,7 +118,10 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
                 raise
             self.overlong = str(error)
             raise OverlongPromptError from error
-        (completion,) = endpoint.completions(native, arguments.get("temperature") or 1.0)
+        completions = endpoint.completions(native, arguments.get("temperature") or 1.0)
+        if len(completions) != 1:
+            raise PolicyRefusedError(200, f"one choice was asked for (got {len(completions)})")
+        (completion,) = completions
         # Servers number their responses each for itself, and an environment may ask others.
         native.id = f"{self._prefix}-{len(self.sampled)}"
         self.sampled[native.id] = completion

@@ -17,7 +17,7 @@ from rolloutmq.services.worker.environment import Prompt
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
 from rolloutmq.services.worker.verifiers.package import load_package
-from rolloutmq.services.worker.verifiers.reward_functions import failures, watch
+from rolloutmq.services.worker.verifiers.reward_functions import failures, reason, watch
 from rolloutmq.services.worker.verifiers.rows import PATIENCE, RowEnvironment
 from rolloutmq.services.worker.verifiers.sampling import sampling_of
 from rolloutmq.services.worker.verifiers.trajectories import STATE_COLUMNS, RolloutFailedError, trajectory_of
@@ -56,7 +56,7 @@ class VerifiersEnvironment(RowEnvironment[Row]):
         self._theirs = theirs
         self._sampling = {} if sampling is None else dict(sampling)
         self._openai: Any = None
-        self._weights = watch(theirs.rubric)
+        watch(theirs.rubric)
 
     @classmethod
     def loaded(
@@ -81,8 +81,13 @@ class VerifiersEnvironment(RowEnvironment[Row]):
                 f"must be 0 for {config.verifiers}, whose rewards compare the sequences of a whole group "
                 f"(got {config.group_deadline_s:g})",
             )
+        if config.split == "train" and _has_evaluation_data_alone(theirs):
+            raise ConfigError(
+                f"{section}.split",
+                f'{config.verifiers} has evaluation data alone (got "train"); set split = "eval"',
+            )
         try:
-            return cls(
+            made = cls(
                 theirs,
                 split=config.split,
                 sampling=sampling_of(f"{section}.sampling", theirs.sampling_args, config.sampling),
@@ -95,6 +100,17 @@ class VerifiersEnvironment(RowEnvironment[Row]):
             raise ConfigError(
                 f"{section}.verifiers", f"the data of {config.verifiers} cannot be loaded: {error}"
             ) from error
+        made._check_task_count(f"{section}.task_count", config)
+        return made
+
+    def _check_task_count(self, key: str, config: EnvironmentConfig) -> None:
+        rows = len(self._rows)
+        if config.task_count > rows:
+            raise ConfigError(
+                key,
+                f"must not exceed the number of rows of {config.verifiers}, {rows:,} (got {config.task_count:,}); "
+                "lower it",
+            )
 
     async def _set_up(self, stack: AsyncExitStack) -> None:
         from rolloutmq.services.worker.verifiers.client import openai_client
@@ -124,10 +140,16 @@ class VerifiersEnvironment(RowEnvironment[Row]):
                     state_columns=[*STATE_COLUMNS],
                 )
         single = getattr(self._theirs, "max_turns", None) == 1
+        weights = watch(self._theirs.rubric)
         made = [
-            trajectory_of(one, client.sampled, self._weights, single_turn=single, overlong=client.overlong)
+            trajectory_of(one, client.sampled, weights, single_turn=single, overlong=client.overlong)
             for one in rollouts
         ]
         if failed:  # an error of the rollout itself goes first: it may be why the reward failed
-            raise RolloutFailedError(f"a reward function raised {failed[0]!r}") from failed[0]
+            raise RolloutFailedError(reason(failed[0])) from failed[0]
         return made
+
+
+def _has_evaluation_data_alone(theirs: Any) -> bool:
+    has_own = getattr(theirs, "eval_dataset_source", None) is not None
+    return has_own and getattr(theirs, "dataset_source", has_own) is None

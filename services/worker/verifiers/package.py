@@ -64,8 +64,8 @@ def check_package(key: str, package: str, base_dir: Path) -> None:
     if util.find_spec(module) is None and PathFinder.find_spec(module, [str(base_dir)]) is None:
         raise ConfigError(
             key,
-            f"there is no module {module} (got {package!r}); install the package of the environment, for example by "
-            "`prime env install`",
+            f"there is no module {module} (got {package!r}); install the package of the environment with pip, or "
+            "with `prime env install` of the package `prime`",
         )
 
 

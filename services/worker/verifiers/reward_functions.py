@@ -1,17 +1,19 @@
 """Reward functions of a rubric of `verifiers`: their weights, their values as columns, and their exceptions.
 
-A rubric gives an answer 0 if a reward function raises. Here the rollout fails instead: a policy must not learn from a
-judge that was away. `watch` wraps the functions in place; `failures` collects what they raise in the calls of a block.
+A rubric gives an answer 0 if a reward function raises, or returns something else than a number. Here the rollout fails
+instead: a policy must not learn from a judge that was away. `watch` wraps the functions in place, also those that the
+package adds later; `failures` collects what goes wrong in the calls of a block.
 
 A function with a weight is a rater: its values are a column of `ratings`, in the order of `raters`, as those of an
-ensemble are. One without is a metric, and has a column `metric_NAME` of its own.
+ensemble are. One without is a metric, and has a column `metric_NAME` of its own. Rubrics add up or overwrite the values
+of functions with one name, so a second function of a name gets a number: `length_2`.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from inspect import isawaitable
 from typing import Any, Final
 
@@ -23,30 +25,86 @@ METRIC: Final = "metric_"
 NAME_CHARS: Final = 48
 """Longest name of a column."""
 _STRANGE: Final = re.compile(r"[^a-z0-9_]+")
+_WATCHED: Final = "_rolloutmq_watched"
 _failures: ContextVar[list[Exception] | None] = ContextVar("failures", default=None)
 
 Function = Callable[..., Any]
 
 
+class NotANumberError(TypeError):
+    """A reward function returned something else than a number."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(f"the reward function {name} must return a number (got {value!r:.80})")
+
+
 def watch(rubric: Any) -> dict[str, float]:
-    """Wrap the functions of a rubric and of those inside it in place; return their weights by name."""
-    weights: dict[str, float] = {}
-    for one in _rubrics(rubric):
-        for function, weight in zip(one.funcs, one.weights, strict=True):
-            weights.setdefault(function.__name__, float(weight))
-        one.funcs[:] = [_watched(function) for function in one.funcs]
-    return weights
+    """Wrap the functions of a rubric and of those inside it in place; return their weights by name.
+
+    Called again, it wraps the functions added meanwhile; names once given stay.
+    """
+    found = []
+    for one, scope in _rubrics(rubric):
+        _watch_additions(one, rubric)
+        found += [(one, place, scope, float(weight)) for place, weight in enumerate(one.weights)]
+    found.sort(key=lambda item: not _is_watched(item[0].funcs[item[1]]))
+    taken: dict[str, dict[int, float]] = {}
+    for one, place, scope, weight in found:
+        function = one.funcs[place]
+        if not _is_watched(function):
+            name = _free_name(_name_of(function), scope, weight, taken)
+            function = one.funcs[place] = _watched(function, name, of_group=one._is_group_func(function))
+        taken.setdefault(function.__name__, {})[scope] = weight
+    return {name: next(iter(weights.values())) for name, weights in taken.items()}
+
+
+def _watch_additions(one: Any, rubric: Any) -> None:
+    """Let a rubric watch the functions added since the last time, such as by a rollout, before it scores."""
+    for method in ("score_rollout", "score_group"):
+        score = getattr(one, method, None)
+        if score is not None and not _is_watched(score):
+            setattr(one, method, _watched_score(score, rubric))
+
+
+def _watched_score(score: Function, rubric: Any) -> Function:
+    @wraps(score)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        watch(rubric)
+        return await score(*args, **kwargs)
+
+    return _mark(call)
+
+
+def _name_of(function: Function) -> str:
+    """Return the name of a function; of a partial one that of the whole, of a callable object its class."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _free_name(wanted: str, scope: int, weight: float, taken: Mapping[str, Mapping[int, float]]) -> str:
+    """Return a name for a function: functions share one if they score other rows with the same weight."""
+    name, number = wanted, 1
+    while scope in taken.get(name, {}) or any(weight != other for other in taken.get(name, {}).values()):
+        number += 1
+        name = f"{wanted}_{number}"
+    return name
 
 
 @contextmanager
 def failures() -> Iterator[list[Exception]]:
-    """Collect what watched functions raise in the calls of this block, in the order of time."""
+    """Collect why watched functions gave no number in the calls of this block, in the order of time."""
     found: list[Exception] = []
     token = _failures.set(found)
     try:
         yield found
     finally:
         _failures.reset(token)
+
+
+def reason(failure: Exception) -> str:
+    """Return a collected failure as the reason of a failed rollout."""
+    return str(failure) if isinstance(failure, NotANumberError) else f"a reward function raised {failure!r}"
 
 
 def columns_of(metrics: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, Any]:
@@ -80,21 +138,34 @@ def _names(metrics: Sequence[str]) -> list[str]:
     return names
 
 
-def _rubrics(rubric: Any) -> Iterator[Any]:
-    """Yield the rubric and those inside it, each once: of a group of rubrics, and of a group of environments."""
+def _rubrics(rubric: Any) -> Iterator[tuple[Any, int]]:
+    """Yield the rubric and those inside it, each once: of a group of rubrics, and of a group of environments.
+
+    Rubrics of one scope, the second value, score the same answers.
+    """
     seen: set[int] = set()
-    todo = [rubric]
+    todo = [(rubric, 0)]
     while todo:
-        one = todo.pop(0)
+        one, scope = todo.pop(0)
         if id(one) in seen:
             continue
         seen.add(id(one))
-        yield one
-        todo += getattr(one, "rubrics", ())
-        todo += [environment.rubric for environment in getattr(one, "env_map", {}).values()]
+        yield one, scope
+        todo += [(inner, scope) for inner in getattr(one, "rubrics", ())]
+        todo += [
+            (environment.rubric, id(environment)) for environment in getattr(one, "env_map", {}).values()
+        ]
 
 
-def _watched(function: Function) -> Function:
+def _watched(function: Function, name: str, *, of_group: bool) -> Function:
+    def checked(value: Any) -> Any:
+        if not of_group:
+            try:
+                float(value)
+            except Exception:  # noqa: BLE001 - theirs makes any of them a zero
+                _note(NotANumberError(name, value))
+        return value
+
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -102,17 +173,28 @@ def _watched(function: Function) -> Function:
         except Exception as error:
             _note(error)
             raise
-        return _awaited(returned) if isawaitable(returned) else returned
+        return _awaited(returned, checked) if isawaitable(returned) else checked(returned)
 
-    return call
+    call.__name__ = name
+    return _mark(call)
 
 
-async def _awaited(returned: Any) -> Any:
+async def _awaited(returned: Any, checked: Function) -> Any:
     try:
-        return await returned
+        value = await returned
     except Exception as error:
         _note(error)
         raise
+    return checked(value)
+
+
+def _mark(function: Function) -> Function:
+    setattr(function, _WATCHED, True)
+    return function
+
+
+def _is_watched(function: Function) -> bool:
+    return getattr(function, _WATCHED, False)
 
 
 def _note(error: Exception) -> None:

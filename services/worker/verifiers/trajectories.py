@@ -116,6 +116,8 @@ def _message(given: Any) -> ChatMessage:
     plain: dict[str, Any] = (
         dict(given) if isinstance(given, Mapping) else given.model_dump(mode="json", exclude_none=True)
     )
+    if plain.get("role") == "text":  # a prompt that was given as text; the server gets it as the user's
+        plain["role"] = "user"
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [_call(json.loads(one) if isinstance(one, str) else one) for one in calls]
     return plain

@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import pytest
 from tests.services.broker.bench import Bench, Peer, config
+from tests.services.broker.state.test_tasks import Taker, goodbye, submit, task
 
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import Drain, JournalStatus, SetValues, ValuesSet
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import NoBatch, Ok, Wait
 from rolloutmq.services.monitor.status import waits
 
@@ -55,6 +57,14 @@ def _stale_guard() -> Bench:
     return bench
 
 
+def _no_tasks() -> Bench:
+    """All permits of the lane are unused, because nobody submits a task."""
+    bench = Bench(config(e={"pacing": True, "max_staleness": 0}))
+    Taker(bench.producer(slots=99)).wait()
+    bench.tick(1.0)
+    return bench
+
+
 def _journal_slow() -> Bench:
     bench = Bench(config(e={}))
     bench.producer()
@@ -69,6 +79,7 @@ def _journal_slow() -> Bench:
         (Wait.GLOBAL_FULL, _global_full),
         (Wait.NO_CREDIT, _no_credit),
         (Wait.STALE_GUARD, _stale_guard),
+        (Wait.NO_TASKS, _no_tasks),
         (Wait.JOURNAL_SLOW, _journal_slow),
     ],
 )
@@ -206,6 +217,52 @@ def test_marks_that_cannot_hold_a_batch_are_refused(
 def test_the_part_of_a_lane_is_by_weight_or_minimum_share() -> None:
     run = config(batch=64, e={"weight": 3.0}, f={"weight": 1.0, "min_share": 0.5}, g={"split": "eval"})
     assert (run.part("e"), run.part("f"), run.part("g")) == (48, 32, 64)
+
+
+def test_a_task_ends_the_wait_for_one() -> None:
+    bench = Bench(config(e={"pacing": True, "max_staleness": 0}))
+    one, two = Taker(bench.producer("p", slots=99)), Taker(bench.producer("q", slots=1))
+    one.wait(b"p")
+    two.wait(b"q")
+    bench.tick(1.0)
+    assert bench.pressure().lanes[0].waiting == 2
+    submit(bench, task("a"), task("b"))
+    bench.tick(1.0)
+    assert [peer.peer.sync().wait for peer in (one, two)] == [Wait.STALE_GUARD] * 2
+
+
+def test_a_producer_without_permits_waits_for_the_tasks_of_the_others() -> None:
+    bench = Bench(config(batch=4, e={"pacing": True, "max_staleness": 0}))
+    Taker(bench.producer("p")).wait()
+    bench.producer("q")
+    bench.tick(1.0)
+    assert (bench.pressure().lanes[0].wait, bench.pressure().lanes[0].waiting) == (Wait.NO_TASKS, 2)
+
+
+def test_between_two_points_of_an_evaluation_nobody_is_said_to_wait() -> None:
+    bench = Bench(config(e={}))
+    Taker(bench.producer(split=Split.EVAL)).wait()
+    bench.tick(1.0)
+    assert [lane.wait for lane in bench.pressure().lanes] == [""]
+
+
+@pytest.mark.parametrize("ending", ["repeats", "leaves", "late", "fenced"])
+def test_no_ended_request_for_a_task_is_waited_for(ending: str) -> None:
+    bench = Bench(config(e={}))
+    worker = Taker(bench.producer())
+    worker.wait()
+    if ending == "repeats":
+        worker.wait()
+        submit(bench, task("a"))
+    elif ending == "leaves":
+        goodbye(bench, worker.peer)
+    elif ending == "late":
+        bench.tick(8.0)
+    else:
+        bench.producer()
+    bench.tick(1.0)
+    bench.tick(1.0)
+    assert [lane.wait for lane in bench.pressure().lanes] == [""]
 
 
 def test_one_who_drains_waits_for_no_rollout() -> None:

@@ -25,8 +25,9 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, MissingError
 from rolloutmq.schemas.files import AckedGroup, InferenceAddress, RunLayout
 from rolloutmq.schemas.process import PERMANENT_FAILURE
-from rolloutmq.schemas.wire.control import Drain, GetStatus, StatusReply, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.control import Drain, GetStatus, Pressure, StatusReply, WorkerState, WorkerStatus
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.process.runner import Stop
@@ -98,12 +99,19 @@ class Stage:
     def worker(self, number: int = 0) -> Worker:
         return Worker(self.layout.root, f"echo-{number}")
 
-    async def status(self, worker: str = "echo-0") -> WorkerStatus | None:
-        """Return what the broker has heard of the worker."""
+    async def pressure(self) -> Pressure:
         async with BrokerClient(self.broker.endpoints.serve) as client:
             reply = await client.request(GetStatus())
         assert isinstance(reply, StatusReply)
-        return next((w for w in reply.pressure.workers if w.worker == worker), None)
+        return reply.pressure
+
+    async def status(self, worker: str = "echo-0") -> WorkerStatus | None:
+        """Return what the broker has heard of the worker."""
+        return next((w for w in (await self.pressure()).workers if w.worker == worker), None)
+
+    async def wait(self) -> str:
+        """Return why the producers of the environment wait."""
+        return next((lane.wait for lane in (await self.pressure()).lanes), "")
 
     async def heard(self, condition: Callable[[WorkerStatus], bool], worker: str = "echo-0") -> WorkerStatus:
         """Wait until the broker has heard that of the worker."""
@@ -475,6 +483,22 @@ async def test_a_worker_answers_what_a_trainer_submits(staged: Staged, server: "
         assert {acked.group_id for acked in stage.acked()} == {one.group_id for one in found[:2]}
         assert (worker.beat().produced, worker.beat().abandoned) == (2, 3)
         assert worker.state is WorkerState.GONE
+
+
+async def test_a_worker_without_a_task_is_idle(staged: Staged) -> None:
+    """Its permits are unused: the staleness bound holds nobody back, and more workers would not help."""
+    submitted = {"tasks": "submitted", "entry": "envs.py:Picky", "pacing": True, "concurrency": 1}
+    async with staged(**submitted) as stage:
+        worker = stage.worker()
+        async with living(worker, stage.stop):
+            async with asyncio.timeout(10):
+                while await stage.wait() != Wait.NO_TASKS:  # noqa: ASYNC110 - the broker looks once a second
+                    await asyncio.sleep(0.01)
+            before = (
+                worker.beat().blocked_s
+            )  # the wait for the permit, which it has, and some of that for the task
+            await stage.heard(lambda status: status.blocked_s > before)
+            worker.start_draining()
 
 
 async def test_a_drained_worker_leaves_the_tasks_to_the_next(staged: Staged, server: "FakeServer") -> None:

@@ -145,6 +145,23 @@ async def test_a_task_says_how_many_sequences_it_wants(deadline_s: float) -> Non
     assert answers(outlet) == {"t0": 5}
 
 
+async def test_waiting_for_a_task_counts_as_waiting_and_a_rollout_does_not() -> None:
+    now = [0.0]
+    clock = rollouts_module.WaitClock(lambda: now[0])
+    outlet, tasks = FakeOutlet(2), FakeTasks()
+    rollouts, draining = made(outlet, tasks)
+    rollouts._taking = clock
+    running = asyncio.create_task(rollouts.run())
+    await until(lambda: tasks.asked == 2)
+    now[0] = 3.0
+    assert rollouts.taking_s == 6.0
+    now[0] = 4.0
+    draining.set()
+    await running
+    now[0] = 9.0
+    assert rollouts.taking_s == 8.0
+
+
 async def test_an_environment_of_any_kind_may_answer_tasks() -> None:
     outlet, tasks = FakeOutlet(1), FakeTasks(["anything"])
     rollouts, _ = made(outlet, tasks, Whole())

@@ -26,7 +26,9 @@ pytestmark = [
 
 @pytest.fixture
 def environment() -> Any:
-    return load("mishaps", sampling={"max_tokens": 2, "extra": {"seed": 5}}, rollout_timeout_s=DEADLINE_S)
+    return load(
+        "mishaps", sampling={"max_tokens": 2, "extra": {"user": "five"}}, rollout_timeout_s=DEADLINE_S
+    )
 
 
 async def test_the_request_is_ours_and_the_answer_exact(environment: Any, server: "FakeServer") -> None:
@@ -40,7 +42,7 @@ async def test_the_request_is_ours_and_the_answer_exact(environment: Any, server
         "max_completion_tokens": 2,
         "temperature": 1.0,
         "top_p": 1.0,
-        "seed": 5,
+        "user": "five",
     }
     assert asked.items() >= (wanted | {"logprobs": True, "return_token_ids": True}).items()
     assert [list(row) for row in group["tokens"]] == [[1, 2, 3, 4, 5]]
@@ -137,6 +139,24 @@ async def test_a_refused_request_is_final(environment: Any, server: "FakeServer"
         with pytest.raises(RolloutFailedError, match="says 400"):
             await rolled_out(environment, policy, size=1)
     assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("missing", [1, -1])
+async def test_an_answer_without_exactly_one_choice_is_refused(
+    environment: Any, server: "FakeServer", missing: int
+) -> None:
+    server.missing = missing
+    async with policy_of(server.url) as policy, environment:
+        with pytest.raises(RolloutFailedError, match=f"one choice was asked for \\(got {1 - missing}\\)"):
+            await rolled_out(environment, policy, size=1)
+
+
+async def test_a_field_that_a_rollout_sets_is_refused(server: "FakeServer") -> None:
+    environment = load("mishaps", sampling={"max_tokens": 2})
+    async with policy_of(server.url) as policy, environment:
+        with pytest.raises(RolloutFailedError, match="top_p must not change the distribution"):
+            await rolled_out(environment, policy, 8, size=1)
+    assert not server.asked
 
 
 async def test_a_prompt_that_is_too_long_ends_the_rollout_with_what_there_is(server: "FakeServer") -> None:

@@ -176,6 +176,7 @@ async def test_what_cannot_be_trained_on_costs_the_rollout(way: str, problem: st
         (4, RolloutFailedError, "a reward function raised ZeroDivisionError"),
         (5, RolloutFailedError, "a reward function raised ConnectionError"),
         (6, InvalidGroupError, "must be finite"),
+        (7, RolloutFailedError, r"the reward function reward must return a number \(got None\)"),
     ],
 )
 async def test_an_exception_of_the_package_costs_the_rollout(
@@ -190,6 +191,21 @@ async def test_an_exception_of_the_package_costs_the_rollout(
         group = await rolled_out(environment, policy)
     assert list(group.scores) == [1.0, 1.5, 2.0, 2.5]  # rewards of a whole group tell its sequences apart
     assert group["raters"][0] == {"reward": 1.0, "judges": 0.5}
+
+
+async def test_functions_of_one_name_and_those_added_by_a_rollout_have_ratings(trainer: Any) -> None:
+    from tests.services.inference.tiny.test_server import serving
+
+    environment = load("namesakes", sampling={"max_tokens": 2})
+    async with serving(trainer) as server, policy_of(server.url) as policy, environment:
+        group = await rolled_out(environment, policy)
+        with pytest.raises(RolloutFailedError, match="a reward function raised ConnectionError"):
+            await rolled_out(environment, policy, 1)
+    weights = {"grade": 1.0, "grade_3": 2.0, "grade_2": 0.25, "num_turns": 0.5}
+    assert list(group["raters"][0].items()) == list(weights.items())
+    assert [list(row) for row in group["ratings"]] == [[1.0, 3.0, 2.0, 4.0]] * 4
+    assert list(group.scores) == [1.0 + 3.0 * 2.0 + 2.0 * 0.25 + 4.0 * 0.5] * 4
+    assert list(group["metric_num_turns_2"]) == [1.0] * 4
 
 
 async def test_a_hang_ends_with_the_rollout(trainer: Any) -> None:
@@ -224,12 +240,13 @@ async def test_rows_of_a_group_of_environments_go_to_their_own(trainer: Any) -> 
     assert mishap["raters"][0] == {"reward": 1.0, "judges": 0.5}
 
 
-async def test_a_submitted_row_is_rolled_out(trainer: Any) -> None:
+@pytest.mark.parametrize("prompt", ["4=", [{"role": "user", "content": "4="}]])
+async def test_a_submitted_row_is_rolled_out(trainer: Any, prompt: Any) -> None:
     from tests.services.inference.tiny.test_server import serving
 
     environment = load("mishaps", sampling={"max_tokens": 2})
-    row = {"prompt": [{"role": "user", "content": "4="}], "answer": "fine"}
+    row = {"prompt": prompt, "answer": "fine"}
     async with serving(trainer) as server, policy_of(server.url) as policy, environment:
         (one, other) = await environment.rollout_task(policy, row, 2, None)
     assert (one.score, other.score) == (1.0, 1.5)
-    assert one.messages[0]["content"] == "4="
+    assert one.messages[0] == {"role": "user", "content": "4="}

@@ -54,16 +54,22 @@ def config(base_dir: Path, section: dict[str, Any], **sections: Any) -> RunConfi
             "top_k must not change the distribution",
         ),
         (
-            {"verifiers": "mishaps", "task_count": 8},
-            {"curriculum": {"mine": {"sampler": "uniform"}}},
+            {"verifiers": "mishaps", "task_count": 10},
+            {},
             "environment.mine.task_count",
-            "has no task 7",
+            r"must not exceed the number of rows of mishaps, 9 \(got 10\)",
         ),
         (
             {"verifiers": "mishaps"},
-            {"evaluation": {"enabled": True, "tasks": 8}},
+            {"evaluation": {"enabled": True, "tasks": 10}},
             "evaluation.tasks",
-            "has no task 7",
+            "has no task 9",
+        ),
+        (
+            {"verifiers": "mishaps", "options": {"train": False}},
+            {},
+            "environment.mine.split",
+            r'mishaps has evaluation data alone \(got "train"\); set split = "eval"',
         ),
         (
             {"verifiers": "mishaps", "group_deadline_s": 5.0},

@@ -52,6 +52,12 @@ def test_turns_are_as_sampled_and_the_environments_tokens_are_not_trained() -> N
     assert [message["role"] for message in group["messages"][0]] == ["user", "assistant"]
 
 
+def test_a_prompt_of_text_is_the_users() -> None:
+    made = trajectory_of(rollout(turn("0"), prompt=[{"role": "text", "content": "?"}]), SAMPLED, {})
+    assert made.messages is not None
+    assert made.messages[0] == {"role": "user", "content": "?"}
+
+
 def test_a_rewritten_prompt_fails_the_rollout() -> None:
     rewritten = Completion("c", [1, 2, 3, 8, 9], [5], [-1.5])
     with pytest.raises(

@@ -6,12 +6,14 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-ROWS = ("fine", "raises", "fails", "hangs", "rewards", "judges", "nan")
+ROWS = ("fine", "raises", "fails", "hangs", "rewards", "judges", "nan", "none", "nucleus")
 
 
-async def reward(answer: str) -> float:
+async def reward(answer: str) -> float | None:
     if answer == "rewards":
         raise ZeroDivisionError("in the reward")
+    if answer == "none":
+        return None
     return float("nan") if answer == "nan" else 1.0
 
 
@@ -29,6 +31,8 @@ class Mishaps(vf.MultiTurnEnv):  # type: ignore[misc]
             raise KeyError("no such thing")
         if way == "fails":
             raise vf.InfraError("no sandbox")
+        if way == "nucleus":
+            state["sampling_args"] = {**state["sampling_args"], "top_p": 0.5}
         if way == "hangs":
             await asyncio.Event().wait()
         return state
@@ -37,9 +41,10 @@ class Mishaps(vf.MultiTurnEnv):  # type: ignore[misc]
         raise AssertionError("has one turn")
 
 
-def load_environment(key: str = "", fail: bool = False) -> vf.Environment:
+def load_environment(key: str = "", fail: bool = False, train: bool = True) -> vf.Environment:
     if fail:
         raise ValueError(f"refused: {key}")
     rows = [{"prompt": [{"role": "user", "content": "1="}], "answer": way} for way in ROWS]
     rubric = vf.Rubric(funcs=[reward, judges], weights=[1.0, 0.5])
-    return Mishaps(dataset=Dataset.from_list(rows), max_turns=1, rubric=rubric)
+    data = {"dataset" if train else "eval_dataset": Dataset.from_list(rows)}
+    return Mishaps(**data, max_turns=1, rubric=rubric)

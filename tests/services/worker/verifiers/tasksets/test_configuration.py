@@ -77,10 +77,10 @@ def test_it_has_what_every_section_needs() -> None:
 
 
 def test_the_sampling_of_the_section_wins_over_that_of_an_agent() -> None:
-    agent = {**HERE, "sampling": {"temperature": 0.5, "max_tokens": 64, "seed": 3}}
+    agent = {**HERE, "sampling": {"temperature": 0.5, "max_tokens": 64, "user": "a"}}
     environment = additions({"agent": agent}, sampling={"max_tokens": 8, "extra": {"cache_salt": "x"}})
     found = environment._theirs.config.agent.sampling.model_dump(exclude_none=True)
-    assert found == {"temperature": 0.5, "top_p": 1.0, "max_tokens": 8, "seed": 3, "cache_salt": "x"}
+    assert found == {"temperature": 0.5, "top_p": 1.0, "max_tokens": 8, "user": "a", "cache_salt": "x"}
 
 
 @pytest.mark.parametrize(
