@@ -3,9 +3,10 @@
 manager   `BusAgentLoopManager`: verl's agent loop manager, answered by workers of the bus
 sampling  `BusReplayBuffer`, `BusReplayBufferAsync`, `BusCheckpoint`: settle the groups of a step, and commit
 bridge    asks for the groups, puts them into TransferQueue, and reports their outcome
+settings  verl's settings that the adapter depends on
 store     TransferQueue, as the bridge writes it
 rows      groups as the keys, fields and tags that verl reads (pure)
 prompts   prompts of a verl batch, and their tasks (pure)
 
-Importing this package imports nothing of verl; `manager`, `sampling` and `store` do.
+Importing this package imports nothing of verl; `manager`, `sampling`, `settings` and `store` do.
 """

@@ -234,8 +234,9 @@ def test_settings_are_refused_before_ray_starts(run_dir: Path) -> None:
         "generator.bus.where=": "generator.bus.where: is required",
         "generator.step_wise_trajectories=true": "generator.step_wise_trajectories: must be false",
         "trainer.placement.colocate_all=true": "trainer.placement.colocate_all: must be false",
+        "generator.bus.where=tcp://127.0.0.1:1 trainer.ckpt_path=s3://b/mine": "trainer.ckpt_path: must be a local",
     }
-    calls = [[*settings(run_dir), changed] for changed in problems]
+    calls = [[*settings(run_dir), *changed.split()] for changed in problems]
     process = subprocess.run(
         [str(PYTHON), "-c", REFUSED, json.dumps(calls)],
         env=environment(),

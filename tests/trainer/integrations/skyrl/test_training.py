@@ -195,6 +195,7 @@ async def test_a_trainer_that_is_killed_after_an_exhausted_epoch_gets_its_step_a
         ledger = (await counts(broker)).pressure.ledger
     assert [one["step"] for one in first.of("step")] == [1, 2, 3, 4]
     assert [one["step"] for one in second.of("step")] == [4, 5], "SkyRL skips a number"
+    assert {reason for one in second.of("step") for reason in one["stop_reasons"]} == {"stop"}, "none is lost"
     assert len(stage.trained_on) == len({name for name, _ in stage.answered}) == 24, "none is sampled twice"
     assert second.of("end") == [{"incarnation": 1, "step": 4}]
     assert (ledger.trained + ledger.committed, ledger.filtered) == (16, 8)

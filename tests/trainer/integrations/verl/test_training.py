@@ -33,6 +33,7 @@ from rolloutmq.services.broker.server import running_broker
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 BATCH = 4
+FILTER = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "reward"}
 
 
 def checked(steps: list[dict[str, Any]]) -> list[int]:
@@ -125,7 +126,7 @@ async def test_an_asynchronous_trainer_replaces_the_prompts_that_failed(run_dir:
     fates = {3: "dead", 7: "late", 11: "lost", 15: "short", 19: "silent", 5: "flat"}
     stage = Stage(run_dir, fates, version=PolicyVersion(0, 0))
     plan = {"rows": 64, "steps": 8, "mode": "colocate_async", "deadline_s": 10.0, "save_freq": 4}
-    plan["settings"] = {"+trainer.v1.sampler.sampler_kwargs.filter_groups_metric": "reward"}
+    plan["settings"] = FILTER
     [played], ledger = await lives(run_dir, stage, plan)
     steps = played.of("step")
     assert [len(one["rows"]) for one in steps] == [BATCH * SIZE] * 8
@@ -138,6 +139,20 @@ async def test_an_asynchronous_trainer_replaces_the_prompts_that_failed(run_dir:
     assert ledger.accepted == trained(ledger) + ledger.filtered + ledger.queued
     assert ledger.filtered >= 2, "the short group and the flat one"
     assert len({*stage.answered}) == len(stage.answered), "none is sampled twice"
+
+
+async def test_a_synchronous_trainer_replaces_groups_without_variance_if_verl_filters(run_dir: Path) -> None:
+    stage = Stage(run_dir, {1: "flat", 6: "flat"})
+    plan = {"rows": 64, "steps": 3, "gen_batch_size": 1, "save_freq": 3, "settings": FILTER}
+    [played], ledger = await lives(run_dir, stage, plan)
+    steps = played.of("step")
+    assert [len(one["rows"]) for one in steps] == [BATCH * SIZE] * 3
+    rows = checked(steps)
+    assert len({*rows}) == len(rows)
+    assert not {*rows} & {1, 6}
+    assert trained(ledger) == 3 * BATCH
+    assert (ledger.queued, ledger.leased) == (0, 0), "verl drops the surplus of a step"
+    assert ledger.filtered == ledger.accepted - 3 * BATCH >= 2
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
