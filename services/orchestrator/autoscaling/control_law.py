@@ -48,24 +48,27 @@ INFERENCE_BOUND: Final = "inference_bound"
 """Bound reported when the workers share a saturated server."""
 TEACHER_AWAY: Final = "teacher_away"
 """Reason reported while workers wait for the teacher: more workers would wait too, and fewer would not help."""
-YOUNG_S: Final = 30.0
-UNSURE: Final = 2.0
-"""Factor on the upper dead band while the controller is young: the first rates come from a few batches."""
 FIRST_BATCH_S: Final = 15.0
 """Time in which the present workers should complete the first batch; more workers would add nothing before that. A
 longer start or rollout replaces it."""
+FIRST_WORKERS: Final = 8
+LONG_BATCH_S: Final = 180.0
+"""More workers than `FIRST_WORKERS` start for the first batch only if it takes longer than this: nobody knows yet how
+long the trainer takes for one."""
 LONGEST_START_S: Final = 300.0
 """A start longer than this waits for something else: a GPU, or its next attempt."""
+LEAST_AVAILABLE: Final = 0.2
+"""Availability below which more workers would not help: nearly all of them crash all the time."""
 EMPTY: Final = 1.0
 """Batches in the queue below which a waiting trainer waits for workers."""
 STARVED_PART: Final = 0.5
 """Part of the last seconds that a starving trainer waits."""
-WAITING_PART: Final = 0.1
-"""Part of its time beyond which a waiting trainer could use another worker."""
 FULL_PART: Final = 0.2
 """Part of their time that workers wait when the queue is at a limit."""
 IDLE_PART: Final = 0.5
 """Part of their waiting time from which more workers would only wait too."""
+WHOLE: Final = 0.85
+"""Smallest dead band, in workers: with two of them, a want of one is one."""
 ROUND: Final = 0.25
 """Tolerated shortfall in workers: the quotient of two rates is no more precise."""
 MORE: Final = 0.9
@@ -129,7 +132,7 @@ class PressureController:
         self, state: ControllerState, sample: PressureSample, now: float
     ) -> tuple[ControllerState, Decision]:
         if math.isinf(state.calm_from):
-            state = replace(state, calm_from=now + self.scaling.down_window_s)
+            state = replace(state, calm_from=now + self._window_s(state))
         state = self._watch_starts(state, sample.crew, now)
         is_news = (
             now - sample.heard_at <= self.scaling.stale_s and (sample.epoch, sample.number) != state.news
@@ -148,7 +151,7 @@ class PressureController:
             return self._hold(state, "no trainer")
         if state.rates.away:
             # Rates measured meanwhile mean nothing: measure anew once the teacher replies.
-            state = replace(state, calm_from=max(state.calm_from, now + self.scaling.down_window_s))
+            state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
             return self._hold(state, f"{TEACHER_AWAY}: {sample.untaught} workers wait for the teacher")
         want = self._want(state, sample)
         if want is None:
@@ -175,10 +178,17 @@ class PressureController:
         need = demand / per_worker
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
         band = self._band(need)
-        return need + min(max(lack + state.trim, -LESS * (band - 1.0)), MORE * band)
+        want = need + min(max(lack + state.trim, -LESS * (band - 1.0)), MORE * band)
+        available = max(state.rates.available, LEAST_AVAILABLE)
+        # Some more, since at times fewer are ready than on average.
+        return (want + math.sqrt(want * (1.0 - available))) / available
+
+    def _window_s(self, state: ControllerState) -> float:
+        """Return the time for which the peak want counts: a worker sent away too early costs a start."""
+        return max(self.scaling.down_window_s, state.start_s)
 
     def _band(self, workers: float) -> float:
-        return max(1.0, self.scaling.band_part * workers)
+        return max(WHOLE, self.scaling.band_part * workers)
 
     def _error(self, state: ControllerState, sample: PressureSample) -> float:
         """Return the sequences missing from the queue; negative if it exceeds twice its setpoint."""
@@ -228,16 +238,13 @@ class PressureController:
         target, (limit, bound), why = state.target, self._limit(state, sample), _why(state, sample, want)
         starving = self._starving(state, sample)
         if starving:
-            state = replace(state, calm_from=max(state.calm_from, now + self.scaling.down_window_s))
+            state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
         if target > limit:
             return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
-        waits = state.rates.waits > WAITING_PART and sample.pressure < self.scaling.setpoint_batches
         wanted, band = math.ceil(want - ROUND), self._band(target)
-        is_young = now - state.rates.first_at < YOUNG_S
-        up_band = UNSURE * band if is_young else band
         if starving and not target:
             wanted = max(wanted, 1)  # without a worker nothing can be measured
-        if wanted > target and (want - target >= up_band or waits or starving):
+        if wanted > target:
             why = f"{why}; starving" if starving else why
             return self._up(state, sample, wanted, why, now, at_once=starving)
         most = state.wants[0][1]
@@ -267,7 +274,7 @@ class PressureController:
             return self._hold(state, f"{why}; the workers wait themselves ({sample.wait or 'no_credit'})")
         if target >= limit:
             return self._hold(state, f"{why}; {_bounded(sample, limit, bound)}", bound)
-        reach = state.knee.reach or wanted
+        reach = state.knee.reach
         if target >= reach:
             return self._hold(state, f"{why}; at most {reach} until their throughput is measured")
         state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
@@ -276,7 +283,7 @@ class PressureController:
         since, base = state.up_from
         if now - since >= scaling.up_every_s:
             since, base = now, target
-        most = max(math.floor(base * scaling.up_factor), base + scaling.up_least)
+        most = max(math.floor(base * scaling.up_factor), base + scaling.up_least, state.knee.among)
         if most <= target:
             return state, Decision(target, f"{why}; at most {most} within {scaling.up_every_s:g} s")
         state = replace(state, up_from=(since, base))
@@ -296,7 +303,7 @@ class PressureController:
 
     def _remember(self, state: ControllerState, want: float, now: float) -> ControllerState:
         """Keep the wants of the window, except those below a later one."""
-        oldest = now - self.scaling.down_window_s
+        oldest = now - self._window_s(state)
         kept = [entry for entry in state.wants if entry[0] >= oldest and entry[1] > want]
         return replace(state, wants=(*kept, (now, want)))
 
@@ -317,6 +324,9 @@ class PressureController:
         lack = max(0.0, 1.0 - sample.pressure) * sample.batch_sequences
         soon_s = max(FIRST_BATCH_S, state.start_s, state.rates.rollout_s)
         more = min(2 * state.target, math.ceil(lack / (soon_s * per_worker)))
+        if more > FIRST_WORKERS:
+            soon_s = max(LONG_BATCH_S, state.start_s, state.rates.rollout_s)
+            more = max(FIRST_WORKERS, min(more, math.ceil(lack / (soon_s * per_worker))))
         if more <= state.target:
             return self._hold(state, f"no batch consumed yet; one is complete within {soon_s:.0f} s")
         return self._up(state, sample, more, "starving, no batch consumed yet", now, at_once=False)
@@ -339,6 +349,8 @@ class PressureController:
         return sample.pressure < EMPTY and state.rates.starved > STARVED_PART
 
     def _watch_starts(self, state: ControllerState, crew: WorkerCounts, now: float) -> ControllerState:
+        if crew.start_s:
+            return replace(state, start_s=min(crew.start_s, LONGEST_START_S))
         if not crew.starting:
             if state.starting_since < now:
                 took = min(now - state.starting_since, LONGEST_START_S)

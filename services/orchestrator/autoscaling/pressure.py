@@ -23,6 +23,10 @@ class WorkerCounts:
     draining: int = 0
     failed: int = 0
     """Given up for good; they keep their place, so that no worker starts into the same failure."""
+    restarting: int = 0
+    """Those of `starting` that were ready before: they crashed."""
+    start_s: float = 0.0
+    """Recent time from the start of a worker until it is ready; 0 while unknown."""
 
     @property
     def current(self) -> int:
@@ -53,6 +57,7 @@ class PressureSample:
         trainers: Connected trainers.
         eaten, made: Sequences of this environment settled by trainers, and accepted from its workers.
         starved_s: Time in which trainers waited without a batch.
+        settled_busy_s: Time in which they trained, until the last settlement, from any origin; 0 while unknown.
         blocked_s: Time waited for credit, summed over the slots of all workers.
         wait: Wait reason of its producers, or empty.
         untaught: Ready workers with finished rollouts that wait unusually long for the teacher.
@@ -74,6 +79,7 @@ class PressureSample:
     eaten: int = 0
     made: int = 0
     starved_s: float = 0.0
+    settled_busy_s: float = 0.0
     blocked_s: float = 0.0
     wait: str = ""
     untaught: int = 0
@@ -139,6 +145,7 @@ def sample_of(
         batch_sequences=max(1.0, pressure.batch_sequences),
         trainers=pressure.trainers,
         starved_s=pressure.starved_s if split is Split.TRAIN else 0.0,
+        settled_busy_s=pressure.settled_busy_s if split is Split.TRAIN else 0.0,
         blocked_s=pressure.blocked_s.get(env, 0.0),
         slots=slots,
         group_sequences=group_sequences,

@@ -1,10 +1,14 @@
 """The saturation detector: the number of workers beyond which throughput stops growing (the knee). Pure.
 
-It tries at most twice the workers known to help, or a few more, until those have run for a while. While a worker makes
-clearly less than it did among fewer, no worker is started. Once the new workers have run for a while, the detector
-computes how many would have the same throughput at the earlier pace. That is the knee, and the environment scales back
-to it. If throughput then drops, there was no saturation. After a hold time, which doubles, it probes with one more
-worker; if that helps with two more, then four: the server may have become faster.
+Growth needs evidence. At most twice the workers known to help may run, or a few more, until enough of their groups have
+arrived to tell how fast they are. If they are as fast as fewer were, they help, and the next doubling is free. If they
+are clearly slower, they share something: the knee is the number that would have the same throughput at the earlier
+pace, and the environment scales back to it. If throughput then drops, there was no saturation.
+
+A pace that changes while the number stays is a change of the rollouts, and the baseline follows it.
+
+After a hold time, which doubles, one more worker is tried at the knee; if that helps two more, then four: the server
+may have become faster. A worker that crashed and starts again counts: the number that runs is what it was.
 """
 
 import math
@@ -14,29 +18,37 @@ from typing import Final
 from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
 
+GROUPS: Final = 24
+"""Arrived groups that tell a pace: to about a tenth, since rollouts spread less than chance."""
+CYCLES: Final = 1.0
+"""Rollouts that they must span: workers that started together deliver together."""
+SURE_GROUPS: Final = 200
+SURE_S: Final = 45.0
+"""The same for one more worker at the knee, whose effect is small."""
+LIKE: Final = 0.15
+"""Relative change of the number of workers within one measurement."""
 SLOWER: Final = 0.85
 """Ratio to the earlier pace below which a worker is clearly slower."""
-MEMORIES: Final = 3.0
-"""Time constants of the means to wait before they reflect the present workers."""
-SURE: Final = 2.0
-"""Factor on that time during which one more worker must not be slower before it counts as helpful."""
-FIRST_HOLD_S: Final = 300.0
+FIRST_HOLD_S: Final = 600.0
 """First hold time of a knee; it doubles each time."""
 LONGEST_HOLD_S: Final = 3600.0
 ROOM: Final = 1.05
 """Workers beyond the knee, so that the shared server stays saturated while one of them pauses."""
 FURTHER: Final = 2
 FEW: Final = 4
-"""Limit of a probe: this factor of the workers known to help, or this many more."""
+"""Limit of growth without evidence: this factor of the workers known to help, or this many more."""
 KEPT: Final = 0.9
-"""Minimum throughput at the knee, relative to that of more workers."""
+"""Minimum throughput of saturated workers, relative to that of fewer."""
+CLOSE: Final = 0.8
+"""Knee, relative to the workers before, from which only a sure measurement tells whether throughput dropped."""
 HELPS: Final = 0.5
 """Minimum part of the expected gain that shows that more workers help. The total throughput is compared, not the pace
 of each: the pace changes so little with one worker that the knee would creep up."""
-SAME: Final = 0.95
-"""Ratio to the pace among fewer above which more workers are not saturated."""
-FOLLOW_S: Final = 60.0
-"""Time constant of the remembered pace: single samples are noisy, and rollouts get longer."""
+FOLLOWS: Final = 0.25
+"""Weight of a new measurement in the baseline."""
+ROUND: Final = 0.5
+LOST: Final = 0.95
+"""Throughput at the knee, relative to that of more workers, from which it is not too low."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,89 +73,129 @@ class SaturationDetector:
     best: float = 0.0
     """Throughput of a worker without saturation."""
     among: int = 0
-    """Largest worker count at which that was measured."""
+    """Largest worker count that was not clearly slower."""
+    top: float = 0.0
+    """Total throughput at that count."""
     made: float = 0.0
     """Total throughput before scaling back to the knee; 0 once the result is known."""
+    above: int = 0
+    """Workers that made it."""
+    doubted: bool = False
+    """The last measurement differed clearly from the baseline, and may have begun before the change."""
     ready: int = 0
-    since: float = -math.inf
-    """Time since which the worker count is unchanged and none is starting."""
-    steady: float = 0.0
-    """Mean throughput of a worker at this count; 0 until they have run long enough."""
-    at: float = -math.inf
+    """Workers at the beginning of the present measurement."""
+    begun: tuple[float, float, float] = (0.0, 0.0, -math.inf)
+    """What was made by then, the busy worker time, and the time."""
     engines: int = 0
     """Inference servers; a change of their number discards the knee."""
 
     @property
     def reach(self) -> int:
-        """Return the largest count to try until the present workers are measured; 0 before any measurement."""
-        return max(FURTHER * self.among, self.among + FEW) if self.among else 0
+        """Return the largest count to try until the present workers are measured.
+
+        It is twice the workers that would make as much alone, without slowing each other down.
+        """
+        alone = math.ceil(self.top / self.best - ROUND) if self.best else 0
+        return max(FURTHER * alone, alone + FEW)
 
     def looked(self, rates: DemandEstimator, sample: PressureSample, now: float) -> "SaturationDetector":
         """Return the state after one more sample."""
-        ready, engines = sample.crew.ready, sample.engines
-        new = (
-            replace(self, at=now) if engines == self.engines else SaturationDetector(engines=engines, at=now)
-        )
-        if ready != self.ready or sample.crew.starting:
-            new = replace(new, ready=ready, since=now, steady=0.0)
+        new = self if sample.engines == self.engines else self._with_engines(sample.engines)
+        ready = rates.delivering
+        like = 0.0 if new.tried else LIKE * new.ready
+        if not ready or abs(ready - new.ready) > like:
+            new = replace(new, ready=ready, begun=(rates.made_all, rates.busy_all_s, now))
         pace = rates.per_worker
-        if pace is None or not ready:
+        is_slow = pace is not None and new.among > 0 and ready > new.among and pace < SLOWER * new.best
+        if is_slow != new.slow:
+            new = replace(new, slow=is_slow)
+        made, busy_s = rates.made_all - new.begun[0], rates.busy_all_s - new.begun[1]
+        groups, took_s = made / max(1, sample.group_sequences), now - new.begun[2]
+        if not ready or groups < GROUPS or took_s < CYCLES * rates.rollout_s or busy_s <= 0.0:
             return new
-        if new.among:
-            new = replace(new, slow=pace < SLOWER * new.best and ready > new.among)
-        shows_s = MEMORIES * rates.making_memory_s + rates.rollout_s
-        if now - new.since < shows_s:
-            return new
-        follows = 1.0 - math.exp(-min(max(0.0, now - self.at), 10.0) / FOLLOW_S)
-        new = new._remember(pace, follows)
-        return new._judge(pace, now, sure=now - new.since >= SURE * shows_s)
+        is_sure = groups >= SURE_GROUPS and took_s >= SURE_S
+        return new._judge(made / busy_s, ready, now, (rates.made_all, rates.busy_all_s, now), is_sure=is_sure)
 
-    def _remember(self, pace: float, follows: float) -> "SaturationDetector":
-        """Track the pace of these workers, and of the largest count that was not slower."""
-        steady = self.steady + (pace - self.steady) * follows if self.steady else pace
-        self = replace(self, steady=steady)
+    def _with_engines(self, engines: int) -> "SaturationDetector":
+        """Forget the knee, but not how fast a worker is without one."""
+        if not self.engines:
+            return replace(self, engines=engines)
+        return SaturationDetector(engines=engines, best=self.best, among=self.among, top=self.top)
+
+    def _judge(
+        self, pace: float, ready: int, now: float, here: tuple[float, float, float], *, is_sure: bool
+    ) -> "SaturationDetector":
+        """Judge a measured pace; `here` begins the next measurement."""
+        fresh = replace(self, ready=ready, begun=here)
         if not self.among:
-            return replace(self, best=pace, among=self.ready)
-        if self.ready > self.among and pace < SAME * self.best:
-            return self
-        best = self.best + (pace - self.best) * follows
-        return replace(self, best=best, among=max(self.among, self.ready))
-
-    def _judge(self, pace: float, now: float, *, sure: bool) -> "SaturationDetector":
-        if self.most and self.ready > self.most:
+            return replace(fresh, best=pace, among=ready, top=pace * ready)
+        if self.most and ready > self.most:
             return self  # scale-down in progress
-        if self.made and self.ready <= self.most:
-            if pace * self.ready < KEPT * self.made:  # throughput dropped: no saturation
-                return replace(self, most=0, slow=False, made=0.0, best=pace)
-            return replace(self, made=0.0)
-        if self.slow and pace * self.ready < KEPT * self.best * self.among:
-            # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
-            return replace(self, slow=False, best=pace, among=self.ready)
+        if self.made:
+            return self._verified(fresh, pace, ready, is_sure=is_sure)
         if self.tried:
-            return self._judge_tried(pace, now, sure=sure)
-        crowded = not self.most and self.ready >= self.reach and pace < SAME * self.best
-        if self.slow or crowded:
-            knee = max(1, math.ceil(ROOM * pace * self.ready / self.best))
-            if knee < self.ready or (crowded and knee == self.ready):
-                return self._found(knee, pace, now)
-        elif self.most and now >= self.until:
+            return self._judge_tried(fresh, pace, ready, now, is_sure=is_sure)
+        if not self.most and ready > self.among and pace < SLOWER * self.best:
+            if pace * ready < KEPT * self.top:
+                # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
+                return fresh._based(pace, ready)
+            return fresh._found(max(1, math.ceil(ROOM * pace * ready / self.best)), pace, ready, now)
+        if self.most and now >= self.until:
+            if not is_sure:
+                return self
             more = self.most + self.step
-            new = replace(self, most=more, known=self.most, tried=True, until=now + self.hold_s)
-            return replace(new, usual=self.steady * self.ready)
-        return self
+            fresh = replace(fresh, most=more, known=self.most, tried=True, until=now + self.hold_s)
+            return replace(fresh, usual=pace * ready)
+        if self.most and ready > CLOSE * self.most:
+            return fresh  # the pace at the knee is not that of workers alone
+        return fresh._followed(pace, ready)
 
-    def _judge_tried(self, pace: float, now: float, *, sure: bool) -> "SaturationDetector":
-        if self.slow:
-            return self._found(
-                min(self.known, max(1, math.ceil(ROOM * pace * self.ready / self.best))), pace, now
-            )
-        if not sure or self.ready < self.most:
+    def _verified(
+        self, fresh: "SaturationDetector", pace: float, ready: int, *, is_sure: bool
+    ) -> "SaturationDetector":
+        """Compare the throughput at a knee that was just found with that of more workers."""
+        part = ready / self.above
+        if pace * ready < self.made * (1.0 + part) / 2.0 and (is_sure or part < CLOSE):
+            return replace(fresh._based(pace, ready), most=0, made=0.0)  # it dropped: no saturation
+        if not is_sure:
             return self
-        if self.steady * self.ready < self.usual * (1.0 + HELPS * (self.ready / self.known - 1.0)):
-            return self._found(self.known, pace, now)
-        return replace(self, tried=False, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
+        if pace * ready < LOST * self.made and self.most < self.above:  # the baseline was too high
+            more = max(self.most, min(self.above, math.ceil(ready * self.made / (pace * ready))))
+            return replace(fresh, most=more, best=self.made / more, made=0.0)
+        return replace(fresh, made=0.0)
 
-    def _found(self, knee: int, pace: float, now: float) -> "SaturationDetector":
-        held, made = min(self.hold_s, LONGEST_HOLD_S), pace * self.ready
-        new = replace(self, most=knee, tried=False, step=1, slow=False, made=made)
-        return replace(new, until=now + held, hold_s=2.0 * held)
+    def _based(self, pace: float, ready: int) -> "SaturationDetector":
+        """Take a measurement as the new baseline."""
+        return replace(self, best=pace, among=ready, top=pace * ready, slow=False, doubted=False)
+
+    def _followed(self, pace: float, ready: int) -> "SaturationDetector":
+        """Let the baseline follow workers that are not saturated.
+
+        More workers than before are no measure of a change of the rollouts; the same number, or fewer, are.
+        """
+        if ready > self.among:
+            return replace(self, among=ready, top=pace * ready, doubted=False)
+        change = pace / (self.top / self.among if ready > CLOSE * self.among else self.best)
+        clearly = abs(change - 1.0) > 1.0 - SLOWER
+        if clearly and not self.doubted:
+            return replace(self, doubted=True)
+        change = change if clearly else 1.0 + (change - 1.0) * FOLLOWS
+        return replace(self, best=self.best * change, top=self.top * change, doubted=False)
+
+    def _judge_tried(
+        self, fresh: "SaturationDetector", pace: float, ready: int, now: float, *, is_sure: bool
+    ) -> "SaturationDetector":
+        if pace < SLOWER * self.best * self.known / self.most:
+            return fresh._found(self.known, pace, ready, now)
+        if not is_sure or ready < self.most:
+            return self
+        if pace * ready < self.usual * (1.0 + HELPS * (ready / self.known - 1.0)):
+            return fresh._found(self.known, pace, ready, now)
+        new = replace(fresh, tried=False, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
+        return replace(new, among=ready, top=pace * ready)
+
+    def _found(self, knee: int, pace: float, ready: int, now: float) -> "SaturationDetector":
+        held, made = min(self.hold_s, LONGEST_HOLD_S), pace * ready
+        new = replace(self, most=knee, tried=False, step=1, slow=False, doubted=False)
+        new = replace(new, made=made if knee < ready else 0.0, above=ready)
+        return replace(new, among=min(self.among, knee), until=now + held, hold_s=2.0 * held)
