@@ -38,4 +38,30 @@ def _pour(rooms: list[int], claims: Sequence[WorkerClaim], caps: Sequence[int], 
 
 
 def _fill(room: int, weight: float) -> float:
-    return (room + 1) / weight if weight > 0.0 else float("inf")
+    return (room + 0.5) / weight if weight > 0.0 else float("inf")
+
+
+def divide(amount: float, weights: Sequence[float], wants: Sequence[float]) -> list[float]:
+    """Divide an amount by weights, so that none gets more than it wants while another wants more.
+
+    What nobody wants is divided by weights, too: the parts sum up to the amount.
+    """
+    parts = [0.0] * len(weights)
+    left, open_ones = amount, [index for index in range(len(weights)) if wants[index] > 0.0]
+    while left > 1e-9 and open_ones:
+        whole = sum(weights[index] for index in open_ones) or float(len(open_ones))
+        level = min(
+            (wants[index] - parts[index])
+            / (weights[index] / whole if weights[index] else 1.0 / len(open_ones))
+            for index in open_ones
+        )
+        given = min(level, left)
+        for index in open_ones:
+            parts[index] += given * (weights[index] / whole if weights[index] else 1.0 / len(open_ones))
+        left -= given
+        open_ones = [index for index in open_ones if wants[index] - parts[index] > 1e-9]
+    whole = sum(weights)
+    return [
+        part + max(0.0, left) * (weight / whole if whole else 1.0 / len(weights))
+        for part, weight in zip(parts, weights, strict=True)
+    ]

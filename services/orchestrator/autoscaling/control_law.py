@@ -42,7 +42,6 @@ from typing import Final
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample, WorkerCounts
-from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector
 
 INFERENCE_BOUND: Final = "inference_bound"
 """Bound reported when the workers share a saturated server."""
@@ -82,7 +81,6 @@ class ControllerState:
 
     target: int
     rates: DemandEstimator = field(default_factory=DemandEstimator)
-    knee: SaturationDetector = field(default_factory=SaturationDetector)
     news: tuple[int, int] = (-1, -1)
     """Epoch and number of the last pressure message."""
     at: float = -math.inf
@@ -161,14 +159,13 @@ class PressureController:
 
     def _look(self, state: ControllerState, sample: PressureSample, now: float) -> ControllerState:
         rates = state.rates.looked(sample, now)
-        knee = state.knee.looked(rates, sample, now)
         slope, elapsed = 0.0, now - state.rates.last_at
         if 0.0 < elapsed < self.scaling.stale_s:
             change = (sample.pressure - state.level) / elapsed
             new = 1.0 - math.exp(-elapsed / self.scaling.derivative_filter_s)
             slope = state.slope + (change - state.slope) * new
         news = sample.epoch, sample.number
-        return replace(state, news=news, rates=rates, knee=knee, level=sample.pressure, slope=slope)
+        return replace(state, news=news, rates=rates, level=sample.pressure, slope=slope)
 
     def _want(self, state: ControllerState, sample: PressureSample) -> float | None:
         """Return the number of workers needed, as a real number; None while the rates are unknown."""
@@ -214,19 +211,17 @@ class PressureController:
         if per_worker is None or sample.crew.starting or sample.crew.draining:
             return state
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
-        if (lack > 0.0 and want >= self._limit(state, sample)[0]) or (
-            lack < 0.0 and want <= self.min_workers
-        ):
+        if (lack > 0.0 and want >= self._limit(sample)[0]) or (lack < 0.0 and want <= self.min_workers):
             return state
         bound = max(1.0, self.scaling.trim_part * want)
         trim = min(max(state.trim + lack * elapsed / self.scaling.integral_s, -bound), bound)
         return replace(state, trim=trim)
 
-    def _limit(self, state: ControllerState, sample: PressureSample) -> tuple[int, str]:
+    def _limit(self, sample: PressureSample) -> tuple[int, str]:
         """Return the maximum that is allowed and useful, and its bound."""
         most, why = self.max_workers, "max_workers"
-        if state.knee.most and state.knee.most < most:
-            most, why = state.knee.most, INFERENCE_BOUND
+        if sample.server.most and sample.server.most < most:
+            most, why = sample.server.most, INFERENCE_BOUND
         if sample.room is not None and sample.room.workers < most:
             most, why = sample.room.workers, sample.room.why
         return max(self.min_workers, most), why
@@ -235,7 +230,7 @@ class PressureController:
         self, state: ControllerState, sample: PressureSample, want: float, now: float
     ) -> tuple[ControllerState, Decision]:
         state = self._remember(state, want, now)
-        target, (limit, bound), why = state.target, self._limit(state, sample), _why(state, sample, want)
+        target, (limit, bound), why = state.target, self._limit(sample), _why(state, sample, want)
         starving = self._starving(state, sample)
         if starving:
             state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
@@ -263,8 +258,8 @@ class PressureController:
         *,
         at_once: bool,
     ) -> tuple[ControllerState, Decision]:
-        scaling, target, (limit, bound) = self.scaling, state.target, self._limit(state, sample)
-        if state.knee.slow:
+        scaling, target, (limit, bound) = self.scaling, state.target, self._limit(sample)
+        if sample.server.slow:
             return self._hold(
                 state, f"{why}; throughput per worker fell: no scale-up until saturation is ruled out"
             )
@@ -274,7 +269,7 @@ class PressureController:
             return self._hold(state, f"{why}; the workers wait themselves ({sample.wait or 'no_credit'})")
         if target >= limit:
             return self._hold(state, f"{why}; {_bounded(sample, limit, bound)}", bound)
-        reach = state.knee.reach
+        reach = sample.server.reach
         if target >= reach:
             return self._hold(state, f"{why}; at most {reach} until their throughput is measured")
         state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
@@ -283,11 +278,17 @@ class PressureController:
         since, base = state.up_from
         if now - since >= scaling.up_every_s:
             since, base = now, target
-        most = max(math.floor(base * scaling.up_factor), base + scaling.up_least, state.knee.among)
+        most = max(math.floor(base * scaling.up_factor), base + scaling.up_least, self._proven(sample))
         if most <= target:
             return state, Decision(target, f"{why}; at most {most} within {scaling.up_every_s:g} s")
         state = replace(state, up_from=(since, base))
         return self._to(state, min(wanted, most, limit, reach), why, bound if wanted > limit else "")
+
+    @staticmethod
+    def _proven(sample: PressureSample) -> int:
+        """Return the workers that were tried before: they need no steps."""
+        server = sample.server
+        return math.floor(server.proven / server.best + ROUND) if server.best else 0
 
     def _down(
         self, state: ControllerState, wanted: int, why: str, now: float

@@ -95,7 +95,10 @@ class DemandEstimator:
     """`made` and busy worker time with a shorter time constant, to see a change."""
     made_all: float = 0.0
     busy_all_s: float = 0.0
-    """The same two without decay, for differences."""
+    present_all_s: float = 0.0
+    """`made`, busy and present worker time without decay, for differences."""
+    counted_s: float = 0.0
+    """Time that these count: not that in which arrivals say nothing."""
     per_worker: float | None = None
     """Throughput of one worker that does not wait, in sequences per second; None while unknown."""
     available: float = 1.0
@@ -234,6 +237,8 @@ class DemandEstimator:
             quick=(self.quick[0] * soon + made, self.quick[1] * soon + busy_s),
             made_all=self.made_all + made,
             busy_all_s=self.busy_all_s + busy_s,
+            present_all_s=self.present_all_s + elapsed * workers,
+            counted_s=self.counted_s + elapsed,
             made=self.made * kept + made,
             present_s=self.present_s * kept + elapsed * workers,
             blocked_s=self.blocked_s * kept + begun_blocked_s,

@@ -1,201 +1,313 @@
-"""The saturation detector: the number of workers beyond which throughput stops growing (the knee). Pure.
+"""The saturation detector: how many workers the inference servers of a run can feed. Pure.
 
-Growth needs evidence. At most twice the workers known to help may run, or a few more, until enough of their groups have
-arrived to tell how fast they are. If they are as fast as fewer were, they help, and the next doubling is free. If they
-are clearly slower, they share something: the knee is the number that would have the same throughput at the earlier
-pace, and the environment scales back to it. If throughput then drops, there was no saturation.
+All environments sample from the same servers, so they are judged together. The measure is sequences per second: the
+`size` of a fleet is what its workers would make if none slowed another down; their throughput is what they make.
 
-A pace that changes while the number stays is a change of the rollouts, and the baseline follows it.
+Growth needs evidence. At most twice the proven size may run, or a few workers more, until enough groups have arrived to
+tell how fast the workers are. If they are about as fast as fewer were, their size is proven, and the next doubling is
+free. If they are clearly slower, they share a full server: its capacity is their throughput, and the environments scale
+back to it, each to its share. If throughput then drops, there was no saturation.
 
-After a hold time, which doubles, one more worker is tried at the knee; if that helps two more, then four: the server
-may have become faster. A worker that crashed and starts again counts: the number that runs is what it was.
+A pace that changes while the fleet stays is a change of the rollouts, and the baseline follows it. After a hold time,
+which doubles, one more worker is tried at the capacity; if that helps two more, then four: the server may have become
+faster. A worker that crashed and starts again counts as a worker.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
-from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
+from rolloutmq.services.orchestrator.autoscaling.budget import divide
+from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
 
 GROUPS: Final = 24
-"""Arrived groups that tell a pace: to about a tenth, since rollouts spread less than chance."""
+"""Arrived groups that tell a throughput: to about a tenth, since rollouts spread less than chance."""
+OWN_GROUPS: Final = 12
+"""Those of one environment for its own pace, if it makes at least `LARGE` of all."""
+LARGE: Final = 0.2
 CYCLES: Final = 1.0
 """Rollouts that they must span: workers that started together deliver together."""
 SURE_GROUPS: Final = 200
 SURE_S: Final = 45.0
-"""The same for one more worker at the knee, whose effect is small."""
+"""The same for one more worker at the capacity, whose effect is small."""
 LIKE: Final = 0.15
-"""Relative change of the number of workers within one measurement."""
+"""Relative change of the size within one measurement."""
 SLOWER: Final = 0.85
 """Ratio to the earlier pace below which a worker is clearly slower."""
-FIRST_HOLD_S: Final = 600.0
-"""First hold time of a knee; it doubles each time."""
+FIRST_HOLD_S: Final = 900.0
+"""First hold time of a capacity; it doubles each time."""
 LONGEST_HOLD_S: Final = 3600.0
 ROOM: Final = 1.05
-"""Workers beyond the knee, so that the shared server stays saturated while one of them pauses."""
+"""Size relative to the capacity, so that the server stays full while a worker pauses."""
 FURTHER: Final = 2
 FEW: Final = 4
-"""Limit of growth without evidence: this factor of the workers known to help, or this many more."""
+"""Limit of growth without evidence: this factor of the proven size, or this many workers more."""
 KEPT: Final = 0.9
 """Minimum throughput of saturated workers, relative to that of fewer."""
 CLOSE: Final = 0.8
-"""Knee, relative to the workers before, from which only a sure measurement tells whether throughput dropped."""
+"""Size, relative to another, from which the two are too close to tell their throughputs apart."""
 HELPS: Final = 0.5
-"""Minimum part of the expected gain that shows that more workers help. The total throughput is compared, not the pace
-of each: the pace changes so little with one worker that the knee would creep up."""
+"""Minimum part of the expected gain that shows that more workers help."""
 FOLLOWS: Final = 0.25
 """Weight of a new measurement in the baseline."""
-ROUND: Final = 0.5
 LOST: Final = 0.95
-"""Throughput at the knee, relative to that of more workers, from which it is not too low."""
+"""Throughput after scaling back, relative to that before, from which the capacity is not too low."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUse:
+    """What the detector knows of one environment.
+
+    Attributes:
+        env: Its name.
+        workers: Workers whose rollouts arrive now; crashed ones that start again count.
+        made: Sequences made, in total.
+        busy_s: Time in which its workers did not wait meanwhile, summed over them.
+        present_s: Time in which they were there.
+        counted_s: Time in which this was measured.
+        pace: Sequences per second of one worker, lately; None while unknown.
+        rollout_s: Mean duration of a rollout.
+        group_sequences: Sequences of one group.
+        weight: Its share, relative to the others.
+        want: Workers it wants; None while unknown.
+    """
+
+    env: str
+    workers: int
+    made: float
+    busy_s: float
+    present_s: float
+    counted_s: float
+    pace: float | None
+    rollout_s: float = 0.0
+    group_sequences: int = 1
+    weight: float = 1.0
+    want: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """One measurement: paces by environment, size and throughput."""
+
+    paces: Mapping[str, float]
+    size: float
+    total: float
+    is_sure: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SaturationDetector:
-    """State of the search for the knee."""
+    """State of the search for the capacity. Sizes and throughputs are in sequences per second."""
 
-    most: int = 0
-    """Knee: more workers add no throughput; 0 if unknown."""
-    known: int = 0
-    """Knee before the present probe."""
+    capacity: float = 0.0
+    """Largest useful size; 0 if unknown."""
+    known: float = 0.0
+    """Capacity before the present probe; 0 without one."""
+    unit: float = 0.0
+    """What one worker of the present probe adds."""
     step: int = 1
     """Workers of the next probe; doubles each time they help."""
-    tried: bool = False
-    """A probe is running: `most` is above the knee."""
     usual: float = 0.0
-    """Total throughput at the knee before the probe."""
-    slow: bool = False
-    """A worker makes clearly less than among fewer; saturation is not confirmed yet."""
+    """Throughput at the capacity before the probe."""
     until: float = -math.inf
     """Time of the next probe."""
     hold_s: float = FIRST_HOLD_S
-    best: float = 0.0
-    """Throughput of a worker without saturation."""
-    among: int = 0
-    """Largest worker count that was not clearly slower."""
+    bests: Mapping[str, float] = field(default_factory=dict)
+    """Pace of a worker without saturation, by environment."""
+    proven: float = 0.0
+    """Largest size that was not clearly slower."""
     top: float = 0.0
-    """Total throughput at that count."""
+    """Throughput at that size."""
     made: float = 0.0
-    """Total throughput before scaling back to the knee; 0 once the result is known."""
-    above: int = 0
-    """Workers that made it."""
+    """Throughput before scaling back to the capacity; 0 once the result is known."""
+    above: float = 0.0
+    """Size that made it."""
     doubted: bool = False
     """The last measurement differed clearly from the baseline, and may have begun before the change."""
-    ready: int = 0
-    """Workers at the beginning of the present measurement."""
-    begun: tuple[float, float, float] = (0.0, 0.0, -math.inf)
-    """What was made by then, the busy worker time, and the time."""
+    size: float = 0.0
+    """Size at the beginning of the present measurement."""
+    since: float = -math.inf
+    """That beginning."""
+    begun: Mapping[str, ServerUse] = field(default_factory=dict)
+    """What was known of each environment then."""
     engines: int = 0
-    """Inference servers; a change of their number discards the knee."""
+    """Inference servers; a change of their number discards the capacity."""
 
-    @property
-    def reach(self) -> int:
-        """Return the largest count to try until the present workers are measured.
-
-        It is twice the workers that would make as much alone, without slowing each other down.
-        """
-        alone = math.ceil(self.top / self.best - ROUND) if self.best else 0
-        return max(FURTHER * alone, alone + FEW)
-
-    def looked(self, rates: DemandEstimator, sample: PressureSample, now: float) -> "SaturationDetector":
+    def looked(self, uses: Sequence[ServerUse], engines: int, now: float) -> "SaturationDetector":
         """Return the state after one more sample."""
-        new = self if sample.engines == self.engines else self._with_engines(sample.engines)
-        ready = rates.delivering
-        like = 0.0 if new.tried else LIKE * new.ready
-        if not ready or abs(ready - new.ready) > like:
-            new = replace(new, ready=ready, begun=(rates.made_all, rates.busy_all_s, now))
-        pace = rates.per_worker
-        is_slow = pace is not None and new.among > 0 and ready > new.among and pace < SLOWER * new.best
-        if is_slow != new.slow:
-            new = replace(new, slow=is_slow)
-        made, busy_s = rates.made_all - new.begun[0], rates.busy_all_s - new.begun[1]
-        groups, took_s = made / max(1, sample.group_sequences), now - new.begun[2]
-        if not ready or groups < GROUPS or took_s < CYCLES * rates.rollout_s or busy_s <= 0.0:
-            return new
-        is_sure = groups >= SURE_GROUPS and took_s >= SURE_S
-        return new._judge(made / busy_s, ready, now, (rates.made_all, rates.busy_all_s, now), is_sure=is_sure)
+        new = self if engines == self.engines else self._with_engines(engines)
+        size = new._size(uses)
+        like = 0.0 if new.known else LIKE * new.size
+        present = {one.env for one in uses if one.workers}
+        if abs(size - new.size) > like + 1e-9 or present != new.begun.keys():
+            begun = {one.env: one for one in uses if one.workers}
+            new = replace(new, size=size, since=now, begun=begun)
+        measured = new._measured(uses, now)
+        return new if measured is None else new._judged(measured, uses, now)
+
+    def limit(self, use: ServerUse, uses: Sequence[ServerUse]) -> ServerLimit:
+        """Return what the servers allow one environment."""
+        best = self.bests.get(use.env, 0.0)
+        if not best:
+            return ServerLimit(reach=max(FEW, use.workers))
+        most = math.ceil(self._share(self.capacity, use, uses) / best - 1e-9) if self.capacity else 0
+        reach = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
+        slow = use.pace is not None and self._size(uses) > self.proven and use.pace < SLOWER * best
+        return ServerLimit(
+            max(1, most) if most else 0,
+            max(FEW, math.floor(reach + 1e-9)),
+            slow and not self.capacity,
+            self.capacity,
+            self.proven,
+            best,
+        )
+
+    def resumed(self, env: str, limit: ServerLimit, engines: int) -> "SaturationDetector":
+        """Return the state with what an earlier orchestrator had told one environment."""
+        if not limit.best:
+            return self
+        return replace(
+            self,
+            capacity=limit.capacity,
+            proven=limit.proven,
+            top=limit.proven,
+            bests={**self.bests, env: limit.best},
+            engines=engines,
+        )
+
+    def _size(self, uses: Sequence[ServerUse]) -> float:
+        return sum(one.workers * (self.bests.get(one.env) or one.pace or 0.0) for one in uses)
+
+    def _share(self, size: float, use: ServerUse, uses: Sequence[ServerUse]) -> float:
+        """Return the part of a size for one environment, by weights; what others do not want is divided again."""
+        if len(uses) == 1:
+            return size
+        wants = [(self.bests.get(one.env) or one.pace or 0.0) * (one.want or one.workers) for one in uses]
+        return divide(size, [one.weight for one in uses], wants)[uses.index(use)]
 
     def _with_engines(self, engines: int) -> "SaturationDetector":
-        """Forget the knee, but not how fast a worker is without one."""
+        """Forget the capacity, but not how fast a worker is alone."""
         if not self.engines:
             return replace(self, engines=engines)
-        return SaturationDetector(engines=engines, best=self.best, among=self.among, top=self.top)
+        return SaturationDetector(engines=engines, bests=self.bests, proven=self.proven, top=self.top)
 
-    def _judge(
-        self, pace: float, ready: int, now: float, here: tuple[float, float, float], *, is_sure: bool
-    ) -> "SaturationDetector":
-        """Judge a measured pace; `here` begins the next measurement."""
-        fresh = replace(self, ready=ready, begun=here)
-        if not self.among:
-            return replace(fresh, best=pace, among=ready, top=pace * ready)
-        if self.most and ready > self.most:
+    def _measured(self, uses: Sequence[ServerUse], now: float) -> _Measured | None:
+        """Return the measurement since its beginning; None while it tells too little."""
+        paces: dict[str, float] = {}
+        groups, size, total, took_s = 0.0, 0.0, 0.0, now - self.since
+        whole = self._size(uses)
+        for one in uses:
+            if not one.workers:
+                continue
+            then = self.begun[one.env]
+            made, busy_s = one.made - then.made, one.busy_s - then.busy_s
+            own = made / max(1, one.group_sequences)
+            best = self.bests.get(one.env)
+            large = one.workers * (best or one.pace or 0.0) >= LARGE * whole
+            if took_s < CYCLES * one.rollout_s or (large and own < OWN_GROUPS):
+                return None
+            groups += own
+            if busy_s <= 0.0 or own < OWN_GROUPS:
+                continue
+            paces[one.env] = made / busy_s
+            workers = (one.present_s - then.present_s) / max(one.counted_s - then.counted_s, 1e-3)
+            size += workers * (best or paces[one.env])
+            total += workers * paces[one.env]
+        if groups < GROUPS or not paces:
+            return None
+        return _Measured(paces, size, total, groups >= SURE_GROUPS and took_s >= SURE_S)
+
+    def _judged(self, seen: _Measured, uses: Sequence[ServerUse], now: float) -> "SaturationDetector":
+        begun = {one.env: one for one in uses if one.workers}
+        new = replace(self, size=self._size(uses), since=now, begun=begun)
+        if unknown := {env: pace for env, pace in seen.paces.items() if env not in self.bests}:
+            new = replace(new, bests={**self.bests, **unknown})
+        if not self.proven:
+            return replace(new, proven=seen.size, top=seen.total)
+        if self.capacity and seen.size > self._fits(uses):
             return self  # scale-down in progress
         if self.made:
-            return self._verified(fresh, pace, ready, is_sure=is_sure)
-        if self.tried:
-            return self._judge_tried(fresh, pace, ready, now, is_sure=is_sure)
-        if not self.most and ready > self.among and pace < SLOWER * self.best:
-            if pace * ready < KEPT * self.top:
+            return self._verified(new, seen)
+        if self.known:
+            return self._probed(new, seen, now)
+        if self.capacity:
+            return self._at_capacity(new, seen, uses, now)
+        if seen.size > self.proven and seen.total < SLOWER * seen.size:
+            if seen.total < KEPT * self.top:
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
-                return fresh._based(pace, ready)
-            return fresh._found(max(1, math.ceil(ROOM * pace * ready / self.best)), pace, ready, now)
-        if self.most and now >= self.until:
-            if not is_sure:
-                return self
-            more = self.most + self.step
-            fresh = replace(fresh, most=more, known=self.most, tried=True, until=now + self.hold_s)
-            return replace(fresh, usual=pace * ready)
-        if self.most and ready > CLOSE * self.most:
-            return fresh  # the pace at the knee is not that of workers alone
-        return fresh._followed(pace, ready)
+                return new._based(seen)
+            return new._found(ROOM * seen.total, seen, now)
+        return new._followed(seen)
 
-    def _verified(
-        self, fresh: "SaturationDetector", pace: float, ready: int, *, is_sure: bool
+    def _fits(self, uses: Sequence[ServerUse]) -> float:
+        """Return the largest size of whole workers within the capacity."""
+        return self.capacity + sum(self.bests.get(one.env, 0.0) for one in uses)
+
+    def _at_capacity(
+        self, new: "SaturationDetector", seen: _Measured, uses: Sequence[ServerUse], now: float
     ) -> "SaturationDetector":
-        """Compare the throughput at a knee that was just found with that of more workers."""
-        part = ready / self.above
-        if pace * ready < self.made * (1.0 + part) / 2.0 and (is_sure or part < CLOSE):
-            return replace(fresh._based(pace, ready), most=0, made=0.0)  # it dropped: no saturation
-        if not is_sure:
+        """Wait for the time of the next probe; follow workers that are far below the capacity."""
+        if seen.size <= CLOSE * self.capacity:
+            return new._followed(seen)
+        if now < self.until:
+            return new
+        if not seen.is_sure:
             return self
-        if pace * ready < LOST * self.made and self.most < self.above:  # the baseline was too high
-            more = max(self.most, min(self.above, math.ceil(ready * self.made / (pace * ready))))
-            return replace(fresh, most=more, best=self.made / more, made=0.0)
-        return replace(fresh, made=0.0)
+        unit = max(self.bests.get(one.env, 0.0) for one in uses)
+        more = self.capacity + self.step * unit
+        new = replace(new, capacity=more, known=self.capacity, unit=unit, until=now + self.hold_s)
+        return replace(new, usual=seen.total)
 
-    def _based(self, pace: float, ready: int) -> "SaturationDetector":
+    def _probed(self, new: "SaturationDetector", seen: _Measured, now: float) -> "SaturationDetector":
+        """Judge a probe: one more worker, or a few."""
+        known = replace(new, capacity=self.known)
+        if not seen.is_sure or seen.size < self.capacity - self.unit:
+            return self
+        if seen.total < self.usual * (1.0 + HELPS * (seen.size / self.known - 1.0)):
+            return known._found(self.known, seen, now)
+        new = replace(new, known=0.0, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
+        return replace(new, proven=seen.size, top=seen.total)
+
+    def _verified(self, new: "SaturationDetector", seen: _Measured) -> "SaturationDetector":
+        """Compare the throughput at a capacity that was just found with that of more workers."""
+        part = seen.size / self.above
+        if seen.total < self.made * (1.0 + part) / 2.0:
+            return replace(new._based(seen), capacity=0.0, made=0.0)  # it dropped: no saturation
+        if not seen.is_sure:
+            return self
+        if seen.total < LOST * self.made:  # the baseline was too high
+            slower = {env: best * LOST for env, best in new.bests.items()}
+            return replace(new, bests=slower, made=0.0)
+        return replace(new, made=0.0)
+
+    def _based(self, seen: _Measured) -> "SaturationDetector":
         """Take a measurement as the new baseline."""
-        return replace(self, best=pace, among=ready, top=pace * ready, slow=False, doubted=False)
+        bests = {**self.bests, **seen.paces}
+        return replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total, doubted=False)
 
-    def _followed(self, pace: float, ready: int) -> "SaturationDetector":
+    def _followed(self, seen: _Measured) -> "SaturationDetector":
         """Let the baseline follow workers that are not saturated.
 
         More workers than before are no measure of a change of the rollouts; the same number, or fewer, are.
         """
-        if ready > self.among:
-            return replace(self, among=ready, top=pace * ready, doubted=False)
-        change = pace / (self.top / self.among if ready > CLOSE * self.among else self.best)
-        clearly = abs(change - 1.0) > 1.0 - SLOWER
+        if seen.size > self.proven * (1.0 + 1e-6):
+            return replace(self, proven=seen.size, top=seen.total, doubted=False)
+        usual = self.top / self.proven if seen.size > CLOSE * self.proven else 1.0
+        changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
+        clearly = any(abs(change - 1.0) > 1.0 - SLOWER for change in changes.values())
         if clearly and not self.doubted:
             return replace(self, doubted=True)
-        change = change if clearly else 1.0 + (change - 1.0) * FOLLOWS
-        return replace(self, best=self.best * change, top=self.top * change, doubted=False)
+        if not clearly:
+            changes = {env: 1.0 + (change - 1.0) * FOLLOWS for env, change in changes.items()}
+        bests = {env: best * changes.get(env, 1.0) for env, best in self.bests.items()}
+        whole = sum(self.bests[env] for env in seen.paces)
+        change = sum(bests[env] for env in seen.paces) / whole
+        return replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
 
-    def _judge_tried(
-        self, fresh: "SaturationDetector", pace: float, ready: int, now: float, *, is_sure: bool
-    ) -> "SaturationDetector":
-        if pace < SLOWER * self.best * self.known / self.most:
-            return fresh._found(self.known, pace, ready, now)
-        if not is_sure or ready < self.most:
-            return self
-        if pace * ready < self.usual * (1.0 + HELPS * (ready / self.known - 1.0)):
-            return fresh._found(self.known, pace, ready, now)
-        new = replace(fresh, tried=False, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
-        return replace(new, among=ready, top=pace * ready)
-
-    def _found(self, knee: int, pace: float, ready: int, now: float) -> "SaturationDetector":
-        held, made = min(self.hold_s, LONGEST_HOLD_S), pace * ready
-        new = replace(self, most=knee, tried=False, step=1, slow=False, doubted=False)
-        new = replace(new, made=made if knee < ready else 0.0, above=ready)
-        return replace(new, among=min(self.among, knee), until=now + held, hold_s=2.0 * held)
+    def _found(self, capacity: float, seen: _Measured, now: float) -> "SaturationDetector":
+        held = min(self.hold_s, LONGEST_HOLD_S)
+        new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False)
+        made = seen.total if capacity < CLOSE * seen.size else 0.0  # else it can hardly be told
+        new = replace(new, made=made, above=seen.size, proven=min(self.proven, capacity))
+        return replace(new, top=min(self.top, seen.total), until=now + held, hold_s=2.0 * held)
