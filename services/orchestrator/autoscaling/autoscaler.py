@@ -16,7 +16,7 @@ from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.wire.control import Pressure, ScaleDecision
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.budget import WorkerClaim, allot
-from rolloutmq.services.orchestrator.autoscaling.control_law import ROUND, PressureController
+from rolloutmq.services.orchestrator.autoscaling.control_law import LEAST_AVAILABLE, ROUND, PressureController
 from rolloutmq.services.orchestrator.autoscaling.decision_log import (
     DecisionLog,
     DecisionLogHeader,
@@ -94,6 +94,7 @@ class ScaleTarget:
             self.group_size,
             self.weight,
             self.decision.want,
+            max(rates.available, LEAST_AVAILABLE),
         )
 
     def missing(self, crew: WorkerCounts) -> int:

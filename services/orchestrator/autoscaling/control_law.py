@@ -54,6 +54,10 @@ FIRST_WORKERS: Final = 8
 LONG_BATCH_S: Final = 180.0
 """More workers than `FIRST_WORKERS` start for the first batch only if it takes longer than this: nobody knows yet how
 long the trainer takes for one."""
+LARGE_STEP: Final = 0.25
+"""Step up, relative to the target, that waits while the queue lasts: it may be a burst."""
+LEAD_STARTS, LEAD_S = 1.25, 5.0
+"""Starts and seconds before the queue runs out at which a scale-up must begin: some starts take longer."""
 LONGEST_START_S: Final = 300.0
 """A start longer than this waits for something else: a GPU, or its next attempt."""
 LEAST_AVAILABLE: Final = 0.2
@@ -272,6 +276,9 @@ class PressureController:
         reach = sample.server.reach
         if target >= reach:
             return self._hold(state, f"{why}; at most {reach} until their throughput is measured")
+        is_large = wanted - target > LARGE_STEP * target
+        if is_large and not at_once and (lasts := self._lasts(state, sample)):
+            return self._hold(state, f"{why}; {lasts}")
         state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
         if now - state.up_since < scaling.confirm_up_s and not at_once:
             return state, Decision(target, f"{why}; not confirmed yet")
@@ -283,6 +290,16 @@ class PressureController:
             return state, Decision(target, f"{why}; at most {most} within {scaling.up_every_s:g} s")
         state = replace(state, up_from=(since, base))
         return self._to(state, min(wanted, most, limit, reach), why, bound if wanted > limit else "")
+
+    def _lasts(self, state: ControllerState, sample: PressureSample) -> str:
+        """Return how long the queue lasts if that is longer than new workers need; empty if it is not."""
+        demand, per_worker = state.rates.demand or 0.0, state.rates.per_worker or 0.0
+        missing = demand - sample.crew.ready * per_worker
+        spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
+        lead_s = LEAD_STARTS * state.start_s + state.rates.rollout_s + LEAD_S
+        if missing <= 0.0 or spare < missing * lead_s:
+            return ""
+        return f"the queue lasts {spare / missing:.0f} s, and a new worker takes {lead_s:.0f} s"
 
     @staticmethod
     def _proven(sample: PressureSample) -> int:

@@ -28,6 +28,8 @@ OWN_GROUPS: Final = 12
 LARGE: Final = 0.2
 CYCLES: Final = 1.0
 """Rollouts that they must span: workers that started together deliver together."""
+SOON_S: Final = 15.0
+"""Time for `GROUPS` within which growth waits for a measurement if a worker became slower."""
 SURE_GROUPS: Final = 200
 SURE_S: Final = 45.0
 """The same for one more worker at the capacity, whose effect is small."""
@@ -40,7 +42,7 @@ FIRST_HOLD_S: Final = 900.0
 LONGEST_HOLD_S: Final = 3600.0
 ROOM: Final = 1.05
 """Size relative to the capacity, so that the server stays full while a worker pauses."""
-FURTHER: Final = 2
+FURTHER: Final = 1.9
 FEW: Final = 4
 """Limit of growth without evidence: this factor of the proven size, or this many workers more."""
 KEPT: Final = 0.9
@@ -51,6 +53,8 @@ HELPS: Final = 0.5
 """Minimum part of the expected gain that shows that more workers help."""
 FOLLOWS: Final = 0.25
 """Weight of a new measurement in the baseline."""
+FOLLOWS_PER_S: Final = 0.0005
+"""Part by which the baseline may fall in a second."""
 LOST: Final = 0.95
 """Throughput after scaling back, relative to that before, from which the capacity is not too low."""
 
@@ -71,6 +75,7 @@ class ServerUse:
         group_sequences: Sequences of one group.
         weight: Its share, relative to the others.
         want: Workers it wants; None while unknown.
+        available: Part of their time in which its workers are ready; the others crashed and start again.
     """
 
     env: str
@@ -84,6 +89,7 @@ class ServerUse:
     group_sequences: int = 1
     weight: float = 1.0
     want: float | None = None
+    available: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +154,15 @@ class SaturationDetector:
 
     def limit(self, use: ServerUse, uses: Sequence[ServerUse]) -> ServerLimit:
         """Return what the servers allow one environment."""
-        best = self.bests.get(use.env, 0.0)
-        if not best:
+        if use.env not in self.bests:
             return ServerLimit(reach=max(FEW, use.workers))
+        best = self.bests[use.env] * use.available
         most = math.ceil(self._share(self.capacity, use, uses) / best - 1e-9) if self.capacity else 0
         reach = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
-        slow = use.pace is not None and self._size(uses) > self.proven and use.pace < SLOWER * best
         return ServerLimit(
             max(1, most) if most else 0,
             max(FEW, math.floor(reach + 1e-9)),
-            slow and not self.capacity,
+            self._is_slow(use, uses),
             self.capacity,
             self.proven,
             best,
@@ -176,8 +181,16 @@ class SaturationDetector:
             engines=engines,
         )
 
+    def _is_slow(self, use: ServerUse, uses: Sequence[ServerUse]) -> bool:
+        """Return whether a worker makes clearly less than it did, and that will be understood soon."""
+        best = self.bests[use.env]
+        if use.pace is None or self.capacity or use.pace >= SLOWER * best:
+            return False
+        groups_s = use.workers * use.pace / max(1, use.group_sequences)
+        return self._size(uses) > (1.0 + LIKE) * self.proven or SOON_S * groups_s >= GROUPS
+
     def _size(self, uses: Sequence[ServerUse]) -> float:
-        return sum(one.workers * (self.bests.get(one.env) or one.pace or 0.0) for one in uses)
+        return sum(one.workers * one.available * (self.bests.get(one.env) or one.pace or 0.0) for one in uses)
 
     def _share(self, size: float, use: ServerUse, uses: Sequence[ServerUse]) -> float:
         """Return the part of a size for one environment, by weights; what others do not want is divided again."""
@@ -233,12 +246,12 @@ class SaturationDetector:
             return self._probed(new, seen, now)
         if self.capacity:
             return self._at_capacity(new, seen, uses, now)
-        if seen.size > self.proven and seen.total < SLOWER * seen.size:
+        if seen.size > (1.0 + LIKE) * self.proven and seen.total < SLOWER * seen.size:
             if seen.total < KEPT * self.top:
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
                 return new._based(seen)
             return new._found(ROOM * seen.total, seen, now)
-        return new._followed(seen)
+        return new._followed(seen, now - self.since)
 
     def _fits(self, uses: Sequence[ServerUse]) -> float:
         """Return the largest size of whole workers within the capacity."""
@@ -249,7 +262,7 @@ class SaturationDetector:
     ) -> "SaturationDetector":
         """Wait for the time of the next probe; follow workers that are far below the capacity."""
         if seen.size <= CLOSE * self.capacity:
-            return new._followed(seen)
+            return new._followed(seen, now - self.since)
         if now < self.until:
             return new
         if not seen.is_sure:
@@ -286,24 +299,29 @@ class SaturationDetector:
         bests = {**self.bests, **seen.paces}
         return replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total, doubted=False)
 
-    def _followed(self, seen: _Measured) -> "SaturationDetector":
+    def _followed(self, seen: _Measured, took_s: float) -> "SaturationDetector":
         """Let the baseline follow workers that are not saturated.
 
-        More workers than before are no measure of a change of the rollouts; the same number, or fewer, are.
+        Many more workers than before are no measure of a change of the rollouts; about the same number, or fewer,
+        are. Rollouts become longer slowly, and a server fills up at once: the baseline falls slowly.
         """
-        if seen.size > self.proven * (1.0 + 1e-6):
+        if seen.size > (1.0 + LIKE) * self.proven:
             return replace(self, proven=seen.size, top=seen.total, doubted=False)
-        usual = self.top / self.proven if seen.size > CLOSE * self.proven else 1.0
+        alone = min(1.0, self.top / self.proven)
+        usual = alone if seen.size > CLOSE * self.proven else 1.0
         changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
         clearly = any(abs(change - 1.0) > 1.0 - SLOWER for change in changes.values())
         if clearly and not self.doubted:
             return replace(self, doubted=True)
         if not clearly:
-            changes = {env: 1.0 + (change - 1.0) * FOLLOWS for env, change in changes.items()}
+            most = FOLLOWS_PER_S * took_s
+            changes = {
+                env: 1.0 + min(max((change - 1.0) * FOLLOWS, -most), most) for env, change in changes.items()
+            }
         bests = {env: best * changes.get(env, 1.0) for env, best in self.bests.items()}
-        whole = sum(self.bests[env] for env in seen.paces)
-        change = sum(bests[env] for env in seen.paces) / whole
-        return replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
+        change = sum(bests[env] for env in seen.paces) / sum(self.bests[env] for env in seen.paces)
+        proven = max(self.proven, seen.size) * change
+        return replace(self, bests=bests, proven=proven, top=alone * proven, doubted=False)
 
     def _found(self, capacity: float, seen: _Measured, now: float) -> "SaturationDetector":
         held = min(self.hold_s, LONGEST_HOLD_S)
