@@ -61,6 +61,8 @@ class ScaleTarget:
         """Limit from outside in the last tick, such as GPUs."""
         self.bound: WorkerRoom | None = None
         """Narrowest limit of the last tick."""
+        self.is_pinned = False
+        """An operator set its number."""
         self.server = ServerLimit()
         """What the inference servers allow."""
         self.said = self._say(PressureSample())
@@ -70,7 +72,7 @@ class ScaleTarget:
 
     def decide(self, sample: PressureSample, now: float) -> Decision:
         """Ask the controller for a decision."""
-        before = self.decision
+        before, self.is_pinned = self.decision, sample.wanted is not None
         self.state, self.decision = self.law.decide(self.state, sample, now)
         if self.decision.target != before.target or self.decision.bound != before.bound:
             logger.info(
@@ -104,13 +106,17 @@ class ScaleTarget:
             places = min(places, self.bound.workers - crew.current)
         return min(self.decision.target - crew.current, places)
 
-    def claim(self) -> WorkerClaim:
-        """Return its claim on the budget: what it wants to deliver its share of the trainer's appetite."""
+    def claim(self, *, by_want: bool) -> WorkerClaim:
+        """Return its claim on the budget: what it wants to deliver its share of the trainer's appetite.
+
+        Args:
+            by_want: Its weight is that number, and no longer the configured weight.
+        """
         decision, law = self.decision, self.law
-        want, weight = decision.target, self.weight
+        want = decision.target
         if decision.want is not None:
             want = max(want, math.ceil(decision.want - ROUND))
-            weight = max(decision.want, ROUND)
+        weight = max(decision.want or 0.0, ROUND) if by_want else self.weight
         usable = law.max_workers
         if self.server.most:
             usable = min(usable, self.server.most)
@@ -240,7 +246,8 @@ class Autoscaler:
     def _share(self, now: float) -> None:
         if not self._budget:
             return
-        rooms = allot([scale.claim() for scale in self.scales], self._budget)
+        by_want = all(scale.decision.want is not None and not scale.is_pinned for scale in self.scales)
+        rooms = allot([scale.claim(by_want=by_want) for scale in self.scales], self._budget)
         present = [scale.room.workers if scale.room else 0 for scale in self.scales]
         moved = max(abs(room - before) for room, before in zip(rooms, present, strict=True))
         if not moved:

@@ -46,22 +46,21 @@ def divide(amount: float, weights: Sequence[float], wants: Sequence[float]) -> l
 
     What nobody wants is divided by weights, too: the parts sum up to the amount.
     """
-    parts = [0.0] * len(weights)
-    left, open_ones = amount, [index for index in range(len(weights)) if wants[index] > 0.0]
-    while left > 1e-9 and open_ones:
-        whole = sum(weights[index] for index in open_ones) or float(len(open_ones))
-        level = min(
-            (wants[index] - parts[index])
-            / (weights[index] / whole if weights[index] else 1.0 / len(open_ones))
-            for index in open_ones
-        )
-        given = min(level, left)
-        for index in open_ones:
-            parts[index] += given * (weights[index] / whole if weights[index] else 1.0 / len(open_ones))
-        left -= given
-        open_ones = [index for index in open_ones if wants[index] - parts[index] > 1e-9]
-    whole = sum(weights)
-    return [
-        part + max(0.0, left) * (weight / whole if whole else 1.0 / len(weights))
-        for part, weight in zip(parts, weights, strict=True)
-    ]
+    parts, left = [0.0] * len(weights), amount
+    weighted = [index for index, weight in enumerate(weights) if weight > 0.0]
+    others = [index for index, weight in enumerate(weights) if weight <= 0.0]
+    for indices, equal in ((weighted, False), (others, True)):
+        open_ones = [index for index in indices if wants[index] > 0.0]
+        while left > 1e-9 and open_ones:
+            whole = len(open_ones) if equal else sum(weights[index] for index in open_ones)
+            shares = {index: (1.0 if equal else weights[index]) / whole for index in open_ones}
+            level = min((wants[index] - parts[index]) / share for index, share in shares.items())
+            for index, share in shares.items():
+                parts[index] += min(level, left) * share
+            left -= min(level, left)
+            open_ones = [index for index in open_ones if wants[index] - parts[index] > 1e-9]
+    rest = weighted or others
+    whole = sum(weights[index] for index in rest)
+    for index in rest:
+        parts[index] += max(0.0, left) * (weights[index] / whole if whole else 1.0 / len(rest))
+    return parts

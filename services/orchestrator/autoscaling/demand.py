@@ -115,8 +115,9 @@ class DemandEstimator:
     """Worker time without waits since then."""
     vain_s: float = 0.0
     """The same as a part of `present_s`, which decays."""
-    readies: tuple[tuple[float, int], ...] = ()
-    """Times and counts of ready workers, back to before the rollouts arriving now."""
+    readies: tuple[tuple[float, int, int], ...] = ()
+    """Times and counts of ready workers, and of those with the crashed ones, back to before the rollouts arriving now
+    began."""
     rollout_s: float = 0.0
     blocks: tuple[tuple[float, float], ...] = ()
     """Times, and the time workers had waited until then, back to before the rollouts arriving now began."""
@@ -220,6 +221,8 @@ class DemandEstimator:
         idle = _part(blocked_s, elapsed * max(seen.crew.ready, last.crew.ready))
         new = replace(new, idle=idle + (new.idle - idle) * fades)
         new, begun_blocked_s = new._with_blocked(blocked_s, self.last_at + elapsed)
+        if seen.rollout_s <= elapsed:
+            begun_blocked_s = blocked_s
         if made:
             new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0)
         else:
@@ -229,7 +232,7 @@ class DemandEstimator:
             new = replace(new._without(self.vain_s), vain_s=0.0)
         new = replace(new, silent=silent)
         if silent:
-            return new
+            return replace(new, quick=(0.0, 0.0))
         kept, soon = math.exp(-elapsed / self.making_memory_s), math.exp(-elapsed / self._quick_s)
         busy_s = max(0.0, elapsed * workers - begun_blocked_s)
         new = replace(
@@ -244,7 +247,9 @@ class DemandEstimator:
             blocked_s=self.blocked_s * kept + begun_blocked_s,
             vain_s=0.0 if made else self.vain_s * kept + elapsed * workers - begun_blocked_s,
         )
-        new = new._changed(max(1, seen.group_sequences))._paced()
+        if made:
+            new = new._changed(max(1, seen.group_sequences))
+        new = new._paced()
         if new.per_worker:
             new = replace(new, group_s=max(1, seen.group_sequences) / (new.per_worker * workers))
         return new

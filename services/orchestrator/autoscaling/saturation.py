@@ -128,7 +128,7 @@ class SaturationDetector:
     made: float = 0.0
     """Throughput before scaling back to the capacity; 0 once the result is known."""
     above: float = 0.0
-    """Size that made it."""
+    """Size that made it; during a probe, the size before it."""
     doubted: bool = False
     """The last measurement differed clearly from the baseline, and may have begun before the change."""
     size: float = 0.0
@@ -143,6 +143,8 @@ class SaturationDetector:
     def looked(self, uses: Sequence[ServerUse], engines: int, now: float) -> "SaturationDetector":
         """Return the state after one more sample."""
         new = self if engines == self.engines else self._with_engines(engines)
+        if new.capacity and math.isinf(new.until):
+            new = replace(new, until=now + new.hold_s)
         size = new._size(uses)
         like = 0.0 if new.known else LIKE * new.size
         present = {one.env for one in uses if one.workers}
@@ -270,14 +272,14 @@ class SaturationDetector:
         unit = max(self.bests.get(one.env, 0.0) for one in uses)
         more = self.capacity + self.step * unit
         new = replace(new, capacity=more, known=self.capacity, unit=unit, until=now + self.hold_s)
-        return replace(new, usual=seen.total)
+        return replace(new, usual=seen.total, above=seen.size)
 
     def _probed(self, new: "SaturationDetector", seen: _Measured, now: float) -> "SaturationDetector":
         """Judge a probe: one more worker, or a few."""
         known = replace(new, capacity=self.known)
-        if not seen.is_sure or seen.size < self.capacity - self.unit:
+        if not seen.is_sure or seen.size < self.above + 0.5 * self.unit:
             return self
-        if seen.total < self.usual * (1.0 + HELPS * (seen.size / self.known - 1.0)):
+        if seen.total < self.usual * (1.0 + HELPS * (seen.size / self.above - 1.0)):
             return known._found(self.known, seen, now)
         new = replace(new, known=0.0, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
         return replace(new, proven=seen.size, top=seen.total)

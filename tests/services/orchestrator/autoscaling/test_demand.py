@@ -3,8 +3,8 @@ import math
 import pytest
 
 from rolloutmq.services.orchestrator.autoscaling.demand import GAP_S, DemandEstimator
-from rolloutmq.services.orchestrator.autoscaling.settlements import LATE
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample, WorkerCounts
+from rolloutmq.services.orchestrator.autoscaling.settlements import LATE
 
 
 class Watch:
