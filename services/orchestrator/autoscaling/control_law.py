@@ -4,7 +4,7 @@ Pressure is the queue in batches of the trainer: a long queue means that *fewer*
 production minus consumption, and a worker takes seconds to minutes to start. A controller on the queue alone is
 therefore either slow or unstable. This one divides two measured rates, and the queue only corrects the quotient:
 
-    want = demand / throughput per worker + correction
+    want = (demand / throughput per worker + correction) / availability + a margin for crashes
     correction = missing sequences, refilled within `refill_s`, / throughput per worker + a slow integral;
                  limited to about the dead band
 
@@ -12,23 +12,26 @@ therefore either slow or unstable. This one divides two measured rates, and the 
     no pressure for `stale_s`     hold: silence is not zero pressure
     no trainer                    hold: a returning trainer has full demand at once
     workers wait for the teacher,
-      and nothing arrives         hold, and no scale-down for `down_window_s`
+      and nothing arrives         hold, and no scale-down for the window
     no measurement yet            hold, or scale up while the trainer starves and all workers are ready;
                                   workers that wait most of their time were never measured: scale down to the
                                   number that surely suffices
-    the trainer starves           scale up at once, and no scale-down for `down_window_s`
-    want above target + band,
-      or the trainer waits        scale up, once all updates of `confirm_up_s` agree, by a bounded step
-    peak want of `down_window_s`
+    the trainer starves           scale up at once, and no scale-down for the window
+    want above target             scale up, once all updates of `confirm_up_s` agree, by a bounded step; a large step
+                                  waits while the queue lasts for longer than a start: it may be a burst
+    peak want of the window
       below target - band         scale down, once all updates of `confirm_down_s` agree, by a bounded step
     otherwise                     hold
+
+The window is `down_window_s`, or one start if that is longer. The dead band lies below the target alone: a worker too
+many costs a worker, one too few starves a trainer.
 
 A full queue alone does not scale down. High-water marks and pacing bound it, and a waiting worker costs less than a
 restart. If workers wait, the queue is at one of its limits (bytes, groups or policy versions), so nothing is missing.
 If they wait most of the time, more workers would only wait too. A starting worker counts as present, a draining one as
-gone. The integral freezes while a worker starts or drains and while the target cannot follow (anti-windup). If more
-workers add no throughput, they share a saturated inference server: see `saturation`. Always min <= target <= max, and
-at most the available room.
+gone. The integral freezes while a worker starts or drains and while the target cannot follow (anti-windup). The
+inference servers limit growth until its effect is measured, and workers that add no throughput: see `saturation`.
+Always min <= target <= max, and at most the available room.
 
 Sources: tolerance, stabilization window and step limits follow the Kubernetes horizontal pod autoscaler (algorithm
 page of its documentation), immediate scale-up follows Knative's panic mode, anti-windup follows Astrom and Hagglund,
