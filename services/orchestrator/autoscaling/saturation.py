@@ -35,6 +35,8 @@ SURE_S: Final = 45.0
 """The same for one more worker at the capacity, whose effect is small."""
 LIKE: Final = 0.15
 """Relative change of the size within one measurement."""
+MORE: Final = 1.02
+"""Size, relative to the proven one, from which it is another."""
 SLOWER: Final = 0.85
 """Ratio to the earlier pace below which a worker is clearly slower."""
 FIRST_HOLD_S: Final = 900.0
@@ -125,6 +127,8 @@ class SaturationDetector:
     """Largest size that was not clearly slower."""
     top: float = 0.0
     """Throughput at that size."""
+    usual_part: float = 1.0
+    """The same relative to the size, as measured after the last clear growth: a little more is no measure."""
     made: float = 0.0
     """Throughput before scaling back to the capacity; 0 once the result is known."""
     above: float = 0.0
@@ -189,7 +193,7 @@ class SaturationDetector:
         if use.pace is None or self.capacity or use.pace >= SLOWER * best:
             return False
         groups_s = use.workers * use.pace / max(1, use.group_sequences)
-        return self._size(uses) > (1.0 + LIKE) * self.proven or SOON_S * groups_s >= GROUPS
+        return self._size(uses) > MORE * self.proven or SOON_S * groups_s >= GROUPS
 
     def _size(self, uses: Sequence[ServerUse]) -> float:
         return sum(one.workers * one.available * (self.bests.get(one.env) or one.pace or 0.0) for one in uses)
@@ -248,7 +252,7 @@ class SaturationDetector:
             return self._probed(new, seen, now)
         if self.capacity:
             return self._at_capacity(new, seen, uses, now)
-        if seen.size > (1.0 + LIKE) * self.proven and seen.total < SLOWER * seen.size:
+        if seen.size > MORE * self.proven and seen.total < SLOWER * seen.size:
             if seen.total < KEPT * self.top:
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
                 return new._based(seen)
@@ -299,18 +303,21 @@ class SaturationDetector:
     def _based(self, seen: _Measured) -> "SaturationDetector":
         """Take a measurement as the new baseline."""
         bests = {**self.bests, **seen.paces}
-        return replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total, doubted=False)
+        new = replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total)
+        return replace(new, usual_part=1.0, doubted=False)
 
     def _followed(self, seen: _Measured, took_s: float) -> "SaturationDetector":
         """Let the baseline follow workers that are not saturated.
 
-        Many more workers than before are no measure of a change of the rollouts; about the same number, or fewer,
-        are. Rollouts become longer slowly, and a server fills up at once: the baseline falls slowly.
+        More workers than before are no measure of a change of the rollouts; the same number, or fewer, are. Rollouts
+        become longer slowly, and a server fills up at once: the baseline falls slowly.
         """
-        if seen.size > (1.0 + LIKE) * self.proven:
-            return replace(self, proven=seen.size, top=seen.total, doubted=False)
-        alone = min(1.0, self.top / self.proven)
-        usual = alone if seen.size > CLOSE * self.proven else 1.0
+        if seen.size > MORE * self.proven:
+            usual = self.usual_part
+            if seen.size > (1.0 + LIKE) * self.proven:
+                usual = min(1.0, seen.total / seen.size)
+            return replace(self, proven=seen.size, top=seen.total, usual_part=usual, doubted=False)
+        usual = self.usual_part if seen.size > CLOSE * self.proven else 1.0
         changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
         clearly = any(abs(change - 1.0) > 1.0 - SLOWER for change in changes.values())
         if clearly and not self.doubted:
@@ -322,8 +329,7 @@ class SaturationDetector:
             }
         bests = {env: best * changes.get(env, 1.0) for env, best in self.bests.items()}
         change = sum(bests[env] for env in seen.paces) / sum(self.bests[env] for env in seen.paces)
-        proven = max(self.proven, seen.size) * change
-        return replace(self, bests=bests, proven=proven, top=alone * proven, doubted=False)
+        return replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
 
     def _found(self, capacity: float, seen: _Measured, now: float) -> "SaturationDetector":
         held = min(self.hold_s, LONGEST_HOLD_S)
