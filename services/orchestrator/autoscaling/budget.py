@@ -47,8 +47,9 @@ def divide(amount: float, weights: Sequence[float], wants: Sequence[float]) -> l
     What nobody wants is divided by weights, too: the parts sum up to the amount.
     """
     parts, left = [0.0] * len(weights), amount
-    weighted = [index for index, weight in enumerate(weights) if weight > 0.0]
-    others = [index for index, weight in enumerate(weights) if weight <= 0.0]
+    least = 1e-9 * max(weights, default=0.0)
+    weighted = [index for index, weight in enumerate(weights) if weight > least]
+    others = [index for index, weight in enumerate(weights) if weight <= least]
     for indices, equal in ((weighted, False), (others, True)):
         open_ones = [index for index in indices if wants[index] > 0.0]
         while left > 1e-9 and open_ones:

@@ -205,11 +205,13 @@ class DemandEstimator:
 
     def _made(self, seen: PressureSample, last: PressureSample, elapsed: float) -> "DemandEstimator":
         new = self._with_ready(seen, self.last_at)._with_crashes(seen, elapsed)
-        workers = new.readies[0][1]
+        workers = float(new.readies[0][1])
         if seen.rollout_s <= elapsed:
-            workers = min(seen.crew.ready, last.crew.ready)
+            workers = (seen.crew.ready + last.crew.ready) / 2.0
+            if seen.crew.ready + seen.crew.restarting > last.crew.ready + last.crew.restarting:
+                workers = min(seen.crew.ready, last.crew.ready)  # new ones have delivered nothing yet
             if seen.crew.draining > LEAVING * workers:
-                workers = 0  # what arrives is theirs, too
+                workers = 0.0  # what arrives is theirs, too
         fades = math.exp(-elapsed / IDLE_S)
         if not workers or elapsed > SAMPLES_S:
             new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0, away=False)
@@ -296,7 +298,7 @@ class DemandEstimator:
         """Remove worker time in which nothing could arrive."""
         return replace(self, present_s=max(0.0, self.present_s - worker_s))._paced()
 
-    def _is_silent(self, seen: PressureSample, workers: int) -> bool:
+    def _is_silent(self, seen: PressureSample, workers: float) -> bool:
         """Return whether arrivals are overdue by more than chance."""
         since = self.last_at - self.made_at
         least_s = SILENT_ROLLOUTS * seen.rollout_s if seen.rollout_s else UNTOLD_S
