@@ -42,7 +42,7 @@ Part = Annotated[float, Field(ge=0.0, le=0.95)]
 
 
 class ScenarioPlant(Section):
-    """`[scenario]`: what is simulated for how long, and what counts."""
+    """`[scenario]`: duration, changes and limits."""
 
     lasts_s: Annotated[float, Field(ge=10.0, le=LONGEST_S)] = 1800.0
     """Simulated seconds, times the environments at most 43200."""
@@ -61,11 +61,11 @@ class TrainerPlant(Section):
     """`[trainer]`: the trainer, and the queue before it."""
 
     demand: Curve
-    """Sequences per second that it consumes while it does not wait, over time. 0: it pauses, as for an evaluation."""
+    """Sequences per second consumed without waits, over time. 0: a pause, as for an evaluation."""
     batch: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """Sequences of a batch, which it trains on for `batch / demand` seconds."""
+    """Sequences of a batch; a training step takes `batch / demand` seconds."""
     queue: Annotated[int, Field(ge=1, le=10_000_000)] = 1000
-    """Sequences that may be queued or under way, divided among the environments by weight. Beyond it, workers wait."""
+    """Most sequences queued or under way, divided among the environments by weight. Beyond it, workers wait."""
     queued: Annotated[float, Field(ge=0.0, le=1e7)] = 0.0
     """Sequences queued at the start."""
     away: Spans = ()
@@ -86,15 +86,15 @@ class EnvironmentPlant(Section):
     noise: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
     """Standard deviation of a worker's output in one second, relative to the mean."""
     failing_starts: Part = 0.0
-    """Part of the starts that fail near their end and are repeated."""
+    """Part of the starts to fail near their end; each is repeated."""
     life_s: Annotated[float, Field(ge=10.0, le=1e9)] | None = None
     """Mean time until a ready worker crashes and starts again. Without it, none crashes."""
     lost: Annotated[tuple[tuple[Seconds, Workers], ...], Field(max_length=1000)] = ()
-    """`[time, number]` of ready workers that fail for good."""
+    """`[time, number]` of ready workers lost for good."""
     outages: Spans = ()
-    """Times `[from, to]` in which nothing is made."""
+    """Times `[from, to]` without output."""
     server: str = ""
-    """Inference server that the workers share."""
+    """Inference server, shared by its workers."""
     min_workers: Workers = 1
     """Fewest workers."""
     max_workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] = 200
@@ -104,28 +104,28 @@ class EnvironmentPlant(Section):
 
 
 class ServerPlant(Section):
-    """`[server.NAME]`: an inference server that workers share."""
+    """`[server.NAME]`: an inference server, shared by workers."""
 
     capacity: Curve
     """Sequences per second of one engine, over time."""
     max_engines: Annotated[int, Field(ge=1, le=64)] = 1
-    """Engines that may run; one runs from the start."""
+    """Most engines; one runs from the start."""
     start_s: Annotated[float, Field(ge=0.0, le=LONGEST_START_S)] = 60.0
     """Time until another engine serves."""
 
 
 class ControllerPlant(Section):
-    """`[controller]`: what happens to the controller."""
+    """`[controller]`: trouble for the controller."""
 
     loss: Part = 0.0
     """Part of the ticks without telemetry."""
     dark: Span | None = None
     """Time `[from, to]` without any telemetry."""
     unseen_s: Seconds | None = None
-    """Time for which a change cannot be seen; it is added to the bound of the settling time. By default, the length of
+    """Addition to the bound of the settling time, since a change cannot be seen at once. By default, the length of
     `dark`."""
     restart_at_s: Seconds | None = None
-    """Time of a restart, after which it knows nothing."""
+    """Time of a restart; it forgets everything."""
     jump: tuple[Seconds, Annotated[float, Field(ge=-1e6, le=1e6)]] | None = None
     """`[time, seconds]` of a jump of its clock."""
 
