@@ -17,6 +17,7 @@ from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig, ScalingConfig
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler
+from rolloutmq.services.orchestrator.autoscaling.budget import WorkerClaim, allot
 from rolloutmq.services.orchestrator.autoscaling.control_law import INFERENCE_BOUND
 from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog, LoggedDecision
 from rolloutmq.services.orchestrator.autoscaling.pressure import ScalingRule, sample_of
@@ -49,12 +50,16 @@ class ReferenceFleet:
                 one.life_s / (one.life_s + CRASH_PAUSE_S + one.start_s) if one.life_s < math.inf else 1.0
             )
             wanted[name] = math.ceil(site.need(name, seen.now) / available - 1e-9)
-        if limit and sum(wanted.values()) > limit:
-            part = limit / sum(wanted.values())
-            wanted = {name: max(1, math.floor(one * part)) for name, one in wanted.items()}
-        targets = {}
-        for name, one in site.environments.items():
-            targets[name] = min(self._peak(name, wanted[name], seen.now, one.start_s), one.max_workers)
+        targets = {
+            name: min(self._peak(name, wanted[name], seen.now, one.start_s), one.max_workers)
+            for name, one in site.environments.items()
+        }
+        if limit:
+            claims = [
+                WorkerClaim(one.min_workers, targets[name], one.weight, targets[name])
+                for name, one in site.environments.items()
+            ]
+            targets = dict(zip(targets, allot(claims, limit), strict=True))
         return targets | {name: one.max_engines for name, one in site.servers.items()}
 
     def _peak(self, env: str, wanted: int, now: float, start_s: float) -> int:
@@ -114,7 +119,10 @@ class OwnControllers:
         serving = min((counts.ready for counts, _ in seen.engines.values()), default=0)
         self.autoscaler.decide(seen.crews, seen.pressure, seen.heard_at, seen.now, None, serving)
         said = {scale.env: scale.decision for scale in self.autoscaler.scales}
-        targets = {env: decision.target for env, decision in said.items()}
+        starts = self.autoscaler.starts(seen.crews)
+        targets = {
+            env: min(decision.target, seen.crews[env].current + starts[env]) for env, decision in said.items()
+        }
         for name, rule in self._engines.items():
             bounds = {
                 env: EngineBound(said[env].bound == INFERENCE_BOUND, said[env].short)

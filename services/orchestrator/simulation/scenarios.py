@@ -25,16 +25,32 @@ LOW, HIGH, AFTER = 40.0, 80.0, 20.0
 STEADY: Final = 39.0
 """Slightly less than the throughput of twenty workers: without spare capacity every queue runs empty eventually."""
 ENV: Final = "tool"
+MOST_DEMAND: Final = 400.0
+"""Demand that the most workers can feed."""
 STEPS: Final = steps((0.0, LOW), (600.0, HIGH), (1200.0, AFTER))
 TIMES: Final = (600.0, 1200.0)
 
 
-def single(demand: Series, worker: EnvironmentSite, **trainer: float) -> Site:
+def single(
+    demand: Series, worker: EnvironmentSite, *, batch: int = 64, queue: int = 1000, queued: float = 0.0
+) -> Site:
     """Return a site with one environment."""
-    given = {"batch": 64, "queue": 1000} | trainer
-    return Site(
-        TrainerSite(demand, int(given["batch"]), int(given["queue"]), queued=given.get("queued", 0.0)),
-        {ENV: worker},
+    return Site(TrainerSite(demand, batch, queue, queued=queued), {ENV: worker})
+
+
+def traced(name: str, demand: Series, start_s: float) -> Scenario:
+    """Return the scenario of a recorded demand: enough workers run from its start, and figures count from the first
+    change."""
+    site = single(demand, EnvironmentSite(start_s=start_s))
+    ready = math.ceil(site.need(ENV, 0.0) - 1e-9)
+    since_s = next(
+        (at for at, value in zip(demand.times, demand.values, strict=True) if value != demand.values[0]), 0.0
+    )
+    return Scenario(
+        name,
+        single(demand, EnvironmentSite(start_s=start_s, ready=ready)),
+        lasts_s=demand.times[-1],
+        since_s=since_s,
     )
 
 

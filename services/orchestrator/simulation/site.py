@@ -12,7 +12,7 @@ from typing import Final
 from rolloutmq.services.orchestrator.simulation.series import Series, constant
 
 GROUP: Final = 8
-"""Sequences of one group."""
+"""Sequences of one group, for the controllers: in the plant, sequences are a fluid."""
 FOUND_STARTS, FOUND_S = 10.0, 10.0
 """Time to find the knee of a shared server: so many times a start and so many seconds."""
 
@@ -41,7 +41,7 @@ class EnvironmentSite:
     """An environment and its workers.
 
     Attributes:
-        per_worker: Sequences per second of one worker alone.
+        per_worker: Sequences per second of one worker alone; above 0.
         start_s: Mean time from the start of a worker to its first rollout.
         rollout_s: Time from the start of a rollout to its arrival.
         weight: Its share of a batch, relative to the others.
@@ -69,13 +69,18 @@ class EnvironmentSite:
     max_workers: int = 200
     ready: int = 0
 
+    @property
+    def begins(self) -> int:
+        """Return the workers at the start: ready ones, and those that start to reach the minimum."""
+        return max(self.ready, self.min_workers)
+
 
 @dataclass(frozen=True, slots=True)
 class ServerSite:
     """An inference server that several workers share.
 
     Attributes:
-        capacity: Sequences per second of one engine.
+        capacity: Sequences per second of one engine; above 0.
         max_engines: Engines that may run; one runs from the start.
         start_s: Time until another engine serves.
     """
@@ -99,25 +104,31 @@ class Site:
         whole = sum(one.weight for one in self.environments.values())
         return {name: one.weight / whole for name, one in self.environments.items()}
 
-    def need(self, env: str, at: float, engines: int | None = None) -> float:
+    @cached_property
+    def served(self) -> dict[str, float]:
+        """Return the part of a batch that each server helps to make."""
+        return {
+            server: sum(self.shares[name] for name, one in self.environments.items() if one.server == server)
+            for server in self.servers
+        }
+
+    def need(self, env: str, at: float) -> float:
         """Return the workers of an environment that add throughput the trainer consumes, as a real number.
 
-        Args:
-            env: The environment.
-            at: Seconds.
-            engines: Engines of its server; None for as many as may run.
+        A shared server has all engines that may run. Crashes and the process budget do not count.
         """
         one, demand = self.environments[env], self.trainer.demand.at(at)
         wanted = demand * self.shares[env]
         if one.server:
-            server = self.servers[one.server]
-            beside = [name for name, other in self.environments.items() if other.server == one.server]
-            whole = demand * sum(self.shares[name] for name in beside)
-            capacity = server.capacity.at(at) * (server.max_engines if engines is None else engines)
+            whole, server = demand * self.served[one.server], self.servers[one.server]
+            capacity = server.capacity.at(at) * server.max_engines
             wanted *= min(1.0, capacity / whole) if whole > 0.0 else 1.0
-        pace = one.per_worker.at(at)
-        needed = wanted / pace if pace > 0.0 else 0.0
-        return min(max(needed, float(one.min_workers)), float(one.max_workers))
+        return min(max(wanted / one.per_worker.at(at), float(one.min_workers)), float(one.max_workers))
+
+    def engines(self, server: str, at: float) -> int:
+        """Return the engines of a server that the trainer's demand needs; one at least, and no more than may run."""
+        one, whole = self.servers[server], self.trainer.demand.at(at) * self.served[server]
+        return min(max(1, math.ceil(whole / one.capacity.at(at) - 1e-9)), one.max_engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,7 @@ class Scenario:
         site: What is simulated.
         changes: Times of lasting changes of the need; figures count from the first one.
         lasts_s: Duration in seconds.
+        since_s: Time from which figures count if there are no changes.
         max_processes: Most workers of all environments; 0 without a limit.
         loss: Part of the ticks without telemetry.
         dark: Start and end of a time without any telemetry.
@@ -144,6 +156,7 @@ class Scenario:
     site: Site
     changes: tuple[float, ...] = ()
     lasts_s: float = 1800.0
+    since_s: float = 0.0
     max_processes: int = 0
     loss: float = 0.0
     dark: tuple[float, float] = (math.inf, math.inf)
@@ -169,17 +182,11 @@ class Scenario:
         return FOUND_STARTS * (self.start_s + FOUND_S)
 
     @property
-    def untroubled(self) -> "Scenario":
-        """Return the scenario without trouble for the controller."""
-        never = (math.inf, math.inf)
-        return replace(self, loss=0.0, dark=never, restart_at=math.inf, jump=(math.inf, 0.0))
-
-    @property
     def start_s(self) -> float:
         """Return the longest start of a worker."""
         return max(one.start_s for one in self.site.environments.values())
 
     @property
     def counts_from_s(self) -> float:
-        """Return the time from which figures count: the first change, or the start."""
-        return self.changes[0] if self.changes else 0.0
+        """Return the time from which figures count."""
+        return self.changes[0] if self.changes else self.since_s

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
 from rolloutmq.schemas.wire.envelope import Split
@@ -55,38 +55,43 @@ Make = Callable[[Scenario, Mapping[str, int]], Controllers]
 """Makes controllers for a scenario, with so many workers running."""
 
 
+class Moment(NamedTuple):
+    """An environment at a time: workers that are ready or about to be, the need, and batches in the whole queue."""
+
+    at: float
+    workers: int
+    need: float
+    pressure: float
+
+
 @dataclass(slots=True)
 class Outcome:
     """Outcome for one environment; times in seconds, from `Scenario.counts_from_s` on.
 
     Attributes:
-        settle_s: Settling time after each change of the need; infinite if it never settled.
+        settle_s: Settling time after each change of the need; the time to the next change if it did not settle before.
         peak: Most workers, and `peak_need`: the largest need.
         flips: Changes of direction.
-        actions: Decisions that started or removed workers.
         moves: Workers started and removed.
         starved_s: Time in which the trainer waited.
         blocked_s: Time in which workers waited, summed over them.
-        live_s: Worker-seconds of ready, starting and draining workers.
-        waste_s: Worker-seconds above the need.
+        waste_s: Worker-seconds of ready, starting and draining workers above the need.
         need_s: Worker-seconds needed.
         made: Sequences made.
         downs_in_the_dark: Removals without telemetry.
-        outside: Decisions outside the bounds.
+        outside: Decisions outside the bounds, or beyond the process budget.
         made_late: Sequences made once the knee is to be found: `Scenario.found_by_s` after that.
         engines: Most engines.
-        live: Time, workers, and need, once in `TICK_S`.
+        moments: One for each `TICK_S`.
     """
 
     settle_s: list[float]
     peak: int = 0
     peak_need: float = 0.0
     flips: int = 0
-    actions: int = 0
     moves: int = 0
     starved_s: float = 0.0
     blocked_s: float = 0.0
-    live_s: float = 0.0
     waste_s: float = 0.0
     need_s: float = 0.0
     made: float = 0.0
@@ -94,12 +99,12 @@ class Outcome:
     downs_in_the_dark: int = 0
     outside: int = 0
     engines: int = 0
-    live: list[tuple[float, int, float]] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
     direction: int = 0
+    """Sign of the last change."""
 
     def act(self, change: int, *, dark: bool) -> None:
         """Count an action that changes the target by so many workers."""
-        self.actions += 1
         self.downs_in_the_dark += dark and change < 0
         sign = 1 if change > 0 else -1
         self.flips += self.direction not in (0, sign)
@@ -129,9 +134,11 @@ class _Trial:
         scenario, plant = self._scenario, self._plant
         for name, lane in plant.lanes.items():
             one = scenario.site.environments[name]
-            lane.crew.scale(max(one.ready, one.min_workers), 0.0)
+            lane.crew.scale(one.begins, 0.0)
             lane.crew.moved = 0
-        controllers, restarted, next_tick = self._fresh(), False, 0.0
+        controllers, restarted, next_tick = self._fresh(), False, TICK_S
+        if not scenario.counts_from_s:
+            self._begin()
         while plant.now < scenario.lasts_s:
             plant.advance()
             if plant.now < next_tick:
@@ -149,7 +156,7 @@ class _Trial:
 
     def _fresh(self) -> Controllers:
         return self._make(
-            self._scenario, {name: lane.crew.counts.current for name, lane in self._plant.lanes.items()}
+            self._scenario, {name: lane.crew.current for name, lane in self._plant.lanes.items()}
         )
 
     def _begin(self) -> None:
@@ -167,7 +174,7 @@ class _Trial:
             self._heard,
             self._heard_at,
             {name: lane.crew.counts for name, lane in plant.lanes.items()},
-            {name: (server.counts, plant.busy(name)) for name, server in plant.servers.items()},
+            {name: (server.counts, server.busy) for name, server in plant.servers.items()},
             clock,
         )
 
@@ -177,13 +184,15 @@ class _Trial:
     def _apply(self, targets: Mapping[str, int]) -> None:
         scenario, plant = self._scenario, self._plant
         dark = self._is_dark() and plant.now - scenario.dark[0] > LAST_NEWS_S
+        limit = scenario.max_processes
+        beyond = 0 < limit < sum(targets[name] for name in plant.lanes)
         for name, target in targets.items():
             if name in plant.servers:
                 plant.servers[name].scale(target, plant.now)
                 continue
             lane, out = plant.lanes[name], self._out[name]
-            out.outside += not lane.site.min_workers <= target <= lane.site.max_workers
-            change = target - lane.crew.counts.current
+            out.outside += beyond or not lane.site.min_workers <= target <= lane.site.max_workers
+            change = target - lane.crew.current
             if change:
                 if self._base:
                     out.act(change, dark=dark)
@@ -191,17 +200,17 @@ class _Trial:
 
     def _note(self) -> None:
         plant, site = self._plant, self._scenario.site
+        pressure = plant.level / site.trainer.batch
         if not self._made_by and plant.now >= self._scenario.counts_from_s + self._scenario.found_by_s:
             self._made_by = {name: lane.made for name, lane in plant.lanes.items()}
         for name, lane in plant.lanes.items():
             out, crew = self._out[name], lane.crew
-            need, live = site.need(name, plant.now), crew.holding
-            out.live_s += live * TICK_S
-            out.waste_s += max(0.0, live - math.ceil(need - 1e-9)) * TICK_S
+            need = site.need(name, plant.now)
+            wanted = math.ceil(need - 1e-9)
+            out.waste_s += max(0, crew.holding - wanted) * TICK_S
             out.need_s += need * TICK_S
             out.peak, out.peak_need = max(out.peak, crew.alive), max(out.peak_need, need)
-            out.live.append((plant.now, crew.alive, need))
-            wanted = math.ceil(need - 1e-9)
+            out.moments.append(Moment(plant.now, crew.alive, need, pressure))
             if out.settle_s and abs(crew.ready - wanted) > max(1.0, BAND * wanted):
                 change = bisect.bisect_right(self._scenario.changes, plant.now) - 1
                 out.settle_s[change] = plant.now - self._scenario.changes[change]

@@ -5,7 +5,7 @@ The bounds hold for the median of the seeds, and 1.5 times of them for the worst
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
@@ -37,10 +37,16 @@ WINDOW_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Median and worst of a figure over the seeds."""
+    """A figure over the seeds.
+
+    Attributes:
+        median, worst: Over the seeds.
+        ratio: The median relative to that of the reference fleet; None where that is 0.
+    """
 
     median: float
     worst: float
+    ratio: float | None = None
 
     def within(self, bound: float) -> bool:
         """Return whether the median keeps a bound, and the worst 1.5 times of it."""
@@ -53,11 +59,14 @@ class Verdict:
 
     Attributes:
         peak_need: Largest need.
-        settle_s: Settling time after each lasting change of the need.
+        starved_s: Time in which the trainer waited.
         waste: Worker-seconds above the need, relative to the need.
-        turns: Turns of the path with the fewest moves, within a tenth of the need.
-        least_moves: Moves of that path.
-        starved_ratio, waste_ratio, moves_ratio: Medians relative to the reference fleet's; 0 without one.
+        moves: Workers started and removed.
+        least_moves, turns: Moves and changes of direction of the path with the fewest moves near the need.
+        flips: Changes of direction.
+        settle_s: Settling time after each lasting change of the need.
+        peak: Most workers.
+        blocked_s: Time in which workers waited, summed over them.
         broken: Bounds that are exceeded.
     """
 
@@ -67,23 +76,39 @@ class Verdict:
     law: str
     seeds: int
     peak_need: float
-    settle_s: tuple[Figure, ...]
-    peak: Figure
-    flips: Figure
-    turns: int
+    starved_s: Figure
+    waste: Figure
     moves: Figure
     least_moves: int
-    starved_s: Figure
+    turns: int
+    flips: Figure
+    settle_s: tuple[Figure, ...]
+    peak: Figure
     blocked_s: Figure
-    waste: Figure
-    starved_ratio: float
-    waste_ratio: float
-    moves_ratio: float
     broken: tuple[str, ...]
 
 
 Outcomes = Sequence[Mapping[str, Outcome]]
 """Outcomes by environment, one for each seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """The outcomes of one environment: of a controller, of the reference fleet, and without crashes."""
+
+    scenario: Scenario
+    env: str
+    own: Sequence[Outcome]
+    reference: Sequence[Outcome]
+    uncrashed: Sequence[Outcome]
+
+    def over(self, of: Callable[[Outcome], float]) -> Figure:
+        found = [of(one) for one in self.own]
+        middle, referred = float(median(found)), self.referred(of)
+        return Figure(middle, float(max(found)), middle / referred if referred else None)
+
+    def referred(self, of: Callable[[Outcome], float]) -> float:
+        return float(median(of(one) for one in self.reference))
 
 
 def judged(
@@ -96,111 +121,100 @@ def judged(
         law: Name of the controller.
         outcomes: Its outcomes, one for each seed.
         reference: Those of the reference fleet.
-        uncrashed: Those of the controller with workers that never crash, if the scenario has crashes.
+        uncrashed: Those of the controller with workers that never crash; required if the scenario has crashes.
+
+    Raises:
+        ValueError: The scenario has crashes, and `uncrashed` is missing.
     """
+    if scenario.has_crashes and uncrashed is None:
+        raise ValueError(f"{scenario.name}: uncrashed is required, since the scenario has crashes")
     return [
         _judged(
-            scenario,
-            env,
             law,
-            [one[env] for one in outcomes],
-            [one[env] for one in reference],
-            [one[env] for one in uncrashed or outcomes],
+            _Trials(
+                scenario,
+                env,
+                [one[env] for one in outcomes],
+                [one[env] for one in reference],
+                [one[env] for one in uncrashed or outcomes],
+            ),
         )
         for env in scenario.site.environments
     ]
 
 
-def _judged(
-    scenario: Scenario,
-    env: str,
-    law: str,
-    outcomes: Sequence[Outcome],
-    reference: Sequence[Outcome],
-    uncrashed: Sequence[Outcome],
-) -> Verdict:
-    def over(of: Callable[[Outcome], float]) -> Figure:
-        found = [of(one) for one in outcomes]
-        return Figure(float(median(found)), float(max(found)))
-
-    def referred(of: Callable[[Outcome], float]) -> float:
-        return float(median(of(one) for one in reference))
-
-    starved, waste = over(lambda one: one.starved_s), over(_waste)
-    flips, moves = over(lambda one: one.flips), over(lambda one: one.moves)
-    settle = tuple(over(lambda one, c=change: one.settle_s[c]) for change in range(len(scenario.changes)))
-    turns, least = fewest_moves([need for _, _, need in outcomes[0].live])
-    referred_starved, referred_waste = referred(lambda one: one.starved_s), referred(_waste)
-    worker = scenario.site.environments[env]
-    checks = {
-        "bounds": not any(one.outside for one in outcomes),
-        "down in the dark": not any(one.downs_in_the_dark for one in outcomes),
-        "flips": flips.within(_flips(scenario, turns)),
-        "waste": waste.within(
-            HALF * referred_waste + LARGE_WASTE if referred_waste > LARGE_WASTE else referred_waste + WASTE
-        ),
-    }
-    if scenario.has_crashes:
-        calm = float(median(one.starved_s for one in uncrashed))
-        counted_s = scenario.lasts_s - scenario.counts_from_s
-        checks["starved"] = starved.within(CRASHING * calm + CRASHING_PART * counted_s)
-    else:
-        checks["settle"] = all(
-            figure.within(_settles_s(scenario, change, env)) for change, figure in enumerate(settle)
-        )
-        allowed = STARVED * referred_starved + max(STARTS * worker.start_s, LEAST_S)
-        checks["starved"] = scenario.is_fresh or starved.within(allowed)
-    if worker.server:
-        checks.pop("settle", None)
-        checks |= _at_the_knee(scenario, env, outcomes, reference)
-    return Verdict(
-        scenario.name,
-        env,
-        worker.start_s,
-        law,
-        len(outcomes),
-        max(one.peak_need for one in outcomes),
-        settle,
-        over(lambda one: one.peak),
-        flips,
-        turns,
-        moves,
-        least,
-        starved,
-        over(lambda one: one.blocked_s),
-        waste,
-        _ratio(starved.median, referred_starved),
-        _ratio(waste.median, referred_waste),
-        _ratio(moves.median, referred(lambda one: one.moves)),
-        tuple(name for name, held in checks.items() if not held),
+def _judged(law: str, trials: _Trials) -> Verdict:
+    scenario, own = trials.scenario, trials.own
+    turns, least = _fewest_moves(scenario, trials.env, [moment.need for moment in own[0].moments])
+    verdict = Verdict(
+        scenario=scenario.name,
+        env=trials.env,
+        start_s=scenario.site.environments[trials.env].start_s,
+        law=law,
+        seeds=len(own),
+        peak_need=max(one.peak_need for one in own),
+        starved_s=trials.over(lambda one: one.starved_s),
+        waste=trials.over(_waste),
+        moves=trials.over(lambda one: one.moves),
+        least_moves=least,
+        turns=turns,
+        flips=trials.over(lambda one: one.flips),
+        settle_s=tuple(trials.over(_settled(change)) for change in range(len(scenario.changes))),
+        peak=trials.over(lambda one: one.peak),
+        blocked_s=trials.over(lambda one: one.blocked_s),
+        broken=(),
     )
+    checks = {
+        "bounds": not any(one.outside for one in own),
+        "down in the dark": not any(one.downs_in_the_dark for one in own),
+        "flips": verdict.flips.within(_flips(scenario, turns)),
+        "waste": verdict.waste.within(_wasted(trials.referred(_waste))),
+        "starved": scenario.is_fresh or verdict.starved_s.within(_starves_s(trials)),
+    }
+    if scenario.site.environments[trials.env].server:
+        checks |= _at_the_knee(trials)
+    elif not scenario.has_crashes:
+        checks["settle"] = all(
+            figure.within(_settles_s(scenario, change, trials.env))
+            for change, figure in enumerate(verdict.settle_s)
+        )
+    return replace(verdict, broken=tuple(name for name, held in checks.items() if not held))
 
 
-def _at_the_knee(
-    scenario: Scenario, env: str, outcomes: Sequence[Outcome], reference: Sequence[Outcome]
-) -> dict[str, bool]:
+def _at_the_knee(trials: _Trials) -> dict[str, bool]:
     """Check the search for the knee of a shared server, which begins at the first change or at the start."""
+    scenario, own = trials.scenario, trials.own
     since = scenario.counts_from_s + scenario.found_by_s
     until = scenario.changes[1] if len(scenario.changes) > 1 else scenario.lasts_s
-    late = [max(live / need for at, live, need in one.live if since <= at < until) for one in outcomes]
-    made = median(one.made_late for one in outcomes) / max(median(one.made_late for one in reference), 1.0)
-    engines = scenario.site.servers[scenario.site.environments[env].server].max_engines
-    return {
-        "knee": median(late) <= KNEE and max(late) <= WORST * KNEE,
-        "twice the knee": all(one.peak <= TWICE * one.peak_need + 1e-9 for one in outcomes),
-        "throughput": made >= THROUGHPUT or engines > 1,
-        "engines": all(one.engines == engines for one in outcomes),
+    site, server = scenario.site, scenario.site.environments[trials.env].server
+    needed = max(site.engines(server, moment.at) for moment in own[0].moments)
+    checks = {
+        "twice the knee": all(one.peak <= TWICE * one.peak_need + 1e-9 for one in own),
+        "engines": all(one.engines >= needed for one in own),
     }
+    late = [
+        max(
+            (one.workers / one.need for one in each.moments if since <= one.at < until and one.need),
+            default=0.0,
+        )
+        for each in own
+    ]
+    checks["knee"] = median(late) <= KNEE and max(late) <= WORST * KNEE
+    if needed == 1:
+        made = median(one.made_late for one in own)
+        checks["throughput"] = made >= THROUGHPUT * trials.referred(lambda one: one.made_late)
+    return checks
 
 
-def fewest_moves(needs: Sequence[float]) -> tuple[int, int]:
+def fewest_moves(needs: Sequence[float], begins: int | None = None) -> tuple[int, int]:
     """Return turns and moves of the path that stays within a tenth of the need, or one worker, with the fewest moves.
 
     Args:
         needs: The need over time.
+        begins: Workers before that; None for any number within the band of the first need.
     """
     low, high = -math.inf, math.inf
-    at: float | None = None
+    at: float | None = begins
     turns = moves = direction = 0
     for need in needs:
         spare = max(1.0, NEAR * need)
@@ -220,24 +234,51 @@ def fewest_moves(needs: Sequence[float]) -> tuple[int, int]:
     return turns, moves
 
 
+def _fewest_moves(scenario: Scenario, env: str, needs: Sequence[float]) -> tuple[int, int]:
+    """Return turns and moves of the best path, from the need before the first change, or from the start."""
+    if since := scenario.counts_from_s:
+        return fewest_moves([scenario.site.need(env, since - 1e-6), *needs])
+    return fewest_moves(needs, scenario.site.environments[env].begins)
+
+
 def _waste(one: Outcome) -> float:
     return one.waste_s / one.need_s if one.need_s else 0.0
 
 
-def _ratio(value: float, of: float) -> float:
-    return value / of if of else 0.0
+def _settled(change: int) -> Callable[[Outcome], float]:
+    return lambda one: one.settle_s[change]
+
+
+def _wasted(referred: float) -> float:
+    """Return the waste allowed, relative to the need."""
+    return HALF * referred + LARGE_WASTE if referred > LARGE_WASTE else referred + WASTE
+
+
+def _starves_s(trials: _Trials) -> float:
+    """Return the starvation allowed: by that without crashes where there are some, else by that of the reference."""
+    scenario = trials.scenario
+    if scenario.has_crashes:
+        calm_s = float(median(one.starved_s for one in trials.uncrashed))
+        return CRASHING * calm_s + CRASHING_PART * (scenario.lasts_s - scenario.counts_from_s)
+    start_s = scenario.site.environments[trials.env].start_s
+    return STARVED * trials.referred(lambda one: one.starved_s) + max(STARTS * start_s, LEAST_S)
 
 
 def _flips(scenario: Scenario, turns: int) -> float:
     """Return the flips allowed: by the hour where the need is steady, by turns otherwise."""
-    trainer, workers = scenario.site.trainer, scenario.site.environments.values()
-    is_steady = len(trainer.demand.times) == 1 and all(len(one.per_worker.times) == 1 for one in workers)
-    if is_steady:
+    site = scenario.site
+    rates = [
+        site.trainer.demand,
+        *(one.per_worker for one in site.environments.values()),
+        *(one.capacity for one in site.servers.values()),
+    ]
+    if all(len(one.times) == 1 for one in rates):
         return FLIPS_PER_HOUR * (scenario.lasts_s - scenario.counts_from_s) / 3600.0
     return TURNS * turns + SPARE_TURNS
 
 
 def _settles_s(scenario: Scenario, change: int, env: str) -> float:
+    """Return the settling time allowed."""
     at, site = scenario.changes[change], scenario.site
     start_s = site.environments[env].start_s
     before, after = site.need(env, at - 1.0), site.need(env, at + 1.0)
