@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 BUDGET: Final = "budget"
 """Bound reported when the budget limits workers."""
-SHARE_S: Final = 60.0
+SHARE_S: Final = 300.0
 """Time for which another division of the budget must hold, if it moves one worker only: claims fluctuate."""
 REPEAT_S: Final = 1.0
 """Interval at which an unchanged decision is published again: events may be lost."""

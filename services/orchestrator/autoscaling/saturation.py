@@ -35,7 +35,7 @@ SURE_S: Final = 45.0
 """The same for one more worker at the capacity, whose effect is small."""
 LIKE: Final = 0.15
 """Relative change of the size within one measurement."""
-MORE: Final = 1.02
+MORE: Final = 1.005
 """Size, relative to the proven one, from which it is another."""
 SLOWER: Final = 0.85
 """Ratio to the earlier pace below which a worker is clearly slower."""
@@ -55,7 +55,7 @@ HELPS: Final = 0.5
 """Minimum part of the expected gain that shows that more workers help."""
 FOLLOWS: Final = 0.25
 """Weight of a new measurement in the baseline."""
-FOLLOWS_PER_S: Final = 0.0005
+FOLLOWS_PER_S: Final = 0.0004
 """Part by which the baseline may fall in a second."""
 LOST: Final = 0.95
 """Throughput after scaling back, relative to that before, from which the capacity is not too low."""

@@ -14,8 +14,7 @@ SEEDS: Final = 3
 BROKEN: Final = {
     "bursts": "starved",
     "epochs": "waste",
-    "shared engines": "waste, twice the knee, engines, knee",
-    "budget": "flips",
+    "shared engines": "knee, where the demand is exactly the capacity",
 }
 """Scenarios that the law does not keep, with the bounds."""
 
