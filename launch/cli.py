@@ -361,6 +361,10 @@ def simulate(
             help="Replay a demand trace (CSV: seconds, sequences/s) instead of the built-in scenarios."
         ),
     ] = None,
+    plant: Annotated[
+        list[Path] | None,
+        typer.Option(help="Simulate a plant described in a TOML file instead; repeatable."),
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Plot the first seed to this file (.png).")] = None,
     replay: Annotated[
         Path | None,
@@ -368,12 +372,21 @@ def simulate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare autoscaling controllers on simulated runs, or recompute the decisions of a recorded run."""
+    """Compare autoscaling controllers on simulated runs, or recompute the decisions of a recorded run.
+
+    Each figure is the median and the worst of the seeds, then the ratio of the median to that of the reference fleet,
+    which knows the demand of the moment and starts workers as slowly. Starved: seconds in which the trainer waited.
+    Waste: worker time above the need, relative to the need. Moves: workers started and removed. Flips: changes of
+    direction. Settle: seconds until the workers stay within a tenth of the need, after the slowest changes. Peak: most
+    workers.
+    """
     from rolloutmq.launch.commands import simulate as simulation
 
     if replay is not None:
         raise typer.Exit(simulation.decide_again(replay, as_json=as_json))
-    simulation.simulate(start or [20.0], seeds, scenario or [], trace, picture=picture, as_json=as_json)
+    simulation.simulate(
+        start or [], seeds, scenario or [], trace, plants=plant or [], picture=picture, as_json=as_json
+    )
 
 
 @app.command(rich_help_panel=STEER)

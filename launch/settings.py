@@ -10,7 +10,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -25,6 +25,8 @@ from rolloutmq.schemas.files import RunLayout
 ENV_PREFIX: Final = "ROLLOUTMQ_"
 ENV_NESTING: Final = "__"
 
+_Model = TypeVar("_Model", bound=BaseModel)
+
 
 def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable[str] = ()) -> RunConfig:
     """Resolve a configuration.
@@ -37,7 +39,7 @@ def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable
     Raises:
         ConfigError: The file is unreadable, a key is unknown, a value is invalid, or two values contradict each other.
     """
-    tree = _read(file) if file is not None else {}
+    tree = read_toml(file) if file is not None else {}
     for name, text in environ.items():
         if name.startswith(ENV_PREFIX) and ENV_NESTING in name:
             path = name.removeprefix(ENV_PREFIX).lower().split(ENV_NESTING)
@@ -73,10 +75,25 @@ def assigned(assignment: str) -> tuple[str, Any]:
 
 def validate(tree: Mapping[str, Any]) -> RunConfig:
     """Validate nested values; ConfigError with the first problem."""
+    return validated(RunConfig, tree)
+
+
+def validated(kind: type[_Model], tree: Mapping[str, Any]) -> _Model:
+    """Validate nested values as a model of sections; ConfigError with the first problem."""
     try:
-        return RunConfig.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        raise _explained(error.errors(include_url=False)[0]) from None
+        raise _explained(error.errors(include_url=False)[0], kind) from None
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Return the values of a TOML file; ConfigError if it is unreadable or invalid."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(file), f"is not valid TOML: {error}") from None
 
 
 def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]) -> None:
@@ -100,15 +117,6 @@ def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]
     write_json(layout.config, load(file, environ=os.environ, assignments=assignments))
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(file), f"is not valid TOML: {error}") from None
-
-
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -127,14 +135,14 @@ def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
     tree[path[-1]] = value
 
 
-def _explained(error: ErrorDetails) -> ConfigError:
+def _explained(error: ErrorDetails, kind: type[BaseModel]) -> ConfigError:
     parts = [str(part) for part in error["loc"]]
-    location = _written(parts)
+    location = _written(parts, kind)
     path = ".".join(location) or "configuration"
     if error["type"] == "extra_forbidden":
-        return ConfigError(path, _unknown(parts))
+        return ConfigError(path, _unknown(parts, kind))
     if error["type"] == "union_tag_invalid":
-        return ConfigError(f"{path}.name", _unknown_kind(parts, error.get("ctx", {})["tag"]))
+        return ConfigError(f"{path}.name", _unknown_kind(parts, kind, error.get("ctx", {})["tag"]))
     problem = problem_of(error)
     if error["type"] == "value_error":
         # A validator of a section begins its text with the field, one of the whole run with the dotted path.
@@ -143,14 +151,14 @@ def _explained(error: ErrorDetails) -> ConfigError:
     return ConfigError(path, problem)
 
 
-def _unknown(location: list[str]) -> str:
-    section = _section(location[:-1])
+def _unknown(location: list[str], root: type[BaseModel]) -> str:
+    section = _section(location[:-1], root)
     allowed = [key for key in section.model_fields if key != "base_dir"]
     return f"unknown key; {_hint(location[-1], allowed)}allowed: {', '.join(sorted(allowed))}"
 
 
-def _unknown_kind(location: list[str], name: str) -> str:
-    allowed = list(kinds_of(_section(location)))
+def _unknown_kind(location: list[str], root: type[BaseModel], name: str) -> str:
+    allowed = list(kinds_of(_section(location, root)))
     return f"unknown name (got {name!r}); {_hint(name, allowed)}allowed: {', '.join(allowed)}"
 
 
@@ -159,9 +167,9 @@ def _hint(given: str, allowed: list[str]) -> str:
     return f"did you mean `{close[0]}`? " if close else ""
 
 
-def _section(location: Iterable[str]) -> Any:
+def _section(location: Iterable[str], root: type[BaseModel]) -> Any:
     """Return the type at the location of an error."""
-    annotation: Any = RunConfig
+    annotation: Any = root
     for part in location:
         if is_section(annotation):
             field = annotation.model_fields.get(part)
@@ -175,12 +183,12 @@ def _section(location: Iterable[str]) -> Any:
     return annotation
 
 
-def _written(location: list[str]) -> list[str]:
+def _written(location: list[str], root: type[BaseModel]) -> list[str]:
     """Return a location as the configuration spells it.
 
     Where `name` selects the kind of a section, the location of an error has the kind as an extra part.
     """
-    return [part for at, part in enumerate(location) if part not in kinds_of(_section(location[:at]))]
+    return [part for at, part in enumerate(location) if part not in kinds_of(_section(location[:at], root))]
 
 
 def kinds_of(annotation: Any) -> dict[str, Any]:

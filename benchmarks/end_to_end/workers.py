@@ -8,37 +8,44 @@ from typing import Final
 from benchmarks.end_to_end import elastic
 from benchmarks.end_to_end.scenario import ScenarioError
 from benchmarks.harness.figure import Figure, at_most, equal
-from rolloutmq.launch.commands.simulate import LAWS
-from rolloutmq.services.orchestrator.simulation.scenarios import all_scenarios
-from rolloutmq.services.orchestrator.simulation.trial import try_out
-from rolloutmq.services.orchestrator.simulation.verdict import Verdict, judged
+from rolloutmq.services.orchestrator.simulation.comparison import compared, processors
+from rolloutmq.services.orchestrator.simulation.scenarios import STARTS_S, all_scenarios
+from rolloutmq.services.orchestrator.simulation.verdict import Verdict
 
 SEEDS: Final = 20
-START_S: Final = 20.0
+LAW: Final = "rolloutmq"
 SLACK_S: Final = 10.0
 """Starvation allowed in addition to the start of a worker."""
 
 
 def simulated() -> Iterator[Figure]:
-    """Run the controller on every scenario, with workers that take 20 s to start; exceeded limits are unmet."""
-    for scenario in all_scenarios(START_S):
-        law = "rolloutmq"
-        verdict = judged(scenario, law, [try_out(scenario, LAWS[law], seed) for seed in range(SEEDS)])
-        yield Figure(
-            f"simulated {START_S:g} s", scenario.name, _worst(verdict), _said(verdict), not verdict.broken
-        )
+    """Run the controller on every scenario and start of workers, beside the reference fleet.
+
+    An exceeded bound is unmet.
+    """
+    scenarios = [scenario for start_s in STARTS_S for scenario in all_scenarios(start_s)]
+    for verdict in compared(scenarios, SEEDS, (LAW,), processors()):
+        name = f"{verdict.scenario} ({verdict.env})"
+        where = f"simulated {verdict.start_s:g} s"
+        yield Figure(where, name, _found(verdict), _said(verdict), not verdict.broken)
 
 
-def _worst(verdict: Verdict) -> str:
-    settle = max((figure.worst for figure in verdict.settle_s[1:]), default=0.0)
-    return f"settle {settle:.0f} peak {verdict.peak.worst:.0f} flips {verdict.flips.worst:.0f}"
+def _found(verdict: Verdict) -> str:
+    return f"starved {verdict.starved_s.median:.0f} s waste {verdict.waste.median:.0%}"
 
 
 def _said(verdict: Verdict) -> str:
-    settle = max((figure.median for figure in verdict.settle_s[1:]), default=0.0)
-    moves = f"moves {verdict.moves.median:.0f}/{verdict.moves.worst:.0f} of {verdict.least_moves}"
-    peak = f"peak {verdict.peak.median:.0f} of {verdict.ideal}"
-    said = f"worst of {SEEDS} seeds; medians: settle {settle:.0f}, {peak}, {moves}"
+    """Return the figures beside those of the reference fleet, and the exceeded bounds."""
+    beside = [
+        f"{name} {'-' if figure.ratio is None else f'{figure.ratio:.1f}x'}"
+        for name, figure in (
+            ("starved", verdict.starved_s),
+            ("waste", verdict.waste),
+            ("moves", verdict.moves),
+        )
+    ]
+    settle = " ".join(f"{figure.median:.0f}" for figure in verdict.settle_s) or "-"
+    said = f"medians of {SEEDS} seeds; of the reference: {', '.join(beside)}; settle s {settle}"
     return f"{said}; breaks: {', '.join(verdict.broken)}" if verdict.broken else said
 
 

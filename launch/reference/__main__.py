@@ -3,13 +3,14 @@
 import sys
 from pathlib import Path
 
-from rolloutmq.launch.reference import cli, configuration, errors, protocol
+from rolloutmq.launch.reference import cli, configuration, errors, plant, protocol
 
 PAGES = {
     "configuration.md": configuration.page,
     "cli.md": cli.page,
     "errors.md": errors.page,
     "protocol.md": protocol.page,
+    "plant.md": plant.page,
 }
 
 

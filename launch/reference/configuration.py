@@ -38,7 +38,12 @@ Kinds = Mapping[str, BaseModel]
 
 def page() -> str:
     """Return the page as Markdown."""
-    return "\n\n".join([HEAD, *_section("", {"": RunConfig.model_construct()})]) + "\n"
+    return "\n\n".join([HEAD, *sections(RunConfig.model_construct())]) + "\n"
+
+
+def sections(root: BaseModel) -> Iterator[str]:
+    """Yield the paragraphs of all sections of a file, given its defaults."""
+    return _section("", {"": root})
 
 
 def _section(path: str, kinds: Kinds) -> Iterator[str]:

@@ -27,15 +27,15 @@ class ScalingConfig(Section):
     trim_part: Fraction = 0.05
     """Bound of the integral term, as a fraction of the wanted number of workers, but at least one worker."""
     band_part: Fraction = 0.1
-    """Dead band, as a fraction of the target, but at least one worker. Rates are not measured more exactly."""
+    """Dead band below the target, as a fraction of it, but at least one worker. Rates are not measured more exactly."""
     confirm_up_s: NonNegativeFloat = 1.0
     """The autoscaler scales up once all pressure messages over this time agree: a single one may show a late batch."""
-    confirm_down_s: NonNegativeFloat = 14.0
+    confirm_down_s: NonNegativeFloat = 2.0
     """The autoscaler scales down once all pressure messages over this time agree: to keep a worker is cheaper than to
     start one."""
-    down_window_s: NonNegativeFloat = 24.0
-    """The autoscaler scales down only below the peak demand over this time. Raise it for workers that start slowly and
-    for trainers with long pauses."""
+    down_window_s: NonNegativeFloat = 60.0
+    """The autoscaler scales down only below the peak demand over this time, or over one start of a worker if that is
+    longer. Raise it for trainers with long pauses."""
     up_factor: Annotated[float, Field(gt=1.0)] = 2.0
     """Largest growth of the target within `up_every_s`, as a factor."""
     up_least: PositiveInt = 4

@@ -290,6 +290,9 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     starved_s: Seconds = 0.0
     """Seconds in which the trainer was ready but had no batch, since the start of the broker; each rank counts for its
     share."""
+    settled_busy_s: Seconds = 0.0
+    """The broker's monotonic clock less `starved_s`, at the last settlement: from one settlement to the next it grows
+    by the time in which the trainer trained. 0 before the first."""
     blocked_s: dict[str, float] = {}
     """Seconds that rollout slots have waited for credit since the start of the broker, by environment."""
     free_environments: Count = 0

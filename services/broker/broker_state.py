@@ -90,6 +90,8 @@ class BrokerState:
         self.producer_waits_s: defaultdict[str, float] = defaultdict(float)
         self.starved_s = 0.0
         """Seconds in which ranks could have trained and had no batch; each rank counts for its share."""
+        self.settled_busy_s = 0.0
+        """Monotonic seconds without `starved_s`, at the last settlement of a training batch."""
         self.rejected: Counter[str] = Counter()
         self.as_frames: Counter[str] = Counter()
         """Groups that arrived as frames instead of through shared memory, by reason."""

@@ -489,6 +489,8 @@ class ConsumerRequests:
 
     def _end(self, lease: Lease, now: float, wall: float) -> None:
         self._state.transitions.settle(lease, now, wall)
+        if lease.split is Split.TRAIN:
+            self._state.settled_busy_s = now - self._state.starved_s
         self.moved_on(lease)
         self._state.permits_due = True
         self.serve(now, wall)

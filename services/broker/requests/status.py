@@ -88,6 +88,7 @@ class StatusReporter:
             late_members=dict(state.workers.late_members),
             trainers=state.consumers.trainers(now - state.config.broker.silence_s),
             starved_s=state.starved_s,
+            settled_busy_s=state.settled_busy_s,
             blocked_s=dict(state.workers.blocked_s),
             free_environments=self._vacancies.free(),
         )

@@ -16,7 +16,7 @@ from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.wire.control import Pressure, ScaleDecision
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.budget import WorkerClaim, allot
-from rolloutmq.services.orchestrator.autoscaling.control_law import ROUND, PressureController
+from rolloutmq.services.orchestrator.autoscaling.control_law import LEAST_AVAILABLE, ROUND, PressureController
 from rolloutmq.services.orchestrator.autoscaling.decision_log import (
     DecisionLog,
     DecisionLogHeader,
@@ -26,15 +26,19 @@ from rolloutmq.services.orchestrator.autoscaling.decision_log import (
 from rolloutmq.services.orchestrator.autoscaling.pressure import (
     Decision,
     PressureSample,
+    ServerLimit,
     WorkerCounts,
     WorkerRoom,
     sample_of,
 )
+from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector, ServerUse
 
 logger = logging.getLogger(__name__)
 
 BUDGET: Final = "budget"
 """Bound reported when the budget limits workers."""
+SHARE_S: Final = 300.0
+"""Time for which another division of the budget must hold, if it moves one worker only: claims fluctuate."""
 REPEAT_S: Final = 1.0
 """Interval at which an unchanged decision is published again: events may be lost."""
 
@@ -57,6 +61,10 @@ class ScaleTarget:
         """Limit from outside in the last tick, such as GPUs."""
         self.bound: WorkerRoom | None = None
         """Narrowest limit of the last tick."""
+        self.is_pinned = False
+        """An operator set its number."""
+        self.server = ServerLimit()
+        """What the inference servers allow."""
         self.said = self._say(PressureSample())
         """The decision with its inputs, as published."""
         self._told: int | None = None
@@ -64,7 +72,7 @@ class ScaleTarget:
 
     def decide(self, sample: PressureSample, now: float) -> Decision:
         """Ask the controller for a decision."""
-        before = self.decision
+        before, self.is_pinned = self.decision, sample.wanted is not None
         self.state, self.decision = self.law.decide(self.state, sample, now)
         if self.decision.target != before.target or self.decision.bound != before.bound:
             logger.info(
@@ -73,6 +81,24 @@ class ScaleTarget:
         self.said = self._say(sample)
         return self.decision
 
+    def use(self) -> ServerUse:
+        """Return its use of the inference servers, as of the last tick."""
+        rates = self.state.rates
+        return ServerUse(
+            self.env,
+            rates.delivering,
+            rates.made_all,
+            rates.busy_all_s,
+            rates.present_all_s,
+            rates.counted_s,
+            rates.per_worker,
+            rates.rollout_s,
+            self.group_size,
+            self.weight,
+            self.decision.want,
+            max(rates.available, LEAST_AVAILABLE),
+        )
+
     def missing(self, crew: WorkerCounts) -> int:
         """Return how many workers are missing and may be started."""
         places = self.law.max_workers - crew.current - crew.draining
@@ -80,18 +106,23 @@ class ScaleTarget:
             places = min(places, self.bound.workers - crew.current)
         return min(self.decision.target - crew.current, places)
 
-    def claim(self) -> WorkerClaim:
-        """Return its claim on the budget: more than its current share only if nothing else limits it."""
+    def claim(self, *, by_want: bool) -> WorkerClaim:
+        """Return its claim on the budget: what it wants to deliver its share of the trainer's appetite.
+
+        Args:
+            by_want: Its weight is that number, and no longer the configured weight.
+        """
         decision, law = self.decision, self.law
         want = decision.target
-        if decision.bound == BUDGET and decision.want is not None:
+        if decision.want is not None:
             want = max(want, math.ceil(decision.want - ROUND))
+        weight = max(decision.want or 0.0, ROUND) if by_want else self.weight
         usable = law.max_workers
-        if self.state.knee.most:
-            usable = min(usable, self.state.knee.most)
+        if self.server.most:
+            usable = min(usable, self.server.most)
         if self.outer is not None:
             usable = min(usable, self.outer.workers)
-        return WorkerClaim(law.min_workers, max(law.min_workers, usable, decision.target), self.weight, want)
+        return WorkerClaim(law.min_workers, max(law.min_workers, usable, decision.target), weight, want)
 
     def resume(self, last: Resumed) -> None:
         """Continue from what an earlier orchestrator measured, unless its configuration was another."""
@@ -152,9 +183,13 @@ class Autoscaler:
         for scale in self.scales:
             if resumed and scale.env in resumed:
                 scale.resume(resumed[scale.env])
+        self._saturation = SaturationDetector()
+        for last in (resumed or {}).values():
+            self._saturation = self._saturation.resumed(last.header.env, last.server, last.engines)
         self._budget = limits.max_processes
         self._log = log
-        self._share()
+        self._shared_at = -math.inf
+        self._share(-math.inf)
 
     def decide(
         self,
@@ -179,15 +214,20 @@ class Autoscaler:
             self._log.begin([scale.beginning() for scale in self.scales])
         lanes = pressure.lanes if pressure is not None else ()
         weights = {(lane.env, lane.split): lane.weight for lane in lanes}
-        for scale in self.scales:
+        uses = [scale.use() for scale in self.scales]
+        self._saturation = self._saturation.looked(uses, engines, now)
+        for scale, use in zip(self.scales, uses, strict=True):
+            scale.server = self._saturation.limit(use, uses)
             scale.weight = weights.get((scale.env, scale.split), scale.weight)
             sample = sample_of(scale.env, scale.split, scale.slots, scale.group_size, pressure, heard_at)
             scale.outer = (rooms or {}).get(scale.env)
             scale.bound = _narrowest(scale.room, scale.outer)
-            sample = replace(sample, crew=crews[scale.env], room=scale.bound, engines=engines)
+            sample = replace(
+                sample, crew=crews[scale.env], room=scale.bound, engines=engines, server=scale.server
+            )
             decision = scale.decide(sample, now)
             self._log.add(LoggedDecision(scale.env, time.time(), now, sample, decision))
-        self._share()
+        self._share(now)
 
     def starts(self, crews: Mapping[str, WorkerCounts]) -> dict[str, int]:
         """Return how many workers of each environment may be started now.
@@ -203,12 +243,19 @@ class Autoscaler:
             free -= missing[env]
         return missing
 
-    def _share(self) -> None:
+    def _share(self, now: float) -> None:
         if not self._budget:
             return
-        rooms = allot([scale.claim() for scale in self.scales], self._budget)
-        for scale, room in zip(self.scales, rooms, strict=True):
-            scale.room = WorkerRoom(room, BUDGET)
+        by_want = all(scale.decision.want is not None and not scale.is_pinned for scale in self.scales)
+        rooms = allot([scale.claim(by_want=by_want) for scale in self.scales], self._budget)
+        present = [scale.room.workers if scale.room else 0 for scale in self.scales]
+        moved = max(abs(room - before) for room, before in zip(rooms, present, strict=True))
+        if not moved:
+            self._shared_at = now
+        if moved > 1 or now - self._shared_at >= SHARE_S:
+            self._shared_at = now
+            for scale, room in zip(self.scales, rooms, strict=True):
+                scale.room = WorkerRoom(room, BUDGET)
 
 
 def _narrowest(*rooms: WorkerRoom | None) -> WorkerRoom | None:

@@ -38,4 +38,30 @@ def _pour(rooms: list[int], claims: Sequence[WorkerClaim], caps: Sequence[int], 
 
 
 def _fill(room: int, weight: float) -> float:
-    return (room + 1) / weight if weight > 0.0 else float("inf")
+    return (room + 0.5) / weight if weight > 0.0 else float("inf")
+
+
+def divide(amount: float, weights: Sequence[float], wants: Sequence[float]) -> list[float]:
+    """Divide an amount by weights, so that none gets more than it wants while another wants more.
+
+    What nobody wants is divided by weights, too: the parts sum up to the amount.
+    """
+    parts, left = [0.0] * len(weights), amount
+    least = 1e-9 * max(weights, default=0.0)
+    weighted = [index for index, weight in enumerate(weights) if weight > least]
+    others = [index for index, weight in enumerate(weights) if weight <= least]
+    for indices, equal in ((weighted, False), (others, True)):
+        open_ones = [index for index in indices if wants[index] > 0.0]
+        while left > 1e-9 and open_ones:
+            whole = len(open_ones) if equal else sum(weights[index] for index in open_ones)
+            shares = {index: (1.0 if equal else weights[index]) / whole for index in open_ones}
+            level = min((wants[index] - parts[index]) / share for index, share in shares.items())
+            for index, share in shares.items():
+                parts[index] += min(level, left) * share
+            left -= min(level, left)
+            open_ones = [index for index in open_ones if wants[index] - parts[index] > 1e-9]
+    rest = weighted or others
+    whole = sum(weights[index] for index in rest)
+    for index in rest:
+        parts[index] += max(0.0, left) * (weights[index] / whole if whole else 1.0 / len(rest))
+    return parts

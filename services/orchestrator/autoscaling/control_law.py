@@ -4,7 +4,7 @@ Pressure is the queue in batches of the trainer: a long queue means that *fewer*
 production minus consumption, and a worker takes seconds to minutes to start. A controller on the queue alone is
 therefore either slow or unstable. This one divides two measured rates, and the queue only corrects the quotient:
 
-    want = demand / throughput per worker + correction
+    want = (demand / throughput per worker + correction) / availability + a margin for crashes
     correction = missing sequences, refilled within `refill_s`, / throughput per worker + a slow integral;
                  limited to about the dead band
 
@@ -12,23 +12,26 @@ therefore either slow or unstable. This one divides two measured rates, and the 
     no pressure for `stale_s`     hold: silence is not zero pressure
     no trainer                    hold: a returning trainer has full demand at once
     workers wait for the teacher,
-      and nothing arrives         hold, and no scale-down for `down_window_s`
+      and nothing arrives         hold, and no scale-down for the window
     no measurement yet            hold, or scale up while the trainer starves and all workers are ready;
                                   workers that wait most of their time were never measured: scale down to the
                                   number that surely suffices
-    the trainer starves           scale up at once, and no scale-down for `down_window_s`
-    want above target + band,
-      or the trainer waits        scale up, once all updates of `confirm_up_s` agree, by a bounded step
-    peak want of `down_window_s`
+    the trainer starves           scale up at once, and no scale-down for the window
+    want above target             scale up, once all updates of `confirm_up_s` agree, by a bounded step; a large step
+                                  waits while the queue lasts for longer than a start: it may be a burst
+    peak want of the window
       below target - band         scale down, once all updates of `confirm_down_s` agree, by a bounded step
     otherwise                     hold
+
+The window is `down_window_s`, or one start if that is longer. The dead band lies below the target alone: a worker too
+many costs a worker, one too few starves a trainer.
 
 A full queue alone does not scale down. High-water marks and pacing bound it, and a waiting worker costs less than a
 restart. If workers wait, the queue is at one of its limits (bytes, groups or policy versions), so nothing is missing.
 If they wait most of the time, more workers would only wait too. A starting worker counts as present, a draining one as
-gone. The integral freezes while a worker starts or drains and while the target cannot follow (anti-windup). If more
-workers add no throughput, they share a saturated inference server: see `saturation`. Always min <= target <= max, and
-at most the available room.
+gone. The integral freezes while a worker starts or drains and while the target cannot follow (anti-windup). The
+inference servers limit growth until its effect is measured, and workers that add no throughput: see `saturation`.
+Always min <= target <= max, and at most the available room.
 
 Sources: tolerance, stabilization window and step limits follow the Kubernetes horizontal pod autoscaler (algorithm
 page of its documentation), immediate scale-up follows Knative's panic mode, anti-windup follows Astrom and Hagglund,
@@ -42,30 +45,36 @@ from typing import Final
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample, WorkerCounts
-from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector
 
 INFERENCE_BOUND: Final = "inference_bound"
 """Bound reported when the workers share a saturated server."""
 TEACHER_AWAY: Final = "teacher_away"
 """Reason reported while workers wait for the teacher: more workers would wait too, and fewer would not help."""
-YOUNG_S: Final = 30.0
-UNSURE: Final = 2.0
-"""Factor on the upper dead band while the controller is young: the first rates come from a few batches."""
 FIRST_BATCH_S: Final = 15.0
 """Time in which the present workers should complete the first batch; more workers would add nothing before that. A
 longer start or rollout replaces it."""
+FIRST_WORKERS: Final = 8
+LONG_BATCH_S: Final = 180.0
+"""More workers than `FIRST_WORKERS` start for the first batch only if it takes longer than this: nobody knows yet how
+long the trainer takes for one."""
+LARGE_STEP: Final = 0.25
+"""Step up, relative to the target, that waits while the queue lasts: it may be a burst."""
+LEAD_STARTS, LEAD_S = 1.25, 5.0
+"""Starts and seconds before the queue runs out at which a scale-up must begin: some starts take longer."""
 LONGEST_START_S: Final = 300.0
 """A start longer than this waits for something else: a GPU, or its next attempt."""
+LEAST_AVAILABLE: Final = 0.2
+"""Availability below which more workers would not help: nearly all of them crash all the time."""
 EMPTY: Final = 1.0
 """Batches in the queue below which a waiting trainer waits for workers."""
 STARVED_PART: Final = 0.5
 """Part of the last seconds that a starving trainer waits."""
-WAITING_PART: Final = 0.1
-"""Part of its time beyond which a waiting trainer could use another worker."""
 FULL_PART: Final = 0.2
 """Part of their time that workers wait when the queue is at a limit."""
 IDLE_PART: Final = 0.5
 """Part of their waiting time from which more workers would only wait too."""
+WHOLE: Final = 0.85
+"""Smallest dead band, in workers: with two of them, a want of one is one."""
 ROUND: Final = 0.25
 """Tolerated shortfall in workers: the quotient of two rates is no more precise."""
 MORE: Final = 0.9
@@ -79,7 +88,6 @@ class ControllerState:
 
     target: int
     rates: DemandEstimator = field(default_factory=DemandEstimator)
-    knee: SaturationDetector = field(default_factory=SaturationDetector)
     news: tuple[int, int] = (-1, -1)
     """Epoch and number of the last pressure message."""
     at: float = -math.inf
@@ -129,7 +137,7 @@ class PressureController:
         self, state: ControllerState, sample: PressureSample, now: float
     ) -> tuple[ControllerState, Decision]:
         if math.isinf(state.calm_from):
-            state = replace(state, calm_from=now + self.scaling.down_window_s)
+            state = replace(state, calm_from=now + self._window_s(state))
         state = self._watch_starts(state, sample.crew, now)
         is_news = (
             now - sample.heard_at <= self.scaling.stale_s and (sample.epoch, sample.number) != state.news
@@ -148,7 +156,7 @@ class PressureController:
             return self._hold(state, "no trainer")
         if state.rates.away:
             # Rates measured meanwhile mean nothing: measure anew once the teacher replies.
-            state = replace(state, calm_from=max(state.calm_from, now + self.scaling.down_window_s))
+            state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
             return self._hold(state, f"{TEACHER_AWAY}: {sample.untaught} workers wait for the teacher")
         want = self._want(state, sample)
         if want is None:
@@ -158,14 +166,13 @@ class PressureController:
 
     def _look(self, state: ControllerState, sample: PressureSample, now: float) -> ControllerState:
         rates = state.rates.looked(sample, now)
-        knee = state.knee.looked(rates, sample, now)
         slope, elapsed = 0.0, now - state.rates.last_at
         if 0.0 < elapsed < self.scaling.stale_s:
             change = (sample.pressure - state.level) / elapsed
             new = 1.0 - math.exp(-elapsed / self.scaling.derivative_filter_s)
             slope = state.slope + (change - state.slope) * new
         news = sample.epoch, sample.number
-        return replace(state, news=news, rates=rates, knee=knee, level=sample.pressure, slope=slope)
+        return replace(state, news=news, rates=rates, level=sample.pressure, slope=slope)
 
     def _want(self, state: ControllerState, sample: PressureSample) -> float | None:
         """Return the number of workers needed, as a real number; None while the rates are unknown."""
@@ -175,10 +182,17 @@ class PressureController:
         need = demand / per_worker
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
         band = self._band(need)
-        return need + min(max(lack + state.trim, -LESS * (band - 1.0)), MORE * band)
+        want = need + min(max(lack + state.trim, -LESS * (band - 1.0)), MORE * band)
+        available = max(state.rates.available, LEAST_AVAILABLE)
+        # Some more, since at times fewer are ready than on average.
+        return (want + math.sqrt(want * (1.0 - available))) / available
+
+    def _window_s(self, state: ControllerState) -> float:
+        """Return the time for which the peak want counts: a worker sent away too early costs a start."""
+        return max(self.scaling.down_window_s, state.start_s)
 
     def _band(self, workers: float) -> float:
-        return max(1.0, self.scaling.band_part * workers)
+        return max(WHOLE, self.scaling.band_part * workers)
 
     def _error(self, state: ControllerState, sample: PressureSample) -> float:
         """Return the sequences missing from the queue; negative if it exceeds twice its setpoint."""
@@ -204,19 +218,17 @@ class PressureController:
         if per_worker is None or sample.crew.starting or sample.crew.draining:
             return state
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
-        if (lack > 0.0 and want >= self._limit(state, sample)[0]) or (
-            lack < 0.0 and want <= self.min_workers
-        ):
+        if (lack > 0.0 and want >= self._limit(sample)[0]) or (lack < 0.0 and want <= self.min_workers):
             return state
         bound = max(1.0, self.scaling.trim_part * want)
         trim = min(max(state.trim + lack * elapsed / self.scaling.integral_s, -bound), bound)
         return replace(state, trim=trim)
 
-    def _limit(self, state: ControllerState, sample: PressureSample) -> tuple[int, str]:
+    def _limit(self, sample: PressureSample) -> tuple[int, str]:
         """Return the maximum that is allowed and useful, and its bound."""
         most, why = self.max_workers, "max_workers"
-        if state.knee.most and state.knee.most < most:
-            most, why = state.knee.most, INFERENCE_BOUND
+        if sample.server.most and sample.server.most < most:
+            most, why = sample.server.most, INFERENCE_BOUND
         if sample.room is not None and sample.room.workers < most:
             most, why = sample.room.workers, sample.room.why
         return max(self.min_workers, most), why
@@ -225,19 +237,16 @@ class PressureController:
         self, state: ControllerState, sample: PressureSample, want: float, now: float
     ) -> tuple[ControllerState, Decision]:
         state = self._remember(state, want, now)
-        target, (limit, bound), why = state.target, self._limit(state, sample), _why(state, sample, want)
+        target, (limit, bound), why = state.target, self._limit(sample), _why(state, sample, want)
         starving = self._starving(state, sample)
         if starving:
-            state = replace(state, calm_from=max(state.calm_from, now + self.scaling.down_window_s))
+            state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
         if target > limit:
             return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
-        waits = state.rates.waits > WAITING_PART and sample.pressure < self.scaling.setpoint_batches
         wanted, band = math.ceil(want - ROUND), self._band(target)
-        is_young = now - state.rates.first_at < YOUNG_S
-        up_band = UNSURE * band if is_young else band
         if starving and not target:
             wanted = max(wanted, 1)  # without a worker nothing can be measured
-        if wanted > target and (want - target >= up_band or waits or starving):
+        if wanted > target:
             why = f"{why}; starving" if starving else why
             return self._up(state, sample, wanted, why, now, at_once=starving)
         most = state.wants[0][1]
@@ -256,8 +265,8 @@ class PressureController:
         *,
         at_once: bool,
     ) -> tuple[ControllerState, Decision]:
-        scaling, target, (limit, bound) = self.scaling, state.target, self._limit(state, sample)
-        if state.knee.slow:
+        scaling, target, (limit, bound) = self.scaling, state.target, self._limit(sample)
+        if sample.server.slow:
             return self._hold(
                 state, f"{why}; throughput per worker fell: no scale-up until saturation is ruled out"
             )
@@ -267,20 +276,39 @@ class PressureController:
             return self._hold(state, f"{why}; the workers wait themselves ({sample.wait or 'no_credit'})")
         if target >= limit:
             return self._hold(state, f"{why}; {_bounded(sample, limit, bound)}", bound)
-        reach = state.knee.reach or wanted
+        reach = sample.server.reach
         if target >= reach:
             return self._hold(state, f"{why}; at most {reach} until their throughput is measured")
+        is_large = wanted - target > LARGE_STEP * target
+        if is_large and not at_once and (lasts := self._lasts(state, sample)):
+            return self._hold(state, f"{why}; {lasts}")
         state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
         if now - state.up_since < scaling.confirm_up_s and not at_once:
             return state, Decision(target, f"{why}; not confirmed yet")
         since, base = state.up_from
         if now - since >= scaling.up_every_s:
             since, base = now, target
-        most = max(math.floor(base * scaling.up_factor), base + scaling.up_least)
+        most = max(math.floor(base * scaling.up_factor), base + scaling.up_least, self._proven(sample))
         if most <= target:
             return state, Decision(target, f"{why}; at most {most} within {scaling.up_every_s:g} s")
         state = replace(state, up_from=(since, base))
         return self._to(state, min(wanted, most, limit, reach), why, bound if wanted > limit else "")
+
+    def _lasts(self, state: ControllerState, sample: PressureSample) -> str:
+        """Return how long the queue lasts if that is longer than new workers need; empty if it is not."""
+        demand, per_worker = state.rates.demand or 0.0, state.rates.per_worker or 0.0
+        missing = demand - sample.crew.ready * per_worker
+        spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
+        lead_s = LEAD_STARTS * state.start_s + state.rates.rollout_s + LEAD_S
+        if missing <= 0.0 or spare < missing * lead_s:
+            return ""
+        return f"the queue lasts {spare / missing:.0f} s, and a new worker takes {lead_s:.0f} s"
+
+    @staticmethod
+    def _proven(sample: PressureSample) -> int:
+        """Return the workers that were tried before: they need no steps."""
+        server = sample.server
+        return math.floor(server.proven / server.best + ROUND) if server.best else 0
 
     def _down(
         self, state: ControllerState, wanted: int, why: str, now: float
@@ -296,7 +324,7 @@ class PressureController:
 
     def _remember(self, state: ControllerState, want: float, now: float) -> ControllerState:
         """Keep the wants of the window, except those below a later one."""
-        oldest = now - self.scaling.down_window_s
+        oldest = now - self._window_s(state)
         kept = [entry for entry in state.wants if entry[0] >= oldest and entry[1] > want]
         return replace(state, wants=(*kept, (now, want)))
 
@@ -317,6 +345,9 @@ class PressureController:
         lack = max(0.0, 1.0 - sample.pressure) * sample.batch_sequences
         soon_s = max(FIRST_BATCH_S, state.start_s, state.rates.rollout_s)
         more = min(2 * state.target, math.ceil(lack / (soon_s * per_worker)))
+        if more > FIRST_WORKERS:
+            soon_s = max(LONG_BATCH_S, state.start_s, state.rates.rollout_s)
+            more = max(FIRST_WORKERS, min(more, math.ceil(lack / (soon_s * per_worker))))
         if more <= state.target:
             return self._hold(state, f"no batch consumed yet; one is complete within {soon_s:.0f} s")
         return self._up(state, sample, more, "starving, no batch consumed yet", now, at_once=False)
@@ -339,6 +370,8 @@ class PressureController:
         return sample.pressure < EMPTY and state.rates.starved > STARVED_PART
 
     def _watch_starts(self, state: ControllerState, crew: WorkerCounts, now: float) -> ControllerState:
+        if crew.start_s:
+            return replace(state, start_s=min(crew.start_s, LONGEST_START_S))
         if not crew.starting:
             if state.starting_since < now:
                 took = min(now - state.starting_since, LONGEST_START_S)

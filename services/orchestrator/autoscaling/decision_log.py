@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ import msgspec
 from rolloutmq.bus.files import open_regular, private_file
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.autoscaling.control_law import ControllerState, PressureController
-from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample
+from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample, ServerLimit
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,9 @@ class Resumed:
     at: float = -math.inf
     now: float = -math.inf
     """Times of its last decision, as those of `LoggedDecision`."""
+    server: ServerLimit = field(default_factory=ServerLimit)
+    engines: int = 0
+    """What the inference servers allowed then, and their number."""
 
 
 def resume(path: Path, now: float, at: float) -> dict[str, Resumed]:
@@ -199,6 +202,7 @@ def resume(path: Path, now: float, at: float) -> dict[str, Resumed]:
                 last = found[entry.env]
                 last.state, _ = laws[entry.env].decide(last.state, entry.sample, entry.now)
                 last.at, last.now = entry.at, entry.now
+                last.server, last.engines = entry.sample.server, entry.sample.engines
         except BROKEN:
             found.clear()  # a kill tore the line; headers follow
     return {env: one for env, one in found.items() if _is_recent(one, now, at)}

@@ -13,10 +13,11 @@ throughput is remembered while it waits.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
+from rolloutmq.services.orchestrator.autoscaling.settlements import Settlements
 
 SAMPLES_S: Final = 3.0
 """Longest interval one sample counts for: after a gap a sample says no more than any other."""
@@ -27,22 +28,20 @@ MEMORY_S: Final = 15.0
 STEPS: Final = 4.0
 """Time constant in trainer steps, if that is longer."""
 LONGEST_S: Final = 900.0
-RECENT_S: Final = 3.0
-"""Window of recent consumption, used alone if it differs from the mean."""
-RECENT_LOOKS: Final = 4.0
-"""The window in samples, if that is longer: a settlement is seen at the next sample."""
-RECENT_STEPS: Final = 1.0
-"""The window in trainer steps, if that is longer."""
-LOOK_PART: Final = 0.1
-"""Weight of the last interval in the mean interval between samples."""
 STEP_PART: Final = 0.3
 """Weight of the last step in the mean step time."""
-LATE: Final = 1.5
-"""Factor on the usual batch time from which a late batch lowers the demand before it settles."""
-CHANGED: Final = 0.2
-"""Relative difference that counts as a change."""
 ROLLOUTS: Final = 2.0
-"""Time constant of the throughput per worker in rollouts, if that is longer."""
+GROUPS: Final = 40.0
+"""Time constant of the throughput per worker in rollouts, and in groups that arrive, if that is longer."""
+QUICK_S: Final = 5.0
+"""Time constant of the recent throughput per worker; one rollout, if that is longer."""
+QUICK_GROUPS: Final = 10
+"""Groups that it must be measured from."""
+CHANGED: Final = 0.2
+CHANCE: Final = 1.5
+"""Relative difference that counts as a change; and that of chance, over the square root of the groups."""
+LEAVING: Final = 0.1
+"""Draining workers, relative to the ready ones, from which arrivals of short rollouts say nothing."""
 SEEN_S: Final = 8.0
 """Worker-seconds without waits before the throughput per worker is reported."""
 BUSY_PART: Final = 0.2
@@ -63,6 +62,9 @@ UNTOLD_S: Final = 30.0
 """Time without arrivals for that: longer than a rollout, or this if the rollout time is unknown."""
 IDLE_S: Final = 5.0
 """Time constant of the workers' waits: they report once a second."""
+AVAILABLE_S: Final = 60.0
+AVAILABLE_STARTS: Final = 3.0
+"""Time constant of the availability, in seconds and in starts; the longer one counts."""
 AWAY_PART: Final = 0.5
 """Part of the workers waiting for the teacher from which, without arrivals, the teacher is the bottleneck."""
 CHANGES: Final = 256
@@ -77,25 +79,30 @@ class DemandEstimator:
     last_at: float = -math.inf
     first_at: float = math.inf
     """Time of the first sample."""
-    eaten: float = 0.0
-    awake_s: float = 0.0
-    """Time in which `eaten` was consumed; both decay."""
-    recent: tuple[float, float] = (0.0, 0.0)
-    """The same two with a shorter time constant."""
-    last_eaten: int = 0
+    settlements: Settlements = field(default_factory=Settlements)
     open_s: float = 0.0
     """Time without trainer waits since the last settlement."""
     settled_at: float = -math.inf
-    look_s: float = 1.0
-    """Mean interval between two samples."""
     step_s: float = 0.0
     """Mean time between two settlements; 0 before the first."""
     made: float = 0.0
     present_s: float = 0.0
     blocked_s: float = 0.0
     """Worker time in which `made` was produced, and the waiting part of it; all three decay."""
+    group_s: float = 0.0
+    """Time between two groups, at the pace of the last throughput; 0 while unknown."""
+    quick: tuple[float, float] = (0.0, 0.0)
+    """`made` and busy worker time with a shorter time constant, to see a change."""
+    made_all: float = 0.0
+    busy_all_s: float = 0.0
+    present_all_s: float = 0.0
+    """`made`, busy and present worker time without decay, for differences."""
+    counted_s: float = 0.0
+    """Time that these count: not that in which arrivals say nothing."""
     per_worker: float | None = None
     """Throughput of one worker that does not wait, in sequences per second; None while unknown."""
+    available: float = 1.0
+    """Part of their time in which workers that were ready once are ready: the others crashed, and start again."""
     idle: float = 0.0
     """Part of the last seconds in which workers waited."""
     silent: bool = False
@@ -108,9 +115,14 @@ class DemandEstimator:
     """Worker time without waits since then."""
     vain_s: float = 0.0
     """The same as a part of `present_s`, which decays."""
-    readies: tuple[tuple[float, int], ...] = ()
-    """Times and counts of ready workers, back to before the rollouts arriving now."""
+    readies: tuple[tuple[float, int, int], ...] = ()
+    """Times and counts of ready workers, and of those with the crashed ones, back to before the rollouts arriving now
+    began."""
     rollout_s: float = 0.0
+    blocks: tuple[tuple[float, float], ...] = ()
+    """Times, and the time workers had waited until then, back to before the rollouts arriving now began."""
+    blocked_begun_s: float = 0.0
+    """That time when those rollouts began."""
     starved: float = 0.0
     """Part of the last seconds in which the trainer waited."""
     waits: float = 0.0
@@ -124,11 +136,9 @@ class DemandEstimator:
     @property
     def demand(self) -> float | None:
         """Return the sequences per second a trainer without waits would consume; None while unknown."""
-        if not self.last_eaten or self.last_at - self.first_at < FIRST_S:
+        if self.last_at - self.first_at < FIRST_S:
             return None
-        eaten, awake_s = self.eaten, self.awake_s
-        usual_s = awake_s * self.last_eaten / eaten
-        return _over(eaten, awake_s + max(0.0, self.open_s - LATE * usual_s))
+        return self.settlements.now(self.open_s)
 
     @property
     def per_worker_least(self) -> float | None:
@@ -143,7 +153,7 @@ class DemandEstimator:
     @property
     def making_memory_s(self) -> float:
         """Return the time constant of the throughput per worker, in seconds."""
-        return min(max(MEMORY_S, ROLLOUTS * self.rollout_s), LONGEST_S)
+        return min(max(MEMORY_S, ROLLOUTS * self.rollout_s, GROUPS * self.group_s), LONGEST_S)
 
     def looked(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Return the means with one more sample."""
@@ -160,13 +170,13 @@ class DemandEstimator:
             last=seen,
             last_at=now,
             settled_at=settled_at,
-            look_s=self.look_s + (elapsed - self.look_s) * LOOK_PART,
             open_s=self.open_s + (1.0 - waited) * elapsed,
             starved=self.starved + (waited - self.starved) * soon,
             waits=self.waits + (waited - self.waits) * (1.0 - math.exp(-elapsed / self.memory_s)),
         )
         if seen.eaten > last.eaten:
-            new = new._settled(seen.eaten - last.eaten, now)
+            exact_s = seen.settled_busy_s - last.settled_busy_s if last.settled_busy_s else 0.0
+            new = new._settled(seen.eaten - last.eaten, now, exact_s, min(elapsed, SAMPLES_S))
         new = new._made(seen, last, elapsed)
         if new.away and new.silent:  # the duration of this batch depends on the teacher
             return replace(new, open_s=0.0, settled_at=-math.inf)
@@ -174,40 +184,34 @@ class DemandEstimator:
 
     def _anew(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Keep the means, but forget the work in progress."""
-        readies = ((now, seen.crew.ready),)
+        readies = ((now, seen.crew.ready, seen.crew.ready + seen.crew.restarting),)
         first_at = min(self.first_at, now)
         new = replace(self, last=seen, last_at=now, first_at=first_at, readies=readies)
         new = replace(new, open_s=0.0, settled_at=-math.inf, silent=False, away=False)
         new = replace(new, made_at=now, quiet_s=0.0, vain_s=0.0)
-        return replace(new, starved=0.0, waits=0.0, idle=0.0)
+        return replace(new, starved=0.0, waits=0.0, idle=0.0, blocks=((now, 0.0),), blocked_begun_s=0.0)
 
-    def _settled(self, eaten: int, at: float) -> "DemandEstimator":
+    def _settled(self, eaten: int, at: float, exact_s: float, grain_s: float) -> "DemandEstimator":
         took_s = at - self.settled_at
         if math.isinf(took_s):
             return replace(self, open_s=0.0, settled_at=at)  # its start was not observed
-        recent_s = max(RECENT_S, RECENT_LOOKS * self.look_s, RECENT_STEPS * self.step_s)
-        soon = math.exp(-took_s / recent_s)
-        kept = math.exp(-took_s / self.memory_s)
-        recent = self.recent[0] * soon + eaten, self.recent[1] * soon + self.open_s
-        whole = self.eaten * kept + eaten, self.awake_s * kept + self.open_s
-        if abs(_over(*recent) / _over(*whole) - 1.0) > CHANGED:
-            whole = recent
         return replace(
             self,
-            eaten=whole[0],
-            awake_s=whole[1],
-            recent=recent,
-            last_eaten=eaten,
+            settlements=self.settlements.added(eaten, exact_s or self.open_s, 0.0 if exact_s else grain_s),
             open_s=0.0,
             settled_at=at,
             step_s=took_s if not self.step_s else self.step_s + (took_s - self.step_s) * STEP_PART,
         )
 
     def _made(self, seen: PressureSample, last: PressureSample, elapsed: float) -> "DemandEstimator":
-        new = self._with_ready(seen, self.last_at)
-        workers = new.readies[0][1]
+        new = self._with_ready(seen, self.last_at)._with_crashes(seen, elapsed)
+        workers = float(new.readies[0][1])
         if seen.rollout_s <= elapsed:
-            workers = min(seen.crew.ready, last.crew.ready)
+            workers = (seen.crew.ready + last.crew.ready) / 2.0
+            if seen.crew.ready + seen.crew.restarting > last.crew.ready + last.crew.restarting:
+                workers = min(seen.crew.ready, last.crew.ready)  # new ones have delivered nothing yet
+            if seen.crew.draining > LEAVING * workers:
+                workers = 0.0  # what arrives is theirs, too
         fades = math.exp(-elapsed / IDLE_S)
         if not workers or elapsed > SAMPLES_S:
             new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0, away=False)
@@ -218,6 +222,9 @@ class DemandEstimator:
         blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
         idle = _part(blocked_s, elapsed * max(seen.crew.ready, last.crew.ready))
         new = replace(new, idle=idle + (new.idle - idle) * fades)
+        new, begun_blocked_s = new._with_blocked(blocked_s, self.last_at + elapsed)
+        if seen.rollout_s <= elapsed:
+            begun_blocked_s = blocked_s
         if made:
             new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0)
         else:
@@ -227,16 +234,59 @@ class DemandEstimator:
             new = replace(new._without(self.vain_s), vain_s=0.0)
         new = replace(new, silent=silent)
         if silent:
-            return new
-        kept = math.exp(-elapsed / self.making_memory_s)
+            return replace(new, quick=(0.0, 0.0))
+        kept, soon = math.exp(-elapsed / self.making_memory_s), math.exp(-elapsed / self._quick_s)
+        busy_s = max(0.0, elapsed * workers - begun_blocked_s)
         new = replace(
             new,
+            quick=(self.quick[0] * soon + made, self.quick[1] * soon + busy_s),
+            made_all=self.made_all + made,
+            busy_all_s=self.busy_all_s + busy_s,
+            present_all_s=self.present_all_s + elapsed * workers,
+            counted_s=self.counted_s + elapsed,
             made=self.made * kept + made,
             present_s=self.present_s * kept + elapsed * workers,
-            blocked_s=self.blocked_s * kept + blocked_s,
-            vain_s=0.0 if made else self.vain_s * kept + elapsed * workers - blocked_s,
+            blocked_s=self.blocked_s * kept + begun_blocked_s,
+            vain_s=0.0 if made else self.vain_s * kept + elapsed * workers - begun_blocked_s,
         )
-        return new._paced()
+        if made:
+            new = new._changed(max(1, seen.group_sequences))
+        new = new._paced()
+        if new.per_worker:
+            new = replace(new, group_s=max(1, seen.group_sequences) / (new.per_worker * workers))
+        return new
+
+    def _with_blocked(self, blocked_s: float, now: float) -> tuple["DemandEstimator", float]:
+        """Record time in which workers waited; return that of when the rollouts arriving now began."""
+        total = (self.blocks[-1][1] if self.blocks else 0.0) + blocked_s
+        blocks = (*self.blocks, (now, total))
+        if len(blocks) > 2 and blocks[-1][0] - blocks[-3][0] < self.rollout_s / CHANGES:
+            blocks = (*blocks[:-2], blocks[-1])
+        began = now - self.rollout_s
+        while len(blocks) > 2 and blocks[1][0] <= began:
+            blocks = blocks[1:]
+        begun_s = max(self.blocked_begun_s, _between(blocks[0], blocks[min(1, len(blocks) - 1)], began))
+        return replace(self, blocks=blocks, blocked_begun_s=begun_s), begun_s - self.blocked_begun_s
+
+    @property
+    def delivering(self) -> int:
+        """Return the workers whose rollouts arrive now, and those that crashed and start again."""
+        return self.readies[0][2] if self.readies else 0
+
+    @property
+    def _quick_s(self) -> float:
+        return max(QUICK_S, self.rollout_s)
+
+    def _changed(self, group_sequences: int) -> "DemandEstimator":
+        """Forget the older means if the recent ones clearly differ: rollouts became longer or shorter."""
+        made, busy_s = self.quick
+        usual = self.per_worker
+        if usual is None or made < QUICK_GROUPS * group_sequences or busy_s < SEEN_S:
+            return self
+        spread = max(CHANGED, CHANCE / math.sqrt(made / group_sequences))
+        if abs(made / busy_s / usual - 1.0) <= spread:
+            return self
+        return replace(self, made=made, present_s=busy_s, blocked_s=0.0, vain_s=0.0)
 
     def _paced(self) -> "DemandEstimator":
         busy_s = self.present_s - self.blocked_s
@@ -248,7 +298,7 @@ class DemandEstimator:
         """Remove worker time in which nothing could arrive."""
         return replace(self, present_s=max(0.0, self.present_s - worker_s))._paced()
 
-    def _is_silent(self, seen: PressureSample, workers: int) -> bool:
+    def _is_silent(self, seen: PressureSample, workers: float) -> bool:
         """Return whether arrivals are overdue by more than chance."""
         since = self.last_at - self.made_at
         least_s = SILENT_ROLLOUTS * seen.rollout_s if seen.rollout_s else UNTOLD_S
@@ -260,20 +310,31 @@ class DemandEstimator:
             return False
         return self.per_worker * self.quiet_s / max(1, seen.group_sequences) >= MISSED
 
+    def _with_crashes(self, seen: PressureSample, elapsed: float) -> "DemandEstimator":
+        whole = seen.crew.ready + seen.crew.restarting
+        if not whole:
+            return self
+        memory_s = max(AVAILABLE_S, AVAILABLE_STARTS * seen.crew.start_s)
+        news = seen.crew.ready / whole - self.available
+        return replace(self, available=self.available + news * (1.0 - math.exp(-elapsed / memory_s)))
+
     def _with_ready(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Record the count of ready workers. The oldest entry is the count when the rollouts arriving now began: newer
         workers have delivered nothing yet, and departed ones finish their running rollouts."""
-        readies = self.readies
-        if not readies or readies[-1][1] != seen.crew.ready:
-            readies = (*readies[-CHANGES:], (now, seen.crew.ready))
+        readies, counts = self.readies, (seen.crew.ready, seen.crew.ready + seen.crew.restarting)
+        if not readies or readies[-1][1:] != counts:
+            readies = (*readies[-CHANGES:], (now, *counts))
         began = now - seen.rollout_s
         while len(readies) > 1 and readies[1][0] < began:
             readies = readies[1:]
         return replace(self, readies=readies, rollout_s=seen.rollout_s)
 
 
-def _over(of: float, by: float) -> float:
-    return of / max(by, 1e-3)
+def _between(low: tuple[float, float], high: tuple[float, float], at: float) -> float:
+    """Return the value at a time between two points."""
+    if high[0] <= low[0]:
+        return low[1]
+    return low[1] + (high[1] - low[1]) * min(max((at - low[0]) / (high[0] - low[0]), 0.0), 1.0)
 
 
 def _part(of: float, whole: float) -> float:

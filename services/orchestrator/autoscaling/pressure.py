@@ -23,6 +23,10 @@ class WorkerCounts:
     draining: int = 0
     failed: int = 0
     """Given up for good; they keep their place, so that no worker starts into the same failure."""
+    restarting: int = 0
+    """Those of `starting` that were ready before: they crashed."""
+    start_s: float = 0.0
+    """Recent time from the start of a worker until it is ready; 0 while unknown."""
 
     @property
     def current(self) -> int:
@@ -40,6 +44,27 @@ class WorkerRoom:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerLimit:
+    """What the inference servers allow an environment; see `saturation`.
+
+    Attributes:
+        most: Workers beyond which throughput does not grow; 0 while unknown.
+        reach: Largest number to try until the present workers are measured.
+        slow: A worker makes clearly less than among fewer; whether the servers are full is not confirmed yet.
+        capacity: Sequences per second that the servers can feed all environments; 0 while unknown.
+        proven: The largest that was tried without a slower worker.
+        best: Sequences per second of one worker of this environment alone; 0 while unknown.
+    """
+
+    most: int = 0
+    reach: int = 1_000_000
+    slow: bool = False
+    capacity: float = 0.0
+    proven: float = 0.0
+    best: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PressureSample:
     """Input of a controller at one tick, for one environment. Counters grow within one `epoch`.
 
@@ -51,8 +76,11 @@ class PressureSample:
         pressure: Queued sequences over the share of a batch from this environment.
         batch_sequences: The share of a batch from this environment, in sequences.
         trainers: Connected trainers.
-        eaten, made: Sequences of this environment settled by trainers, and accepted from its workers.
+        eaten: Sequences settled by trainers: this environment's share of all, since what it may deliver depends on how
+            many workers it may have.
+        made: Sequences accepted from its workers.
         starved_s: Time in which trainers waited without a batch.
+        settled_busy_s: Time in which they trained, until the last settlement, from any origin; 0 while unknown.
         blocked_s: Time waited for credit or a task, summed over the slots of all workers.
         wait: Wait reason of its producers, or empty.
         untaught: Ready workers with finished rollouts that wait unusually long for the teacher.
@@ -60,6 +88,7 @@ class PressureSample:
         group_sequences: Sequences of one group.
         rollout_s: Mean rollout time of a group; 0 while unknown.
         engines: Inference servers that serve; 0 if unknown.
+        server: What they allow.
         room: Other limit on the workers, if any.
         wanted: Number of workers set by an operator.
     """
@@ -74,6 +103,7 @@ class PressureSample:
     eaten: int = 0
     made: int = 0
     starved_s: float = 0.0
+    settled_busy_s: float = 0.0
     blocked_s: float = 0.0
     wait: str = ""
     untaught: int = 0
@@ -81,6 +111,7 @@ class PressureSample:
     group_sequences: int = 1
     rollout_s: float = 0.0
     engines: int = 0
+    server: ServerLimit = ServerLimit()
     room: WorkerRoom | None = None
     wanted: int | None = None
 
@@ -139,6 +170,7 @@ def sample_of(
         batch_sequences=max(1.0, pressure.batch_sequences),
         trainers=pressure.trainers,
         starved_s=pressure.starved_s if split is Split.TRAIN else 0.0,
+        settled_busy_s=pressure.settled_busy_s if split is Split.TRAIN else 0.0,
         blocked_s=pressure.blocked_s.get(env, 0.0),
         slots=slots,
         group_sequences=group_sequences,
@@ -157,11 +189,19 @@ def sample_of(
         sample,
         pressure=lane.queued_sequences / batch,
         batch_sequences=batch,
-        eaten=lane.settled_sequences,
+        eaten=_appetite(lane, pressure),
         made=lane.accepted_sequences,
         wait=lane.wait,
         rollout_s=lane.rollout_s,
     )
+
+
+def _appetite(lane: LaneStatus, pressure: Pressure) -> int:
+    """Return an environment's share of what trainers consumed; for an evaluation, what they consumed of it."""
+    if lane.split is not Split.TRAIN:
+        return lane.settled_sequences
+    whole = sum(other.settled_sequences for other in pressure.lanes if other.split is lane.split)
+    return round(whole * _share(lane, pressure))
 
 
 def _share(lane: LaneStatus, pressure: Pressure) -> float:

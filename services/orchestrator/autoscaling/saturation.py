@@ -1,149 +1,339 @@
-"""The saturation detector: the number of workers beyond which throughput stops growing (the knee). Pure.
+"""The saturation detector: how many workers the inference servers of a run can feed. Pure.
 
-It tries at most twice the workers known to help, or a few more, until those have run for a while. While a worker makes
-clearly less than it did among fewer, no worker is started. Once the new workers have run for a while, the detector
-computes how many would have the same throughput at the earlier pace. That is the knee, and the environment scales back
-to it. If throughput then drops, there was no saturation. After a hold time, which doubles, it probes with one more
-worker; if that helps with two more, then four: the server may have become faster.
+All environments sample from the same servers, so they are judged together. The measure is sequences per second: the
+`size` of a fleet is what its workers would make if none slowed another down; their throughput is what they make.
+
+Growth needs evidence. At most twice the proven size may run, or a few workers more, until enough groups have arrived to
+tell how fast the workers are. If they are about as fast as fewer were, their size is proven, and the next doubling is
+free. If they are clearly slower, they share a full server: its capacity is their throughput, and the environments scale
+back to it, each to its share. If throughput then drops, there was no saturation.
+
+A pace that changes while the fleet stays is a change of the rollouts, and the baseline follows it. After a hold time,
+which doubles, one more worker is tried at the capacity; if that helps two more, then four: the server may have become
+faster. A worker that crashed and starts again counts as a worker.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
-from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
+from rolloutmq.services.orchestrator.autoscaling.budget import divide
+from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
 
+GROUPS: Final = 24
+"""Arrived groups that tell a throughput: to about a tenth, since rollouts spread less than chance."""
+OWN_GROUPS: Final = 12
+"""Those of one environment for its own pace, if it makes at least `LARGE` of all."""
+LARGE: Final = 0.2
+CYCLES: Final = 1.0
+"""Rollouts that they must span: workers that started together deliver together."""
+SOON_S: Final = 15.0
+"""Time for `GROUPS` within which growth waits for a measurement if a worker became slower."""
+SURE_GROUPS: Final = 200
+SURE_S: Final = 45.0
+"""The same for one more worker at the capacity, whose effect is small."""
+LIKE: Final = 0.15
+"""Relative change of the size within one measurement."""
+MORE: Final = 1.005
+"""Size, relative to the proven one, from which it is another."""
 SLOWER: Final = 0.85
 """Ratio to the earlier pace below which a worker is clearly slower."""
-MEMORIES: Final = 3.0
-"""Time constants of the means to wait before they reflect the present workers."""
-SURE: Final = 2.0
-"""Factor on that time during which one more worker must not be slower before it counts as helpful."""
-FIRST_HOLD_S: Final = 300.0
-"""First hold time of a knee; it doubles each time."""
+FIRST_HOLD_S: Final = 900.0
+"""First hold time of a capacity; it doubles each time."""
 LONGEST_HOLD_S: Final = 3600.0
 ROOM: Final = 1.05
-"""Workers beyond the knee, so that the shared server stays saturated while one of them pauses."""
-FURTHER: Final = 2
+"""Size relative to the capacity, so that the server stays full while a worker pauses."""
+FURTHER: Final = 1.9
 FEW: Final = 4
-"""Limit of a probe: this factor of the workers known to help, or this many more."""
+"""Limit of growth without evidence: this factor of the proven size, or this many workers more."""
 KEPT: Final = 0.9
-"""Minimum throughput at the knee, relative to that of more workers."""
+"""Minimum throughput of saturated workers, relative to that of fewer."""
+CLOSE: Final = 0.8
+"""Size, relative to another, from which the two are too close to tell their throughputs apart."""
 HELPS: Final = 0.5
-"""Minimum part of the expected gain that shows that more workers help. The total throughput is compared, not the pace
-of each: the pace changes so little with one worker that the knee would creep up."""
-SAME: Final = 0.95
-"""Ratio to the pace among fewer above which more workers are not saturated."""
-FOLLOW_S: Final = 60.0
-"""Time constant of the remembered pace: single samples are noisy, and rollouts get longer."""
+"""Minimum part of the expected gain that shows that more workers help."""
+FOLLOWS: Final = 0.25
+"""Weight of a new measurement in the baseline."""
+FOLLOWS_PER_S: Final = 0.0004
+"""Part by which the baseline may fall in a second."""
+LOST: Final = 0.95
+"""Throughput after scaling back, relative to that before, from which the capacity is not too low."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUse:
+    """What the detector knows of one environment.
+
+    Attributes:
+        env: Its name.
+        workers: Workers whose rollouts arrive now; crashed ones that start again count.
+        made: Sequences made, in total.
+        busy_s: Time in which its workers did not wait meanwhile, summed over them.
+        present_s: Time in which they were there.
+        counted_s: Time in which this was measured.
+        pace: Sequences per second of one worker, lately; None while unknown.
+        rollout_s: Mean duration of a rollout.
+        group_sequences: Sequences of one group.
+        weight: Its share, relative to the others.
+        want: Workers it wants; None while unknown.
+        available: Part of their time in which its workers are ready; the others crashed and start again.
+    """
+
+    env: str
+    workers: int
+    made: float
+    busy_s: float
+    present_s: float
+    counted_s: float
+    pace: float | None
+    rollout_s: float = 0.0
+    group_sequences: int = 1
+    weight: float = 1.0
+    want: float | None = None
+    available: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """One measurement: paces by environment, size and throughput."""
+
+    paces: Mapping[str, float]
+    size: float
+    total: float
+    is_sure: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SaturationDetector:
-    """State of the search for the knee."""
+    """State of the search for the capacity. Sizes and throughputs are in sequences per second."""
 
-    most: int = 0
-    """Knee: more workers add no throughput; 0 if unknown."""
-    known: int = 0
-    """Knee before the present probe."""
+    capacity: float = 0.0
+    """Largest useful size; 0 if unknown."""
+    known: float = 0.0
+    """Capacity before the present probe; 0 without one."""
+    unit: float = 0.0
+    """What one worker of the present probe adds."""
     step: int = 1
     """Workers of the next probe; doubles each time they help."""
-    tried: bool = False
-    """A probe is running: `most` is above the knee."""
     usual: float = 0.0
-    """Total throughput at the knee before the probe."""
-    slow: bool = False
-    """A worker makes clearly less than among fewer; saturation is not confirmed yet."""
+    """Throughput at the capacity before the probe."""
     until: float = -math.inf
     """Time of the next probe."""
     hold_s: float = FIRST_HOLD_S
-    best: float = 0.0
-    """Throughput of a worker without saturation."""
-    among: int = 0
-    """Largest worker count at which that was measured."""
+    bests: Mapping[str, float] = field(default_factory=dict)
+    """Pace of a worker without saturation, by environment."""
+    proven: float = 0.0
+    """Largest size that was not clearly slower."""
+    top: float = 0.0
+    """Throughput at that size."""
+    usual_part: float = 1.0
+    """The same relative to the size, as measured after the last clear growth: a little more is no measure."""
     made: float = 0.0
-    """Total throughput before scaling back to the knee; 0 once the result is known."""
-    ready: int = 0
+    """Throughput before scaling back to the capacity; 0 once the result is known."""
+    above: float = 0.0
+    """Size that made it; during a probe, the size before it."""
+    doubted: bool = False
+    """The last measurement differed clearly from the baseline, and may have begun before the change."""
+    size: float = 0.0
+    """Size at the beginning of the present measurement."""
     since: float = -math.inf
-    """Time since which the worker count is unchanged and none is starting."""
-    steady: float = 0.0
-    """Mean throughput of a worker at this count; 0 until they have run long enough."""
-    at: float = -math.inf
+    """That beginning."""
+    begun: Mapping[str, ServerUse] = field(default_factory=dict)
+    """What was known of each environment then."""
     engines: int = 0
-    """Inference servers; a change of their number discards the knee."""
+    """Inference servers; a change of their number discards the capacity."""
 
-    @property
-    def reach(self) -> int:
-        """Return the largest count to try until the present workers are measured; 0 before any measurement."""
-        return max(FURTHER * self.among, self.among + FEW) if self.among else 0
-
-    def looked(self, rates: DemandEstimator, sample: PressureSample, now: float) -> "SaturationDetector":
+    def looked(self, uses: Sequence[ServerUse], engines: int, now: float) -> "SaturationDetector":
         """Return the state after one more sample."""
-        ready, engines = sample.crew.ready, sample.engines
-        new = (
-            replace(self, at=now) if engines == self.engines else SaturationDetector(engines=engines, at=now)
+        new = self if engines == self.engines else self._with_engines(engines)
+        if new.capacity and math.isinf(new.until):
+            new = replace(new, until=now + new.hold_s)
+        size = new._size(uses)
+        like = 0.0 if new.known else LIKE * new.size
+        present = {one.env for one in uses if one.workers}
+        if abs(size - new.size) > like + 1e-9 or present != new.begun.keys():
+            begun = {one.env: one for one in uses if one.workers}
+            new = replace(new, size=size, since=now, begun=begun)
+        measured = new._measured(uses, now)
+        return new if measured is None else new._judged(measured, uses, now)
+
+    def limit(self, use: ServerUse, uses: Sequence[ServerUse]) -> ServerLimit:
+        """Return what the servers allow one environment."""
+        if use.env not in self.bests:
+            return ServerLimit(reach=max(FEW, use.workers))
+        best = self.bests[use.env] * use.available
+        most = math.ceil(self._share(self.capacity, use, uses) / best - 1e-9) if self.capacity else 0
+        reach = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
+        return ServerLimit(
+            max(1, most) if most else 0,
+            max(FEW, math.floor(reach + 1e-9)),
+            self._is_slow(use, uses),
+            self.capacity,
+            self.proven,
+            best,
         )
-        if ready != self.ready or sample.crew.starting:
-            new = replace(new, ready=ready, since=now, steady=0.0)
-        pace = rates.per_worker
-        if pace is None or not ready:
-            return new
-        if new.among:
-            new = replace(new, slow=pace < SLOWER * new.best and ready > new.among)
-        shows_s = MEMORIES * rates.making_memory_s + rates.rollout_s
-        if now - new.since < shows_s:
-            return new
-        follows = 1.0 - math.exp(-min(max(0.0, now - self.at), 10.0) / FOLLOW_S)
-        new = new._remember(pace, follows)
-        return new._judge(pace, now, sure=now - new.since >= SURE * shows_s)
 
-    def _remember(self, pace: float, follows: float) -> "SaturationDetector":
-        """Track the pace of these workers, and of the largest count that was not slower."""
-        steady = self.steady + (pace - self.steady) * follows if self.steady else pace
-        self = replace(self, steady=steady)
-        if not self.among:
-            return replace(self, best=pace, among=self.ready)
-        if self.ready > self.among and pace < SAME * self.best:
+    def resumed(self, env: str, limit: ServerLimit, engines: int) -> "SaturationDetector":
+        """Return the state with what an earlier orchestrator had told one environment."""
+        if not limit.best:
             return self
-        best = self.best + (pace - self.best) * follows
-        return replace(self, best=best, among=max(self.among, self.ready))
+        return replace(
+            self,
+            capacity=limit.capacity,
+            proven=limit.proven,
+            top=limit.proven,
+            bests={**self.bests, env: limit.best},
+            engines=engines,
+        )
 
-    def _judge(self, pace: float, now: float, *, sure: bool) -> "SaturationDetector":
-        if self.most and self.ready > self.most:
+    def _is_slow(self, use: ServerUse, uses: Sequence[ServerUse]) -> bool:
+        """Return whether a worker makes clearly less than it did, and that will be understood soon."""
+        best = self.bests[use.env]
+        if use.pace is None or self.capacity or use.pace >= SLOWER * best:
+            return False
+        groups_s = use.workers * use.pace / max(1, use.group_sequences)
+        return self._size(uses) > MORE * self.proven or SOON_S * groups_s >= GROUPS
+
+    def _size(self, uses: Sequence[ServerUse]) -> float:
+        return sum(one.workers * one.available * (self.bests.get(one.env) or one.pace or 0.0) for one in uses)
+
+    def _share(self, size: float, use: ServerUse, uses: Sequence[ServerUse]) -> float:
+        """Return the part of a size for one environment, by weights; what others do not want is divided again."""
+        if len(uses) == 1:
+            return size
+        wants = [(self.bests.get(one.env) or one.pace or 0.0) * (one.want or one.workers) for one in uses]
+        return divide(size, [one.weight for one in uses], wants)[uses.index(use)]
+
+    def _with_engines(self, engines: int) -> "SaturationDetector":
+        """Forget the capacity, but not how fast a worker is alone."""
+        if not self.engines:
+            return replace(self, engines=engines)
+        return SaturationDetector(engines=engines, bests=self.bests, proven=self.proven, top=self.top)
+
+    def _measured(self, uses: Sequence[ServerUse], now: float) -> _Measured | None:
+        """Return the measurement since its beginning; None while it tells too little."""
+        paces: dict[str, float] = {}
+        groups, size, total, took_s = 0.0, 0.0, 0.0, now - self.since
+        whole = self._size(uses)
+        for one in uses:
+            if not one.workers:
+                continue
+            then = self.begun[one.env]
+            made, busy_s = one.made - then.made, one.busy_s - then.busy_s
+            own = made / max(1, one.group_sequences)
+            best = self.bests.get(one.env)
+            large = one.workers * (best or one.pace or 0.0) >= LARGE * whole
+            if took_s < CYCLES * one.rollout_s or (large and own < OWN_GROUPS):
+                return None
+            groups += own
+            if busy_s <= 0.0 or own < OWN_GROUPS:
+                continue
+            paces[one.env] = made / busy_s
+            workers = (one.present_s - then.present_s) / max(one.counted_s - then.counted_s, 1e-3)
+            size += workers * (best or paces[one.env])
+            total += workers * paces[one.env]
+        if groups < GROUPS or not paces:
+            return None
+        return _Measured(paces, size, total, groups >= SURE_GROUPS and took_s >= SURE_S)
+
+    def _judged(self, seen: _Measured, uses: Sequence[ServerUse], now: float) -> "SaturationDetector":
+        begun = {one.env: one for one in uses if one.workers}
+        new = replace(self, size=self._size(uses), since=now, begun=begun)
+        if unknown := {env: pace for env, pace in seen.paces.items() if env not in self.bests}:
+            new = replace(new, bests={**self.bests, **unknown})
+        if not self.proven:
+            return replace(new, proven=seen.size, top=seen.total)
+        if self.capacity and seen.size > self._fits(uses):
             return self  # scale-down in progress
-        if self.made and self.ready <= self.most:
-            if pace * self.ready < KEPT * self.made:  # throughput dropped: no saturation
-                return replace(self, most=0, slow=False, made=0.0, best=pace)
-            return replace(self, made=0.0)
-        if self.slow and pace * self.ready < KEPT * self.best * self.among:
-            # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
-            return replace(self, slow=False, best=pace, among=self.ready)
-        if self.tried:
-            return self._judge_tried(pace, now, sure=sure)
-        crowded = not self.most and self.ready >= self.reach and pace < SAME * self.best
-        if self.slow or crowded:
-            knee = max(1, math.ceil(ROOM * pace * self.ready / self.best))
-            if knee < self.ready or (crowded and knee == self.ready):
-                return self._found(knee, pace, now)
-        elif self.most and now >= self.until:
-            more = self.most + self.step
-            new = replace(self, most=more, known=self.most, tried=True, until=now + self.hold_s)
-            return replace(new, usual=self.steady * self.ready)
-        return self
+        if self.made:
+            return self._verified(new, seen)
+        if self.known:
+            return self._probed(new, seen, now)
+        if self.capacity:
+            return self._at_capacity(new, seen, uses, now)
+        if seen.size > MORE * self.proven and seen.total < SLOWER * seen.size:
+            if seen.total < KEPT * self.top:
+                # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
+                return new._based(seen)
+            return new._found(ROOM * seen.total, seen, now)
+        return new._followed(seen, now - self.since)
 
-    def _judge_tried(self, pace: float, now: float, *, sure: bool) -> "SaturationDetector":
-        if self.slow:
-            return self._found(
-                min(self.known, max(1, math.ceil(ROOM * pace * self.ready / self.best))), pace, now
-            )
-        if not sure or self.ready < self.most:
+    def _fits(self, uses: Sequence[ServerUse]) -> float:
+        """Return the largest size of whole workers within the capacity."""
+        return self.capacity + sum(self.bests.get(one.env, 0.0) for one in uses)
+
+    def _at_capacity(
+        self, new: "SaturationDetector", seen: _Measured, uses: Sequence[ServerUse], now: float
+    ) -> "SaturationDetector":
+        """Wait for the time of the next probe; follow workers that are far below the capacity."""
+        if seen.size <= CLOSE * self.capacity:
+            return new._followed(seen, now - self.since)
+        if now < self.until:
+            return new
+        if not seen.is_sure:
             return self
-        if self.steady * self.ready < self.usual * (1.0 + HELPS * (self.ready / self.known - 1.0)):
-            return self._found(self.known, pace, now)
-        return replace(self, tried=False, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
+        unit = max(self.bests.get(one.env, 0.0) for one in uses)
+        more = self.capacity + self.step * unit
+        new = replace(new, capacity=more, known=self.capacity, unit=unit, until=now + self.hold_s)
+        return replace(new, usual=seen.total, above=seen.size)
 
-    def _found(self, knee: int, pace: float, now: float) -> "SaturationDetector":
-        held, made = min(self.hold_s, LONGEST_HOLD_S), pace * self.ready
-        new = replace(self, most=knee, tried=False, step=1, slow=False, made=made)
-        return replace(new, until=now + held, hold_s=2.0 * held)
+    def _probed(self, new: "SaturationDetector", seen: _Measured, now: float) -> "SaturationDetector":
+        """Judge a probe: one more worker, or a few."""
+        known = replace(new, capacity=self.known)
+        if not seen.is_sure or seen.size < self.above + 0.5 * self.unit:
+            return self
+        if seen.total < self.usual * (1.0 + HELPS * (seen.size / self.above - 1.0)):
+            return known._found(self.known, seen, now)
+        new = replace(new, known=0.0, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
+        return replace(new, proven=seen.size, top=seen.total)
+
+    def _verified(self, new: "SaturationDetector", seen: _Measured) -> "SaturationDetector":
+        """Compare the throughput at a capacity that was just found with that of more workers."""
+        part = seen.size / self.above
+        if seen.total < self.made * (1.0 + part) / 2.0:
+            return replace(new._based(seen), capacity=0.0, made=0.0)  # it dropped: no saturation
+        if not seen.is_sure:
+            return self
+        if seen.total < LOST * self.made:  # the baseline was too high
+            slower = {env: best * LOST for env, best in new.bests.items()}
+            return replace(new, bests=slower, made=0.0)
+        return replace(new, made=0.0)
+
+    def _based(self, seen: _Measured) -> "SaturationDetector":
+        """Take a measurement as the new baseline."""
+        bests = {**self.bests, **seen.paces}
+        new = replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total)
+        return replace(new, usual_part=1.0, doubted=False)
+
+    def _followed(self, seen: _Measured, took_s: float) -> "SaturationDetector":
+        """Let the baseline follow workers that are not saturated.
+
+        More workers than before are no measure of a change of the rollouts; the same number, or fewer, are. Rollouts
+        become longer slowly, and a server fills up at once: the baseline falls slowly.
+        """
+        if seen.size > MORE * self.proven:
+            usual = self.usual_part
+            if seen.size > (1.0 + LIKE) * self.proven:
+                usual = min(1.0, seen.total / seen.size)
+            return replace(self, proven=seen.size, top=seen.total, usual_part=usual, doubted=False)
+        usual = self.usual_part if seen.size > CLOSE * self.proven else 1.0
+        changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
+        clearly = any(abs(change - 1.0) > 1.0 - SLOWER for change in changes.values())
+        if clearly and not self.doubted:
+            return replace(self, doubted=True)
+        if not clearly:
+            most = FOLLOWS_PER_S * took_s
+            changes = {
+                env: 1.0 + min(max((change - 1.0) * FOLLOWS, -most), most) for env, change in changes.items()
+            }
+        bests = {env: best * changes.get(env, 1.0) for env, best in self.bests.items()}
+        change = sum(bests[env] for env in seen.paces) / sum(self.bests[env] for env in seen.paces)
+        return replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
+
+    def _found(self, capacity: float, seen: _Measured, now: float) -> "SaturationDetector":
+        held = min(self.hold_s, LONGEST_HOLD_S)
+        new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False)
+        made = seen.total if capacity < CLOSE * seen.size else 0.0  # else it can hardly be told
+        new = replace(new, made=made, above=seen.size, proven=min(self.proven, capacity))
+        return replace(new, top=min(self.top, seen.total), until=now + held, hold_s=2.0 * held)

@@ -1,177 +1,270 @@
-"""One trial: a controller on a plant under a scenario, and its outcome. Deterministic for a seed.
+"""One trial: controllers on a plant under a scenario, and the outcome. Deterministic for a seed.
 
-Updates can be lost, telemetry can go dark, the controller can restart, and its clock can jump; the controller sees no
-more than it would in a run.
+Telemetry can be lost or go dark, the controllers can restart, and their clock can jump; they see no more than they
+would in a run.
 """
 
 import bisect
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
 
-from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
-from rolloutmq.services.orchestrator.simulation.plant import DT_S, Demand, Plant, PlantParameters
+from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
+from rolloutmq.services.orchestrator.simulation.plant import DT_S, Plant
+from rolloutmq.services.orchestrator.simulation.site import Scenario
 
 TICK_S: Final = 1.0
-GROUP: Final = 8
 LAST_NEWS_S: Final = 4.0
-"""Time after the start of darkness during which a controller may act on earlier updates."""
+"""Time after the start of darkness during which a controller may act on earlier telemetry."""
 BAND: Final = 0.1
-"""Settling tolerance, relative to the ideal; at least one worker."""
+"""Settling tolerance, relative to the need; at least one worker."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """Test scenario of a controller.
+class Telemetry:
+    """What controllers see.
 
     Attributes:
-        name: Short name.
-        site: Parameters of the plant.
-        demand: The trainer's demand over time.
-        changes: Times of lasting changes of the demand; the first is the start.
-        lasts_s: Duration.
-        min_workers, max_workers: Bounds.
-        loss: Part of the ticks without an update.
-        dark: Start and end of a time without any update.
-        unseen_s: Time during which a change is invisible: while dark, or until the trainer has completed one step
-            before and one after the change. The settling limit grows by it.
-        restart_at: Time of a controller restart.
-        jump: Time and size of a clock jump.
-        ready: Workers running at the start, with `queued` batches in the queue.
+        pressure: Last message of the broker, or None.
+        heard_at: Its arrival, on the clock of `now`; -inf if never.
+        crews: Worker counts by environment.
+        engines: Engine counts and their busy part by server.
+        now: Seconds on the controllers' clock.
     """
 
-    name: str
-    demand: Demand
-    site: PlantParameters = field(default_factory=PlantParameters)
-    changes: tuple[float, ...] = (0.0,)
-    lasts_s: float = 1800.0
-    min_workers: int = 1
-    max_workers: int = 200
-    ready: int = 0
-    queued: float = 0.0
-    loss: float = 0.0
-    dark: tuple[float, float] = (math.inf, math.inf)
-    unseen_s: float = 0.0
-    restart_at: float = math.inf
-    jump: tuple[float, float] = (math.inf, 0.0)
+    pressure: Pressure | None
+    heard_at: float
+    crews: Mapping[str, WorkerCounts]
+    engines: Mapping[str, tuple[WorkerCounts, float]]
+    now: float
 
-    @property
-    def steps_twice(self) -> bool:
-        """Return whether the demand steps up and down again, so that the limits for this case apply."""
-        return len(self.changes) == 3
 
-    def ideal(self, at: float) -> int:
-        """Return the ideal number of workers at a time, up to the number that adds throughput."""
-        useful = math.ceil(min(self.demand(at), self.site.shared) / self.site.per_worker - 1e-9)
-        return min(max(useful, self.min_workers), self.max_workers)
+class Controllers(Protocol):
+    """The controllers of all environments and servers of a site."""
+
+    def decide(self, seen: Telemetry) -> Mapping[str, int]:
+        """Return the target of each environment, and of each server that it scales."""
+        ...
+
+
+Make = Callable[[Scenario, Mapping[str, int]], Controllers]
+"""Makes controllers for a scenario, with so many workers running."""
+
+
+class Moment(NamedTuple):
+    """An environment at a time: workers that are ready or about to be, the need, and batches in the whole queue."""
+
+    at: float
+    workers: int
+    need: float
+    pressure: float
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a trial; times in seconds."""
+    """Outcome for one environment; times in seconds, from `Scenario.counts_from_s` on.
+
+    Attributes:
+        settle_s: Settling time after each change of the need; the time to the next change if it did not settle before.
+        peak: Most workers, and `peak_need`: the largest need.
+        flips: Changes of direction.
+        moves: Workers started and removed.
+        starved_s: Time in which the trainer waited.
+        blocked_s: Time in which workers waited, summed over them.
+        waste_s: Worker-seconds of ready, starting and draining workers above the need.
+        need_s: Worker-seconds needed.
+        made: Sequences made.
+        downs_in_the_dark: Removals without telemetry.
+        outside: Decisions outside the bounds, or beyond the process budget.
+        made_late: Sequences made once the knee is to be found: `Scenario.found_by_s` after that.
+        engines: Most engines.
+        moments: One for each `TICK_S`.
+    """
 
     settle_s: list[float]
-    """Settling time after each change of the demand."""
     peak: int = 0
+    peak_need: float = 0.0
     flips: int = 0
-    """Changes of direction."""
-    actions: int = 0
     moves: int = 0
-    """Workers started and removed."""
     starved_s: float = 0.0
     blocked_s: float = 0.0
-    """Waiting time of workers, summed over workers."""
+    waste_s: float = 0.0
+    need_s: float = 0.0
+    made: float = 0.0
+    made_late: float = 0.0
     downs_in_the_dark: int = 0
     outside: int = 0
-    """Decisions outside the bounds."""
-    reasons: list[tuple[float, int, str]] = field(default_factory=list)
-    """Actions: time, target and reason."""
+    engines: int = 0
+    moments: list[Moment] = field(default_factory=list)
+    direction: int = 0
+    """Sign of the last change."""
+
+    def act(self, change: int, *, dark: bool) -> None:
+        """Count an action that changes the target by so many workers."""
+        self.downs_in_the_dark += dark and change < 0
+        sign = 1 if change > 0 else -1
+        self.flips += self.direction not in (0, sign)
+        self.direction = sign
 
 
-@dataclass(frozen=True, slots=True)
-class TrialSample:
-    """State at one tick; `ideal` is the ideal number of workers."""
-
-    at: float
-    ideal: int
-    ready: int
-    pressure: float
+def try_out(scenario: Scenario, make: Make, seed: int) -> dict[str, Outcome]:
+    """Run a scenario with the controllers that `make` returns; return the outcome of each environment."""
+    return _Trial(scenario, make, seed).run()
 
 
-Make = Callable[[Scenario], Any]
+class _Trial:
+    def __init__(self, scenario: Scenario, make: Make, seed: int) -> None:
+        self._scenario = scenario
+        self._make = make
+        self._plant = Plant(scenario.site, seed)
+        self._chance = random.Random(seed + 1_000_003)
+        self._number = 0
+        self._heard: Pressure | None = None
+        self._heard_at = -math.inf
+        self._out = {name: Outcome([0.0] * len(scenario.changes)) for name in self._plant.lanes}
+        self._base: dict[str, tuple[int, float, float]] = {}
+        self._starved_before = 0.0
+        self._made_by: dict[str, float] = {}
+
+    def run(self) -> dict[str, Outcome]:
+        scenario, plant = self._scenario, self._plant
+        for name, lane in plant.lanes.items():
+            one = scenario.site.environments[name]
+            lane.crew.scale(one.begins, 0.0)
+            lane.crew.moved = 0
+        controllers, restarted, next_tick = self._fresh(), False, TICK_S
+        if not scenario.counts_from_s:
+            self._begin()
+        while plant.now < scenario.lasts_s:
+            plant.advance()
+            if plant.now < next_tick:
+                continue
+            next_tick += TICK_S
+            if plant.now >= scenario.restart_at and not restarted:
+                controllers, restarted = self._fresh(), True
+            if not self._base and plant.now >= scenario.counts_from_s:
+                self._begin()
+            self._apply(controllers.decide(self._see()))
+            if self._base:
+                self._note()
+        self._end()
+        return self._out
+
+    def _fresh(self) -> Controllers:
+        return self._make(
+            self._scenario, {name: lane.crew.current for name, lane in self._plant.lanes.items()}
+        )
+
+    def _begin(self) -> None:
+        self._starved_before = self._plant.trainer_waited_s
+        for name, lane in self._plant.lanes.items():
+            self._base[name] = lane.crew.moved, lane.waited_s, lane.made
+
+    def _see(self) -> Telemetry:
+        scenario, plant = self._scenario, self._plant
+        self._number += 1
+        clock = plant.now + (scenario.jump[1] if plant.now >= scenario.jump[0] else 0.0)
+        if not self._is_dark() and self._chance.random() >= scenario.loss:
+            self._heard, self._heard_at = self._pressure(), clock
+        return Telemetry(
+            self._heard,
+            self._heard_at,
+            {name: lane.crew.counts for name, lane in plant.lanes.items()},
+            {name: (server.counts, server.busy) for name, server in plant.servers.items()},
+            clock,
+        )
+
+    def _is_dark(self) -> bool:
+        return self._scenario.dark[0] <= self._plant.now < self._scenario.dark[1]
+
+    def _apply(self, targets: Mapping[str, int]) -> None:
+        scenario, plant = self._scenario, self._plant
+        dark = self._is_dark() and plant.now - scenario.dark[0] > LAST_NEWS_S
+        limit = scenario.max_processes
+        beyond = 0 < limit < sum(targets[name] for name in plant.lanes)
+        for name, target in targets.items():
+            if name in plant.servers:
+                plant.servers[name].scale(target, plant.now)
+                continue
+            lane, out = plant.lanes[name], self._out[name]
+            out.outside += beyond or not lane.site.min_workers <= target <= lane.site.max_workers
+            change = target - lane.crew.current
+            if change:
+                if self._base:
+                    out.act(change, dark=dark)
+                lane.crew.scale(target, plant.now)
+
+    def _note(self) -> None:
+        plant, site = self._plant, self._scenario.site
+        pressure = plant.level / site.trainer.batch
+        if not self._made_by and plant.now >= self._scenario.counts_from_s + self._scenario.found_by_s:
+            self._made_by = {name: lane.made for name, lane in plant.lanes.items()}
+        for name, lane in plant.lanes.items():
+            out, crew = self._out[name], lane.crew
+            need = site.need(name, plant.now)
+            wanted = math.ceil(need - 1e-9)
+            out.waste_s += max(0, crew.holding - wanted) * TICK_S
+            out.need_s += need * TICK_S
+            out.peak, out.peak_need = max(out.peak, crew.alive), max(out.peak_need, need)
+            out.moments.append(Moment(plant.now, crew.alive, need, pressure))
+            if out.settle_s and abs(crew.ready - wanted) > max(1.0, BAND * wanted):
+                change = bisect.bisect_right(self._scenario.changes, plant.now) - 1
+                out.settle_s[change] = plant.now - self._scenario.changes[change]
+            if lane.site.server:
+                out.engines = max(out.engines, plant.servers[lane.site.server].engines)
+
+    def _end(self) -> None:
+        for name, (moved, waited_s, made) in self._base.items():
+            out, lane = self._out[name], self._plant.lanes[name]
+            out.moves = lane.crew.moved - moved
+            out.blocked_s = lane.waited_s - waited_s
+            out.made = lane.made - made
+            out.made_late = lane.made - self._made_by.get(name, lane.made)
+            out.starved_s = self._plant.trainer_waited_s - self._starved_before
+
+    def _pressure(self) -> Pressure:
+        plant, trainer = self._plant, self._scenario.site.trainer
+        level = int(plant.level)
+        return Pressure(
+            epoch=1,
+            number=self._number,
+            at=plant.now,
+            rollout_pressure=plant.level / trainer.batch,
+            queued_sequences=level,
+            batch_sequences=trainer.batch,
+            queued_groups=0,
+            queued_bytes=0,
+            leased_bytes=0,
+            high_bytes=0,
+            step=0,
+            consumed_per_s=0.0,
+            produced_per_s=0.0,
+            staleness_max=0,
+            trainer_wait="",
+            ledger=_NONE,
+            lanes=tuple(
+                LaneStatus(
+                    env=name,
+                    split=Split.TRAIN,
+                    weight=lane.site.weight,
+                    min_share=0.0,
+                    queued_sequences=int(lane.level),
+                    accepted_sequences=int(lane.made),
+                    settled_sequences=int(lane.eaten),
+                    rollout_s=max(lane.site.rollout_s, DT_S),
+                )
+                for name, lane in plant.lanes.items()
+            ),
+            workers=(),
+            trainers=int(plant.has_trainer),
+            starved_s=plant.trainer_waited_s,
+            settled_busy_s=plant.settled_busy_s,
+            blocked_s={name: lane.waited_s for name, lane in plant.lanes.items()},
+        )
 
 
-def try_out(
-    scenario: Scenario, make: Make, seed: int, watch: Callable[[TrialSample], None] | None = None
-) -> Outcome:
-    """Run a scenario with the controller that `make` returns; `watch` is called at every tick."""
-    site = scenario.site
-    plant = Plant(site, scenario.demand, seed, scenario.ready, scenario.queued * site.batch)
-    chance = random.Random(seed + 1_000_003)
-    law, out = make(scenario), Outcome([0.0] * len(scenario.changes))
-    plant.scale(max(scenario.ready, scenario.min_workers))
-    plant.moved = 0
-    state = law.initial(plant.workers)
-    number, heard, heard_at = 0, PressureSample(), -math.inf
-    direction, next_tick, offset, restarted = 0, 0.0, 0.0, False
-    while plant.now < scenario.lasts_s:
-        plant.advance()
-        if plant.now < next_tick:
-            continue
-        next_tick += TICK_S
-        now = plant.now
-        offset = scenario.jump[1] if now >= scenario.jump[0] else 0.0
-        clock = now + offset
-        dark = scenario.dark[0] <= now < scenario.dark[1]
-        number += 1
-        if not dark and chance.random() >= scenario.loss:
-            heard, heard_at = _sample(plant, number), clock
-        sample = _with_crew(heard, plant, heard_at)
-        if now >= scenario.restart_at and not restarted:
-            state, restarted = law.initial(plant.workers), True
-        state, decision = law.decide(state, sample, clock)
-        out.outside += not scenario.min_workers <= decision.target <= scenario.max_workers
-        change = decision.target - plant.workers
-        if change:
-            out.actions += 1
-            out.downs_in_the_dark += dark and change < 0 and now - scenario.dark[0] > LAST_NEWS_S
-            sign = 1 if change > 0 else -1
-            out.flips += direction not in (0, sign)
-            direction = sign
-            plant.scale(decision.target)
-            out.reasons.append((now, decision.target, decision.reason))
-        out.peak = max(out.peak, plant.workers)
-        _note_settling(scenario, out, plant)
-        if watch is not None:
-            watch(TrialSample(plant.now, scenario.ideal(plant.now), plant.ready, plant.level / site.batch))
-    out.moves = plant.moved
-    out.starved_s, out.blocked_s = plant.trainer_waited_s, plant.workers_waited_s
-    return out
-
-
-def _sample(plant: Plant, number: int) -> PressureSample:
-    return PressureSample(
-        number=number,
-        pressure=plant.level / plant.site.batch,
-        batch_sequences=plant.site.batch,
-        eaten=int(plant.eaten),
-        made=int(plant.made),
-        starved_s=plant.trainer_waited_s,
-        blocked_s=plant.workers_waited_s,
-        group_sequences=GROUP,
-        rollout_s=max(plant.site.rollout_s, DT_S),
-    )
-
-
-def _with_crew(sample: PressureSample, plant: Plant, heard_at: float) -> PressureSample:
-    return replace(sample, crew=plant.crew, heard_at=heard_at)
-
-
-def _note_settling(scenario: Scenario, out: Outcome, plant: Plant) -> None:
-    """Record that the worker count is still outside the tolerance since the last change of the demand."""
-    ideal = scenario.ideal(plant.now)
-    if abs(plant.ready - ideal) > max(1.0, BAND * ideal):
-        change = bisect.bisect_right(scenario.changes, plant.now) - 1
-        out.settle_s[change] = plant.now - scenario.changes[change]
+_NONE: Final = LedgerCounts()

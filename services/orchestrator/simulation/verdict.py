@@ -1,108 +1,286 @@
-"""Verdict on the trials of one controller in one scenario, over all seeds, against fixed limits. Pure."""
+"""Verdict on the trials of one controller in one scenario: its figures beside the reference fleet's, and its bounds.
+
+The bounds hold for the median of the seeds, and 1.5 times of them for the worst. Pure.
+"""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from rolloutmq.services.orchestrator.simulation.trial import Outcome, Scenario
+from rolloutmq.services.orchestrator.simulation.site import Scenario
+from rolloutmq.services.orchestrator.simulation.trial import Outcome
 
-FLIPS: Final = 12
-"""Maximum changes of direction if the demand steps twice in half an hour."""
-PEAK: Final = 1.2
-"""Maximum workers, relative to the largest ideal count; one worker more is always allowed."""
-MOVES: Final = 2.0
-"""Maximum of workers started and removed, relative to the minimum possible."""
-STARTS: Final = 3.0
-REST_S: Final = 30.0
-"""Settling limit, relative to the start-up time, from the moment a change is visible."""
+WORST: Final = 1.5
+"""Factor on a bound for the worst seed."""
+STARVED, STARTS, LEAST_S = 1.5, 1.25, 10.0
+"""Starvation allowed: this factor of the reference's, and so many starts, at least so many seconds."""
+WASTE, LARGE_WASTE, HALF = 0.25, 0.5, 0.5
+"""Waste allowed beyond the reference's, as a part of the need; where the reference wastes more than `LARGE_WASTE`, half
+of its waste and `LARGE_WASTE`."""
+FLIPS_PER_HOUR: Final = 6.0
+TURNS, SPARE_TURNS = 2.0, 4.0
+"""Flips allowed: this factor of the turns of the path with the fewest moves, and so many more."""
+NEAR: Final = 0.1
+"""Distance of that path from the need, relative to it; at least one worker."""
+CRASHING, CRASHING_PART = 1.3, 0.01
+"""Starvation allowed with crashes: this factor of that without them, and a part of the time."""
+KNEE, TWICE, THROUGHPUT = 1.25, 2.0, 0.97
+"""Workers of a shared server after the search, and at any time, relative to those at the knee; and throughput then."""
+SETTLES, SETTLES_S = 3.0, 30.0
+"""Settling time allowed: so many starts with their confirmation, and so many seconds."""
+CONFIRM_S: Final = 2.0
+WINDOW_S: Final = 60.0
+"""Window of a step down, or one start if that is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Median and worst of a figure over the seeds."""
+    """A figure over the seeds.
+
+    Attributes:
+        median, worst: Over the seeds.
+        ratio: The median relative to that of the reference fleet; None where that is 0.
+    """
 
     median: float
     worst: float
+    ratio: float | None = None
+
+    def within(self, bound: float) -> bool:
+        """Return whether the median keeps a bound, and the worst 1.5 times of it."""
+        return self.median <= bound + 1e-9 and self.worst <= WORST * bound + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Figures of one controller in one scenario; times in seconds.
+    """Figures of one controller for one environment of a scenario; times in seconds.
 
     Attributes:
-        ideal: Largest ideal number of workers.
-        least_moves: Minimum number of workers to start and remove.
-        settle_s: For each lasting change of the demand, the first being the start: time until the worker count stays
-            within one worker or a tenth of the ideal.
-        broken: Limits exceeded by the worst seed.
+        peak_need: Largest need.
+        starved_s: Time in which the trainer waited.
+        waste: Worker-seconds above the need, relative to the need.
+        moves: Workers started and removed.
+        least_moves, turns: Moves and changes of direction of the path with the fewest moves near the need.
+        flips: Changes of direction.
+        settle_s: Settling time after each lasting change of the need.
+        peak: Most workers.
+        blocked_s: Time in which workers waited, summed over them.
+        broken: Bounds that are exceeded.
     """
 
     scenario: str
+    env: str
     start_s: float
     law: str
     seeds: int
-    ideal: int
+    peak_need: float
+    starved_s: Figure
+    waste: Figure
+    moves: Figure
     least_moves: int
+    turns: int
+    flips: Figure
     settle_s: tuple[Figure, ...]
     peak: Figure
-    flips: Figure
-    actions: Figure
-    moves: Figure
-    starved_s: Figure
     blocked_s: Figure
     broken: tuple[str, ...]
 
 
-def judged(scenario: Scenario, law: str, outcomes: Sequence[Outcome]) -> Verdict:
-    """Summarize the trials of one controller, one for each seed."""
+Outcomes = Sequence[Mapping[str, Outcome]]
+"""Outcomes by environment, one for each seed."""
 
-    def over(of: Callable[[Outcome], float]) -> Figure:
-        found = [of(one) for one in outcomes]
-        return Figure(float(median(found)), float(max(found)))
 
-    def settled(change: int) -> Figure:
-        return over(lambda one: one.settle_s[change])
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """The outcomes of one environment: of a controller, of the reference fleet, and without crashes."""
 
-    peak, flips, actions = over(lambda o: o.peak), over(lambda o: o.flips), over(lambda o: o.actions)
-    settle_s = tuple(map(settled, range(len(scenario.changes))))
-    ideal, least = _needs(scenario)
-    moves = over(lambda o: o.moves)
-    checks = {
-        "bounds": not any(one.outside for one in outcomes),
-        "down in the dark": not any(one.downs_in_the_dark for one in outcomes),
-        "peak": peak.worst <= max(PEAK * ideal, ideal + 1),
-    }
-    if scenario.steps_twice:
-        checks["flips"] = flips.worst <= FLIPS
-        checks["moves"] = moves.worst <= MOVES * least
-        limit = STARTS * scenario.site.start_s + REST_S + scenario.unseen_s
-        checks["settle"] = all(figure.worst <= limit for figure in settle_s[1:])
-    # An outage empties the queue, and refilling it is legitimate. The limit on the peak covers overshoot.
-    if not least and math.isinf(scenario.site.outage[0]):
-        checks["no action"] = actions.worst == 0
-    return Verdict(
-        scenario.name,
-        scenario.site.start_s,
-        law,
-        len(outcomes),
-        ideal,
-        least,
-        settle_s,
-        peak,
-        flips,
-        actions,
-        moves,
-        over(lambda o: o.starved_s),
-        over(lambda o: o.blocked_s),
-        tuple(name for name, held in checks.items() if not held),
+    scenario: Scenario
+    env: str
+    own: Sequence[Outcome]
+    reference: Sequence[Outcome]
+    uncrashed: Sequence[Outcome]
+
+    def over(self, of: Callable[[Outcome], float]) -> Figure:
+        found = [of(one) for one in self.own]
+        middle, referred = float(median(found)), self.referred(of)
+        return Figure(middle, float(max(found)), middle / referred if referred else None)
+
+    def referred(self, of: Callable[[Outcome], float]) -> float:
+        return float(median(of(one) for one in self.reference))
+
+
+def judged(
+    scenario: Scenario, law: str, outcomes: Outcomes, reference: Outcomes, uncrashed: Outcomes | None = None
+) -> list[Verdict]:
+    """Summarize the trials of one controller; one verdict for each environment.
+
+    Args:
+        scenario: The scenario.
+        law: Name of the controller.
+        outcomes: Its outcomes, one for each seed.
+        reference: Those of the reference fleet.
+        uncrashed: Those of the controller with workers that never crash; required if the scenario has crashes.
+
+    Raises:
+        ValueError: The scenario has crashes, and `uncrashed` is missing.
+    """
+    if scenario.has_crashes and uncrashed is None:
+        raise ValueError(f"{scenario.name}: uncrashed is required, since the scenario has crashes")
+    return [
+        _judged(
+            law,
+            _Trials(
+                scenario,
+                env,
+                [one[env] for one in outcomes],
+                [one[env] for one in reference],
+                [one[env] for one in uncrashed or outcomes],
+            ),
+        )
+        for env in scenario.site.environments
+    ]
+
+
+def _judged(law: str, trials: _Trials) -> Verdict:
+    scenario, own = trials.scenario, trials.own
+    turns, least = _fewest_moves(scenario, trials.env, [moment.need for moment in own[0].moments])
+    verdict = Verdict(
+        scenario=scenario.name,
+        env=trials.env,
+        start_s=scenario.site.environments[trials.env].start_s,
+        law=law,
+        seeds=len(own),
+        peak_need=max(one.peak_need for one in own),
+        starved_s=trials.over(lambda one: one.starved_s),
+        waste=trials.over(_waste),
+        moves=trials.over(lambda one: one.moves),
+        least_moves=least,
+        turns=turns,
+        flips=trials.over(lambda one: one.flips),
+        settle_s=tuple(trials.over(_settled(change)) for change in range(len(scenario.changes))),
+        peak=trials.over(lambda one: one.peak),
+        blocked_s=trials.over(lambda one: one.blocked_s),
+        broken=(),
     )
+    checks = {
+        "bounds": not any(one.outside for one in own),
+        "down in the dark": not any(one.downs_in_the_dark for one in own),
+        "flips": verdict.flips.within(_flips(scenario, turns)),
+        "waste": verdict.waste.within(_wasted(trials.referred(_waste))),
+        "starved": scenario.is_fresh or verdict.starved_s.within(_starves_s(trials)),
+    }
+    if scenario.site.environments[trials.env].server:
+        checks |= _at_the_knee(trials)
+    elif not scenario.has_crashes:
+        checks["settle"] = all(
+            figure.within(_settles_s(scenario, change, trials.env))
+            for change, figure in enumerate(verdict.settle_s)
+        )
+    return replace(verdict, broken=tuple(name for name, held in checks.items() if not held))
 
 
-def _needs(scenario: Scenario) -> tuple[int, int]:
-    """Return the largest ideal count, and the minimum moves that follow the demand."""
-    ideals = [scenario.ideal(float(at)) for at in range(int(scenario.lasts_s))]
-    now = max(scenario.ready, scenario.min_workers)
-    least = sum(abs(after - before) for before, after in zip([now, *ideals], ideals, strict=False))
-    return max(ideals), least
+def _at_the_knee(trials: _Trials) -> dict[str, bool]:
+    """Check the search for the knee of a shared server, which begins at the first change or at the start."""
+    scenario, own = trials.scenario, trials.own
+    since = scenario.counts_from_s + scenario.found_by_s
+    until = scenario.changes[1] if len(scenario.changes) > 1 else scenario.lasts_s
+    site, server = scenario.site, scenario.site.environments[trials.env].server
+    needed = max(site.engines(server, moment.at) for moment in own[0].moments)
+    checks = {
+        "twice the knee": all(one.peak <= TWICE * one.peak_need + 1e-9 for one in own),
+        "engines": all(one.engines >= needed for one in own),
+    }
+    late = [
+        max(
+            (one.workers / one.need for one in each.moments if since <= one.at < until and one.need),
+            default=0.0,
+        )
+        for each in own
+    ]
+    checks["knee"] = median(late) <= KNEE and max(late) <= WORST * KNEE
+    if needed == 1:
+        made = median(one.made_late for one in own)
+        checks["throughput"] = made >= THROUGHPUT * trials.referred(lambda one: one.made_late)
+    return checks
+
+
+def fewest_moves(needs: Sequence[float], begins: int | None = None) -> tuple[int, int]:
+    """Return turns and moves of the path that stays within a tenth of the need, or one worker, with the fewest moves.
+
+    Args:
+        needs: The need over time.
+        begins: Workers before that; None for any number within the band of the first need.
+    """
+    low, high = -math.inf, math.inf
+    at: float | None = begins
+    turns = moves = direction = 0
+    for need in needs:
+        spare = max(1.0, NEAR * need)
+        floor, ceiling = math.ceil(need - spare - 1e-9), math.floor(need + spare + 1e-9)
+        if at is None:  # wherever it began, until the first move decides that
+            if floor <= high and ceiling >= low:
+                low, high = max(low, floor), min(high, ceiling)
+                continue
+            at = high if floor > high else low
+        target = min(max(at, floor), ceiling)
+        if target != at:
+            sign = 1 if target > at else -1
+            turns += direction not in (0, sign)
+            direction = sign
+            moves += int(abs(target - at))
+            at = target
+    return turns, moves
+
+
+def _fewest_moves(scenario: Scenario, env: str, needs: Sequence[float]) -> tuple[int, int]:
+    """Return turns and moves of the best path, from the need before the first change, or from the start."""
+    if since := scenario.counts_from_s:
+        return fewest_moves([scenario.site.need(env, since - 1e-6), *needs])
+    return fewest_moves(needs, scenario.site.environments[env].begins)
+
+
+def _waste(one: Outcome) -> float:
+    return one.waste_s / one.need_s if one.need_s else 0.0
+
+
+def _settled(change: int) -> Callable[[Outcome], float]:
+    return lambda one: one.settle_s[change]
+
+
+def _wasted(referred: float) -> float:
+    """Return the waste allowed, relative to the need."""
+    return HALF * referred + LARGE_WASTE if referred > LARGE_WASTE else referred + WASTE
+
+
+def _starves_s(trials: _Trials) -> float:
+    """Return the starvation allowed: by that without crashes where there are some, else by that of the reference."""
+    scenario = trials.scenario
+    if scenario.has_crashes:
+        calm_s = float(median(one.starved_s for one in trials.uncrashed))
+        return CRASHING * calm_s + CRASHING_PART * (scenario.lasts_s - scenario.counts_from_s)
+    start_s = scenario.site.environments[trials.env].start_s
+    return STARVED * trials.referred(lambda one: one.starved_s) + max(STARTS * start_s, LEAST_S)
+
+
+def _flips(scenario: Scenario, turns: int) -> float:
+    """Return the flips allowed: by the hour where the need is steady, by turns otherwise."""
+    site = scenario.site
+    rates = [
+        site.trainer.demand,
+        *(one.per_worker for one in site.environments.values()),
+        *(one.capacity for one in site.servers.values()),
+    ]
+    if all(len(one.times) == 1 for one in rates):
+        return FLIPS_PER_HOUR * (scenario.lasts_s - scenario.counts_from_s) / 3600.0
+    return TURNS * turns + SPARE_TURNS
+
+
+def _settles_s(scenario: Scenario, change: int, env: str) -> float:
+    """Return the settling time allowed."""
+    at, site = scenario.changes[change], scenario.site
+    start_s = site.environments[env].start_s
+    before, after = site.need(env, at - 1.0), site.need(env, at + 1.0)
+    window_s = max(WINDOW_S, start_s) if after < before else 0.0
+    return SETTLES * (start_s + CONFIRM_S) + SETTLES_S + window_s + scenario.unseen_s

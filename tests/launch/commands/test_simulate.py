@@ -1,11 +1,12 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rolloutmq.launch.cli import app
-from rolloutmq.launch.commands.simulate import decide_again, simulate
+from rolloutmq.launch.commands.simulate import decide_again, load_plant, simulate
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.orchestrator.autoscaling.control_law import PressureController
@@ -16,69 +17,150 @@ from rolloutmq.services.orchestrator.autoscaling.decision_log import (
 )
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample, WorkerCounts
 
+PLANT = """
+[scenario]
+lasts_s = 300
+changes = [100]
 
-def test_a_table_has_a_line_for_each_law(capsys: pytest.CaptureFixture[str]) -> None:
-    simulate([20.0], 1, ["noise"], None)
+[trainer]
+demand = {csv = "demand.csv"}
+
+[environment.math]
+start_s = 5
+ready = 5
+
+[environment.code]
+start_s = 10
+ready = 5
+"""
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "autoscaling.md"
+
+
+@pytest.fixture
+def plant(tmp_path: Path) -> Path:
+    (tmp_path / "demand.csv").write_text("0,20\n100,40\n")
+    (tmp_path / "mine.toml").write_text(PLANT)
+    return tmp_path / "mine.toml"
+
+
+def test_a_table_has_a_row_for_each_controller(capsys: pytest.CaptureFixture[str], plant: Path) -> None:
+    simulate([], 1, plants=[plant])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:4] for line in lines[1:]] == [
-        ["noise", "20", "s", "rolloutmq"],
-        ["noise", "20", "s", "ratio"],
-        ["noise", "20", "s", "pid"],
+    assert lines[0].startswith("mine, environment math, start 5 s, 1 seed: needs 10.0 workers at most")
+    rows = [line.split()[0] for line in lines if line[:1].strip()]
+    assert rows == 2 * ["mine,", "reference", "rolloutmq", "ratio", "pid"]
+    assert all(len(line) <= 120 for line in lines)
+    assert any(line.strip().startswith("breaks: ") for line in lines)
+
+
+def test_a_scenario_is_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate([2.0], 1, ["few"], as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["scenario"], one["start_s"], one["law"]) for one in found] == [
+        ("few", 2.0, law) for law in ("reference", "rolloutmq", "ratio", "pid")
     ]
-    assert "breaks" not in lines[1]
-    assert "breaks" in lines[3]
+    assert found[0]["moves"]["ratio"] == 1.0
+    assert found[1]["starved_s"].keys() == {"median", "worst", "ratio"}
+    assert len(found[1]["settle_s"]) == 2
+    assert found[3]["broken"]
 
 
-def test_a_recorded_demand_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plants_figures_stand_beside_those_of_the_reference(
+    capsys: pytest.CaptureFixture[str], plant: Path
+) -> None:
+    simulate([], 2, plants=[plant], as_json=True)
+    found = {(one["env"], one["law"]): one for one in json.loads(capsys.readouterr().out)}
+    assert {one["start_s"] for one in found.values()} == {5.0, 10.0}
+    for env in ("math", "code"):
+        reference, own = found[env, "reference"], found[env, "rolloutmq"]
+        assert reference["peak"]["median"] == 10
+        assert own["peak"]["ratio"] == own["peak"]["median"] / 10
+        assert reference["broken"] == own["broken"] == []
+        assert own["moves"]["median"] >= own["least_moves"] == 10 - 1 - (5 + 1)
+
+
+def test_a_recorded_demand_is_tried_from_its_first_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorded = tmp_path / "mine.csv"
-    recorded.write_text("seconds,sequences per second\n100,10\n200,30\n400,30\n")
+    recorded.write_text("seconds,sequences per second\n1000,10\n1200,30\n1500,30\n")
     simulate([2.0, 20.0], 1, [], recorded, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [(one["scenario"], one["start_s"], one["law"]) for one in found] == [
-        ("mine.csv", start_s, law) for start_s in (2.0, 20.0) for law in ("rolloutmq", "ratio", "pid")
+        ("mine.csv", start_s, law)
+        for start_s in (2.0, 20.0)
+        for law in ("reference", "rolloutmq", "ratio", "pid")
     ]
-    assert {one["ideal"] for one in found} == {15}
-    assert found[0]["peak"]["worst"] <= 18
+    assert {one["peak_need"] for one in found} == {15.0}
+    assert {one["least_moves"] for one in found} == {14 - 6}
+    reference, own = found[:2]
+    assert reference["moves"]["median"] == 10, "from 5 to 15, none before the change"
+    assert own["peak"]["worst"] <= 18
+    assert reference["starved_s"]["median"] < 20.0
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "problem"),
     [
-        "",
-        "1,2\n",
-        "a,b\n1,x\n",
-        "1,2\n1,3\n",
-        "2,1\n1,1\n",
-        "1,-2\n3,4\n",
-        "1,nan\n3,4\n",
-        "1,2\n1e300,4\n",
-        "1\n2\n",
+        ("", "must be a number"),
+        ("1,2\n", "must span 1 to 43200 s"),
+        ("1,2\n1,3\n", "seconds must increase"),
+        ("1,-2\n3,4\n", "must be 0 to 400"),
+        ("1,nan\n3,4\n", "must be 0 to 400"),
+        ("1,2\n3,401\n", "a plant describes other workers"),
+        ("0,2\n43201,4\n", "must span 1 to 43200 s"),
     ],
 )
-def test_a_trace_that_makes_no_sense_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_trace_that_makes_no_sense_is_refused(text: str, problem: str, tmp_path: Path) -> None:
     recorded = tmp_path / "bad.csv"
     recorded.write_text(text)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=problem) as caught:
         simulate([20.0], 1, [], recorded)
+    assert str(caught.value).startswith("trace: ")
 
 
-def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_what_is_not_known_is_refused(tmp_path: Path, plant: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown \(got 'storm'\)"):
-        simulate([20.0], 1, ["storm"], None)
-    with pytest.raises(ConfigError):
-        simulate([float("nan")], 1, [], None)
-    with pytest.raises(ConfigError):
+        simulate([20.0], 1, ["storm"])
+    with pytest.raises(ConfigError, match="start: must be 0 to 3600 s"):
+        simulate([float("nan")], 1)
+    with pytest.raises(ConfigError, match=r"trace: .*missing\.csv: cannot be read"):
         simulate([20.0], 1, [], tmp_path / "missing.csv")
+    with pytest.raises(ConfigError, match=r"missing\.toml: cannot be read"):
+        simulate([], 1, plants=[tmp_path / "missing.toml"])
+    with pytest.raises(ConfigError, match="start: must not be beside plant"):
+        simulate([20.0], 1, plants=[plant])
+    with pytest.raises(ConfigError, match="plant: must not be beside scenario"):
+        simulate([], 1, ["step"], plants=[plant])
 
 
-def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    simulate([20.0], 1, ["noise"], None, picture=tmp_path / "noise.png")
-    assert (tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
-    assert "noise" in capsys.readouterr().out
+def test_the_command_line_refuses_a_plant_by_its_key(plant: Path) -> None:
+    plant.write_text(PLANT + "max_workers = nan\n")
+    result = CliRunner().invoke(app, ["simulate", "--plant", str(plant)])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith("environment.code.max_workers: ")
+
+
+def test_the_plant_of_the_guide_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "plant.toml").write_text(text)
+    (scenario,) = (load_plant(tmp_path / "plant.toml"),)
+    assert set(scenario.site.environments) == {"math", "code"}
+    assert scenario.site.servers
+    simulate([], 1, plants=[tmp_path / "plant.toml"])
+    assert "breaks: " not in capsys.readouterr().out.partition("ratio ")[0]
+
+
+def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], plant: Path) -> None:
+    simulate([], 1, plants=[plant], picture=tmp_path / "mine.png")
+    assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
+    assert "mine" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="picture"):
-        simulate([20.0], 1, ["noise"], None, picture=tmp_path / "noise.nothing")
+        simulate([], 1, plants=[plant], picture=tmp_path / "mine.nothing")
     with pytest.raises(ConfigError, match="picture"):
-        simulate([20.0], 1, ["noise"], None, picture=tmp_path / "missing" / "noise.png")
+        simulate([], 1, plants=[plant], picture=tmp_path / "missing" / "mine.png")
+    with pytest.raises(ConfigError, match=r"picture: .*at most 60 rows"):
+        simulate([], 1, plants=31 * [plant], picture=tmp_path / "mine.png")
 
 
 def record(run_dir: Path, ticks: int = 5) -> Path:

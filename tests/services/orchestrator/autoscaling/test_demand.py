@@ -2,8 +2,9 @@ import math
 
 import pytest
 
-from rolloutmq.services.orchestrator.autoscaling.demand import GAP_S, LATE, DemandEstimator
+from rolloutmq.services.orchestrator.autoscaling.demand import GAP_S, DemandEstimator
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample, WorkerCounts
+from rolloutmq.services.orchestrator.autoscaling.settlements import LATE
 
 
 class Watch:

@@ -73,6 +73,7 @@ def pressure(*lanes: LaneStatus, batch: int = 256) -> Pressure:
 
 
 def test_a_sample_has_what_concerns_its_environment() -> None:
+    """Of what trainers consumed, 500 of each environment, it has three quarters: its share."""
     both = pressure(lane("a", 256, 3.0), lane("b", 512, 1.0))
     assert sample_of("a", Split.TRAIN, 8, 4, both, 42.0) == PressureSample(
         heard_at=42.0,
@@ -81,7 +82,7 @@ def test_a_sample_has_what_concerns_its_environment() -> None:
         pressure=256 / (256 * 0.75),
         batch_sequences=256 * 0.75,
         trainers=2,
-        eaten=500,
+        eaten=750,
         made=900,
         starved_s=4.5,
         blocked_s=7.5,

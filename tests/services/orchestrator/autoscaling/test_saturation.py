@@ -1,128 +1,202 @@
-from dataclasses import replace
+"""The search for the capacity of shared servers, with environments that keep a pace."""
+
+from collections.abc import Mapping
+from typing import Final
 
 import pytest
 
-from rolloutmq.services.orchestrator.autoscaling.demand import MEMORY_S, DemandEstimator
-from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample, WorkerCounts
-from rolloutmq.services.orchestrator.autoscaling.saturation import FIRST_HOLD_S, MEMORIES, SaturationDetector
+from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
+from rolloutmq.services.orchestrator.autoscaling.saturation import (
+    FIRST_HOLD_S,
+    GROUPS,
+    SURE_GROUPS,
+    SURE_S,
+    SaturationDetector,
+    ServerUse,
+)
 
-SETTLED_S = int(MEMORIES * MEMORY_S) + 60
+SHOWN_S: Final = 60
+"""Time in which any workers have shown how fast they are."""
+SURE: Final = int(SURE_S) + 60
 
 
 class Site:
-    """Workers that make two a second each, and at most `shared` together."""
+    """Workers that make `paces` each, and at most `shared` together."""
 
-    def __init__(self, shared: float) -> None:
+    def __init__(self, shared: float, paces: Mapping[str, float] | None = None) -> None:
         self.shared = shared
-        self.pace = 2.0
+        self.paces = dict(paces or {"a": 2.0})
         self.engines = 1
-        self.knee = SaturationDetector()
-        self.rates = DemandEstimator()
-        self.at = self.made = 0.0
+        self.now = 0.0
+        self.detector = SaturationDetector()
+        self.totals = {env: (0.0, 0.0) for env in self.paces}
+        self.weights: dict[str, float] = {}
 
-    def run(self, ready: int, seconds: int, *, starting: bool = False) -> SaturationDetector:
+    def run(self, seconds: int, *, available: float = 1.0, **workers: int) -> dict[str, ServerLimit]:
+        """Let so many workers of each environment run; all of them want as many more as they can get."""
+        uses: list[ServerUse] = []
         for _ in range(seconds):
-            self.at += 1.0
-            self.made += min(self.pace * ready, self.shared)
-            crew = WorkerCounts(ready=ready, starting=int(starting))
-            seen = PressureSample(crew=crew, made=int(self.made), engines=self.engines)
-            self.rates = self.rates.looked(seen, self.at)
-            self.knee = self.knee.looked(self.rates, seen, self.at)
-        return self.knee
+            self.now += 1.0
+            alone = {env: available * number * self.paces[env] for env, number in workers.items()}
+            part = min(1.0, self.shared / sum(alone.values()))
+            uses = []
+            for env, number in workers.items():
+                made, busy_s = self.totals[env]
+                made, busy_s = made + part * alone[env], busy_s + available * number
+                self.totals[env] = made, busy_s
+                pace, weight = part * self.paces[env], self.weights.get(env, 1.0)
+                uses.append(
+                    ServerUse(
+                        env,
+                        number,
+                        made,
+                        busy_s,
+                        busy_s,
+                        self.now,
+                        pace,
+                        weight=weight,
+                        want=500.0,
+                        available=available,
+                    )
+                )
+            self.detector = self.detector.looked(uses, self.engines, self.now)
+        return {use.env: self.detector.limit(use, uses) for use in uses}
 
 
-def test_what_is_shared_is_found_and_gone_back_to() -> None:
+def test_a_full_server_is_found_and_gone_back_to() -> None:
     site = Site(shared=40.0)
-    assert not site.run(10, SETTLED_S).most
-    assert site.run(40, 30).slow, "no more are started before it is clear"
-    assert 20 <= site.run(40, SETTLED_S).most <= 22
-    knee = site.run(22, SETTLED_S)
-    assert 20 <= knee.most <= 22
-    assert not knee.slow
+    assert not site.run(SHOWN_S, a=15)["a"].most
+    assert 20 <= site.run(SHOWN_S, a=28)["a"].most <= 21
+    assert 20 <= site.run(SURE, a=21)["a"].most <= 21
 
 
-def test_it_is_not_judged_while_workers_start() -> None:
-    site = Site(shared=40.0)
-    site.run(10, SETTLED_S)
-    knee = site.run(40, SETTLED_S, starting=True)
-    assert knee.slow
-    assert not knee.most
+def test_growth_waits_for_groups_of_those_that_run() -> None:
+    site = Site(shared=1000.0)
+    assert site.run(1, a=1)["a"].reach == 4, "a few may always be tried"
+    assert site.run(SHOWN_S, a=10)["a"].reach == 19
+    few_s = (GROUPS - 5) // (2 * 18)
+    assert site.run(max(1, few_s), a=18)["a"].reach == 19, "not measured yet"
+    assert site.run(SHOWN_S, a=18)["a"].reach == 34
 
 
 def test_workers_that_share_nothing_are_never_held_back() -> None:
     site = Site(shared=1e9)
-    for ready in (1, 2, 6, 20, 60, 20, 1):
-        knee = site.run(ready, SETTLED_S)
-        assert not knee.most
-        assert not knee.slow
+    for number in (1, 4, 8, 15, 28, 50, 20, 1):
+        limit = site.run(SHOWN_S, a=number)["a"]
+        assert not limit.most
+        assert not limit.slow
 
 
-def test_a_few_more_are_tried_after_a_while_and_then_more_seldom() -> None:
+def test_a_pace_that_changes_while_the_workers_stay_is_no_saturation() -> None:
+    site = Site(shared=1e9)
+    site.run(SHOWN_S, a=20)
+    site.paces["a"] = 1.0
+    assert site.run(1, a=20)["a"].slow, "no more are started before it is clear"
+    limit = site.run(SHOWN_S, a=20)["a"]
+    assert (limit.most, limit.slow, limit.best) == (0, False, pytest.approx(1.0))
+    assert not site.run(SHOWN_S, a=38)["a"].most
+
+
+def test_rollouts_that_become_longer_while_workers_are_added_are_no_saturation() -> None:
+    site = Site(shared=1e9)
+    for number in range(20, 50):
+        site.paces["a"] = 40.0 / number
+        assert not site.run(100, a=number)["a"].most
+    assert site.detector.bests["a"] == pytest.approx(40.0 / 49, rel=0.1)
+
+
+def test_if_fewer_make_less_it_was_no_saturation() -> None:
+    site = Site(shared=1e9)
+    site.run(SHOWN_S, a=15)
+    site.paces["a"] = 1.0  # at the moment at which more are started
+    found = site.run(SHOWN_S, a=28)["a"].most
+    assert found
+    assert not site.run(SURE, a=found)["a"].most
+    assert not site.run(SHOWN_S, a=28)["a"].most
+
+
+def test_one_more_is_tried_after_a_while_and_then_more_seldom() -> None:
     site = Site(shared=40.0)
-    site.run(10, SETTLED_S)
-    found = site.run(40, SETTLED_S).most
-    tried = site.run(found, int(FIRST_HOLD_S) + 1).most
+    site.run(SHOWN_S, a=15)
+    found = site.run(SHOWN_S, a=28)["a"].most
+    tried = site.run(int(FIRST_HOLD_S) + SURE, a=found)["a"].most
     assert tried == found + 1
-    again = site.run(tried, SETTLED_S)
-    assert again.most <= found
-    assert site.run(found, int(FIRST_HOLD_S) + 1).most == again.most, (
-        "the second time it is believed for longer"
-    )
+    assert site.run(SURE, a=tried)["a"].most == found
+    assert site.run(int(FIRST_HOLD_S) + SURE, a=found)["a"].most == found, "it is believed for longer"
 
 
 def test_a_server_that_became_faster_is_noticed() -> None:
     site = Site(shared=40.0)
-    site.run(10, SETTLED_S)
-    found = site.run(40, SETTLED_S).most
+    site.run(SHOWN_S, a=15)
+    number = found = site.run(SHOWN_S, a=28)["a"].most
     site.shared = 400.0
-    ready = found
     for _ in range(12):
-        ready = site.run(ready, SETTLED_S + 300).most or 200
-    assert ready > 2 * found
+        number = site.run(int(FIRST_HOLD_S) if number == found else SURE, a=number)["a"].most or 200
+    assert number > 2 * found
 
 
-def test_if_fewer_bring_less_it_was_no_knee() -> None:
-    site = Site(shared=1e9)
-    site.run(10, SETTLED_S)
-    site.pace = 1.0  # longer rollouts, in the moment in which more are started
-    found = site.run(20, SETTLED_S).most
-    assert found
-    knee = site.run(found, SETTLED_S)
-    assert not knee.most
-    assert not site.run(40, SETTLED_S).most
-
-
-def test_no_more_than_twice_those_that_were_seen_to_help_are_tried() -> None:
-    site = Site(shared=1000.0)
-    assert not site.knee.reach, "nothing is known"
-    assert site.run(3, SETTLED_S).reach == 7, "a few more may always be tried"
-    assert site.run(12, 20).reach == 7
-    assert site.run(12, SETTLED_S).reach == 24
-
-
-def test_workers_at_the_limit_that_bring_less_are_the_knee() -> None:
+def test_another_engine_is_another_capacity() -> None:
     site = Site(shared=40.0)
-    site.run(11, SETTLED_S)
-    knee = site.run(22, SETTLED_S)
-    assert not knee.slow, "each makes nine tenths of what it made"
-    assert 20 <= knee.most <= 22
+    site.run(SHOWN_S, a=15)
+    assert site.run(SHOWN_S, a=28)["a"].most
+    site.engines, site.shared = 2, 80.0
+    limit = site.run(1, a=21)["a"]
+    assert not limit.most
+    assert limit.best == pytest.approx(2.0)
 
 
-def test_when_all_have_become_slower_it_is_no_knee() -> None:
+def test_environments_of_one_server_get_its_capacity_by_their_weights() -> None:
+    site = Site(shared=40.0, paces={"a": 2.0, "b": 1.0})
+    site.weights = {"a": 2.0, "b": 1.0}
+    site.run(SHOWN_S, a=4, b=4)
+    site.run(SHOWN_S, a=8, b=8)
+    limits = site.run(SHOWN_S, a=16, b=16)
+    assert 14 <= limits["a"].most <= 15
+    assert 14 <= limits["b"].most <= 15
+    again = site.run(SURE, a=14, b=14)
+    assert {env: limit.most for env, limit in again.items()} == {
+        env: limit.most for env, limit in limits.items()
+    }
+
+
+def test_an_environment_that_slows_another_is_not_longer_rollouts() -> None:
+    """One grows, and the other one gets slower at the same number: it must not grow, too."""
+    site = Site(shared=40.0, paces={"a": 2.0, "b": 2.0})
+    site.run(SHOWN_S, a=6, b=6)
+    limits = site.run(SHOWN_S, a=24, b=6)
+    assert sum(limit.most for limit in limits.values()) in (21, 22)
+
+
+def test_crashed_workers_that_start_again_count() -> None:
+    """Forty places of which half are ready at a time have the throughput of twenty."""
     site = Site(shared=1000.0)
-    site.run(10, SETTLED_S)
-    site.pace = 0.8
-    knee = site.run(14, SETTLED_S)
-    assert not knee.most
-    assert knee.best < 1.0
+    limit = site.run(SHOWN_S, a=40, available=0.5)["a"]
+    assert limit.best == pytest.approx(1.0)
+    assert limit.reach == 76
+
+
+def test_a_restarted_orchestrator_knows_the_capacity() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    before = site.run(SHOWN_S, a=28)["a"]
+    site.detector = SaturationDetector().resumed("a", before, 1)
+    assert site.run(SURE, a=21)["a"].most == before.most
 
 
 @pytest.mark.extended
-def test_the_knee_does_not_creep_up_by_one_after_another() -> None:
+def test_the_capacity_does_not_creep_up_by_one_worker_after_another() -> None:
     site = Site(shared=40.0)
-    site.run(20, SETTLED_S)
-    site.run(21, 900)  # hardly slower, so that it becomes the pace
-    ready, site.knee = 21, replace(site.knee, most=21)
+    site.run(SHOWN_S, a=15)
+    number = site.run(SHOWN_S, a=28)["a"].most
     for _ in range(120):
-        ready = site.run(ready, 300).most
-        assert ready <= 22
+        number = site.run(300, a=number)["a"].most
+        assert number <= 22
+
+
+def test_it_is_not_judged_by_few_groups() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    before = site.detector.capacity
+    limit = site.run(1, a=28)["a"]
+    assert (before, limit.most, limit.slow) == (0.0, 0, True)
+    assert SURE_GROUPS > GROUPS

@@ -1,8 +1,36 @@
+"""The plant: workers, queues and the trainer, in exact numbers where nothing is random."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
-from rolloutmq.services.orchestrator.simulation.plant import DT_S, Plant, PlantParameters
+from rolloutmq.services.orchestrator.simulation.plant import DT_S, Lane, Plant
+from rolloutmq.services.orchestrator.simulation.series import constant, steps
+from rolloutmq.services.orchestrator.simulation.site import EnvironmentSite, ServerSite, Site, TrainerSite
 
-EXACT = PlantParameters(noise=0.0, start_s=10.0)
+
+def worker(**changed: Any) -> EnvironmentSite:
+    """Return an environment of ten ready workers that make one sequence per second each, exactly."""
+    exact: dict[str, Any] = {"per_worker": constant(1.0), "start_s": 10.0, "noise": 0.0, "ready": 10}
+    return EnvironmentSite(**(exact | changed))
+
+
+def plant_of(
+    *environments: EnvironmentSite,
+    demand: float = 0.0,
+    servers: Mapping[str, ServerSite] | None = None,
+    seed: int = 0,
+    **trainer: Any,
+) -> tuple[Plant, list[Lane]]:
+    site = Site(
+        TrainerSite(constant(demand), **trainer),
+        {f"env{place}": one for place, one in enumerate(environments)},
+        servers or {},
+    )
+    plant = Plant(site, seed)
+    return plant, list(plant.lanes.values())
 
 
 def run(plant: Plant, seconds: float) -> None:
@@ -11,55 +39,196 @@ def run(plant: Plant, seconds: float) -> None:
 
 
 def test_a_queue_integrates_what_is_made_less_what_is_eaten() -> None:
-    plant = Plant(EXACT, lambda _: 10.0, seed=0, ready=10, level=200.0)
+    plant, (lane,) = plant_of(worker(), demand=10.0, queued=200.0)
     run(plant, 60)
-    assert plant.made == pytest.approx(1200.0)
-    assert plant.level == pytest.approx(200.0 + plant.made - plant.eaten - 64)
-    assert plant.eaten % 64 == 0
-    assert plant.eaten == pytest.approx(600.0, abs=64.0)
+    assert lane.made == pytest.approx(600.0)
+    assert lane.level == pytest.approx(200.0 + lane.made - lane.eaten - lane.held)
+    assert (lane.held, lane.eaten % 64) == (64.0, 0.0)
+    assert lane.eaten == pytest.approx(600.0, abs=64.0)
     assert plant.trainer_waited_s == pytest.approx(0.0, abs=DT_S)
 
 
 def test_a_trainer_that_is_too_fast_waits_for_the_rest_of_its_time() -> None:
-    plant = Plant(EXACT, lambda _: 40.0, seed=0, ready=10)
+    plant, (lane,) = plant_of(worker(), demand=40.0)
     run(plant, 400)
-    assert plant.eaten / (400.0 - plant.trainer_waited_s) == pytest.approx(40.0, rel=0.03)
-    assert plant.trainer_waited_s == pytest.approx(200.0, rel=0.05)
+    assert lane.eaten / (400.0 - plant.trainer_waited_s) == pytest.approx(40.0, rel=0.03)
+    assert plant.trainer_waited_s == pytest.approx(300.0, rel=0.03)
+    assert plant.settled_busy_s == pytest.approx(lane.eaten / 40.0, abs=2 * DT_S), "waits are taken out"
 
 
-def test_workers_wait_above_the_cap_and_nothing_is_lost() -> None:
-    plant = Plant(EXACT, lambda _: 0.0, seed=0, ready=10)
+def test_a_trainer_takes_several_batches_in_one_step() -> None:
+    plant, (lane,) = plant_of(worker(ready=0), demand=640.0, queued=1000.0, batch=10)
+    run(plant, 1)
+    assert lane.eaten == pytest.approx(640.0, abs=10.0), "64 batches in a second, at 4 steps"
+    assert plant.trainer_waited_s == 0.0
+
+
+def test_a_trainer_in_a_pause_neither_takes_nor_waits() -> None:
+    plant, (lane,) = plant_of(worker(ready=0), queued=100.0)
+    run(plant, 60)
+    assert (lane.level, lane.held, plant.trainer_waited_s) == (100.0, 0.0, 0.0)
+
+
+def test_a_trainer_that_leaves_gives_its_batch_back() -> None:
+    plant, (lane,) = plant_of(worker(ready=0), demand=1.0, queued=100.0, away=((10.0, 20.0),))
+    run(plant, 9.75)
+    assert (lane.level, lane.held, plant.has_trainer) == (36.0, 64.0, True)
+    run(plant, 0.25)
+    assert (lane.level, lane.held, lane.eaten, plant.has_trainer) == (100.0, 0.0, 0.0, False)
+    run(plant, 10)
+    assert (lane.level, lane.held, plant.has_trainer) == (36.0, 64.0, True)
+    assert plant.trainer_waited_s == 0.0
+
+
+def test_workers_wait_above_the_room_and_nothing_is_lost() -> None:
+    plant, (lane,) = plant_of(worker(), queue=500)
     run(plant, 100)
-    assert plant.level == EXACT.cap
-    assert plant.workers_waited_s == pytest.approx(10 * 50.0, rel=0.02)
+    assert (lane.level, lane.made) == (500.0, 500.0)
+    assert lane.waited_s == pytest.approx(10 * 50.0)
+
+
+def test_rollouts_under_way_take_room_and_arrive_later() -> None:
+    plant, (lane,) = plant_of(worker(rollout_s=30.0), queue=200)
+    run(plant, 29.75)
+    assert lane.made == 0.0
+    assert lane.waited_s == pytest.approx(10 * 9.75)
+    run(plant, 30)
+    assert lane.made == pytest.approx(200.0)
 
 
 def test_workers_take_time_to_start_and_those_that_start_go_first() -> None:
-    plant = Plant(EXACT, lambda _: 0.0, seed=3)
-    plant.scale(5)
+    plant, (lane,) = plant_of(worker(ready=0), seed=3)
+    crew = lane.crew
+    crew.scale(5, plant.now)
     run(plant, 5)
-    assert (plant.crew.ready, plant.crew.starting) == (0, 5)
-    plant.scale(3)
+    assert (crew.counts.ready, crew.counts.starting, crew.counts.current) == (0, 5, 5)
+    crew.scale(3, plant.now)
     run(plant, 8)
-    assert (plant.crew.ready, plant.crew.starting) == (3, 0)
-    plant.scale(1)
-    assert plant.crew.draining == 2
+    assert (crew.counts.ready, crew.counts.starting) == (3, 0)
+    crew.scale(1, plant.now)
+    assert (crew.counts.draining, crew.holding, crew.alive) == (2, 3, 1)
     run(plant, 60)
-    assert (plant.crew.ready, plant.crew.draining, plant.moved) == (1, 0, 9)
+    assert (crew.counts.ready, crew.counts.draining, crew.moved) == (1, 0, 9)
 
 
-def test_what_is_shared_bounds_all_of_them() -> None:
-    plant = Plant(PlantParameters(noise=0.0, shared=12.0, cap=10_000), lambda _: 0.0, seed=0, ready=100)
+def test_failing_starts_are_repeated() -> None:
+    plant, (lane,) = plant_of(worker(ready=0, failing_starts=0.5))
+    lane.crew.scale(100, plant.now)
+    run(plant, 12.5)
+    assert lane.crew.ready == pytest.approx(50, abs=20)
+    run(plant, 200)
+    assert (lane.crew.ready, lane.crew.moved) == (100, 100)
+
+
+def test_crashed_workers_start_again_and_are_no_moves() -> None:
+    plant, (lane,) = plant_of(worker(ready=100, life_s=11.0))
+    ready = []
+    for _ in range(600):
+        run(plant, 1)
+        ready.append(lane.crew.ready)
+        assert lane.crew.alive == 100
+    assert sum(ready[100:]) / 500 == pytest.approx(50.0, rel=0.1), (
+        "a life of 11 s, then 1 s and a start of 10 s"
+    )
+    assert lane.crew.counts.restarting == lane.crew.counts.starting > 0
+    assert (lane.crew.moved, lane.crew.holding) == (0, lane.crew.ready)
+
+
+def test_crashes_lose_the_rollouts_under_way() -> None:
+    plant, (lane,) = plant_of(worker(rollout_s=60.0, lost=((30.0, 5),)))
+    run(plant, 89)
+    assert lane.made == pytest.approx(0.5 * 290.0, abs=5.0), "half of those that began before"
+    run(plant, 30)
+    assert lane.made == pytest.approx(150.0 + 145.0, abs=5.0)
+
+
+def test_lost_workers_keep_their_place_for_a_while() -> None:
+    plant, (lane,) = plant_of(worker(lost=((30.0, 4),)))
+    run(plant, 30)
+    assert (lane.crew.counts.ready, lane.crew.counts.failed, lane.crew.counts.current) == (6, 4, 10)
+    run(plant, 10)
+    assert (lane.crew.counts.current, lane.crew.moved) == (6, 0)
+
+
+def test_an_outage_makes_nothing() -> None:
+    plant, (lane,) = plant_of(worker(outages=((10.0, 40.0),)), queue=10_000)
     run(plant, 100)
-    assert plant.made == pytest.approx(1200.0)
+    assert lane.made == pytest.approx(700.0, abs=10 * DT_S)
+
+
+def test_a_shared_server_bounds_all_of_its_workers_and_no_others() -> None:
+    servers = {"engine": ServerSite(steps((0.0, 12.0), (50.0, 30.0)))}
+    shared = worker(ready=60, server="engine")
+    plant, (first, second, alone) = plant_of(
+        shared, worker(ready=30, server="engine"), worker(), servers=servers, queue=100_000
+    )
+    run(plant, 50)
+    assert first.made + second.made == pytest.approx(12.0 * 49.75 + 30.0 * DT_S)
+    assert first.made == pytest.approx(2.0 * second.made)
+    assert alone.made == pytest.approx(500.0)
+    assert first.waited_s == 0.0, "they wait for the server, not for room"
+    run(plant, 50)
+    assert first.made + second.made == pytest.approx(12.0 * 49.75 + 30.0 * 50.25)
+
+
+def test_engines_take_time_to_start_and_share_the_load() -> None:
+    servers = {"engine": ServerSite(constant(12.0), max_engines=3, start_s=20.0)}
+    plant, (lane,) = plant_of(worker(ready=30, server="engine"), servers=servers, queue=100_000)
+    server = plant.servers["engine"]
+    run(plant, 10)
+    assert server.counts.ready == 1
+    assert server.busy == pytest.approx(1.0, abs=0.01)
+    server.scale(3, plant.now)
+    run(plant, 19.75)
+    assert (server.counts.ready, server.counts.starting) == (1, 2)
+    server.scale(1, plant.now)
+    assert server.counts.current == 3, "none goes while another starts"
+    before = lane.made
+    run(plant, 10)
+    assert lane.made - before == pytest.approx(300.0)
+    assert server.counts.ready == 3
+    assert server.busy == pytest.approx(2.5, abs=0.01)
+    server.scale(2, plant.now)
+    assert server.counts.ready == 2
+
+
+def test_an_engine_is_idle_while_its_workers_wait_for_room() -> None:
+    servers = {"engine": ServerSite(constant(12.0))}
+    plant, _ = plant_of(worker(ready=30, server="engine"), servers=servers, queue=64)
+    run(plant, 60)
+    assert plant.servers["engine"].busy == pytest.approx(0.0, abs=0.01)
+
+
+def test_batches_are_shared_by_weight_and_what_one_lacks_the_other_gives() -> None:
+    plant, (heavy, light) = plant_of(
+        worker(weight=3.0, ready=60), worker(ready=60, outages=((100.0, 200.0),)), demand=40.0, queue=400
+    )
+    assert (heavy.room, light.room) == (300.0, 100.0)
+    run(plant, 100)
+    assert heavy.eaten == pytest.approx(3.0 * light.eaten)
+    before, waited_s = light.eaten, plant.trainer_waited_s
+    run(plant, 100)
+    assert light.eaten - before <= 100.0 + 16.0, "what was queued, and in training"
+    assert plant.trainer_waited_s == waited_s
+    behind, heavy_before = light.eaten, heavy.eaten
+    run(plant, 100)
+    made_up = light.eaten - behind - (heavy.eaten - heavy_before) / 3.0
+    assert 0.0 < made_up <= 4.0 / 3.0 * 2.0 * 16.0 + 32.0, "two shares of a batch are made up for"
 
 
 def test_the_same_seed_gives_the_same() -> None:
     def final(seed: int) -> tuple[float, float]:
-        plant = Plant(PlantParameters(failures=0.3), lambda _: 30.0, seed)
-        plant.scale(20)
+        site = worker(noise=0.3, failing_starts=0.3, life_s=100.0)
+        plant, (lane,) = plant_of(site, demand=30.0, seed=seed)
+        lane.crew.scale(20, 0.0)
         run(plant, 120)
-        return plant.made, plant.level
+        return lane.made, lane.level
 
     assert final(7) == final(7)
     assert final(7) != final(8)
+
+
+def test_noise_does_not_change_the_mean() -> None:
+    plant, (lane,) = plant_of(worker(noise=0.5), queue=1_000_000)
+    run(plant, 1000)
+    assert lane.made == pytest.approx(10_000.0, abs=4.0 * 0.5 * math.sqrt(10_000.0))

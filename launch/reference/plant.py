@@ -1,0 +1,32 @@
+"""Page of all keys of a plant, `docs/reference/plant.md`, made of the models that check them."""
+
+from typing import Final
+
+from rolloutmq.launch.reference.configuration import sections
+from rolloutmq.services.orchestrator.simulation.plant_file import PlantFile, TrainerPlant
+
+HEAD: Final = """\
+# Plant reference
+
+`rolloutmq simulate --plant FILE` simulates the plant that a TOML file describes; the
+[autoscaling guide](../guides/autoscaling.md#simulation) has an example. Unknown keys are refused. Names have the unit,
+brackets the default.
+
+A value over time (`demand`, `per_worker`, `capacity`) is one of these:
+
+```toml
+demand = 40
+demand = [[0, 40], [600, 80]]                            # each value holds until the next point
+demand = {points = [[0, 40], [600, 80]], lines = true}   # straight lines between the points
+demand = {csv = "demand.csv", lines = true}              # columns: seconds, value; beside the plant
+```
+
+The seconds of a CSV file count from its first row. The first value also holds before its point, the last one after it.
+
+This page is generated from the models in `services/orchestrator/simulation/plant_file.py` by `make reference`."""
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    defaults = PlantFile.default().model_copy(update={"trainer": TrainerPlant.default()})
+    return "\n\n".join([HEAD, *sections(defaults)]) + "\n"

@@ -1,0 +1,111 @@
+"""The trainer's pace: sequences per second of the time in which it did not wait, from its settlements. Pure.
+
+A trainer consumes a batch at once and trains on it, so its pace shows at settlements only. The last few are compared
+with those before: if they clearly differ, the pace has changed, and the older ones are forgotten. Clearly is more than
+the grain of the samples: a window of four seconds, seen once a second, is not precise. One settlement that took far
+longer than usual is a pause, for an evaluation or a checkpoint, and says nothing about the pace; two in a row are a
+slower trainer. Until the next one comes, it counts.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Final
+
+WINDOWS: Final = ((4.0, 2), (8.0, 3))
+"""Short windows, the shortest first: so much time without waits, and so many settlements."""
+LONE_S: Final = 10.0
+"""A settlement that took this long is a short window by itself: its time was measured precisely."""
+LONG_S, LONG_STEPS = 10.0, 4
+"""The long window."""
+GRAIN: Final = 1.0
+"""Samples by which the ends of a window are uncertain."""
+KEPT: Final = 64
+"""Settlements remembered."""
+CHANGED: Final = 0.15
+"""Relative difference of the windows that counts as a change."""
+PAUSE, PAUSE_S = 3.0, 4.0
+"""Factor on the usual time, and seconds beyond it, from which a settlement includes a pause."""
+LATE: Final = 1.5
+"""Factor on the usual time from which a late settlement lowers the pace before it comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """Sequences consumed at once, the time since the one before without waits, and how precisely that was seen."""
+
+    sequences: int
+    awake_s: float
+    grain_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settlements:
+    """The last settlements, oldest first."""
+
+    last: tuple[Settlement, ...] = ()
+    pace: float | None = None
+    """Sequences per second; None before the first settlement whose beginning was observed."""
+
+    def added(self, sequences: int, awake_s: float, grain_s: float) -> "Settlements":
+        """Return the settlements with one more; the last samples came `grain_s` seconds apart."""
+        last = (*self.last[1 - KEPT :], Settlement(sequences, awake_s, grain_s))
+        long = _long(last)
+        if long[-1] and len(last) > 1 and not long[-2]:  # until the next one tells whether it was a pause
+            return replace(self, last=last, pace=sequences / max(awake_s, 1e-3))
+        sound = _without_pauses(last, long)
+        usual = _window(sound, LONG_S, LONG_STEPS)
+        for least_s, least in WINDOWS:
+            short = _window(sound, least_s, least, LONE_S)
+            spread = CHANGED + GRAIN * max(one.grain_s for one in short) / _awake_s(short)
+            if abs(_pace(short) / _pace(usual) - 1.0) > spread:
+                return replace(self, last=tuple(reversed(short)), pace=_pace(short))
+        return replace(self, last=last, pace=_pace(usual))
+
+    @property
+    def usual_s(self) -> float:
+        """Return the usual time of a batch like the last one; 0 without one."""
+        return self.last[-1].sequences / self.pace if self.pace else 0.0
+
+    def now(self, open_s: float) -> float | None:
+        """Return the pace at present, `open_s` after the last settlement without waits."""
+        if self.pace is None:
+            return None
+        late_s = open_s - LATE * self.usual_s
+        return self.pace if late_s <= 0.0 else self.last[-1].sequences / (self.usual_s + late_s)
+
+
+def _long(last: tuple[Settlement, ...]) -> list[bool]:
+    """Return which settlements took far longer than usual."""
+    usual = median(one.awake_s / one.sequences for one in last)
+    return [one.awake_s > max(PAUSE * usual * one.sequences, usual * one.sequences + PAUSE_S) for one in last]
+
+
+def _without_pauses(last: tuple[Settlement, ...], long: list[bool]) -> list[Settlement]:
+    """Return settlements, newest first, without lone long ones."""
+    kept = [
+        one
+        for place, one in enumerate(last)
+        if not long[place] or any(long[max(0, place - 1) : place] + long[place + 1 : place + 2])
+    ]
+    return (kept or list(last))[::-1]
+
+
+def _window(
+    newest: list[Settlement], least_s: float, least: int, lone_s: float = math.inf
+) -> list[Settlement]:
+    """Return the newest settlements that span so much time and number so many."""
+    awake_s = 0.0
+    for count, one in enumerate(newest, 1):
+        awake_s += one.awake_s
+        if awake_s >= lone_s or (awake_s >= least_s and count >= least):
+            return newest[:count]
+    return newest
+
+
+def _awake_s(window: list[Settlement]) -> float:
+    return max(sum(one.awake_s for one in window), 1e-3)
+
+
+def _pace(window: list[Settlement]) -> float:
+    return sum(one.sequences for one in window) / _awake_s(window)

@@ -1,0 +1,281 @@
+"""A plant as a TOML file: the site, and what happens to its controller. The docstring under a field describes its key.
+
+Sizes are bounded, so that a trial ends in seconds.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import Field
+
+from rolloutmq.schemas.config.base import NameText, Section
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.services.orchestrator.simulation.curves import LONGEST_S, curve
+from rolloutmq.services.orchestrator.simulation.series import Series
+from rolloutmq.services.orchestrator.simulation.site import (
+    EnvironmentSite,
+    Scenario,
+    ServerSite,
+    Site,
+    TrainerSite,
+)
+
+LONGEST_START_S: Final = 3600.0
+MOST_WORKERS: Final = 1000
+MOST_NAMES: Final = 8
+"""Environments, and servers."""
+LEAST_RATE, MOST_RATE = 1e-3, 1e5
+"""Sequences per second."""
+LEAST_BATCH_S: Final = 0.01
+
+Curve = object
+"""A number, points `[[seconds, value], ...]`, or a table with `points` or `csv`; see `curves`."""
+Seconds = Annotated[float, Field(ge=0.0, le=LONGEST_S)]
+Span = tuple[Seconds, Seconds]
+Spans = Annotated[tuple[Span, ...], Field(max_length=1000)]
+Workers = Annotated[int, Field(ge=0, le=MOST_WORKERS)]
+Part = Annotated[float, Field(ge=0.0, le=0.95)]
+
+
+class ScenarioPlant(Section):
+    """`[scenario]`: duration, changes and limits."""
+
+    lasts_s: Annotated[float, Field(ge=10.0, le=LONGEST_S)] = 1800.0
+    """Simulated seconds, times the environments at most 43200."""
+    changes: Annotated[tuple[Seconds, ...], Field(max_length=1000)] = ()
+    """Times of lasting changes of the need. Figures count from the first one; the settling time is measured after
+    each."""
+    since_s: Seconds = 0.0
+    """Time from which figures count if there are no `changes`."""
+    fresh: bool = False
+    """The start itself is simulated: the trainer's starvation has no bound."""
+    max_processes: Annotated[int, Field(ge=0, le=MOST_NAMES * MOST_WORKERS)] = 0
+    """Most workers of all environments; 0 without a limit."""
+
+
+class TrainerPlant(Section):
+    """`[trainer]`: the trainer, and the queue before it."""
+
+    demand: Curve
+    """Sequences per second consumed without waits, over time. 0: a pause, as for an evaluation."""
+    batch: Annotated[int, Field(ge=1, le=1_000_000)] = 64
+    """Sequences of a batch; a training step takes `batch / demand` seconds."""
+    queue: Annotated[int, Field(ge=1, le=10_000_000)] = 1000
+    """Most sequences queued or under way, divided among the environments by weight. Beyond it, workers wait."""
+    queued: Annotated[float, Field(ge=0.0, le=1e7)] = 0.0
+    """Sequences queued at the start."""
+    away: Spans = ()
+    """Times `[from, to]` without a connected trainer; its batch returns to the queue."""
+
+
+class EnvironmentPlant(Section):
+    """`[environment.NAME]`: an environment and its workers."""
+
+    per_worker: Curve = 2.0
+    """Sequences per second of one worker alone, over time."""
+    start_s: Annotated[float, Field(ge=0.0, le=LONGEST_START_S)] = 20.0
+    """Mean time from the start of a worker to its first rollout."""
+    rollout_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
+    """Time from the start of a rollout to its arrival."""
+    weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
+    """Share of a batch, relative to the other environments."""
+    noise: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
+    """Standard deviation of a worker's output in one second, relative to the mean."""
+    failing_starts: Part = 0.0
+    """Part of the starts to fail near their end; each is repeated."""
+    life_s: Annotated[float, Field(ge=10.0, le=1e9)] | None = None
+    """Mean time until a ready worker crashes and starts again. Without it, none crashes."""
+    lost: Annotated[tuple[tuple[Seconds, Workers], ...], Field(max_length=1000)] = ()
+    """`[time, number]` of ready workers lost for good."""
+    outages: Spans = ()
+    """Times `[from, to]` without output."""
+    server: str = ""
+    """Inference server, shared by its workers."""
+    min_workers: Workers = 1
+    """Fewest workers."""
+    max_workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] = 200
+    """Most workers."""
+    ready: Workers = 0
+    """Ready workers at the start."""
+
+
+class ServerPlant(Section):
+    """`[server.NAME]`: an inference server, shared by workers."""
+
+    capacity: Curve
+    """Sequences per second of one engine, over time."""
+    max_engines: Annotated[int, Field(ge=1, le=64)] = 1
+    """Most engines; one runs from the start."""
+    start_s: Annotated[float, Field(ge=0.0, le=LONGEST_START_S)] = 60.0
+    """Time until another engine serves."""
+
+
+class ControllerPlant(Section):
+    """`[controller]`: trouble for the controller."""
+
+    loss: Part = 0.0
+    """Part of the ticks without telemetry."""
+    dark: Span | None = None
+    """Time `[from, to]` without any telemetry."""
+    unseen_s: Seconds | None = None
+    """Addition to the bound of the settling time, since a change cannot be seen at once. By default, the length of
+    `dark`."""
+    restart_at_s: Seconds | None = None
+    """Time of a restart; it forgets everything."""
+    jump: tuple[Seconds, Annotated[float, Field(ge=-1e6, le=1e6)]] | None = None
+    """`[time, seconds]` of a jump of its clock."""
+
+
+class PlantFile(Section):
+    """The whole file."""
+
+    scenario: ScenarioPlant = Field(default_factory=ScenarioPlant.default)
+    trainer: TrainerPlant
+    environment: Annotated[dict[NameText, EnvironmentPlant], Field(min_length=1, max_length=MOST_NAMES)]
+    server: Annotated[dict[NameText, ServerPlant], Field(max_length=MOST_NAMES)] = {}
+    controller: ControllerPlant = Field(default_factory=ControllerPlant.default)
+
+
+def scenario_of(name: str, plant: PlantFile, folder: Path) -> Scenario:
+    """Return the scenario of a plant.
+
+    Args:
+        name: Name of the scenario.
+        plant: The plant.
+        folder: Folder that paths of CSV files start from.
+
+    Raises:
+        ConfigError: A curve is invalid, or two values contradict each other.
+    """
+    _check(plant)
+    trainer, said = plant.trainer, plant.scenario
+    demand = _curve("trainer.demand", trainer.demand, folder, least=0.0)
+    if max(demand.values) * LEAST_BATCH_S > trainer.batch:
+        raise ConfigError(
+            "trainer.batch",
+            f"must last at least {LEAST_BATCH_S:g} s (got {trainer.batch}); use a larger batch",
+        )
+    site = Site(
+        TrainerSite(demand, trainer.batch, trainer.queue, trainer.away, trainer.queued),
+        {key: _environment(key, one, folder) for key, one in plant.environment.items()},
+        {
+            key: ServerSite(
+                _curve(f"server.{key}.capacity", one.capacity, folder), one.max_engines, one.start_s
+            )
+            for key, one in plant.server.items()
+        },
+    )
+    scenario = Scenario(
+        name, site, said.changes, said.lasts_s, said.since_s, said.max_processes, is_fresh=said.fresh
+    )
+    return _troubled(scenario, plant.controller)
+
+
+def _environment(key: str, one: EnvironmentPlant, folder: Path) -> EnvironmentSite:
+    return EnvironmentSite(
+        per_worker=_curve(f"environment.{key}.per_worker", one.per_worker, folder),
+        start_s=one.start_s,
+        rollout_s=one.rollout_s,
+        weight=one.weight,
+        noise=one.noise,
+        failing_starts=one.failing_starts,
+        life_s=math.inf if one.life_s is None else one.life_s,
+        lost=one.lost,
+        outages=one.outages,
+        server=one.server,
+        min_workers=one.min_workers,
+        max_workers=one.max_workers,
+        ready=one.ready,
+    )
+
+
+def _troubled(scenario: Scenario, said: ControllerPlant) -> Scenario:
+    """Return the scenario with what happens to its controller."""
+    dark_s = said.dark[1] - said.dark[0] if said.dark else 0.0
+    return replace(
+        scenario,
+        loss=said.loss,
+        dark=said.dark or scenario.dark,
+        unseen_s=dark_s if said.unseen_s is None else said.unseen_s,
+        restart_at=scenario.restart_at if said.restart_at_s is None else said.restart_at_s,
+        jump=said.jump or scenario.jump,
+    )
+
+
+def _curve(key: str, given: object, folder: Path, least: float = LEAST_RATE) -> Series:
+    try:
+        return curve(given, folder, least, MOST_RATE)
+    except ValueError as error:
+        raise ConfigError(key, str(error)) from None
+
+
+def _check(plant: PlantFile) -> None:
+    """Refuse values that contradict each other."""
+    said, trainer = plant.scenario, plant.trainer
+    whole_s = said.lasts_s * len(plant.environment)
+    if whole_s > LONGEST_S:
+        raise ConfigError(
+            "scenario.lasts_s", f"times the environments at most {LONGEST_S:g} (got {whole_s:g})"
+        )
+    for before, after in pairwise(said.changes):
+        if after <= before:
+            raise ConfigError("scenario.changes", f"must increase (got {after:g} after {before:g})")
+    for key, at in (("changes", said.changes[-1] if said.changes else 0.0), ("since_s", said.since_s)):
+        if at >= said.lasts_s:
+            raise ConfigError(f"scenario.{key}", f"must be before the end, {said.lasts_s:g} s (got {at:g})")
+    if said.changes and said.since_s:
+        raise ConfigError(
+            "scenario.since_s", "must not be beside changes: figures count from the first change"
+        )
+    _check_trainer(trainer)
+    for name, one in plant.environment.items():
+        _check_environment(f"environment.{name}", one, plant.server)
+    least = sum(one.min_workers for one in plant.environment.values())
+    if 0 < said.max_processes < least:
+        raise ConfigError(
+            "scenario.max_processes",
+            f"must be at least the sum of min_workers {least} (got {said.max_processes})",
+        )
+    for name in plant.server:
+        if all(one.server != name for one in plant.environment.values()):
+            raise ConfigError(
+                f"server.{name}", "no environment uses it; name it as `server` of one, or remove it"
+            )
+    _check_spans("controller.dark", [plant.controller.dark] if plant.controller.dark else [])
+
+
+def _check_trainer(trainer: TrainerPlant) -> None:
+    if trainer.queue < trainer.batch:
+        raise ConfigError("trainer.queue", f"must hold a batch of {trainer.batch} (got {trainer.queue})")
+    if trainer.queued > trainer.queue:
+        raise ConfigError("trainer.queued", f"must be at most queue {trainer.queue} (got {trainer.queued:g})")
+    _check_spans("trainer.away", trainer.away)
+
+
+def _check_environment(key: str, one: EnvironmentPlant, servers: Mapping[str, ServerPlant]) -> None:
+    if one.server and one.server not in servers:
+        known = ", ".join(servers) or "none"
+        raise ConfigError(
+            f"{key}.server", f"unknown server (got {one.server!r}); [server.NAME] given: {known}"
+        )
+    for field, workers in (("min_workers", one.min_workers), ("ready", one.ready)):
+        if workers > one.max_workers:
+            raise ConfigError(
+                f"{key}.{field}", f"must not exceed max_workers {one.max_workers} (got {workers})"
+            )
+    _check_spans(f"{key}.outages", one.outages)
+
+
+def _check_spans(key: str, spans: Sequence[Span]) -> None:
+    """Refuse spans that are empty, overlap or go back."""
+    latest = 0.0
+    for begin, end in spans:
+        if begin < latest:
+            raise ConfigError(key, f"times must increase (got {begin:g} after {latest:g})")
+        if end <= begin:
+            raise ConfigError(key, f"must end after it begins (got {begin:g} to {end:g})")
+        latest = end
