@@ -22,6 +22,7 @@ from typing import Any, Final, TypeGuard, TypeVar
 
 from rolloutmq.bus.blocking import LoopThread
 from rolloutmq.bus.encoding import topics
+from rolloutmq.bus.tasks.client import TaskClient
 from rolloutmq.bus.transport.endpoint import Where, resolve
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.errors import ClosedError, RolloutMQError, UsageError, WaitTimeoutError
@@ -182,6 +183,19 @@ class FeedConnection:
         finally:
             loop.close()
             self._training = self._evaluation = None
+
+    def environments(self) -> tuple[str, ...]:
+        """Return the names of the environments that a task may be for; none means any. Blocks.
+
+        Raises:
+            WaitTimeoutError: There is no broker; tells where it was looked for.
+            ClosedError: The connection is closed.
+        """
+        return self.run(self._environments())
+
+    async def _environments(self) -> tuple[str, ...]:
+        async with TaskClient.open(self._where, timeout_s=self._timeout_s) as tasks:
+            return await tasks.environments()
 
     # Calls in the thread of the feeds
 
