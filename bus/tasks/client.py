@@ -28,7 +28,8 @@ from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.bus.transport.time_limit import time_limit, within
 from rolloutmq.schemas.errors import InvalidTaskError, LimitExceededError, TasksFullError, WireError
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.schemas.wire.replies import Reply
+from rolloutmq.schemas.wire.replies import InfoReply, Reply
+from rolloutmq.schemas.wire.requests import GetInfo
 from rolloutmq.schemas.wire.tasks import (
     ASK_LIMIT,
     GIVEN,
@@ -140,6 +141,17 @@ class TaskClient:
             await self._submit(request, until)
         return [task.id for task in new]
 
+    async def environments(self) -> tuple[str, ...]:
+        """Return the names of the environments that a task may be for; none means any.
+
+        Raises:
+            ClosedError: The client is closed.
+        """
+        reply = await self._link.ask(GetInfo())
+        if not isinstance(reply, InfoReply):
+            raise WireError(f"broker: wrong type of reply to GetInfo (got {type(reply).__name__})")
+        return reply.environments
+
     async def _submit(self, request: SubmitTasks, until: float) -> None:
         while True:
             reply = await self._link.ask(request)
@@ -241,6 +253,10 @@ class BlockingTaskClient(Facade[TaskClient]):
     def submit(self, tasks: Iterable[Task], wait_s: float = 0.0) -> list[str]:
         """See `TaskClient.submit`."""
         return self._run(self._object.submit(tasks, wait_s))
+
+    def environments(self) -> tuple[str, ...]:
+        """See `TaskClient.environments`."""
+        return self._run(self._object.environments())
 
     def results(
         self, ids: Sequence[str], wait_s: float | None = None, enough: int | None = None

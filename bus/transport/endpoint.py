@@ -1,6 +1,7 @@
 """Endpoints of a broker, and how a client finds them: by its run directory, or by the address of a socket."""
 
 import asyncio
+import os
 import time
 from pathlib import Path
 from typing import Final
@@ -57,7 +58,13 @@ def resolve_blocking(where: Where, timeout_s: float = RESOLVE_TIMEOUT_S) -> Endp
 
 
 def is_address(where: Where) -> bool:
-    """Return whether this is the address of a socket, not a run directory."""
+    """Return whether this is the address of a socket, not a run directory.
+
+    Raises:
+        UsageError: It can be neither.
+    """
+    if not isinstance(where, str | os.PathLike):
+        raise UsageError(f"where: must be a run directory or the broker's address (got {where!r})")
     return isinstance(where, str) and "://" in where
 
 

@@ -73,7 +73,19 @@ def check(config: RunConfig) -> tuple[str, ...]:
     _check_device(config)
     _check_port(config.inference)
     _check_teacher(config)
-    return try_environments(config)
+    return (*_advise_weights(config), *try_environments(config))
+
+
+def _advise_weights(config: RunConfig) -> tuple[str, ...]:
+    """Tell who must publish the weights that the engines of a run without a trainer wait for."""
+    kind = config.inference.kind
+    if config.trainer.enabled or kind not in {"tiny", "vllm"} or not config.environment:
+        return ()
+    return (
+        f'inference.kind: "{kind}" samples from the weights of a trainer, and trainer.enabled is false; no worker '
+        "starts before a trainer beside the run publishes its weights here (TRL's and SkyRL's adapters can, verl's "
+        'cannot). With engines of its own set kind = "external" and url',
+    )
 
 
 def _check_secrets(name: str, environment: EnvironmentConfig) -> None:

@@ -228,7 +228,7 @@ class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
     """Reply to `GetInfo`, with the addresses to connect to.
 
     `arena_bytes` is the size of an arena that a producer on the same host may offer; 0 means that the broker reads
-    none.
+    none. `environments` are those that a task may be for; none means any.
     """
 
     epoch: Count
@@ -238,6 +238,7 @@ class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
     publish: str
     max_group_bytes: Count
     arena_bytes: Count = 0
+    environments: tuple[Name, ...] = ()
 
 
 class Ok(Message, tag="ok", frozen=True, kw_only=True):

@@ -126,7 +126,8 @@ class AdminRequests:
     def info(self) -> InfoReply:
         """Return the run's numbers and the addresses of the other sockets."""
         state = self._state
-        endpoints = state.endpoints
+        endpoints, configured = state.endpoints, state.config.environment
+        known = {*configured, *(lane.env for lane in state.lanes)} if configured else ()
         return InfoReply(
             epoch=state.epoch,
             info=state.run.info,
@@ -135,6 +136,7 @@ class AdminRequests:
             publish=endpoints.publish if endpoints else "",
             max_group_bytes=state.credits.largest,
             arena_bytes=state.arenas.nbytes,
+            environments=tuple(sorted(known)),
         )
 
     def latest(self, request: LatestExample) -> tuple[LatestExampleReply, tuple[Any, ...]]:

@@ -74,7 +74,9 @@ def _waits(board: RunState) -> list[str]:
     pressure = board.pressure
     if pressure is None:
         return []
-    reasons = dict.fromkeys(lane.wait for lane in pressure.lanes if waits.is_waiting(lane.wait))
+    engines, _, _ = waits.before_start(pressure, board.unserved).partition(",")
+    lanes = [lane.wait for lane in pressure.lanes if waits.is_waiting(lane.wait)]
+    reasons = dict.fromkeys([engines, *lanes] if engines else lanes)
     waiting, _, _ = (board.outside or waits.trainer(pressure)).partition(",")
     trainer = [f"trainer waits: {waiting}"] if waiting else []
     return trainer + [f"workers wait: {reason}" for reason in reasons]

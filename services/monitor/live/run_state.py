@@ -77,6 +77,8 @@ class RunState:
         """Worker states from the orchestrator's file; the owner of this object reads it."""
         self.outside = ""
         """Reason why the trainer does not ask the broker now, see `waits.outside`; read from a file, too."""
+        self.unserved = ""
+        """Reason why no inference server can sample, see `waits.unserved`; read from files, too."""
         self.left_out = ""
         """Points of the evaluation that were left out, why, and what to set; read from a file, too."""
         self.notice = ""

@@ -201,7 +201,7 @@ def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
             _row("broker", Text(f"silent for {silent:.0f} s: the values shown are stale", style="bold red"))
         ]
     rows = [_trainer_line(board, pressure)]
-    if reason := waits.workers(pressure):
+    if reason := waits.workers(pressure, board.unserved):
         rows.append(_row("workers", "wait: ", Text(reason, style="yellow")))
     else:
         rows.append(_row("workers", _activity(board)))

@@ -43,14 +43,15 @@ _LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
 
 @dataclass(frozen=True)
 class RunDetails:
-    """State beside the broker's reply: workers, engines, GPUs, the trainer's wait outside the broker, whether the run
-    has workers by design, the curricula, and the points of the evaluation.
+    """State beside the broker's reply: workers, engines, GPUs, the waits of the trainer and of the workers outside the
+    broker, whether the run has workers by design, the curricula, and the points of the evaluation.
     """
 
     crew: Sequence[WorkerRow] = ()
     engines: Sequence[InferenceAddress] = ()
     book: GpuBook = field(default_factory=GpuBook)
     outside: str = ""
+    unserved: str = ""
     has_workers: bool = True
     curricula: tuple[CurriculumProgress, ...] = ()
     evaluations: Evaluations = NO_EVALUATIONS
@@ -80,6 +81,7 @@ def status(where: Path, as_json: bool) -> int:
         engines_of(layout),
         book,
         waits.outside(layout),
+        waits.unserved(layout),
         has_workers,
         read_curricula(layout),
         Evaluations.read(layout),
@@ -115,7 +117,7 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
     return {
-        "why": waits.explain(reply.pressure, also.outside, has_workers=also.has_workers),
+        "why": _why(reply, also),
         "engines": msgspec.to_builtins(also.engines),
         "gpus": [_gpu(record) for record in also.book.gpus],
         "limits": also.book.limits,
@@ -124,6 +126,10 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
         **plain,
         **more,
     }
+
+
+def _why(reply: StatusReply, also: RunDetails) -> str:
+    return waits.explain(reply.pressure, also.outside, unserved=also.unserved, has_workers=also.has_workers)
 
 
 def _gpu(record: GpuRecord) -> dict[str, Any]:
@@ -152,7 +158,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
             "flow",
             f"in {pressure.produced_per_s:.0f}, out {pressure.consumed_per_s:.0f} sequences a second",
         ),
-        ("why", waits.explain(pressure, also.outside, has_workers=also.has_workers)),
+        ("why", _why(reply, also)),
         ("groups", format.accounts(pressure.ledger) + format.for_evaluation(pressure.lanes)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
         *(("sampler", curricula.line(one)) for one in also.curricula),

@@ -1,7 +1,8 @@
-"""Reasons why trainer and workers wait, in one line with the relevant numbers. Pure, except `outside`.
+"""Reasons why trainer and workers wait, in one line with the relevant numbers. Pure, except `outside` and `unserved`.
 
-A trainer that waits for vLLM to receive its weights, or for an evaluation, asks for no batch meanwhile. The broker
-cannot report these waits; they are read from files of the run.
+A trainer that waits for vLLM to receive its weights, or for an evaluation, asks for no batch meanwhile. Workers wait
+for an inference server, which waits for the weights of a trainer. The broker cannot report these waits; they are read
+from files of the run.
 """
 
 from collections import Counter
@@ -11,8 +12,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.rundir import read_json, read_run
 from rolloutmq.bus.shm.segment_file import SegmentOwner
+from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import OpenPoint, RunLayout, SentAddress
 from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import LaneStatus, Pressure, WorkerState
@@ -39,12 +41,21 @@ def trainer(pressure: Pressure) -> str:
     return f"{reason}, {tell(pressure)}" if tell else reason
 
 
-def workers(pressure: Pressure) -> str:
+def workers(pressure: Pressure, unserved: str = "") -> str:
     """Return the most frequent wait of workers, and the other waiting environments; empty if none waits.
 
     Waits outside the broker come first: the groups of those workers have not arrived yet.
+
+    Args:
+        unserved: Why no inference server can sample, see the function `unserved`.
     """
-    return "; ".join(filter(None, (_outside(pressure), _lanes(pressure))))
+    return "; ".join(filter(None, (before_start(pressure, unserved), _outside(pressure), _lanes(pressure))))
+
+
+def before_start(pressure: Pressure, unserved: str) -> str:
+    """Return `unserved` if workers wait for an inference server before they are ready; empty if none does."""
+    states = {worker.state for worker in pressure.workers}
+    return unserved if WorkerState.STARTING in states and _READY not in states else ""
 
 
 def _outside(pressure: Pressure) -> str:
@@ -71,15 +82,16 @@ def _lanes(pressure: Pressure) -> str:
     return f"{text}; other environments wait: {more}"
 
 
-def explain(pressure: Pressure, outside: str = "", *, has_workers: bool = True) -> str:
+def explain(pressure: Pressure, outside: str = "", *, unserved: str = "", has_workers: bool = True) -> str:
     """Return one line on all waits, or state that nobody waits.
 
     Args:
         outside: Why the trainer does not ask the broker now, see the function `outside`.
+        unserved: Why no inference server can sample, see the function `unserved`.
         has_workers: Whether the run has workers by design. A broker with producers of one's own has none, nor has a
             gateway.
     """
-    reasons = {"trainer waits": outside or trainer(pressure), "workers wait": workers(pressure)}
+    reasons = {"trainer waits": outside or trainer(pressure), "workers wait": workers(pressure, unserved)}
     parts = [f"{who}: {why}" for who, why in reasons.items() if why]
     if parts:
         return "; ".join(parts)
@@ -236,6 +248,22 @@ WORKER_WAITS: Final[Mapping[str, Callable[[Pressure, LaneStatus], str]]] = {
 def outside(layout: RunLayout) -> str:
     """Return why a running trainer does not ask the broker now: the reason and its explanation; empty if it does."""
     return _unsent(layout) or _evaluation(layout)
+
+
+def unserved(layout: RunLayout) -> str:
+    """Return why no inference server of the run can sample: the reason and its explanation; empty if one can."""
+    if layout.weights.exists():
+        return ""
+    try:
+        config, _ = read_run(layout.root)
+    except RolloutMQError:
+        return ""
+    if config.inference.kind not in {"tiny", "vllm"}:
+        return ""
+    return (
+        f'weights_missing, inference.kind "{config.inference.kind}" samples from the weights of a trainer, and none '
+        "has published any"
+    )
 
 
 def _unsent(layout: RunLayout) -> str:

@@ -249,6 +249,12 @@ async def test_what_is_not_of_the_protocol_is_refused_at_the_border(run_dir: Pat
 
 
 @pytest.mark.usefixtures("broker")
+async def test_the_environments_of_the_run_are_named(run_dir: Path) -> None:
+    async with TaskClient.open(run_dir, timeout_s=LIMIT_S) as client:
+        assert await client.environments() == ("e", "v")
+
+
+@pytest.mark.usefixtures("broker")
 async def test_what_the_broker_refuses_says_why(run_dir: Path) -> None:
     async with TaskClient.open(run_dir) as client:
         with pytest.raises(RefusedError, match="there is no environment nobody"):

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from rolloutmq.bus.transport import endpoint, sockets
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
     MalformedError,
+    UsageError,
 )
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.wire.replies import InfoReply, RunInfo
@@ -44,6 +46,12 @@ async def test_run_directory_without_a_broker(layout: RunLayout) -> None:
         await endpoint.resolve(layout.root, 0.05)
     with pytest.raises(BrokerUnavailableError):
         endpoint.resolve_blocking(layout.root, 0.05)
+
+
+@pytest.mark.parametrize("where", [None, 5, b"runs/mine"])
+def test_what_can_be_neither_a_directory_nor_an_address_is_refused(where: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^where: must be a run directory or .* \(got {where!r}\)"):
+        endpoint.is_address(where)
 
 
 def test_broken_endpoints_file_is_named(layout: RunLayout) -> None:

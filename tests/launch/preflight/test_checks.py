@@ -43,6 +43,17 @@ def test_a_good_configuration_passes_with_the_advice_of_the_trial(tmp_path: Path
     assert check(config(tmp_path)) == ("not tried",)
 
 
+def test_engines_without_a_trainer_of_the_run_are_told_whose_weights_they_wait_for(tmp_path: Path) -> None:
+    def advice(**inference: str) -> tuple[str, ...]:
+        return check(config(tmp_path, trainer={"enabled": False}, inference=inference))
+
+    (told, _) = advice(kind="tiny")
+    assert told.startswith('inference.kind: "tiny" samples from the weights of a trainer')
+    assert "verl's cannot" in told
+    for fine in ({"kind": "external", "url": "http://x/v1"}, {"kind": "none"}):
+        assert advice(**fine) == ("not tried",)
+
+
 def test_a_normalization_that_cancels_is_refused(tmp_path: Path) -> None:
     def trainer(advantage: str = "grpo", *, enabled: bool = True, **rewards: Any) -> RunConfig:
         sections = {"loss": {"advantage": advantage}, "rewards": rewards, "enabled": enabled}

@@ -2,6 +2,7 @@
 
     worker = BusRolloutWorker("runs/mine", sequences=256, group_size=16)
     trainer = AsyncGRPOTrainer(..., rollout_worker=worker, callbacks=[worker.callback])
+    trainer.train(resume_from_checkpoint=worker.last_checkpoint(args.output_dir))
 
 The main process of the trainer pulls batches in a thread and hands their sequences over one by one. TRL mixes them
 into micro-batches of its own and does not say when it has trained on one. So a batch is settled once TRL has taken all
@@ -45,8 +46,9 @@ from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
 from rolloutmq.trainer.integrations.checkpoints import commit, make_durable, next_life
-from rolloutmq.trainer.integrations.trl.callback import STEP, step_of
+from rolloutmq.trainer.integrations.trl.callback import STEP, last_checkpoint, step_of
 from rolloutmq.trainer.integrations.trl.rows import Demand, PulledGroup, Row, pulled
+from rolloutmq.trainer.policy.model import policy_positions, policy_vocabulary
 from rolloutmq.trainer.step.collate import Bounds
 from rolloutmq.trainer.trained_log import TrainedLog
 
@@ -78,9 +80,6 @@ class BusRolloutWorker:
         where: Run directory, or address of the broker's `serve` socket.
         sequences: Sequences of a batch.
         group_size: Sequences of a group; others are dead letters.
-        temperature: That of the `AsyncGRPOConfig`.
-        vocabulary: Size of the policy's vocabulary.
-        positions: Longest sequence of the policy, in tokens.
         output_dir: The trainer's; its lives are counted there if `where` is an address.
         scale: Divide advantages by the standard deviation of their group.
         name: Name of the trainer at the broker.
@@ -99,15 +98,15 @@ class BusRolloutWorker:
         *,
         sequences: int,
         group_size: int,
-        temperature: float = 1.0,
-        vocabulary: int = 1 << 31,
-        positions: int = 1 << 31,
         output_dir: str | Path = ".",
         scale: bool = True,
         name: str = "trainer",
         timeout_s: float = 30.0,
     ) -> None:
-        if sequences <= 0 or sequences % group_size:
+        for key, number in (("sequences", sequences), ("group_size", group_size)):
+            if isinstance(number, bool) or not isinstance(number, int) or number <= 0:
+                raise UsageError(f"{key}: must be a whole number above 0 (got {number!r})")
+        if sequences % group_size:
             raise UsageError(
                 f"sequences: must be a positive multiple of group_size {group_size} (got {sequences})"
             )
@@ -120,7 +119,8 @@ class BusRolloutWorker:
         self._life: int | None = None
         self._output_dir = Path(output_dir)
         self._sequences = sequences
-        self._demand = Demand(group_size, temperature, Bounds(vocabulary, positions))
+        self._group_size = group_size
+        self._demand: Demand | None = None
         self._scale = scale
         self._name = name
         self._timeout_s = timeout_s
@@ -138,6 +138,12 @@ class BusRolloutWorker:
         self._taken: deque[int] = deque(maxlen=LAG + 1)
         """Step of the newest batch that was taken as a whole, at the end of the last optimizer steps."""
         self._newest = 0
+
+    @staticmethod
+    def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+        """Return the newest complete checkpoint of a training on the bus, for `resume_from_checkpoint`; None if there
+        is none, so that training begins anew."""
+        return last_checkpoint(output_dir, AsyncCallback.__name__)
 
     @property
     def version(self) -> PolicyVersion:
@@ -158,16 +164,19 @@ class BusRolloutWorker:
     def _step(self) -> int:
         return (self.resume_step or 0) if self._consumer is None else self._consumer.version.step
 
-    def begin(self, resume_step: int | None) -> None:
+    def begin(self, resume_step: int | None, temperature: float, bounds: Bounds) -> None:
         """Begin a life of the trainer, before it publishes any weights; called by the callback. Blocks for the disk.
 
         Args:
             resume_step: Step of the policy in the checkpoint that it continues from; None without one.
+            temperature: That at which the trainer scores. Groups of another one are dead letters.
+            bounds: Vocabulary and longest sequence of the policy. Groups beyond them are dead letters.
 
         Raises:
             UsageError: The lives cannot be counted in a cloud storage.
         """
         self.resume_step = resume_step
+        self._demand = Demand(self._group_size, temperature, bounds)
         self._life = next_life(self._where, str(self._output_dir), "output_dir")
 
     def start(self) -> None:
@@ -176,12 +185,11 @@ class BusRolloutWorker:
         Raises:
             WaitTimeoutError: No broker answers.
             ConfigError: The broker would drop groups that TRL counts as fresh.
+            UsageError: Training has not begun.
         """
         if self._layout is not None:
             require_passed(load_run(self._layout.root)[0])
         self._sample = import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
-        if self._life is None:
-            self.begin(self.resume_step)
         version, layout = self.version, self._layout
         consumer = Consumer.blocking(
             self._where,
@@ -270,6 +278,7 @@ class BusRolloutWorker:
     def _round(self, version: PolicyVersion, journal: TrainedLog) -> PolicyVersion:
         """Pull a batch, hand it over, and settle it once it is taken; return the policy after it."""
         assert self._consumer is not None
+        assert self._demand is not None
         self._alive_at = time.monotonic()
         try:
             batch = self._consumer.pull(version.step + 1, version, PULL_S, timeout_s=ANSWER_S)
@@ -408,10 +417,12 @@ class AsyncCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Return what the trainer writes into each checkpoint."""
         return {"args": {}, "attributes": {STEP: self._worker.step_covered}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_more: Any) -> None:  # noqa: ARG002
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:  # noqa: ARG002
         """Continue from the step of the checkpoint; the trainer publishes and starts the worker afterwards."""
         if state.is_world_process_zero:
-            self._worker.begin(step_of(state, type(self).__name__))
+            model = more["model"]
+            bounds = Bounds(policy_vocabulary(model), policy_positions(model))
+            self._worker.begin(step_of(state, type(self).__name__), args.temperature, bounds)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> None:  # noqa: ARG002
         """Note the step."""

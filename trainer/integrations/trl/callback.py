@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.errors import UsageError
-from rolloutmq.trainer.integrations.trl.settings import ignores_logprobs
+from rolloutmq.trainer.integrations.trl.settings import ignores_logprobs, name_of
 from rolloutmq.trainer.integrations.trl.training import Training
 
 logger = logging.getLogger(__name__)
@@ -71,8 +71,12 @@ class BusCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._bus.progress()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_more: Any) -> Any:  # noqa: ARG002
-        """Settle the batch if the step used it up; ask for a checkpoint if the broker wants one."""
-        if self._bus.running.stepped():
+        """Settle the batch if the step used it up; ask for a checkpoint if the broker wants one.
+
+        Without checkpoints (`save_strategy` is `no`) the broker forgets the oldest batches that it keeps.
+        """
+        wanted = self._bus.running.stepped()
+        if wanted and name_of(args.save_strategy) != "no":
             control.should_save = True
         return control
 
@@ -118,7 +122,12 @@ def step_of(state: Any, callback: str = BusCallback.__name__) -> int | None:
 
 
 def last_checkpoint(output_dir: str | os.PathLike[str], callback: str = BusCallback.__name__) -> str | None:
-    """Return the newest complete checkpoint in a directory that a training on the bus can continue from, if any."""
+    """Return the newest complete checkpoint in a directory that a training on the bus can continue from, if any.
+
+    Args:
+        output_dir: The trainer's directory of checkpoints.
+        callback: Class whose state tells the step.
+    """
     found = [
         path for path in Path(output_dir).glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()
     ]

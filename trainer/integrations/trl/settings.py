@@ -57,11 +57,11 @@ def generation_of(args: Any) -> Generation:
 
 
 def _problems(args: Any) -> Iterator[tuple[str, str]]:
-    if args.eval_on_start or _name(args.eval_strategy) != "no":
+    if args.eval_on_start or name_of(args.eval_strategy) != "no":
         yield (
             "eval_strategy",
-            f"must be `no` (got `{_name(args.eval_strategy)}`, eval_on_start={args.eval_on_start}), because TRL would "
-            "evaluate on groups meant for training; call `rolloutmq.evaluate(run_dir)`",
+            f"must be `no` (got `{name_of(args.eval_strategy)}`, eval_on_start={args.eval_on_start}), because TRL "
+            "would evaluate on groups meant for training; call `rolloutmq.evaluate(run_dir)`",
         )
     passes, every = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
     if passes % every:
@@ -102,7 +102,7 @@ def require_whole_generations(args: Any, state: Any, generation: Generation) -> 
     lasts = f"the {generation.steps} optimizer steps that a generation lasts for"
     if state.max_steps % generation.steps:
         raise ConfigError("max_steps", f"must be a multiple of {lasts} (got {state.max_steps})")
-    if _name(args.save_strategy) == "steps" and state.save_steps % generation.steps:
+    if name_of(args.save_strategy) == "steps" and state.save_steps % generation.steps:
         raise ConfigError("save_steps", f"must be a multiple of {lasts} (got {state.save_steps})")
 
 
@@ -134,5 +134,6 @@ def ignores_logprobs(args: Any) -> bool:
     return not args.vllm_importance_sampling_correction and args.off_policy_mask_threshold is None
 
 
-def _name(strategy: Any) -> str:
+def name_of(strategy: Any) -> str:
+    """Return the name of a strategy of transformers, which may be an enumeration."""
     return str(getattr(strategy, "value", strategy))

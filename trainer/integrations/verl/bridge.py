@@ -14,7 +14,7 @@ import asyncio
 import atexit
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -67,33 +67,66 @@ class BusOptions:
     timeout_s: float = 60.0
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> "BusOptions":
-        """Return the options of `bus` in verl's configuration.
+    def of(cls, given: object) -> "BusOptions":
+        """Return the options of `bus` in verl's configuration, which are not typed.
 
         Raises:
-            ConfigError: A key is unknown, missing or out of range; names it.
+            ConfigError: A key is unknown, missing, of another type or out of range; names it.
         """
+        if not isinstance(given, Mapping | None):
+            raise ConfigError("bus", f"must be a group of settings (got {given!r}); add +bus.where=...")
         given = dict(given or {})
         known = set(cls.__slots__)
         for key in given:
             if key not in known:
                 raise ConfigError(f"bus.{key}", f"unknown key; allowed: {', '.join(sorted(known))}")
-        if not given.get("where"):
+        where, environment = given.get("where"), given.get("environment", "")
+        if not (isinstance(where, str) and where):
             raise ConfigError(
-                "bus.where", "must be a run directory or a broker's address; add +bus.where=..."
+                "bus.where",
+                f"must be a run directory or a broker's address (got {where!r}); add +bus.where=...",
             )
+        if not isinstance(environment, str):
+            raise ConfigError(
+                "bus.environment", f"must be the name of an environment of the run (got {environment!r})"
+            )
+        if given.get("environments") is None:
+            given.pop("environments", None)
         made = cls(**given)
         if not (made.environment or made.environments):
             raise ConfigError("bus.environment", "must name an environment of the run (got none)")
-        problem = find_problem(made.name, made.deadline_s)
+        problem = find_problem(made.name, made.environments, made.deadline_s, made.timeout_s)
         if problem is not None:
             raise ConfigError(f"bus.{problem[0]}", problem[1])
         return made
 
     def environment_of(self, prompt: Prompt) -> str:
         """Return the environment of a prompt."""
-        source = str(prompt.fields.get("data_source", ""))
-        return self.environments.get(source, self.environment) or source
+        return self.environments.get(_source(prompt), self.environment) or _source(prompt)
+
+    def require_known(self, prompts: Iterable[Prompt], known: Collection[str]) -> None:
+        """Check the environments of the settings and of prompts.
+
+        Args:
+            prompts: The prompts.
+            known: Environments of the run; none means any.
+
+        Raises:
+            ConfigError: The run has no such environment; names the setting, and the environments there are.
+        """
+        named = {f"bus.environments.{source}": name for source, name in self.environments.items()}
+        if self.environment:
+            named["bus.environment"] = self.environment
+        else:
+            for source in {_source(prompt) for prompt in prompts} - {*self.environments}:
+                named[f"bus.environments.{source}"] = source
+        for key, name in named.items():
+            if known and name not in known:
+                raise ConfigError(key, f"must be one of {', '.join(sorted(known))} (got {name})")
+
+
+def _source(prompt: Prompt) -> str:
+    return str(prompt.fields.get("data_source", ""))
 
 
 @dataclass
@@ -119,6 +152,8 @@ class Bridge:
     """Prompts of each step that is not settled: those with trajectories, and those without."""
     _missing: Counter[Missing] = field(default_factory=Counter)
     _closing: bool = False
+    _checked: set[str] = field(default_factory=set)
+    """Partitions whose first prompts have environments that the run has."""
 
     def __post_init__(self) -> None:
         self.connection = FeedConnection(
@@ -135,12 +170,16 @@ class Bridge:
         """Ask for the groups of prompts, and return at once. The first call joins the bus, and waits for the broker.
 
         Raises:
+            ConfigError: The run has no such environment.
             WaitTimeoutError: There is no broker; tells where it was looked for.
             RefusedError: The broker does not accept this trainer.
         """
         if not prompts:
             return
-        validates = prompts[0].validates
+        validates, partition = prompts[0].validates, prompts[0].partition
+        if partition not in self._checked:
+            self.options.require_known(prompts, self.connection.environments())
+            self._checked.add(partition)
         if not validates and not self.connection.joined:
             self._join(prompts[0].step - 1)
         feed = self.connection.run(self.connection.evaluation()) if validates else self.connection.training

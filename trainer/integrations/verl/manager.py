@@ -7,7 +7,7 @@ Each prompt is one task for an environment of the bus. verl goes on at once and 
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -62,7 +62,7 @@ class BusAgentLoopManager:
         store = TransferQueueStore()
         self.bridge = opened(
             Bridge(
-                options=BusOptions.of(None if given is None else _plain(given)),
+                options=BusOptions.of(_plain(given)),
                 store=store,
                 info=RunInfo(
                     batch_sequences=data.train_batch_size * rollout.n,
@@ -94,6 +94,7 @@ class BusAgentLoopManager:
             prompts: Rows of verl's data set with `uid` and `global_steps`, and with `validate` in a validation.
 
         Raises:
+            ConfigError: The run has no environment of the name in `bus`.
             WaitTimeoutError: There is no broker; tells where it was looked for.
             RefusedError: The broker does not accept this trainer.
         """
@@ -124,7 +125,8 @@ def _field(column: Any, row: int) -> Any:
     return column.data if isinstance(column, NonTensorData) else column[row]
 
 
-def _plain(given: DictConfig) -> Mapping[str, Any]:
-    found = OmegaConf.to_container(given, resolve=True)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
+def _plain(given: object) -> object:
+    """Return a setting as plain objects, with keys that are strings."""
+    if isinstance(given, dict):
+        return {str(key): _plain(value) for key, value in given.items()}
+    return _plain(OmegaConf.to_container(given, resolve=True)) if OmegaConf.is_config(given) else given

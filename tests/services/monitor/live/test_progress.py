@@ -82,6 +82,16 @@ def test_line_has_what_a_person_asks_for(
     )
 
 
+def test_line_says_that_workers_wait_for_weights(
+    board: RunState, make_pressure: MakePressure, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    board.unserved = "weights_missing, nobody has published any"
+    board.feed(make_pressure(workers=(make_worker("a", state=WorkerState.STARTING),)), 1.0)
+    assert describe(board, 1.0).endswith("  workers wait: weights_missing")
+    board.feed(make_pressure(workers=(make_worker("a"),)), 1.0)
+    assert "workers wait" not in describe(board, 1.0)
+
+
 def test_line_before_anything_happened(board: RunState) -> None:
     assert Progress(board).line(0.0) == "[ 0:00] waiting for the broker"
 

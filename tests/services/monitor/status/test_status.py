@@ -33,7 +33,14 @@ from rolloutmq.schemas.files import (
     WorkerRecord,
 )
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.wire.control import JournalStatus, LaneStatus, Pressure, StatusReply, WorkerStatus
+from rolloutmq.schemas.wire.control import (
+    JournalStatus,
+    LaneStatus,
+    Pressure,
+    StatusReply,
+    WorkerState,
+    WorkerStatus,
+)
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.tasks import TaskCounts
@@ -103,6 +110,16 @@ def test_a_trainer_that_cannot_send_its_weights_says_why(
     assert status(answering.root, as_json=True) == 0
     why = json.loads(capsys.readouterr().out)["why"]
     assert why.startswith("trainer waits: weights_unsent, no vLLM is there; workers wait: ")
+
+
+def test_workers_that_wait_for_weights_say_so(
+    reply: StatusReply, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    starting = make_worker("a", state=WorkerState.STARTING)
+    waiting = replace(reply, pressure=replace(reply.pressure, workers=(starting,), lanes=()))
+    also = RunDetails(unserved="weights_missing, nobody has published any")
+    assert "why      workers wait: weights_missing, nobody has published any\n" in status_text(waiting, also)
+    assert status_json(waiting, also)["why"] == "workers wait: weights_missing, nobody has published any"
 
 
 def test_a_trainer_that_waits_for_an_evaluation_says_so(

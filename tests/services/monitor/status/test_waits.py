@@ -1,14 +1,19 @@
 """Every reason has its sentence, in one line, with the numbers that matter."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure, WorkerState, WorkerStatus
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.services.monitor.status import waits
 
 MIB = 1 << 20
+READY = WorkerState.READY
 MakePressure = Callable[..., Pressure]
 MakeLane = Callable[..., LaneStatus]
 MakeWorker = Callable[..., WorkerStatus]
@@ -37,6 +42,25 @@ def test_a_run_without_workers_by_design_misses_none(
     assert told == "trainer waits: no_batch, 96 of 256 sequences queued; 3 producers"
     by_hand = make_pressure(workers=(make_worker("w", state=WorkerState.STARTING),))
     assert waits.explain(by_hand, has_workers=False) == "no worker is ready"
+
+
+def test_workers_that_start_wait_for_weights_that_nobody_has_published(
+    make_pressure: MakePressure, make_worker: MakeWorker, run_dir: Path
+) -> None:
+    layout = RunLayout(run_dir)
+    starting, ready = (make_worker(state.value, state=state) for state in (WorkerState.STARTING, READY))
+    assert waits.unserved(layout) == "", "nothing is known of the run"
+    write_json(layout.config, RunConfig.model_validate({"inference": {"kind": "none"}}))
+    assert waits.unserved(layout) == ""
+    write_json(layout.config, RunConfig.model_validate({}))
+    unserved = waits.unserved(layout)
+    assert unserved.startswith('weights_missing, inference.kind "tiny" samples from the weights of a trainer')
+    told = waits.explain(make_pressure(workers=(starting,)), unserved=unserved)
+    assert told == f"workers wait: {unserved}"
+    assert waits.explain(make_pressure(workers=(starting, ready)), unserved=unserved) == "nobody waits"
+    assert waits.explain(make_pressure(), unserved=unserved) == "no worker is ready"
+    write_json(layout.weights, {})
+    assert waits.unserved(layout) == ""
 
 
 def test_whoever_waits_for_a_teacher_comes_first(

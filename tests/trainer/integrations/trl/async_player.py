@@ -25,21 +25,29 @@ BUDGET = 24
 
 
 def main(
-    run_dir: str, record: str, passes: int, *, resume: int | None = None, save_at: int = 0, sequences: int = 8
+    run_dir: str,
+    record: str,
+    passes: int,
+    *,
+    resume: int | None = None,
+    save_at: int = 0,
+    sequences: int = 8,
+    temperature: float = 1.0,
+    vocabulary: int = 14,
 ) -> None:
     PartialState()  # for accelerate's loggers
-    worker = BusRolloutWorker(
-        run_dir, sequences=sequences, group_size=4, vocabulary=14, positions=128, timeout_s=5.0
-    )
+    worker = BusRolloutWorker(run_dir, sequences=sequences, group_size=4, timeout_s=5.0)
     state = SimpleNamespace(global_step=0, stateful_callbacks={}, is_world_process_zero=True)
     if resume is not None:
         state.global_step = 1
         attributes = {"bus_step": resume}
         state.stateful_callbacks = {"AsyncCallback": {"args": {}, "attributes": attributes}}
-    args = SimpleNamespace(output_dir=run_dir)
+    args = SimpleNamespace(output_dir=run_dir, temperature=temperature)
+    limits = SimpleNamespace(vocab_size=vocabulary, max_position_embeddings=128)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: limits))
     metrics: dict[str, list[Any]] = defaultdict(list)
     version = [0]
-    worker.callback.on_train_begin(args, state, None)
+    worker.callback.on_train_begin(args, state, None, model=model)
     worker.start()
     try:
         source = RolloutQueueDataset(

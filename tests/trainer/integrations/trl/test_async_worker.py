@@ -33,6 +33,9 @@ from rolloutmq.schemas.loss_mask import trained_tokens
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected
 from rolloutmq.trainer.integrations.trl.async_worker import LAG, SYNCS, BusRolloutWorker
+from rolloutmq.trainer.integrations.trl.callback import STATE
+from rolloutmq.trainer.integrations.trl.rows import Demand
+from rolloutmq.trainer.step.collate import Bounds
 from rolloutmq.trainer.trained_log import TrainedLog
 
 PLAYER = ROOT / "tests/trainer/integrations/trl/async_player.py"
@@ -119,9 +122,47 @@ def test_groups_that_cannot_be_trained_on_end_it_and_stay_queued(run_dir: Path) 
     assert "2 queued" in verify(run_dir)
 
 
+@pytest.mark.rival
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        ({"temperature": 0.7}, "temperatures: the group was sampled at 1, TRL scores at temperature=0.7"),
+        ({"vocabulary": 4}, "tokens: "),
+    ],
+)
+def test_groups_are_judged_by_the_trainers_own_temperature_and_model(
+    run_dir: Path, plan: dict[str, Any], problem: str
+) -> None:
+    with broker(run_dir) as layout:
+        push(run_dir, [group(number) for number in range(2)])
+        told, _, error = play(run_dir, 1, **plan)
+        assert not told
+        assert f"no group of the first batch can be trained on: {problem}" in error
+        assert settled(layout) == []
+
+
 def test_batches_are_of_whole_groups() -> None:
     with pytest.raises(UsageError, match=r"sequences: must be a positive multiple of group_size 4 \(got 6\)"):
         BusRolloutWorker("runs/mine", sequences=6, group_size=SIZE)
+
+
+@pytest.mark.parametrize("value", [0, -4, "8", 8.0, True, None])
+@pytest.mark.parametrize("key", ["sequences", "group_size"])
+def test_numbers_of_sequences_are_whole(key: str, value: Any) -> None:
+    given: dict[str, Any] = {"sequences": 8, "group_size": SIZE, key: value}
+    with pytest.raises(UsageError, match=rf"^{key}: must be a whole number above 0 \(got {value!r}\)"):
+        BusRolloutWorker("runs/mine", **given)
+
+
+def test_a_checkpoint_of_the_asynchronous_trainer_is_found(tmp_path: Path) -> None:
+    assert BusRolloutWorker.last_checkpoint(tmp_path) is None
+    for number, callback in ((10, "AsyncCallback"), (20, "BusCallback")):
+        path = tmp_path / f"checkpoint-{number}"
+        path.mkdir()
+        states = {callback: {"args": {}, "attributes": {"bus_step": number}}}
+        (path / STATE).write_text(json.dumps({"stateful_callbacks": states}))
+    assert BusRolloutWorker.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 def test_a_checkpoint_covers_what_was_taken_some_steps_before() -> None:
@@ -163,7 +204,7 @@ def test_a_life_begins_with_the_training_and_not_with_a_look_at_its_version(tmp_
     worker.update_model_version(1)  # as TRL does when it loads a checkpoint
     assert list(tmp_path.iterdir()) == []
     for life in range(2):
-        worker.begin(7)
+        worker.begin(7, 1.0, Bounds(14, 128))
         assert worker.version == worker.version == PolicyVersion(life, 7)
 
 
@@ -205,6 +246,7 @@ def rounds(tmp_path: Path, *groups: Any) -> tuple[PolicyVersion, Pulled]:
     worker = BusRolloutWorker("runs/mine", sequences=SIZE, group_size=SIZE)
     pulled = Pulled(worker, *groups)
     worker._consumer, worker._sample = cast("Any", pulled), dict
+    worker._demand = Demand(SIZE, 1.0, Bounds(14, 128))
     with closing(TrainedLog(tmp_path / "trained.jsonl")) as journal:
         version = PolicyVersion()
         for _ in groups:

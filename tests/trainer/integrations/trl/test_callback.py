@@ -71,3 +71,13 @@ def test_the_newest_checkpoint_that_is_complete_is_found(tmp_path: Path) -> None
     torn.write_text(torn.read_text()[:-9])
     (tmp_path / "checkpoint-best").mkdir()
     assert last_checkpoint(tmp_path) == str(whole)
+
+
+@pytest.mark.parametrize(("strategy", "saves"), [("no", False), ("steps", True)])
+def test_the_broker_gets_the_checkpoint_that_it_asks_for_unless_there_are_none(
+    strategy: str, *, saves: bool
+) -> None:
+    bus, control = Told(), SimpleNamespace(should_save=False)
+    bus.running = SimpleNamespace(stepped=lambda: True)
+    BusCallback(bus).on_step_end(SimpleNamespace(save_strategy=strategy), None, control)
+    assert control.should_save is saves

@@ -29,12 +29,13 @@ from tests.trainer.integrations.trl.support import (
 from benchmarks.end_to_end import scenario
 from benchmarks.end_to_end.scenario import LiveRun
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.trainer.integrations.trl.callback import STATE
 
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 CONFIG = ROOT / "examples" / "trl_sort" / "trl_sort.toml"
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-ASYNC_LEARNER = Path(__file__).with_name("async_learner.py")
+ASYNC = CONFIG.with_name("trl_sort_async.toml")
 STEPS = 200
 LEARNING: dict[str, Any] = {
     "per_device_train_batch_size": 256,
@@ -47,7 +48,9 @@ LEARNING: dict[str, Any] = {
 WITHIN_S = 400.0
 
 
-def beside(run_dir: Path, train: Callable[[LiveRun], None], *assignments: str) -> dict[str, Any]:
+def beside(
+    run_dir: Path, train: Callable[[LiveRun], None], *assignments: str, config: Path = CONFIG
+) -> dict[str, Any]:
     """Train beside a running run, end it, and return its summary; every group is accounted for."""
 
     def training(live: LiveRun) -> None:
@@ -56,7 +59,7 @@ def beside(run_dir: Path, train: Callable[[LiveRun], None], *assignments: str) -
         train(live)
         live.process.send_signal(signal.SIGINT)
 
-    _, summary = scenario.run(run_dir, assignments, config=CONFIG, fault=training, deadline_s=WITHIN_S)
+    _, summary = scenario.run(run_dir, assignments, config=config, fault=training, deadline_s=WITHIN_S)
     assert summary["groups_lost"] == 0
     assert summary["groups_trained_twice"] == 0
     verify(run_dir)
@@ -110,29 +113,35 @@ def test_a_killed_trainer_continues_from_its_checkpoint_and_nothing_is_trained_t
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_trls_asynchronous_trainer_learns(run_dir: Path, device: str) -> None:
+def test_trls_asynchronous_trainer_learns_and_continues_from_its_checkpoint(
+    run_dir: Path, device: str
+) -> None:
     """On a GPU the attention is TRL's kernel from the hub's cache, and not yet run. Without one, torch computes it."""
     visible = environment() | ({} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})
-    ended: list[subprocess.CompletedProcess[str]] = []
+    lives: list[subprocess.CompletedProcess[str]] = []
 
     def train(_live: LiveRun) -> None:
-        ended.append(
-            subprocess.run(
-                [str(PYTHON), str(ASYNC_LEARNER), str(run_dir), str(2 * STEPS)],
-                env=visible,
-                capture_output=True,
-                text=True,
-                timeout=ENDED_WITHIN_S,
-                check=False,
+        for steps in (STEPS // 2, 2 * STEPS):
+            words = [str(PYTHON), str(ASYNC.with_suffix(".py")), str(run_dir), str(steps)]
+            lives.append(
+                subprocess.run(
+                    words, env=visible, capture_output=True, text=True, timeout=ENDED_WITHIN_S, check=False
+                )
             )
-        )
+            assert lives[-1].returncode == 0, lives[-1].stderr
 
-    beside(run_dir, train, "environment.sort3.stale='pass'", "trainer.batch_sequences=64")
-    assert ended[0].returncode == 0, ended[0].stderr
-    told = json.loads(ended[0].stdout.splitlines()[-1])
-    assert told["step"] == 2 * STEPS
+    beside(run_dir, train, config=ASYNC)
+    checkpoint = run_dir / "trl" / f"checkpoint-{STEPS // 2}"
+    assert "continues from None\n" in lives[0].stdout
+    assert f"continues from {checkpoint}\n" in lives[1].stdout
+    saved = json.loads((checkpoint / STATE).read_text())["stateful_callbacks"]["AsyncCallback"]
+    [resumed] = [line.version for line in settled(RunLayout(run_dir)) if line.resumed]
+    assert (resumed.incarnation, resumed.step) == (1, saved["attributes"]["bus_step"])
+    assert resumed.step > 0
+    told, _, greedy = lives[1].stdout.splitlines()[-1].rpartition(" ")
+    assert f"after {2 * STEPS} steps" in told
     # 0.88 to 0.93 in several runs: TRL's loss has no entropy bonus here. Random weights have 0.05.
-    assert told["greedy"] >= 0.75, ended[0].stdout[-2000:]
+    assert float(greedy) >= 0.75, lives[1].stdout[-2000:]
 
 
 def test_two_ranks_learn_together_and_one_is_killed(run_dir: Path) -> None:

@@ -179,12 +179,24 @@ def test_a_lease_that_is_lost_during_a_step_ends_the_training(run_dir: Path, sta
     assert "2 trained" in verify(run_dir)
 
 
-def test_a_broker_that_holds_many_trained_groups_gets_a_checkpoint(run_dir: Path, stage: Stage) -> None:
+def test_a_broker_that_holds_many_trained_groups_gets_a_checkpoint_early(run_dir: Path, stage: Stage) -> None:
+    with broker(run_dir, config(broker={"retain_bytes": 1})):
+        push(run_dir, [group(number) for number in range(4)])
+        assert stage.play(run_dir, 2, args={"save_strategy": "steps", "save_steps": 100}).told["step"] == 2
+        assert {path.name for path in (run_dir / "trl").glob("checkpoint-*")} == {
+            "checkpoint-1", "checkpoint-2",
+        }  # fmt: skip
+    assert "committed" in verify(run_dir)
+
+
+def test_a_trainer_without_checkpoints_writes_none_and_the_broker_forgets(
+    run_dir: Path, stage: Stage
+) -> None:
     with broker(run_dir, config(broker={"retain_bytes": 1})):
         push(run_dir, [group(number) for number in range(4)])
         assert stage.play(run_dir, 2, args={"save_strategy": "no"}).told["step"] == 2
-        assert list((run_dir / "trl").glob("checkpoint-*"))
-    assert "committed" in verify(run_dir)
+        assert not list((run_dir / "trl").glob("checkpoint-*"))
+    verify(run_dir)
 
 
 def test_a_broker_alone_is_enough(run_dir: Path, stage: Stage) -> None:

@@ -1,6 +1,8 @@
 """The bridge with the real broker and a store in memory: outcomes, settlement, other lives; without verl."""
 
 import asyncio
+import math
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +26,12 @@ from rolloutmq.trainer.integrations.verl.prompts import Prompt
 
 LIMIT_S = 60.0
 SIZE = 4
+WRONG: dict[str, tuple[Any, ...]] = {
+    "deadline_s": ("abc", "60", None, math.nan, math.inf, True),
+    "timeout_s": (-1, "abc", None),
+    "name": (5, "", None, "a/b"),
+    "environments": ("math", ["math"]),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -296,11 +304,48 @@ async def test_nothing_is_settled_or_committed_before_the_bus_is_joined(run_dir:
         ({"where": "r"}, "bus.environment"),
         ({"where": "r", "environment": "e", "name": "a b"}, "bus.name"),
         ({"where": "r", "environment": "e", "deadline_s": 0}, "bus.deadline_s"),
+        ("runs/mine", "bus"),
+        (["runs/mine"], "bus"),
+        *(({"where": where, "environment": "e"}, "bus.where") for where in (5, "", None)),
+        *(({"where": "r", "environment": named}, "bus.environment") for named in (5, None, ["e"])),
+        *(
+            ({"where": "r", "environment": "e", key: value}, f"bus.{key}")
+            for key, values in WRONG.items()
+            for value in values
+        ),
+        ({"where": "r", "environments": {"gsm8k": 5}}, "bus.environments.gsm8k"),
     ],
 )
-def test_a_wrong_setting_is_named(given: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
+def test_a_wrong_setting_is_named(given: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: "):
         BusOptions.of(given)
+
+
+def test_settings_may_be_left_empty() -> None:
+    assert BusOptions.of({"where": "r", "environment": "e", "environments": None}).environments == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"environment": "mind"}, "bus.environment"),
+        ({"environments": {"gsm8k": "mind"}}, "bus.environments.gsm8k"),
+        ({"environment": "", "environments": {"other": "mine"}}, "bus.environments.mind"),
+    ],
+)
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.usefixtures("broker")
+async def test_an_environment_that_the_run_lacks_ends_the_training_at_its_start(
+    run_dir: Path, options: dict[str, Any], key: str, *, validates: bool
+) -> None:
+    fields = {"uid": "0", "data_source": "mind", "extra_info": {"index": 0}}
+    asked = [Prompt("0", fields, SIZE, 1, {}, validates)]
+    async with bridged(run_dir, **options) as (bridge, store):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: must be one of mine \(got mind\)"):
+            await asyncio.to_thread(bridge.submit, asked)
+        assert not bridge.connection.joined
+        assert store.status() == {}
+    assert not RunLayout(run_dir).checkpoints.exists(), "no life of the trainer has begun"
 
 
 def test_data_sources_have_environments() -> None:

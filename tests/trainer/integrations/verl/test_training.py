@@ -78,6 +78,30 @@ def test_keys_fields_and_tags_are_those_of_verls_own_workers() -> None:
     assert ended.returncode == 0, ended.stderr[-6000:]
 
 
+@pytest.mark.parametrize(
+    ("mode", "settings", "error"),
+    [
+        (
+            "colocate_async",
+            {"trainer.v1.sampler.custom_sampler.path": None, "trainer.v1.sampler.custom_sampler.name": None},
+            "trainer.v1.sampler.custom_sampler.name: must be BusReplayBufferAsync of ",
+        ),
+        ("colocate_async", {"+bus.environment": "mind"}, "bus.environment: must be one of mine (got mind)"),
+        ("sync", {"+bus.environment": "mind"}, "bus.environment: must be one of mine (got mind)"),
+    ],
+)
+async def test_a_wrong_setting_ends_verls_trainer_at_its_start(
+    run_dir: Path, mode: str, settings: dict[str, Any], error: str
+) -> None:
+    layout, run = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, run)
+    with running_broker(run, layout):
+        ended = await play(run_dir, batch=BATCH, rows=4 * BATCH, mode=mode, settings=settings)
+    assert ended.code == 1, ended.output[-6000:]
+    assert f"ConfigError: {error}" in ended.output, ended.output[-6000:]
+    assert not ended.of("step")
+
+
 async def lives(run_dir: Path, stage: Stage, *plans: dict[str, Any]) -> tuple[list[Played], LedgerCounts]:
     """Play lives of a trainer, one after another; return them and the ledger."""
     layout, run = RunLayout(run_dir), config(max_deliveries=2, durability="os")
