@@ -163,7 +163,7 @@ class GroupConsumer:
             ("window", window, WINDOW_LIMIT),
             ("groups", groups, GROUPS_LIMIT),
         ):
-            if not isinstance(value, int) or not 1 <= value <= most:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise UsageError(f"{name}: must be a number from 1 to {most} (got {value!r})")
         if not isinstance(split, Split):
             raise UsageError(f"split: must be Split.TRAIN or Split.EVAL (got {split!r})")

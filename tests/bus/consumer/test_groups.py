@@ -265,6 +265,7 @@ def test_without_an_event_loop(run_dir: Path, group: MakeGroup) -> None:
     [
         ({"batch_sequences": 0}, "batch_sequences: must be a number from 1"),
         ({"window": 65}, "window: must be a number from 1 to 64 (got 65)"),
+        ({"window": True}, "window: must be a number from 1 to 64 (got True)"),
         ({"groups": 2000}, "groups: must be a number from 1 to 1024 (got 2000)"),
         ({"split": 7}, "split: must be Split.TRAIN"),
     ],

@@ -29,6 +29,7 @@ from rolloutmq.trainer.integrations.checkpoints import lives_of
 from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
 from rolloutmq.trainer.integrations.skyrl.training import BusAsyncTraining, BusSyncTraining, Publish
+from rolloutmq.trainer.integrations.task_feed.connection import find_problem
 
 
 class BusAsyncTrainer(BusAsyncTraining, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
@@ -110,9 +111,15 @@ def check(cfg: Any) -> None:
     Raises:
         UsageError: A setting does not go with the bus.
     """
-    if not cfg.generator.bus.where:
-        raise UsageError("generator.bus.where: is required; name the run directory or the broker's address")
-    lives_of(cfg.generator.bus.where, str(cfg.trainer.ckpt_path), "trainer.ckpt_path")
+    bus = cfg.generator.bus
+    if not (isinstance(bus.where, str) and bus.where):
+        raise UsageError(
+            f"generator.bus.where: must be the run directory or the broker's address (got {bus.where!r})"
+        )
+    problem = find_problem(bus.name, bus.environments, bus.deadline_s, bus.timeout_s)
+    if problem is not None:
+        raise UsageError(f"generator.bus.{': '.join(problem)}")
+    lives_of(bus.where, str(cfg.trainer.ckpt_path), "trainer.ckpt_path")
     for name in ("step_wise_trajectories", "vision_language_generator"):
         if getattr(cfg.generator, name):
             raise UsageError(

@@ -69,7 +69,7 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         timeout_s: float = 60.0,
         temperature: float = 1.0,
     ) -> None:
-        problem = find_problem(name, deadline_s)
+        problem = find_problem(name, environments, deadline_s, timeout_s)
         if problem is not None:
             raise UsageError(": ".join(problem))
         self.where = where

@@ -13,11 +13,12 @@ evaluates leaves a live training alone. A closed connection stays closed.
 
 import asyncio
 import logging
+import re
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 from rolloutmq.bus.blocking import LoopThread
 from rolloutmq.bus.encoding import topics
@@ -36,17 +37,39 @@ T = TypeVar("T")
 
 NAME_CHARS: Final = 40
 """Longest name of a training: task ids begin with it."""
+DEADLINE_S: Final = 1e9
+"""Longest deadline that the broker accepts."""
+_NAME: Final = re.compile(r"[A-Za-z0-9_-]+")
 EVALUATED: Final = PolicyVersion(0, 1 << 62)
 """Version that covers every evaluated group: nobody resumes an evaluation."""
 
 
-def find_problem(name: str, deadline_s: float) -> tuple[str, str] | None:
-    """Return which of these settings is wrong, and why; None if both are right."""
-    if not 0 < len(name) <= NAME_CHARS or not name.replace("-", "").replace("_", "").isalnum():
+def find_problem(
+    name: object, environments: object, deadline_s: object, timeout_s: object
+) -> tuple[str, str] | None:
+    """Return which of these settings is wrong, and why; None if all are right.
+
+    The settings of other projects are not typed, so anything may come.
+    """
+    if not (isinstance(name, str) and len(name) <= NAME_CHARS and _NAME.fullmatch(name)):
         return "name", f"must be 1 to {NAME_CHARS} letters, digits, - or _ (got {name!r})"
-    if deadline_s <= 0:
-        return "deadline_s", f"must be positive (got {deadline_s})"
+    if environments is not None and not isinstance(environments, Mapping):
+        return "environments", f"must name an environment of the run for each key (got {environments!r})"
+    for key, named in (environments or {}).items():
+        if not (isinstance(named, str) and named):
+            return f"environments.{key}", f"must be the name of an environment of the run (got {named!r})"
+    if not (_is_number(deadline_s) and 0 < deadline_s <= DEADLINE_S):
+        return (
+            "deadline_s",
+            f"must be seconds, more than 0 and at most {DEADLINE_S:,.0f} (got {deadline_s!r})",
+        )
+    if not (_is_number(timeout_s) and timeout_s >= 0):
+        return "timeout_s", f"must be seconds, at least 0 (got {timeout_s!r})"
     return None
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class FeedConnection:

@@ -85,7 +85,7 @@ class BusOptions:
         made = cls(**given)
         if not (made.environment or made.environments):
             raise ConfigError("bus.environment", "must name an environment of the run (got none)")
-        problem = find_problem(made.name, made.deadline_s)
+        problem = find_problem(made.name, made.environments, made.deadline_s, made.timeout_s)
         if problem is not None:
             raise ConfigError(f"bus.{problem[0]}", problem[1])
         return made

@@ -231,7 +231,9 @@ async def test_what_needs_gpus_says_so_and_ends(run_dir: Path) -> None:
 
 def test_settings_are_refused_before_ray_starts(run_dir: Path) -> None:
     problems = {
-        "generator.bus.where=": "generator.bus.where: is required",
+        "generator.bus.where=": "generator.bus.where: must be the run directory",
+        "generator.bus.deadline_s=5s": "generator.bus.deadline_s: must be seconds",
+        "generator.bus.name=1": "generator.bus.name: must be 1 to 40 letters",
         "generator.step_wise_trajectories=true": "generator.step_wise_trajectories: must be false",
         "trainer.placement.colocate_all=true": "trainer.placement.colocate_all: must be false",
     }

@@ -1,6 +1,7 @@
 """The connection of an adapter with the real broker: the training, evaluations beside it, its end."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
 from rolloutmq.trainer.integrations.task_feed.connection import FeedConnection, find_problem
 
 LIMIT_S = 60.0
+RIGHT: dict[str, Any] = {
+    "name": "a-b_1", "environments": {"math": "m"}, "deadline_s": 0.1, "timeout_s": 0,
+}  # fmt: skip
+"""Settings without a problem."""
 
 
 @pytest.fixture(autouse=True)
@@ -137,14 +142,26 @@ async def test_a_second_trainer_of_the_name_is_an_error_of_the_first(made: list[
 
 
 @pytest.mark.parametrize(
-    ("given", "key"),
-    [(("", 1.0), "name"), (("a b", 1.0), "name"), (("n" * 41, 1.0), "name"), (("a-b_1", 0.0), "deadline_s")],
+    ("key", "wrong"),
+    [
+        *(("name", value) for value in ("", "a b", "n" * 41, "\xe4", 1, None)),
+        ("environments", "math"),
+        *(("deadline_s", value) for value in (0.0, -1, math.nan, math.inf, 1e10, "5s", None, True)),
+        *(("timeout_s", value) for value in (-1, math.nan, "60", None, True)),
+    ],
 )
-def test_a_wrong_setting_is_named(given: tuple[Any, Any], key: str) -> None:
-    problem = find_problem(*given)
+def test_a_wrong_setting_is_named(key: str, wrong: Any) -> None:
+    problem = find_problem(**RIGHT | {key: wrong})
     assert problem is not None
     assert problem[0] == key
+    assert f"(got {wrong!r})" in problem[1]
 
 
-def test_right_settings_have_no_problem() -> None:
-    assert find_problem("n" * 40, 0.1) is None
+def test_an_environment_without_a_name_is_named() -> None:
+    problem = find_problem(**RIGHT | {"environments": {"math": "m", "code": 1}})
+    assert problem == ("environments.code", "must be the name of an environment of the run (got 1)")
+
+
+@pytest.mark.parametrize("changed", [{}, {"environments": None}, {"timeout_s": math.inf}, {"name": "n" * 40}])
+def test_right_settings_have_no_problem(changed: dict[str, Any]) -> None:
+    assert find_problem(**RIGHT | changed) is None
