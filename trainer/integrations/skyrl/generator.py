@@ -14,7 +14,7 @@ The trainer joins the bus by `start`, and before it has, or once it has left, al
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -183,18 +183,12 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         return answers
 
     async def _asked(self, feed: Feed, groups: Sequence[PromptGroup], phase: str, part: str) -> list[Answer]:
-        return await asyncio.gather(
-            *(
-                feed.ask(
-                    one.uid,
-                    task_name(self.name, phase, part, one.uid),
-                    self._environments.get(one.env, one.env),
-                    one.payload,
-                    len(one.places),
-                )
-                for one in groups
-            )
-        )
+        def asking(one: PromptGroup) -> Awaitable[Answer]:
+            env = self._environments.get(one.env, one.env)
+            name = task_name(self.name, phase, part, one, env)
+            return feed.ask(one.uid, name, env, one.payload, len(one.places))
+
+        return await asyncio.gather(*map(asking, groups))
 
     def _pad(self) -> int:
         for name in ("eos_token_id", "pad_token_id"):

@@ -9,7 +9,6 @@ then mean and deviation of the group's rewards stay about as they are, and so do
 ever empty, because SkyRL puts the reward on the last token.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from itertools import cycle, islice
 from typing import Any, Final
 
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
-from rolloutmq.trainer.integrations.task_feed.payloads import plain
+from rolloutmq.trainer.integrations.task_feed.payloads import content_digest, plain
 from rolloutmq.trainer.integrations.task_feed.sequences import SampledSequence, sampled_sequences
 
 TASK_CHARS: Final = 120
@@ -65,13 +64,22 @@ def prompt_groups(given: Mapping[str, Any]) -> list[PromptGroup]:
     return found
 
 
-def task_name(training: str, phase: str, epoch: int | str, uid: str) -> str:
-    """Return the id of an instance's task, without the attempt: the same in every life of a training."""
-    name = f"{training}/{phase}/{epoch}/{uid}"
-    if len(name) <= TASK_CHARS and not _UNSAFE.search(name):
-        return name
-    digest = hashlib.blake2b(uid.encode(), digest_size=16).hexdigest()
-    return f"{training}/{phase}/{epoch}/{digest}"
+def task_name(training: str, phase: str, epoch: str, group: PromptGroup, env: str) -> str:
+    """Return the id of an instance's task, without the attempt: the same in every life of a training.
+
+    It has a digest of the content, because an instance of the same uid may be another one: of other data, say.
+
+    Args:
+        training: Name of the training.
+        phase: `train` or `eval`.
+        epoch: Part of the training in which each instance is a new task.
+        group: The instance.
+        env: Environment of the bus.
+    """
+    digest = content_digest([env, len(group.places), group.payload])
+    name = f"{training}/{phase}/{epoch}/{digest}"
+    whole = f"{name}/{group.uid}"
+    return name if len(whole) > TASK_CHARS or _UNSAFE.search(whole) else whole
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 import math
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,27 @@ async def test_a_killed_trainer_continues_from_its_checkpoint_without_a_rollout_
     assert [one["step"] for one in evaluated] in ([5, 9], [4, 8, 9])
     assert (ledger.queued, ledger.leased) == (0, 0)
     verify(run_dir)
+
+
+async def test_a_training_begun_anew_gets_no_group_of_other_prompts(run_dir: Path) -> None:
+    """The uids and the name are the same; what the tasks are about is not."""
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {})
+    plan: dict[str, Any] = {"weights": str(stage.weights), "batch": BATCH, "rows": 12}
+    other = {"generator.sampling_params.max_generate_length": 77}
+    with running_broker(settings, layout):
+        async with workers(stage):
+            first = await play(run_dir, dies_at=2, **plan)
+            assert first.code == -signal.SIGKILL, first.output
+            before = {*stage.trained_on}
+            second = await play(run_dir, settings=other, **plan)
+        assert second.code == 0, second.output
+    _, reasons = checked(second.of("step"), lost=2)
+    assert {one for found in reasons.values() for one in found} == {"stop"}
+    sampled = Counter(uid for uid, _ in {(name.rpartition("/")[2], name) for name, _ in stage.answered})
+    assert len(before) >= 8
+    assert all(sampled[f"{uid}~0"] == 2 for uid in before), "all are sampled anew"
 
 
 async def test_groups_without_variance_are_filtered_and_a_last_short_mini_batch_too(run_dir: Path) -> None:
