@@ -7,17 +7,20 @@ SkyRL needs a row for each trajectory that it asked for. A missing one becomes a
 and the reason as its stop reason. Its reward is one of the group's other rewards, which take turns, or 0 without any:
 then mean and deviation of the group's rewards stay about as they are, and so do the advantages of the others. No row is
 ever empty, because SkyRL puts the reward on the last token.
+
+`follow_stop_reasons` does what SkyRL's own generator does, behind its metrics, for `zero_reward_on_non_stop` and
+`apply_overlong_filtering`.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any, Final
 
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
 from rolloutmq.trainer.integrations.task_feed.payloads import content_digest, plain
-from rolloutmq.trainer.integrations.task_feed.sequences import SampledSequence, sampled_sequences
+from rolloutmq.trainer.integrations.task_feed.sequences import STOP, SampledSequence, sampled_sequences
 
 TASK_CHARS: Final = 120
 """Longest task id before the number of the attempt; the broker allows 128 in all."""
@@ -99,6 +102,8 @@ class Rows:
     rewards: list[float] = field(init=False)
     stop_reasons: list[str] = field(init=False)
     times: list[float] = field(init=False)
+    _repeats: dict[int, int | None] = field(default_factory=dict)
+    """Masked rows, and the row whose reward each of them repeats."""
 
     def __post_init__(self) -> None:
         self.prompts = [[] for _ in range(self.count)]
@@ -121,20 +126,18 @@ class Rows:
         elapsed_s = answer.waited_s
         if answer.group is not None:
             elapsed_s = max(0.0, answer.group.finished_at - answer.group.started_at)
-        live = [one for one in sequences[: len(places)] if one.usable]
-        stand_in = live[0].prompt.tolist() if live else list(prompt)
-        rewards = cycle([one.score for one in live] or [0.0])
-        for place, one in zip(places, sequences, strict=False):
+        usable = {place: one for place, one in zip(places, sequences, strict=False) if one.usable}
+        for place, one in usable.items():
+            self._write(place, one)
+        repeated = cycle(usable or [None])
+        stand_in = self.prompts[next(iter(usable))] if usable else prompt
+        absent = answer.missing or Missing.SHORT
+        for number, place in enumerate(places):
             self.times[place] = elapsed_s
-            if one.usable:
-                self._write(place, one)
-            else:
-                self._mask(place, stand_in, Missing.UNUSABLE, next(rewards))
-        why = answer.missing or Missing.SHORT
-        for place in islice(places, len(sequences), None):
-            self.times[place] = elapsed_s
-            self._mask(place, stand_in, why, next(rewards))
-        return len(places) - len(live)
+            if place not in usable:
+                why = Missing.UNUSABLE if number < len(sequences) else absent
+                self._mask(place, stand_in, why, next(repeated))
+        return len(places) - len(usable)
 
     def _write(self, place: int, one: SampledSequence) -> None:
         self.prompts[place] = one.prompt.tolist()
@@ -144,13 +147,31 @@ class Rows:
         self.rewards[place] = one.score
         self.stop_reasons[place] = one.stop_reason
 
-    def _mask(self, place: int, prompt: Sequence[int], why: Missing, reward: float) -> None:
+    def _mask(self, place: int, prompt: Sequence[int], why: Missing, repeated: int | None) -> None:
         self.prompts[place] = list(prompt) or [self.pad]
         self.responses[place] = [self.pad]
         self.masks[place] = [0]
         self.logprobs[place] = [0.0]
-        self.rewards[place] = reward
+        self._repeats[place] = repeated
+        self.rewards[place] = 0.0 if repeated is None else self.rewards[repeated]
         self.stop_reasons[place] = str(why)
+
+    def follow_stop_reasons(self, *, zero_rewards: bool, mask: bool) -> None:
+        """Change the rows of trajectories that came and did not end with `stop`.
+
+        Args:
+            zero_rewards: Their reward is 0; masked rows that repeat it follow.
+            mask: Their loss mask is 0. Their reward stays in the baseline, as with SkyRL's own generator.
+        """
+        for place, reason in enumerate(self.stop_reasons):
+            if place in self._repeats or reason == STOP:
+                continue
+            if zero_rewards:
+                self.rewards[place] = 0.0
+            if mask:
+                self.masks[place] = [0] * len(self.masks[place])
+        for place, repeated in self._repeats.items():
+            self.rewards[place] = 0.0 if repeated is None else self.rewards[repeated]
 
     def output(self, trajectory_ids: Any, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Return the `GeneratorOutput`."""

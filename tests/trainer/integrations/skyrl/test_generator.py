@@ -54,9 +54,10 @@ async def test_a_process_that_only_evaluates_leaves_a_live_training_alone(run_di
                 await live.settle(["1"], (), PolicyVersion(0, 1))
     finally:
         share.close(unlink=True)
-    evaluated, unstarted, closed = json.loads(output.splitlines()[-1])
+    evaluated, unstarted, empty, closed = json.loads(output.splitlines()[-1])
     assert evaluated == ["stop"]
     assert unstarted == closed == ["closed"]
+    assert empty == []
 
 
 async def test_a_trainer_whose_place_is_taken_takes_no_further_step(run_dir: Path) -> None:

@@ -169,6 +169,24 @@ def test_more_sequences_than_trajectories_are_left_out() -> None:
     assert rows.rewards == [1.0]
 
 
+def unfinished(**settings: bool) -> Rows:
+    """Rows of a group whose first sequence did not end by itself; two more are missing and repeat its rewards."""
+    rows = Rows(4, pad=1)
+    rows.fill((0, 1, 2, 3), Answer(group(scores=[1.0, 0.5])))
+    rows.follow_stop_reasons(**{"zero_rewards": False, "mask": False, **settings})
+    return rows
+
+
+def test_unfinished_trajectories_follow_the_settings_of_skyrl() -> None:
+    assert (unfinished().rewards, unfinished().masks[:2]) == ([1.0, 0.5, 1.0, 0.5], [[1], [1, 0, 1, 0]])
+    zeroed = unfinished(zero_rewards=True)
+    assert zeroed.rewards == [0.0, 0.5, 0.0, 0.5], "those that repeat it follow"
+    assert zeroed.masks[:2] == [[1], [1, 0, 1, 0]]
+    masked = unfinished(mask=True)
+    assert masked.masks == [[0], [1, 0, 1, 0], [0], [0]]
+    assert masked.rewards == [1.0, 0.5, 1.0, 0.5]
+
+
 def test_metrics_have_the_same_names_in_every_call_and_add_up() -> None:
     some = bus_metrics([Answer(group(), staleness=2), Answer(missing=Missing.LOST)], 3)
     assert some["bus/groups"] == 1
