@@ -4,20 +4,17 @@
     collect groups -> optimizer step -> sync of the weights -> publish -> settle;  checkpoint -> commit
 
 Mix one of the classes into a trainer of SkyRL, before it in the list of bases. The groups of a step are settled once
-its weights are published, or before a checkpoint is written, whichever comes first: as trained, or as filtered if SkyRL
-dropped them or masked every token of them. A trainer that comes back begins a new incarnation from the step of its
-checkpoint, and the broker delivers again what was settled later.
-
-The policy version of a group is `PolicyVersion(incarnation, step)`, where `step` counts finished optimizer steps. It is
-SkyRL's `global_step` but for one case: with `sample_full_batch` SkyRL saves an exhausted epoch under the number of the
-step that it has yet to take. So each checkpoint has the number of its steps in `STEPS`, and a trainer that comes back
-continues from there.
+its weights are published, or before a checkpoint is written, whichever comes first: as trained, or as filtered if every
+token of them is masked. Groups that SkyRL drops are filtered at once: SkyRL collects others for the same step, and what
+is held takes their room. A trainer that comes back begins a new incarnation from the step of its checkpoint, and the
+broker delivers again what was settled later.
 """
 
 import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, Final
 
 from skyrl.backends.skyrl_train.utils.io import io
@@ -129,24 +126,16 @@ class BusTraining:
         self._trained = (sorted(learned), sorted({*uids} - learned))
         return super().convert_to_training_input(generator_output, uids)  # type: ignore[misc]
 
-    def _dropped(self) -> list[str]:
-        """Return the instances that SkyRL has dropped since the last settlement, and forget them."""
-        return []
-
     _drops_the_rest = False
     """What a step does not use will not be used: `generate` is not ahead of it."""
 
     def _settlement(self) -> Any:
-        """Begin to settle what is due; return the future, or None if nothing is."""
-        version, stepped, dropped = self._version, self._trained, self._dropped()
-        if stepped is None and not dropped:
+        """Begin to settle the groups of the present step; return the future, or None if there is no step."""
+        if self._trained is None:
             return None
-        self._trained = None
-        trained, masked = stepped or ([], [])
-        settling = self.generator.settlement(
-            trained, [*masked, *dropped], version, rest=self._drops_the_rest and stepped is not None
-        )
-        self.bus_version = version
+        version, (trained, masked) = self._version, self._trained
+        settling = self.generator.settlement(trained, masked, version, rest=self._drops_the_rest)
+        self.bus_version, self._trained = version, None
         return settling
 
     async def _settle(self) -> None:
@@ -192,24 +181,32 @@ class BusAsyncTraining(BusTraining):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._dropped_uids: list[str] = []
-
-    def _dropped(self) -> list[str]:
-        dropped, self._dropped_uids = self._dropped_uids, []
-        return dropped
+        self._dropping: list[Future[None]] = []
+        """Settlements of groups that SkyRL has dropped."""
 
     async def _run_generate_for_a_group_loop(self, generation_output_group_buffer: Any) -> None:
         self.generator.epoch = self.epoch
         await super()._run_generate_for_a_group_loop(generation_output_group_buffer)  # type: ignore[misc]
 
+    def _should_keep_group(self, group: Any) -> bool:
+        """Report a group that SkyRL drops, one without variance."""
+        keeps: bool = super()._should_keep_group(group)  # type: ignore[misc]
+        if not keeps:
+            self._drop([group.uid])
+        return keeps
+
     async def _collect_generation_mini_batch(self, *args: Any) -> Any:
-        """Note the groups that SkyRL drops: those without variance, and a last mini-batch that is not full."""
+        """Report a last mini-batch that is not full, too. Ends once all that was dropped is settled."""
         kept, dropped, exhausted = await super()._collect_generation_mini_batch(*args)  # type: ignore[misc]
-        self._dropped_uids += [group.uid for group in dropped]
         if exhausted:
-            self._dropped_uids += [group.uid for group in kept]
-            await self._settle()
+            self._drop([group.uid for group in kept])
+        while self._dropping:
+            await asyncio.wrap_future(self._dropping.pop())
         return kept, dropped, exhausted
+
+    def _drop(self, uids: list[str]) -> None:
+        # Of the present policy: the broker delivers it again if the next step is not covered.
+        self._dropping.append(self.generator.settlement((), uids, self.bus_version))
 
 
 class _Dispatch:
