@@ -13,6 +13,7 @@ ever empty, because SkyRL puts the reward on the last token.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -24,6 +25,13 @@ from rolloutmq.trainer.integrations.task_feed.sequences import STOP, SampledSequ
 
 TASK_CHARS: Final = 120
 """Longest task id before the number of the attempt; the broker allows 128 in all."""
+_REMEDIES: Final[Mapping[str, tuple[str, str]]] = {
+    Missing.DEADLINE: (
+        "generator.bus.deadline_s",
+        "raise it, or see in `rolloutmq status` why no group comes",
+    ),
+    Missing.REFUSED: ("generator.bus.environments", "name environments of the run; the log has the reason"),
+}
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._/-]")
 
 
@@ -215,3 +223,15 @@ def bus_metrics(answers: Iterable[Answer], masked: int) -> dict[str, float]:
     ):
         found[f"bus/groups_{why}"] = float(sum(one.missing is why for one in answers))
     return found
+
+
+def why_nothing_came(stop_reasons: Sequence[str], step: int) -> str:
+    """Return why none of the trajectories of a step came and what to do, by key; empty if one did."""
+    counted = Counter(stop_reasons)
+    if not counted or any(reason not in set(Missing) for reason in counted):
+        return ""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counted.most_common())
+    key, remedy = _REMEDIES.get(
+        counted.most_common(1)[0][0], ("generator.bus", "see the reasons of single prompts in the log")
+    )
+    return f"{key}: step {step} has no trajectory to learn from (got {reasons}); {remedy}"

@@ -8,6 +8,14 @@ its weights are published, or before a checkpoint is written, whichever comes fi
 token of them is masked. Groups that SkyRL drops are filtered at once: SkyRL collects others for the same step, and what
 is held takes their room. A trainer that comes back begins a new incarnation from the step of its checkpoint, and the
 broker delivers again what was settled later.
+
+A step for which no trajectory came is not taken: the training ends with the reason. If SkyRL's own filters mask all
+that came, SkyRL steps as it does without the bus: its losses are 0 then.
+
+The policy version of a group is `PolicyVersion(incarnation, step)`, where `step` counts finished optimizer steps. It is
+SkyRL's `global_step` but for one case: with `sample_full_batch` SkyRL saves an exhausted epoch under the number of the
+step that it has yet to take. So each checkpoint has the number of its steps in `STEPS`, and a trainer that comes back
+continues from there.
 """
 
 import asyncio
@@ -19,11 +27,13 @@ from typing import Any, Final
 
 from skyrl.backends.skyrl_train.utils.io import io
 
+from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.integrations.checkpoints import make_durable, next_life
 from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
+from rolloutmq.trainer.integrations.skyrl.rows import why_nothing_came
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +130,12 @@ class BusTraining:
 
         Raises:
             ConsumerFencedError: Another trainer has this one's place: its weights must not be published.
+            UsageError: No trajectory of the step came; names the setting to change.
         """
         self.generator.require_live()
         learned = {uid for uid, mask in zip(uids, generator_output["loss_masks"], strict=True) if any(mask)}
+        if not learned and (problem := why_nothing_came(generator_output["stop_reasons"], self.global_step)):
+            raise UsageError(problem)
         self._trained = (sorted(learned), sorted({*uids} - learned))
         return super().convert_to_training_input(generator_output, uids)  # type: ignore[misc]
 

@@ -13,6 +13,7 @@ from rolloutmq.trainer.integrations.skyrl.rows import (
     bus_metrics,
     prompt_groups,
     task_name,
+    why_nothing_came,
 )
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
 from rolloutmq.trainer.integrations.task_feed.connection import NAME_CHARS
@@ -185,6 +186,16 @@ def test_unfinished_trajectories_follow_the_settings_of_skyrl() -> None:
     masked = unfinished(mask=True)
     assert masked.masks == [[0], [1, 0, 1, 0], [0], [0]]
     assert masked.rewards == [1.0, 0.5, 1.0, 0.5]
+
+
+def test_a_step_for_which_nothing_came_is_told_by_the_setting_to_change() -> None:
+    assert why_nothing_came(["deadline"] * 3 + ["failed"], 7) == (
+        "generator.bus.deadline_s: step 7 has no trajectory to learn from (got 3 deadline, 1 failed); "
+        "raise it, or see in `rolloutmq status` why no group comes"
+    )
+    assert why_nothing_came(["refused"], 1).startswith("generator.bus.environments: step 1 has no")
+    assert why_nothing_came(["failed"], 1).startswith("generator.bus: step 1 has no")
+    assert why_nothing_came(["deadline", "length"], 1) == "", "one came, and SkyRL has masked it"
 
 
 def test_metrics_have_the_same_names_in_every_call_and_add_up() -> None:
