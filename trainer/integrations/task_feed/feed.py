@@ -50,7 +50,7 @@ from rolloutmq.schemas.wire.replies import RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import GROUPS_LIMIT, WINDOW_LIMIT
 from rolloutmq.schemas.wire.tasks import ASK_LIMIT, REASON_CHARS, TaskState, TaskStatus
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
-from rolloutmq.trainer.step.lane_scores import lane_scores
+from rolloutmq.trainer.integrations.task_feed.reports import StepReports
 from rolloutmq.trainer.trained_log import TrainedLog
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Feed:
     on_step: Callable[[StepDone], None] = lambda _event: None
     content_key: Callable[[str], str] | None = None
     find_fault: Callable[[Group], str] = lambda _group: ""
-    _settled_at: float = field(default_factory=time.monotonic)
+    _reports: StepReports = field(default_factory=StepReports)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _kept: OrderedDict[str, HeldGroup] = field(default_factory=OrderedDict)
     _over: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -514,36 +514,15 @@ class Feed:
             for key, held in (*used, *unused):
                 self._out.setdefault(key, []).append(held)
             raise
+        self._reports.add_filtered(_groups(unused))
         if used:
-            self.on_step(self._step(_groups(used), _groups(unused), learned))
+            run, after = self.consumer.info.run, self.consumer.version
+            self.on_step(self._reports.step(_groups(used), learned, after, run))
         return settled
 
     def _take(self, keys: Iterable[str]) -> list[tuple[str, HeldGroup]]:
         """Return the groups that were handed out for keys, and note them as handed out no longer."""
         return [(key, held) for key in keys for held in self._out.pop(key, ())]
-
-    def _step(self, used: list[HeldGroup], unused: list[HeldGroup], learned: PolicyVersion) -> StepDone:
-        """Return the report of a step from the policy `learned`. Its loss is known to the trainer alone."""
-        groups = [held.group for held in (*used, *unused)]
-        ages = [held.staleness(learned) for held in used]
-        began, self._settled_at = self._settled_at, time.monotonic()
-        after = self.consumer.version
-        return StepDone(
-            run=self.consumer.info.run,
-            incarnation=after.incarnation,
-            step=after.step,
-            at=time.time(),
-            reward=sum(group.rewards().mean for group in groups) / len(groups),
-            loss=0.0,
-            tokens=sum(held.group.tokens for held in used),
-            groups=len(groups),
-            filtered=len(unused),
-            staleness_max=max(ages),
-            staleness_mean=sum(ages) / len(ages),
-            pull_s=0.0,
-            step_s=self._settled_at - began,
-            scores=lane_scores(groups),
-        )
 
     async def _settle(
         self,

@@ -134,6 +134,25 @@ async def test_groups_are_matched_by_their_task_in_any_order(run_dir: Path, brok
         assert sorted(feed.keys()) == ["1", "2", "4", "6", "7"]
 
 
+@pytest.mark.usefixtures("broker")
+async def test_the_report_of_a_step_has_what_was_filtered_since_the_last(run_dir: Path) -> None:
+    async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
+        told: list[StepDone] = []
+        feed.on_step = told.append
+        asked = [ask(feed, str(number)) for number in range(4)]
+        for task in await taken(taker, 4):
+            await producer.send(answer(task))
+        await asyncio.wait_for(asyncio.gather(*asked), LIMIT_S)
+        await feed.settle((), ["0"], PolicyVersion(0, 0))
+        await feed.settle((), ["1"], PolicyVersion(0, 0))
+        assert told == []
+        await feed.settle(["2"], (), PolicyVersion(0, 1))
+        await feed.settle(["3"], (), PolicyVersion(0, 2))
+    assert [(one.step, one.groups, one.filtered, one.tokens) for one in told] == [(1, 3, 2, 4), (2, 1, 0, 4)]
+    assert [[lane.groups for lane in one.scores] for one in told] == [[3], [1]]
+    assert {one.reward for one in told} == {0.5}
+
+
 async def test_the_same_instance_again_is_a_new_task(run_dir: Path, broker: Broker) -> None:
     async with joined(run_dir) as feed, worker(run_dir) as (producer, taker):
         for attempt in range(2):
