@@ -235,6 +235,32 @@ async def test_dropped_groups_make_room_for_those_that_a_step_needs(run_dir: Pat
     verify(run_dir)
 
 
+async def test_a_resumed_trainer_drops_again_what_it_dropped_after_its_checkpoint(run_dir: Path) -> None:
+    """It is killed behind the third step: SkyRL's second checkpoint does not know what was dropped for that step."""
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    flat = {str(row): "flat" for row in range(ROWS) if row % 2}
+    stage = Stage(run_dir, run_dir.parent / "weights.json", flat)
+    plan: dict[str, Any] = {"weights": str(stage.weights), "batch": BATCH, "rows": ROWS, "kind": "async"}
+    saves = {
+        "trainer.algorithm.zero_variance_filter": True,
+        "trainer.fully_async.sample_full_batch": True,
+        "trainer.ckpt_interval": 1,
+        "trainer.resume_mode": "latest",
+    }
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            first = await play(run_dir, dies_at=3, settings=saves, **plan)
+            assert first.code == -signal.SIGKILL, first.output
+            second = await play(run_dir, settings=saves, **plan)
+        assert second.code == 0, second.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert [one["step"] for one in second.of("step")] == [3, 4]
+    assert sorted(stage.trained_on) == sorted(map(str, range(ROWS))), "none is sampled twice"
+    assert (ledger.queued, ledger.leased) == (0, 0)
+    verify(run_dir)
+
+
 async def test_a_trainer_that_is_killed_after_an_exhausted_epoch_gets_its_step_again(run_dir: Path) -> None:
     """SkyRL saves an exhausted epoch under the number of the step that it has yet to take."""
     layout, settings = RunLayout(run_dir), config(durability="os")
