@@ -310,7 +310,7 @@ async def test_a_trainer_that_comes_back_gets_its_groups_without_a_rollout(
     assert (await counts(broker)).trained == 3
 
 
-async def test_a_trainer_that_comes_back_gets_more_leases_again_than_it_can_hold(
+async def test_a_trainer_that_comes_back_gets_each_of_many_steps_again_as_a_lease(
     run_dir: Path, broker: Broker
 ) -> None:
     """Each step without a checkpoint comes again as a lease of its own, and nothing is asked before they have come."""
