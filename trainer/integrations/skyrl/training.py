@@ -59,6 +59,8 @@ class BusTraining:
     _resumed_steps: int | None = None
     _trained: tuple[list[str], list[str]] | None = None
     """Instances of the present step: used, and masked whole."""
+    _dropping: tuple[Future[None], ...] = ()
+    """Settlements of groups that SkyRL has dropped."""
 
     # What SkyRL's trainers have, for type checkers.
     cfg: Any
@@ -139,6 +141,17 @@ class BusTraining:
         self._trained = (sorted(learned), sorted({*uids} - learned))
         return super().convert_to_training_input(generator_output, uids)  # type: ignore[misc]
 
+    def _drop(self, uids: list[str]) -> None:
+        """Begin to settle groups that SkyRL has dropped while it collects those of its next step."""
+        # Of the present policy: the broker delivers it again if the next step is not covered.
+        self._dropping += (self.generator.settlement((), uids, self.bus_version),)
+
+    async def _all_dropped(self) -> None:
+        """Wait until all that SkyRL has dropped is settled."""
+        dropping, self._dropping = self._dropping, ()
+        for settling in dropping:
+            await asyncio.wrap_future(settling)
+
     _drops_the_rest = False
     """What a step does not use will not be used: `generate` is not ahead of it."""
 
@@ -180,22 +193,26 @@ class BusSyncTraining(BusTraining):
 
     _current_epoch: int
     _drops_the_rest = True
+    dynamic_sampling_state: Any
 
     async def generate(self, input_batch: Any) -> Any:
-        """Generate, as tasks of the present epoch."""
+        """Generate, as tasks of the present epoch, once all that was dropped is settled."""
         self.generator.epoch = self._current_epoch
+        await self._all_dropped()
         return await super().generate(input_batch)  # type: ignore[misc]
+
+    def handle_dynamic_sampling(self, generator_output: Any, uids: list[str]) -> Any:
+        """Report what SkyRL does not collect, if it samples more for the same step."""
+        found = super().handle_dynamic_sampling(generator_output, uids)  # type: ignore[misc]
+        if found[2]:
+            self._drop(sorted({*uids} - {*self.dynamic_sampling_state.get("collected_uids", ())}))
+        return found
 
 
 class BusAsyncTraining(BusTraining):
     """`BusTraining` for `FullyAsyncRayPPOTrainer`, whose buffer holds groups for later steps."""
 
     epoch: int
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._dropping: list[Future[None]] = []
-        """Settlements of groups that SkyRL has dropped."""
 
     async def _run_generate_for_a_group_loop(self, generation_output_group_buffer: Any) -> None:
         self.generator.epoch = self.epoch
@@ -213,13 +230,8 @@ class BusAsyncTraining(BusTraining):
         kept, dropped, exhausted = await super()._collect_generation_mini_batch(*args)  # type: ignore[misc]
         if exhausted:
             self._drop([group.uid for group in kept])
-        while self._dropping:
-            await asyncio.wrap_future(self._dropping.pop())
+        await self._all_dropped()
         return kept, dropped, exhausted
-
-    def _drop(self, uids: list[str]) -> None:
-        # Of the present policy: the broker delivers it again if the next step is not covered.
-        self._dropping.append(self.generator.settlement((), uids, self.bus_version))
 
 
 class _Dispatch:

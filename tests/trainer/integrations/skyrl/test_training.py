@@ -212,20 +212,25 @@ async def test_groups_without_variance_are_filtered_and_a_last_short_mini_batch_
     verify(run_dir)
 
 
-async def test_dropped_groups_make_room_for_those_that_a_step_needs(run_dir: Path) -> None:
+@pytest.mark.parametrize("kind", ["sim", "sync"])
+async def test_dropped_groups_make_room_for_those_that_a_step_needs(run_dir: Path, kind: str) -> None:
     """Of 40 groups 8 have a variance, and the staleness bound of the bus lets a trainer hold 12."""
     layout = RunLayout(run_dir)
     settings = config({"pacing": True, "max_staleness": 2}, durability="os")
     write_json(layout.config, settings)
     flat = {str(row): "flat" for row in range(40) if row % 5}
     stage = Stage(run_dir, run_dir.parent / "weights.json", flat)
-    chosen = {
-        "trainer.algorithm.zero_variance_filter": True,
-        "trainer.fully_async.sample_full_batch": True,
+    chosen: dict[str, dict[str, Any]] = {
+        "sim": {
+            "trainer.algorithm.zero_variance_filter": True,
+            "trainer.fully_async.sample_full_batch": True,
+        },
+        "sync": {"trainer.algorithm.dynamic_sampling.type": "filter"},
     }
     with running_broker(settings, layout) as broker:
         async with workers(stage):
-            played = await play(run_dir, weights=str(stage.weights), batch=BATCH, rows=40, settings=chosen)
+            plan = {"weights": str(stage.weights), "batch": BATCH, "rows": 40, "kind": kind}
+            played = await play(run_dir, settings=chosen[kind], **plan)
         assert played.code == 0, played.output
         ledger = (await counts(broker)).pressure.ledger
     assert len(played.of("step")) == 2
