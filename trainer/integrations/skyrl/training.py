@@ -75,6 +75,7 @@ class BusTraining:
         """Train to the end, then leave the bus."""
         try:
             await super().train()  # type: ignore[misc]
+            await self._all_dropped()
         finally:
             await asyncio.to_thread(self.generator.close)
 
