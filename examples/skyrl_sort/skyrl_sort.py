@@ -87,7 +87,7 @@ class Learner(BusSimulatedTrainer):
         advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1)
         ratio = (chosen.detach() - batch["rollout_logprobs"]).exp().clamp(max=2.0)
         entropy = -(every.exp() * every).sum(-1)
-        loss = -((ratio * advantages * chosen + 0.02 * entropy) * mask).sum() / mask.sum()
+        loss = -((ratio * advantages * chosen + 0.02 * entropy) * mask).sum() / mask.sum().clamp(min=1)
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)

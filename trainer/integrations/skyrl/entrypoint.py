@@ -148,6 +148,8 @@ def bus_generator(cfg: Any, tokenizer: Any) -> BusGenerator:
         deadline_s=bus.deadline_s,
         timeout_s=bus.timeout_s,
         temperature=_temperature(cfg),
+        zero_reward_on_non_stop=cfg.generator.zero_reward_on_non_stop,
+        apply_overlong_filtering=cfg.generator.apply_overlong_filtering,
     )
 
 

@@ -14,7 +14,7 @@ The trainer joins the bus by `start`, and before it has, or once it has left, al
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -52,6 +52,7 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         deadline_s: Longest time from a request to its group, in seconds; what is missing then is masked.
         timeout_s: Longest wait for the broker when the bus is joined, in seconds.
         temperature: SkyRL's `trainer.algorithm.temperature`, at which it scores. Groups of another one are masked.
+        zero_reward_on_non_stop, apply_overlong_filtering: SkyRL's settings of these names.
 
     Attributes:
         epoch: Epoch of the data; an instance is a new task in each. The trainer sets it.
@@ -68,6 +69,8 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         deadline_s: float = 1800.0,
         timeout_s: float = 60.0,
         temperature: float = 1.0,
+        zero_reward_on_non_stop: bool = False,
+        apply_overlong_filtering: bool = False,
     ) -> None:
         problem = find_problem(name, environments, deadline_s, timeout_s)
         if problem is not None:
@@ -77,6 +80,8 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         self.epoch = 0
         self._tokenizer = tokenizer
         self._environments = dict(environments or {})
+        self._zero_reward_on_non_stop = zero_reward_on_non_stop
+        self._apply_overlong_filtering = apply_overlong_filtering
         self._connection = FeedConnection(
             where, name=name, batch_sequences=batch_sequences, deadline_s=deadline_s, timeout_s=timeout_s
         )
@@ -156,13 +161,18 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
             masked += rows.fill(group.places, answer, prompt)
         if masked:
             logger.warning("trajectories masked trajectories=%d of=%d", masked, len(rows.rewards))
-        metrics = get_rollout_metrics(
-            rows.responses,
-            rows.rewards,
-            loss_masks=rows.masks,
-            trajectory_completion_times=rows.times,
+        metrics = bus_metrics(answers, masked)
+        if rows.count:  # SkyRL has no metrics of an empty batch
+            metrics |= get_rollout_metrics(
+                rows.responses,
+                rows.rewards,
+                loss_masks=rows.masks,
+                trajectory_completion_times=rows.times,
+            )
+        rows.follow_stop_reasons(
+            zero_rewards=self._zero_reward_on_non_stop, mask=self._apply_overlong_filtering
         )
-        return rows.output(input_batch.get("trajectory_ids"), metrics | bus_metrics(answers, masked))
+        return rows.output(input_batch.get("trajectory_ids"), metrics)
 
     async def _answers(self, groups: Sequence[PromptGroup], step: int, *, evaluates: bool) -> list[Answer]:
         asking = self._evaluate(groups, step) if evaluates else self._train(groups)
@@ -183,18 +193,12 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         return answers
 
     async def _asked(self, feed: Feed, groups: Sequence[PromptGroup], phase: str, part: str) -> list[Answer]:
-        return await asyncio.gather(
-            *(
-                feed.ask(
-                    one.uid,
-                    task_name(self.name, phase, part, one.uid),
-                    self._environments.get(one.env, one.env),
-                    one.payload,
-                    len(one.places),
-                )
-                for one in groups
-            )
-        )
+        def asking(one: PromptGroup) -> Awaitable[Answer]:
+            env = self._environments.get(one.env, one.env)
+            name = task_name(self.name, phase, part, one, env)
+            return feed.ask(one.uid, name, env, one.payload, len(one.places))
+
+        return await asyncio.gather(*map(asking, groups))
 
     def _pad(self) -> int:
         for name in ("eos_token_id", "pad_token_id"):

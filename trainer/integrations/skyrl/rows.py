@@ -7,21 +7,31 @@ SkyRL needs a row for each trajectory that it asked for. A missing one becomes a
 and the reason as its stop reason. Its reward is one of the group's other rewards, which take turns, or 0 without any:
 then mean and deviation of the group's rewards stay about as they are, and so do the advantages of the others. No row is
 ever empty, because SkyRL puts the reward on the last token.
+
+`follow_stop_reasons` does what SkyRL's own generator does, behind its metrics, for `zero_reward_on_non_stop` and
+`apply_overlong_filtering`.
 """
 
-import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any, Final
 
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
-from rolloutmq.trainer.integrations.task_feed.payloads import plain
-from rolloutmq.trainer.integrations.task_feed.sequences import SampledSequence, sampled_sequences
+from rolloutmq.trainer.integrations.task_feed.payloads import content_digest, plain
+from rolloutmq.trainer.integrations.task_feed.sequences import STOP, SampledSequence, sampled_sequences
 
 TASK_CHARS: Final = 120
 """Longest task id before the number of the attempt; the broker allows 128 in all."""
+_REMEDIES: Final[Mapping[str, tuple[str, str]]] = {
+    Missing.DEADLINE: (
+        "generator.bus.deadline_s",
+        "raise it, or see in `rolloutmq status` why no group comes",
+    ),
+    Missing.REFUSED: ("generator.bus.environments", "name environments of the run; the log has the reason"),
+}
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._/-]")
 
 
@@ -65,13 +75,22 @@ def prompt_groups(given: Mapping[str, Any]) -> list[PromptGroup]:
     return found
 
 
-def task_name(training: str, phase: str, epoch: int | str, uid: str) -> str:
-    """Return the id of an instance's task, without the attempt: the same in every life of a training."""
-    name = f"{training}/{phase}/{epoch}/{uid}"
-    if len(name) <= TASK_CHARS and not _UNSAFE.search(name):
-        return name
-    digest = hashlib.blake2b(uid.encode(), digest_size=16).hexdigest()
-    return f"{training}/{phase}/{epoch}/{digest}"
+def task_name(training: str, phase: str, epoch: str, group: PromptGroup, env: str) -> str:
+    """Return the id of an instance's task, without the attempt: the same in every life of a training.
+
+    It has a digest of the content, because an instance of the same uid may be another one: of other data, say.
+
+    Args:
+        training: Name of the training.
+        phase: `train` or `eval`.
+        epoch: Part of the training in which each instance is a new task.
+        group: The instance.
+        env: Environment of the bus.
+    """
+    digest = content_digest([env, len(group.places), group.payload])
+    name = f"{training}/{phase}/{epoch}/{digest}"
+    whole = f"{name}/{group.uid}"
+    return name if len(whole) > TASK_CHARS or _UNSAFE.search(whole) else whole
 
 
 @dataclass(slots=True)
@@ -91,6 +110,8 @@ class Rows:
     rewards: list[float] = field(init=False)
     stop_reasons: list[str] = field(init=False)
     times: list[float] = field(init=False)
+    _repeats: dict[int, int | None] = field(default_factory=dict)
+    """Masked rows, and the row whose reward each of them repeats."""
 
     def __post_init__(self) -> None:
         self.prompts = [[] for _ in range(self.count)]
@@ -113,20 +134,18 @@ class Rows:
         elapsed_s = answer.waited_s
         if answer.group is not None:
             elapsed_s = max(0.0, answer.group.finished_at - answer.group.started_at)
-        live = [one for one in sequences[: len(places)] if one.usable]
-        stand_in = live[0].prompt.tolist() if live else list(prompt)
-        rewards = cycle([one.score for one in live] or [0.0])
-        for place, one in zip(places, sequences, strict=False):
+        usable = {place: one for place, one in zip(places, sequences, strict=False) if one.usable}
+        for place, one in usable.items():
+            self._write(place, one)
+        repeated = cycle(usable or [None])
+        stand_in = self.prompts[next(iter(usable))] if usable else prompt
+        absent = answer.missing or Missing.SHORT
+        for number, place in enumerate(places):
             self.times[place] = elapsed_s
-            if one.usable:
-                self._write(place, one)
-            else:
-                self._mask(place, stand_in, Missing.UNUSABLE, next(rewards))
-        why = answer.missing or Missing.SHORT
-        for place in islice(places, len(sequences), None):
-            self.times[place] = elapsed_s
-            self._mask(place, stand_in, why, next(rewards))
-        return len(places) - len(live)
+            if place not in usable:
+                why = Missing.UNUSABLE if number < len(sequences) else absent
+                self._mask(place, stand_in, why, next(repeated))
+        return len(places) - len(usable)
 
     def _write(self, place: int, one: SampledSequence) -> None:
         self.prompts[place] = one.prompt.tolist()
@@ -136,13 +155,31 @@ class Rows:
         self.rewards[place] = one.score
         self.stop_reasons[place] = one.stop_reason
 
-    def _mask(self, place: int, prompt: Sequence[int], why: Missing, reward: float) -> None:
+    def _mask(self, place: int, prompt: Sequence[int], why: Missing, repeated: int | None) -> None:
         self.prompts[place] = list(prompt) or [self.pad]
         self.responses[place] = [self.pad]
         self.masks[place] = [0]
         self.logprobs[place] = [0.0]
-        self.rewards[place] = reward
+        self._repeats[place] = repeated
+        self.rewards[place] = 0.0 if repeated is None else self.rewards[repeated]
         self.stop_reasons[place] = str(why)
+
+    def follow_stop_reasons(self, *, zero_rewards: bool, mask: bool) -> None:
+        """Change the rows of trajectories that came and did not end with `stop`.
+
+        Args:
+            zero_rewards: Their reward is 0; masked rows that repeat it follow.
+            mask: Their loss mask is 0. Their reward stays in the baseline, as with SkyRL's own generator.
+        """
+        for place, reason in enumerate(self.stop_reasons):
+            if place in self._repeats or reason == STOP:
+                continue
+            if zero_rewards:
+                self.rewards[place] = 0.0
+            if mask:
+                self.masks[place] = [0] * len(self.masks[place])
+        for place, repeated in self._repeats.items():
+            self.rewards[place] = 0.0 if repeated is None else self.rewards[repeated]
 
     def output(self, trajectory_ids: Any, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Return the `GeneratorOutput`."""
@@ -186,3 +223,15 @@ def bus_metrics(answers: Iterable[Answer], masked: int) -> dict[str, float]:
     ):
         found[f"bus/groups_{why}"] = float(sum(one.missing is why for one in answers))
     return found
+
+
+def why_nothing_came(stop_reasons: Sequence[str], step: int) -> str:
+    """Return why none of the trajectories of a step came and what to do, by key; empty if one did."""
+    counted = Counter(stop_reasons)
+    if not counted or any(reason not in set(Missing) for reason in counted):
+        return ""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counted.most_common())
+    key, remedy = _REMEDIES.get(
+        counted.most_common(1)[0][0], ("generator.bus", "see the reasons of single prompts in the log")
+    )
+    return f"{key}: step {step} has no trajectory to learn from (got {reasons}); {remedy}"

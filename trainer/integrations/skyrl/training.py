@@ -4,9 +4,13 @@
     collect groups -> optimizer step -> sync of the weights -> publish -> settle;  checkpoint -> commit
 
 Mix one of the classes into a trainer of SkyRL, before it in the list of bases. The groups of a step are settled once
-its weights are published, or before a checkpoint is written, whichever comes first: as trained, or as filtered if SkyRL
-dropped them or masked every token of them. A trainer that comes back begins a new incarnation from the step of its
-checkpoint, and the broker delivers again what was settled later.
+its weights are published, or before a checkpoint is written, whichever comes first: as trained, or as filtered if every
+token of them is masked. Groups that SkyRL drops are filtered at once: SkyRL collects others for the same step, and what
+is held takes their room. A trainer that comes back begins a new incarnation from the step of its checkpoint, and the
+broker delivers again what was settled later.
+
+A step for which no trajectory came is not taken: the training ends with the reason. If SkyRL's own filters mask all
+that came, SkyRL steps as it does without the bus: its losses are 0 then.
 
 The policy version of a group is `PolicyVersion(incarnation, step)`, where `step` counts finished optimizer steps. It is
 SkyRL's `global_step` but for one case: with `sample_full_batch` SkyRL saves an exhausted epoch under the number of the
@@ -18,15 +22,18 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import Any, Final
 
 from skyrl.backends.skyrl_train.utils.io import io
 
+from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.integrations.checkpoints import make_durable, next_life
 from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
+from rolloutmq.trainer.integrations.skyrl.rows import why_nothing_came
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +59,8 @@ class BusTraining:
     _resumed_steps: int | None = None
     _trained: tuple[list[str], list[str]] | None = None
     """Instances of the present step: used, and masked whole."""
+    _dropping: tuple[Future[None], ...] = ()
+    """Settlements of groups that SkyRL has dropped."""
 
     # What SkyRL's trainers have, for type checkers.
     cfg: Any
@@ -66,6 +75,7 @@ class BusTraining:
         """Train to the end, then leave the bus."""
         try:
             await super().train()  # type: ignore[misc]
+            await self._all_dropped()
         finally:
             await asyncio.to_thread(self.generator.close)
 
@@ -123,30 +133,36 @@ class BusTraining:
 
         Raises:
             ConsumerFencedError: Another trainer has this one's place: its weights must not be published.
+            UsageError: No trajectory of the step came; names the setting to change.
         """
         self.generator.require_live()
         learned = {uid for uid, mask in zip(uids, generator_output["loss_masks"], strict=True) if any(mask)}
+        if not learned and (problem := why_nothing_came(generator_output["stop_reasons"], self.global_step)):
+            raise UsageError(problem)
         self._trained = (sorted(learned), sorted({*uids} - learned))
         return super().convert_to_training_input(generator_output, uids)  # type: ignore[misc]
 
-    def _dropped(self) -> list[str]:
-        """Return the instances that SkyRL has dropped since the last settlement, and forget them."""
-        return []
+    def _drop(self, uids: list[str]) -> None:
+        """Begin to settle groups that SkyRL has dropped while it collects those of its next step."""
+        # Of the present policy: the broker delivers it again if the next step is not covered.
+        self._dropping += (self.generator.settlement((), uids, self.bus_version),)
+
+    async def _all_dropped(self) -> None:
+        """Wait until all that SkyRL has dropped is settled."""
+        dropping, self._dropping = self._dropping, ()
+        for settling in dropping:
+            await asyncio.wrap_future(settling)
 
     _drops_the_rest = False
     """What a step does not use will not be used: `generate` is not ahead of it."""
 
     def _settlement(self) -> Any:
-        """Begin to settle what is due; return the future, or None if nothing is."""
-        version, stepped, dropped = self._version, self._trained, self._dropped()
-        if stepped is None and not dropped:
+        """Begin to settle the groups of the present step; return the future, or None if there is no step."""
+        if self._trained is None:
             return None
-        self._trained = None
-        trained, masked = stepped or ([], [])
-        settling = self.generator.settlement(
-            trained, [*masked, *dropped], version, rest=self._drops_the_rest and stepped is not None
-        )
-        self.bus_version = version
+        version, (trained, masked) = self._version, self._trained
+        settling = self.generator.settlement(trained, masked, version, rest=self._drops_the_rest)
+        self.bus_version, self._trained = version, None
         return settling
 
     async def _settle(self) -> None:
@@ -178,11 +194,20 @@ class BusSyncTraining(BusTraining):
 
     _current_epoch: int
     _drops_the_rest = True
+    dynamic_sampling_state: Any
 
     async def generate(self, input_batch: Any) -> Any:
-        """Generate, as tasks of the present epoch."""
+        """Generate, as tasks of the present epoch, once all that was dropped is settled."""
         self.generator.epoch = self._current_epoch
+        await self._all_dropped()
         return await super().generate(input_batch)  # type: ignore[misc]
+
+    def handle_dynamic_sampling(self, generator_output: Any, uids: list[str]) -> Any:
+        """Report what SkyRL does not collect, if it samples more for the same step."""
+        found = super().handle_dynamic_sampling(generator_output, uids)  # type: ignore[misc]
+        if found[2]:
+            self._drop(sorted({*uids} - {*self.dynamic_sampling_state.get("collected_uids", ())}))
+        return found
 
 
 class BusAsyncTraining(BusTraining):
@@ -190,25 +215,23 @@ class BusAsyncTraining(BusTraining):
 
     epoch: int
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._dropped_uids: list[str] = []
-
-    def _dropped(self) -> list[str]:
-        dropped, self._dropped_uids = self._dropped_uids, []
-        return dropped
-
     async def _run_generate_for_a_group_loop(self, generation_output_group_buffer: Any) -> None:
         self.generator.epoch = self.epoch
         await super()._run_generate_for_a_group_loop(generation_output_group_buffer)  # type: ignore[misc]
 
+    def _should_keep_group(self, group: Any) -> bool:
+        """Report a group that SkyRL drops, one without variance."""
+        keeps: bool = super()._should_keep_group(group)  # type: ignore[misc]
+        if not keeps:
+            self._drop([group.uid])
+        return keeps
+
     async def _collect_generation_mini_batch(self, *args: Any) -> Any:
-        """Note the groups that SkyRL drops: those without variance, and a last mini-batch that is not full."""
+        """Report a last mini-batch that is not full, too. Ends once all that was dropped is settled."""
         kept, dropped, exhausted = await super()._collect_generation_mini_batch(*args)  # type: ignore[misc]
-        self._dropped_uids += [group.uid for group in dropped]
         if exhausted:
-            self._dropped_uids += [group.uid for group in kept]
-            await self._settle()
+            self._drop([group.uid for group in kept])
+        await self._all_dropped()
         return kept, dropped, exhausted
 
 

@@ -98,6 +98,7 @@ class FeedConnection:
         self._stack = AsyncExitStack()
         self._training: Feed | None = None
         self._evaluation: Feed | None = None
+        self._joining = asyncio.Lock()
         self._evaluating = asyncio.Lock()
 
     # Life
@@ -145,8 +146,7 @@ class FeedConnection:
             RefusedError: The broker does not accept this trainer.
             ClosedError: The connection is closed.
         """
-        if self._training is None:
-            self.run(self._join(resume, info, content_key, find_fault))
+        self.run(self._join(resume, info, content_key, find_fault))
 
     async def _join(
         self,
@@ -155,22 +155,25 @@ class FeedConnection:
         content_key: Callable[[str], str] | None,
         find_fault: Callable[[Group], str] | None,
     ) -> None:
-        opening = Feed.open(
-            self._where,
-            training=self._name,
-            batch_sequences=self._batch_sequences,
-            deadline_s=self._deadline_s,
-            resume=resume,
-            resumed=resume is not None and resume > PolicyVersion(),
-            content_key=content_key,
-            find_fault=find_fault,
-            info=info,
-            timeout_s=self._timeout_s,
-        )
-        feed = await self._stack.enter_async_context(opening)
-        events = self._stack.enter_context(Publisher((await resolve(self._where)).publish))
-        feed.on_step = lambda event: events.publish(topics.STEP, event)
-        self._training = feed
+        async with self._joining:  # a second feed would take the place of the first
+            if self._training is not None:
+                return
+            opening = Feed.open(
+                self._where,
+                training=self._name,
+                batch_sequences=self._batch_sequences,
+                deadline_s=self._deadline_s,
+                resume=resume,
+                resumed=resume is not None and resume > PolicyVersion(),
+                content_key=content_key,
+                find_fault=find_fault,
+                info=info,
+                timeout_s=self._timeout_s,
+            )
+            feed = await self._stack.enter_async_context(opening)
+            events = self._stack.enter_context(Publisher((await resolve(self._where)).publish))
+            feed.on_step = lambda event: events.publish(topics.STEP, event)
+            self._training = feed
 
     def close(self) -> None:
         """Leave the bus; groups that are not settled return to the queue. Blocks. May be called twice."""

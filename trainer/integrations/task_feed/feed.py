@@ -9,8 +9,6 @@ ended without a group in an earlier life is followed by the next one, and so is 
 Nothing is raised for a single task: `ask` returns why there is no group. Only `settle` raises, if another process has
 taken the consumer's place, say.
 
-- **Leases.** A consumer holds at most 64, and a lease stays until its last group is settled. So the feed pulls when so
-  many answers are ready that the leases left suffice for all of them (`min_ready`).
 - **Groups that nobody has asked for yet**, such as those of a resumed trainer, are kept. If they fill what the broker
   allows, or are too many, one is filtered, and its instance gets another attempt.
 - **Groups that nobody will ask for** are filtered at once.
@@ -23,10 +21,9 @@ Each settlement has a line in the run's `trained.jsonl`, written before it.
 
 import asyncio
 import logging
-import math
 import os
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, replace
@@ -53,7 +50,7 @@ from rolloutmq.schemas.wire.replies import RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import GROUPS_LIMIT, WINDOW_LIMIT
 from rolloutmq.schemas.wire.tasks import ASK_LIMIT, REASON_CHARS, TaskState, TaskStatus
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
-from rolloutmq.trainer.step.lane_scores import lane_scores
+from rolloutmq.trainer.integrations.task_feed.reports import StepReports
 from rolloutmq.trainer.trained_log import TrainedLog
 
 logger = logging.getLogger(__name__)
@@ -73,14 +70,6 @@ _ENDED: Final = {
     TaskState.EXPIRED: Missing.DEADLINE,
     TaskState.CANCELLED: Missing.CANCELLED,
 }
-
-
-def min_ready(wanted: int, leases_left: int) -> int:
-    """Return how many answers must be ready before a lease is spent on them.
-
-    With this many in each, the leases suffice for all wanted groups, however slowly they come.
-    """
-    return max(1, math.ceil(wanted / max(1, leases_left)))
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +130,7 @@ class Feed:
     on_step: Callable[[StepDone], None] = lambda _event: None
     content_key: Callable[[str], str] | None = None
     find_fault: Callable[[Group], str] = lambda _group: ""
-    _settled_at: float = field(default_factory=time.monotonic)
+    _reports: StepReports = field(default_factory=StepReports)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _kept: OrderedDict[str, HeldGroup] = field(default_factory=OrderedDict)
     _over: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -149,7 +138,6 @@ class Feed:
     _attempts: OrderedDict[str, int] = field(default_factory=OrderedDict)
     _out: dict[str, list[HeldGroup]] = field(default_factory=dict)
     """Groups handed out and not settled, by the key of their request."""
-    _leases: Counter[tuple[int, int]] = field(default_factory=Counter)
     _empty_at: float = 0.0
     """When a pull last found an empty queue."""
     _caught_up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -383,7 +371,6 @@ class Feed:
 
     async def _pull(self) -> None:
         while True:
-            await self._until_enough()
             held = await self.consumer.get(POLL_S)
             if held is None:
                 if self.resumed and not self._caught_up.is_set():
@@ -394,21 +381,7 @@ class Feed:
                 elif self.consumer.wait is Wait.NO_BATCH:
                     self._empty_at = time.monotonic()
                 continue
-            self._leases[held.life, held.lease] += 1
             await self._route(held)
-
-    async def _until_enough(self) -> None:
-        """Wait until enough answers are ready to spend a lease.
-
-        With plenty of leases they always are, and while requests wait for what the broker delivers again.
-        """
-        while not self.consumer.ready and not self._catching_up:
-            left = WINDOW_LIMIT - len(self._leases)
-            ready = sum(one.answered_at > 0 for one in self._asked.values())
-            if left > WINDOW_LIMIT // 2 or ready >= min_ready(len(self._asked), left):
-                return
-            self.consumer.progress()  # it does not hang: it waits for workers
-            await self._change()
 
     @property
     def _catching_up(self) -> bool:
@@ -487,7 +460,6 @@ class Feed:
             return
         if status.state is TaskState.DONE:
             asked.answered_at = time.monotonic()
-            self._changed.set()
         elif status.state in _ENDED:
             self._resolve(asked, Answer(missing=_ENDED[status.state], detail=status.reason))
         elif status.state is TaskState.UNKNOWN:  # a broker without a journal has forgotten it
@@ -542,36 +514,15 @@ class Feed:
             for key, held in (*used, *unused):
                 self._out.setdefault(key, []).append(held)
             raise
+        self._reports.add_filtered(_groups(unused))
         if used:
-            self.on_step(self._step(_groups(used), _groups(unused), learned))
+            run, after = self.consumer.info.run, self.consumer.version
+            self.on_step(self._reports.step(_groups(used), learned, after, run))
         return settled
 
     def _take(self, keys: Iterable[str]) -> list[tuple[str, HeldGroup]]:
         """Return the groups that were handed out for keys, and note them as handed out no longer."""
         return [(key, held) for key in keys for held in self._out.pop(key, ())]
-
-    def _step(self, used: list[HeldGroup], unused: list[HeldGroup], learned: PolicyVersion) -> StepDone:
-        """Return the report of a step from the policy `learned`. Its loss is known to the trainer alone."""
-        groups = [held.group for held in (*used, *unused)]
-        ages = [held.staleness(learned) for held in used]
-        began, self._settled_at = self._settled_at, time.monotonic()
-        after = self.consumer.version
-        return StepDone(
-            run=self.consumer.info.run,
-            incarnation=after.incarnation,
-            step=after.step,
-            at=time.time(),
-            reward=sum(group.rewards().mean for group in groups) / len(groups),
-            loss=0.0,
-            tokens=sum(held.group.tokens for held in used),
-            groups=len(groups),
-            filtered=len(unused),
-            staleness_max=max(ages),
-            staleness_mean=sum(ages) / len(ages),
-            pull_s=0.0,
-            step_s=self._settled_at - began,
-            scores=lane_scores(groups),
-        )
 
     async def _settle(
         self,
@@ -582,14 +533,7 @@ class Feed:
         timeout_s: float | None = None,
     ) -> Settled:
         self.trained_log.write(self._line(trained, filtered, version))
-        settled = await self.consumer.settle(trained, filtered=filtered, version=version, timeout_s=timeout_s)
-        for held in (*trained, *filtered):
-            lease = held.life, held.lease
-            self._leases[lease] -= 1
-            if self._leases[lease] <= 0:
-                del self._leases[lease]
-        self._changed.set()
-        return settled
+        return await self.consumer.settle(trained, filtered=filtered, version=version, timeout_s=timeout_s)
 
     def _line(
         self, trained: list[HeldGroup], filtered: list[HeldGroup], version: PolicyVersion | None

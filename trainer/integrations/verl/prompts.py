@@ -9,10 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.trainer.integrations.task_feed.payloads import plain
+from rolloutmq.trainer.integrations.task_feed.payloads import content_digest, plain
 
 UNCARRIED: Final = frozenset({"uid", "dummy_tensor", "global_steps", "agent_name"})
 """Fields of a prompt that are no part of its content."""
@@ -72,14 +70,13 @@ class Prompt:
 
     def task(self, training: str) -> str:
         """Return the id of the task in a training, without the attempt: `training/phase/content/uid`."""
-        digest = hashlib.blake2b(_encoded(self.content), digest_size=12).hexdigest()
         phase = "eval" if self.validates else "train"
         uid = (
             self.uid
             if len(self.uid) <= 36
             else hashlib.blake2b(self.uid.encode(), digest_size=16).hexdigest()
         )
-        return f"{training}/{phase}/{digest}/{uid}"
+        return f"{training}/{phase}/{content_digest(self.content)}/{uid}"
 
 
 def content_key(task_id: str) -> str:
@@ -106,15 +103,3 @@ def prompts_of(rows: Iterable[Mapping[str, Any]], training: Sampling, validation
         size, step = sessions if asked is None else int(asked), int(fields.get("global_steps", 0))
         found.append(Prompt(str(fields["uid"]), fields, size, step, params, validates))
     return found
-
-
-def _encoded(content: Mapping[str, Any]) -> bytes:
-    try:
-        return msgspec.msgpack.encode(content, order="deterministic")
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-    ):  # the submission says what is wrong with it
-        return repr(content).encode()

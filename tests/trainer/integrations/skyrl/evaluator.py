@@ -1,6 +1,7 @@
 """A process that only evaluates, beside a live training of the same name. Its argument is a JSON object.
 
-Prints the stop reasons of an evaluation, of a training without `start`, and of an evaluation after `close`.
+Prints the stop reasons of an evaluation, of a training without `start`, of an empty batch, and of an evaluation after
+`close`.
 """
 
 import asyncio
@@ -26,10 +27,10 @@ def batch(phase: str, size: int) -> dict[str, Any]:
 def evaluate(run_dir: str, size: int) -> None:
     generator = BusGenerator(run_dir, batch_sequences=size, deadline_s=60.0)
 
-    def reasons(phase: str) -> list[str]:
-        return sorted({*asyncio.run(generator.generate(batch(phase, size)))["stop_reasons"]})
+    def reasons(phase: str, prompts: int = size) -> list[str]:
+        return sorted({*asyncio.run(generator.generate(batch(phase, prompts)))["stop_reasons"]})
 
-    found = [reasons("eval"), reasons("train")]
+    found = [reasons("eval"), reasons("train"), reasons("train", 0)]
     generator.close()
     print(json.dumps([*found, reasons("eval")]))  # noqa: T201 - the test reads it
 

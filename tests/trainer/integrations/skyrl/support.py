@@ -52,13 +52,13 @@ def environment() -> dict[str, str]:
     }
 
 
-def config(**broker: Any) -> RunConfig:
-    """A run whose groups are answered by the test."""
+def config(changes: Mapping[str, Any] | None = None, **broker: Any) -> RunConfig:
+    """A run whose groups are answered by the test; `changes` are those of its environment."""
     mine = {
         "entry": "mine.py:Mine", "group_size": SIZE, "pacing": False, "stale": "pass", "tasks": "submitted",
     }  # fmt: skip
     given: dict[str, Any] = {
-        "environment": {"mine": mine},
+        "environment": {"mine": mine | dict(changes or {})},
         "trainer": {"enabled": False},
         "inference": {"kind": "none"},
         "orchestrator": {"enabled": False},
@@ -86,7 +86,8 @@ class Stage:
     """Workers of one environment. `fates` says what becomes of an instance's task, by its uid.
 
     Fates: `dead` always fails; `lost` is taken by a worker that leaves; `late` is answered after its deadline; `short`
-    lacks a sequence; `silent` is never answered; `flat` has the same score in all sequences.
+    lacks a sequence; `silent` is never answered; `flat` has the same score in all sequences; `cut` has sequences
+    that reached their longest length.
     """
 
     run_dir: Path
@@ -118,7 +119,7 @@ class Stage:
             mask=[row[1] for row in rows],
             inference_logprobs=[row[2] for row in rows],
             scores=[score(uid, 0 if self.fates.get(uid) == "flat" else place) for place in range(members)],
-            stop_reasons=["stop"] * members,
+            stop_reasons=["length" if self.fates.get(uid) == "cut" else "stop"] * members,
             oldest=version,
             newest=version,
             task=task.id,

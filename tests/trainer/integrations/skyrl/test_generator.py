@@ -54,9 +54,26 @@ async def test_a_process_that_only_evaluates_leaves_a_live_training_alone(run_di
                 await live.settle(["1"], (), PolicyVersion(0, 1))
     finally:
         share.close(unlink=True)
-    evaluated, unstarted, closed = json.loads(output.splitlines()[-1])
+    evaluated, unstarted, empty, closed = json.loads(output.splitlines()[-1])
     assert evaluated == ["stop"]
     assert unstarted == closed == ["closed"]
+    assert empty == []
+
+
+async def test_a_step_for_which_nothing_came_ends_the_training_with_the_reason(run_dir: Path) -> None:
+    """SkyRL would step on the masked rows, and publish what has become NaN."""
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {})
+    stage.fates = Silent(stage, 8)
+    with running_broker(config(durability="os"), RunLayout(run_dir)):
+        async with workers(stage):
+            plan = {"weights": str(stage.weights), "batch": 4, "rows": 40, "kind": "async", "deadline_s": 5.0}
+            played = await play(run_dir, **plan)
+    assert played.code != 0
+    assert "generator.bus.deadline_s: step" in played.output, played.output[-4000:]
+    assert f"(got {4 * SIZE} deadline); raise it" in played.output
+    steps = played.of("step")
+    assert len(steps) >= 2
+    assert all("stop" in step["stop_reasons"] for step in steps)
 
 
 async def test_a_trainer_whose_place_is_taken_takes_no_further_step(run_dir: Path) -> None:

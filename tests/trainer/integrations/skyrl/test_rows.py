@@ -13,8 +13,10 @@ from rolloutmq.trainer.integrations.skyrl.rows import (
     bus_metrics,
     prompt_groups,
     task_name,
+    why_nothing_came,
 )
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
+from rolloutmq.trainer.integrations.task_feed.connection import NAME_CHARS
 
 
 @dataclass
@@ -70,18 +72,43 @@ def test_trajectories_without_ids_are_instances_of_their_own() -> None:
     assert found[0].payload["env_extras"] == {}
 
 
+def name_of(given_input: dict[str, Any], epoch: str = "e0", env: str = "math") -> str:
+    [group] = prompt_groups(given_input)
+    return task_name("skyrl", "train", epoch, group, env)
+
+
 def test_a_task_has_the_same_name_in_every_life_and_another_in_every_epoch() -> None:
-    assert task_name("skyrl", "train", "e0", "17") == "skyrl/train/e0/17"
-    assert task_name("skyrl", "train", "e1", "17") == "skyrl/train/e1/17"
+    name = name_of(given("17"))
+    assert name == "skyrl/train/e0/231fe4a2943640f86404bb02/17"
+    assert name_of(given("17")) == name
+    assert name_of(given("17"), epoch="e1") == name.replace("e0", "e1")
+
+
+def test_an_instance_of_another_content_is_another_task_though_its_uid_is_the_same() -> None:
+    others = [
+        given("17", prompts=[[{"role": "user", "content": "other"}]]),
+        given("17", env_extras=[{"answer": 4}]),
+        given("17", sampling_params={"temperature": 0.5}),
+        given("17", "17"),
+    ]
+    names = [name_of(given("17")), name_of(given("17"), env="code"), *map(name_of, others)]
+    assert len({*names}) == len(names)
+    assert all(name.endswith("/17") for name in names)
 
 
 @pytest.mark.parametrize("uid", ["x" * 300, "a b", "ä", "~1"])
-def test_names_that_the_broker_would_refuse_or_mix_up_are_digests(uid: str) -> None:
-    name = task_name("skyrl", "train", "e0", uid)
+def test_names_that_the_broker_would_refuse_or_mix_up_have_no_uid(uid: str) -> None:
+    name = name_of(given(uid))
     assert len(name) <= TASK_CHARS
     assert "~" not in name
-    assert name == task_name("skyrl", "train", "e0", uid)
-    assert name != task_name("skyrl", "train", "e0", uid + "x")
+    assert name == name_of(given(uid))
+    assert name != name_of(given(uid + "x"))
+
+
+def test_the_longest_name_leaves_room_for_the_attempt() -> None:
+    [group] = prompt_groups(given("x" * 300))
+    part = f"s{1 << 40}-{'f' * 8}"
+    assert len(task_name("n" * NAME_CHARS, "train", part, group, "math")) <= TASK_CHARS
 
 
 def test_rows_are_exact_and_a_token_that_was_not_sampled_has_mask_and_logprob_0() -> None:
@@ -141,6 +168,34 @@ def test_more_sequences_than_trajectories_are_left_out() -> None:
     rows = Rows(1)
     assert rows.fill((0,), Answer(group())) == 0
     assert rows.rewards == [1.0]
+
+
+def unfinished(**settings: bool) -> Rows:
+    """Rows of a group whose first sequence did not end by itself; two more are missing and repeat its rewards."""
+    rows = Rows(4, pad=1)
+    rows.fill((0, 1, 2, 3), Answer(group(scores=[1.0, 0.5])))
+    rows.follow_stop_reasons(**{"zero_rewards": False, "mask": False, **settings})
+    return rows
+
+
+def test_unfinished_trajectories_follow_the_settings_of_skyrl() -> None:
+    assert (unfinished().rewards, unfinished().masks[:2]) == ([1.0, 0.5, 1.0, 0.5], [[1], [1, 0, 1, 0]])
+    zeroed = unfinished(zero_rewards=True)
+    assert zeroed.rewards == [0.0, 0.5, 0.0, 0.5], "those that repeat it follow"
+    assert zeroed.masks[:2] == [[1], [1, 0, 1, 0]]
+    masked = unfinished(mask=True)
+    assert masked.masks == [[0], [1, 0, 1, 0], [0], [0]]
+    assert masked.rewards == [1.0, 0.5, 1.0, 0.5]
+
+
+def test_a_step_for_which_nothing_came_is_told_by_the_setting_to_change() -> None:
+    assert why_nothing_came(["deadline"] * 3 + ["failed"], 7) == (
+        "generator.bus.deadline_s: step 7 has no trajectory to learn from (got 3 deadline, 1 failed); "
+        "raise it, or see in `rolloutmq status` why no group comes"
+    )
+    assert why_nothing_came(["refused"], 1).startswith("generator.bus.environments: step 1 has no")
+    assert why_nothing_came(["failed"], 1).startswith("generator.bus: step 1 has no")
+    assert why_nothing_came(["deadline", "length"], 1) == "", "one came, and SkyRL has masked it"
 
 
 def test_metrics_have_the_same_names_in_every_call_and_add_up() -> None:

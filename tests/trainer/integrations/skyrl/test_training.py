@@ -2,6 +2,7 @@
 
 import math
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,49 @@ async def test_a_killed_trainer_continues_from_its_checkpoint_without_a_rollout_
     verify(run_dir)
 
 
+async def test_a_training_begun_anew_gets_no_group_of_other_prompts(run_dir: Path) -> None:
+    """The uids and the name are the same; what the tasks are about is not."""
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {})
+    plan: dict[str, Any] = {"weights": str(stage.weights), "batch": BATCH, "rows": 12}
+    other = {"generator.sampling_params.max_generate_length": 77}
+    with running_broker(settings, layout):
+        async with workers(stage):
+            first = await play(run_dir, dies_at=2, **plan)
+            assert first.code == -signal.SIGKILL, first.output
+            before = {*stage.trained_on}
+            second = await play(run_dir, settings=other, **plan)
+        assert second.code == 0, second.output
+    _, reasons = checked(second.of("step"), lost=2)
+    assert {one for found in reasons.values() for one in found} == {"stop"}
+    sampled = Counter(uid for uid, _ in {(name.rpartition("/")[2], name) for name, _ in stage.answered})
+    assert len(before) >= 8
+    assert all(sampled[f"{uid}~0"] == 2 for uid in before), "all are sampled anew"
+
+
+async def test_settings_for_unfinished_trajectories_are_those_of_skyrl(run_dir: Path) -> None:
+    """As SkyRL's own generator applies them: no reward, and no token to learn from."""
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {"1": "cut"})
+    chosen = {"generator.zero_reward_on_non_stop": True, "generator.apply_overlong_filtering": True}
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            played = await play(run_dir, weights=str(stage.weights), batch=BATCH, rows=BATCH, settings=chosen)
+        assert played.code == 0, played.output
+        ledger = (await counts(broker)).pressure.ledger
+    [step] = played.of("step")
+    for uid, reason, mask, rewards in zip(
+        step["uids"], step["stop_reasons"], step["loss_masks"], step["rewards"], strict=True
+    ):
+        assert reason == ("length" if uid == "1" else "stop")
+        assert any(mask) == (uid != "1")
+        assert uid != "1" or not any(rewards)
+    assert sum(map(any, step["rewards"])) > SIZE, "others have theirs"
+    assert (ledger.trained, ledger.filtered) == (BATCH - 1, 1)
+
+
 async def test_groups_without_variance_are_filtered_and_a_last_short_mini_batch_too(run_dir: Path) -> None:
     layout, settings = RunLayout(run_dir), config(durability="os")
     write_json(layout.config, settings)
@@ -165,6 +209,60 @@ async def test_groups_without_variance_are_filtered_and_a_last_short_mini_batch_
     assert (ledger.trained, ledger.filtered) == (16, 8)
     assert (ledger.queued, ledger.leased) == (0, 0)
     assert len(stage.trained_on) == 24, "each epoch has tasks of its own"
+    verify(run_dir)
+
+
+@pytest.mark.parametrize("kind", ["sim", "sync"])
+async def test_dropped_groups_make_room_for_those_that_a_step_needs(run_dir: Path, kind: str) -> None:
+    """Of 40 groups 8 have a variance, and the staleness bound of the bus lets a trainer hold 12."""
+    layout = RunLayout(run_dir)
+    settings = config({"pacing": True, "max_staleness": 2}, durability="os")
+    write_json(layout.config, settings)
+    flat = {str(row): "flat" for row in range(40) if row % 5}
+    stage = Stage(run_dir, run_dir.parent / "weights.json", flat)
+    chosen: dict[str, dict[str, Any]] = {
+        "sim": {
+            "trainer.algorithm.zero_variance_filter": True,
+            "trainer.fully_async.sample_full_batch": True,
+        },
+        "sync": {"trainer.algorithm.dynamic_sampling.type": "filter"},
+    }
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            plan = {"weights": str(stage.weights), "batch": BATCH, "rows": 40, "kind": kind}
+            played = await play(run_dir, settings=chosen[kind], **plan)
+        assert played.code == 0, played.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert len(played.of("step")) == 2
+    assert {one for step in played.of("step") for one in step["stop_reasons"]} == {"stop"}
+    assert (ledger.trained, ledger.filtered) == (8, 32)
+    assert (ledger.queued, ledger.leased) == (0, 0)
+    verify(run_dir)
+
+
+async def test_a_resumed_trainer_drops_again_what_it_dropped_after_its_checkpoint(run_dir: Path) -> None:
+    """It is killed behind the third step: SkyRL's second checkpoint does not know what was dropped for that step."""
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    flat = {str(row): "flat" for row in range(ROWS) if row % 2}
+    stage = Stage(run_dir, run_dir.parent / "weights.json", flat)
+    plan: dict[str, Any] = {"weights": str(stage.weights), "batch": BATCH, "rows": ROWS, "kind": "async"}
+    saves = {
+        "trainer.algorithm.zero_variance_filter": True,
+        "trainer.fully_async.sample_full_batch": True,
+        "trainer.ckpt_interval": 1,
+        "trainer.resume_mode": "latest",
+    }
+    with running_broker(settings, layout) as broker:
+        async with workers(stage):
+            first = await play(run_dir, dies_at=3, settings=saves, **plan)
+            assert first.code == -signal.SIGKILL, first.output
+            second = await play(run_dir, settings=saves, **plan)
+        assert second.code == 0, second.output
+        ledger = (await counts(broker)).pressure.ledger
+    assert [one["step"] for one in second.of("step")] == [3, 4]
+    assert sorted(stage.trained_on) == sorted(map(str, range(ROWS))), "none is sampled twice"
+    assert (ledger.queued, ledger.leased) == (0, 0)
     verify(run_dir)
 
 

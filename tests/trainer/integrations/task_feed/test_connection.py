@@ -2,7 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.trainer.integrations.task_feed import connection as connections
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
 from rolloutmq.trainer.integrations.task_feed.connection import FeedConnection, find_problem
+from rolloutmq.trainer.integrations.task_feed.feed import Feed
 
 LIMIT_S = 60.0
 RIGHT: dict[str, Any] = {
@@ -139,6 +142,49 @@ async def test_a_second_trainer_of_the_name_is_an_error_of_the_first(made: list[
     assert (await asyncio.wrap_future(first.future(ask(first)))).missing is Missing.CLOSED
     assert first.error is not None
     assert second.error is None
+
+
+@pytest.mark.usefixtures("broker")
+async def test_threads_that_join_at_once_join_once(
+    run_dir: Path, made: list[FeedConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second feed would take the place of the first, which would end."""
+    live, _ = made
+    opened = 0
+    feed_open = Feed.open
+
+    def counted(*args: Any, **given: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        return feed_open(*args, **given)
+
+    monkeypatch.setattr(Feed, "open", counted)
+    async with workers(Stage(run_dir)):
+        await asyncio.gather(*(asyncio.to_thread(live.join, PolicyVersion()) for _ in range(4)))
+        assert opened == 1
+        assert (await asyncio.wrap_future(live.future(ask(live)))).group is not None
+        assert live.error is None
+        await asyncio.wait_for(asyncio.to_thread(live.close), LIMIT_S)
+
+
+async def test_a_connection_that_is_closed_while_it_waits_for_the_broker_ends(
+    made: list[FeedConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, _ = made
+    waits = threading.Event()
+
+    @asynccontextmanager
+    async def opening(*_args: Any, **_options: Any) -> AsyncIterator[Any]:
+        waits.set()
+        await asyncio.Event().wait()
+        yield None
+
+    monkeypatch.setattr(Feed, "open", opening)
+    joining = asyncio.create_task(asyncio.to_thread(live.join, PolicyVersion()))
+    await asyncio.to_thread(waits.wait, LIMIT_S)
+    await asyncio.wait_for(asyncio.to_thread(live.close), LIMIT_S)
+    with pytest.raises(ClosedError):
+        await asyncio.wait_for(joining, LIMIT_S)
 
 
 @pytest.mark.parametrize(

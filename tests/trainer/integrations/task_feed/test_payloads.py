@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rolloutmq.trainer.integrations.task_feed.payloads import plain
+from rolloutmq.trainer.integrations.task_feed.payloads import content_digest, plain
 
 
 def test_plain_values_have_no_numpy_and_no_torch() -> None:
@@ -19,3 +19,10 @@ def test_objects_inside_of_an_array_are_plain_too() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain({"rows": inside}))) == {
         "rows": [{"n": 3, "of": [0, 1]}, None]
     }
+
+
+def test_a_digest_depends_on_the_content_alone() -> None:
+    one = content_digest({"a": 1, "b": [0.1]})
+    assert one == content_digest({"b": [0.1], "a": 1})
+    assert one != content_digest({"b": [0.2], "a": 1})
+    assert len(content_digest({1, 2})) == 24, "the broker's client says that it is no payload"
