@@ -123,7 +123,7 @@ class Host:
     def _start(self, *arguments: str) -> "subprocess.Popen[str]":
         environment = {
             **os.environ,
-            "PYTHONPATH": str(DRIVER),
+            "PYTHONPATH": os.pathsep.join([str(DRIVER), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
             "NVML_SCRIPT": str(self._script),
             MARKER: f"{TOKEN}/service",
         }
