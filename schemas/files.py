@@ -299,14 +299,18 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     started: float | None = None
     """Start of the process."""
     due: float | None = None
-    """Time of the restart it waits for."""
+    """Time of the restart it waits for, or of its replacement if it was given up."""
     crashes: int = 0
-    """Crashes in a row, each soon after the start."""
+    """Crashes in a row."""
     restarts: int = 0
     reason: str = ""
-    """Reason of the phase: the end of its last process."""
+    """Reason of the phase, and the end of its last process until it is stable again."""
     last_lines: tuple[str, ...] = ()
-    """End of its log, if it crashed and is not running."""
+    """End of its log at the last crash."""
+    ready: bool = False
+    """Its process was ready."""
+    was_ready: bool = False
+    """Its process or an earlier one of its name was ready."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,12 +322,23 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the orchestrator learned about the workers of an environment, for the next one."""
+
+    env: str
+    proven: bool = False
+    """One of its workers has done work."""
+    starts: tuple[float, ...] = ()
+    """Recent times from the start of a process until it was ready, in seconds, the last one last."""
+
+
 class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     """`supervision.json`: the workers of a run, except those that ended in order."""
 
     orchestrator: ProcessIdentity
     targets: tuple[Target, ...] = ()
     workers: tuple[WorkerRecord, ...] = ()
+    environments: tuple[EnvironmentRecord, ...] = ()
 
 
 class Dismissed(msgspec.Struct, frozen=True):

@@ -46,11 +46,13 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         env: Variables added to the environment.
         cwd: Working directory; empty for that of the parent.
         log: File for standard output and error; a file, because a pipe could break.
-        hopeless: Exit codes after which a restart cannot help; 2 is a wrong configuration.
+        hopeless: Exit codes after which a restart cannot help, unless its kind is proven; 2 is a wrong configuration.
         fds: Descriptors that it inherits from its parent under the same numbers.
         crew: Name shared by processes that work and end together, such as ranks; empty if it has none.
         foreign: A program of somebody else's. It gets no SIGUSR1, which would kill it.
         crew_patience_s: Longest wait for another of the crew; then it ends with MISSED_FELLOW.
+        kind: Name shared by processes that run the same program and whose readiness is reported to their supervisor. A
+            kind is proven once one of them has done work. Empty if the readiness is not reported.
         spare: Others work on without it. Killed (SIGKILL), such as for want of memory, it is restarted without limit.
     """
 
@@ -66,6 +68,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     crew: str = ""
     crew_patience_s: float = 0.0
     foreign: bool = False
+    kind: str = ""
     spare: bool = False
 
 

@@ -19,15 +19,28 @@ from rolloutmq.launch.results import conclude, rewrite_report
 from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, in_use, owner, recorded, trim_journal
 from rolloutmq.launch.settings import assigned
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, UsageError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.wire.control import Drain, Setting, SetValues, SetWorkers, ValueRefused, ValuesSet
+from rolloutmq.schemas.wire.control import (
+    Drain,
+    GetStatus,
+    Setting,
+    SetValues,
+    SetWorkers,
+    StatusReply,
+    ValueRefused,
+    ValuesSet,
+    WorkerState,
+)
 from rolloutmq.schemas.wire.replies import Reply
 from rolloutmq.schemas.wire.requests import Request
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined, supervision_of, trouble_text
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
+from rolloutmq.services.orchestrator.supervision.core import Phase
 from rolloutmq.services.process.child import end_strays
+from rolloutmq.services.process.identity import alive
 from rolloutmq.services.process.logbook import last_line
 
 ANSWER_S: Final = 5.0
@@ -35,6 +48,8 @@ ANSWER_S: Final = 5.0
 START_S: Final = 120.0
 """Longest wait for the broker of a detached run. The trial of its environments may take half of it."""
 LOOK_S: Final = 0.05
+NO_PROCESS: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value})
+"""States of a worker without a process that does work."""
 
 
 def down(run_dir: Path) -> int:
@@ -131,10 +146,30 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
 
 
 def drain(run_dir: Path, worker: str) -> int:
-    """Drain a worker: it finishes its running rollouts, then exits."""
+    """Drain a worker: it finishes its running rollouts, then exits.
+
+    Raises:
+        UsageError: It has no process that could drain, or one that has not reported yet after a crash.
+        RefusedError: The broker does not know it.
+    """
+    status = _ask(run_dir, GetStatus())
+    assert isinstance(status, StatusReply)
+    known = supervision_of(RunLayout(run_dir))
+    if known is not None and not alive(known.orchestrator):
+        known = None
+    rows = joined(known, status.pressure.workers, time.monotonic())
+    row = next((row for row in rows if row.worker == worker), None)
+    if row is not None and (row.state in NO_PROCESS or (row.starts_again and row.in_hand is None)):
+        raise UsageError(f"worker {worker}: nothing to drain ({trouble_text(row)}); {_instead(row)}")
     _ask(run_dir, Drain(worker=worker))
     _say(f"draining {worker}")
     return 0
+
+
+def _instead(row: WorkerRow) -> str:
+    if row.state in {Phase.FATAL, WorkerState.FAILED}:
+        return f"for fewer workers set the number: rolloutmq scale {row.env} N"
+    return f"drain it once it is ready, or set the number: rolloutmq scale {row.env} N"
 
 
 def scale(run_dir: Path, env: str, count: int | None) -> int:

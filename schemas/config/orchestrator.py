@@ -64,9 +64,9 @@ class OrchestratorConfig(Section):
     backoff_max_s: PositiveFloat = 30.0
     """Longest pause before a restart."""
     crash_limit: PositiveInt = 5
-    """Crashes in a row, each within `stable_s` of the start, after which a process is not restarted."""
+    """Crashes in a row, without `stable_s` of uptime in between, after which a process is not restarted."""
     stable_s: PositiveFloat = 10.0
-    """Uptime after which a crash no longer counts as a failed start."""
+    """Uptime after which a crash no longer counts as a failed start; of a worker, time since it was ready."""
     drain_deadline_s: PositiveFloat = 30.0
     """Time for a draining worker to finish its rollouts."""
     term_grace_s: PositiveFloat = 5.0

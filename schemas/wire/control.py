@@ -411,7 +411,7 @@ class ScaleDecision(Message, tag="scale_decision", frozen=True, kw_only=True):
         makes_per_s: Throughput of one worker without waiting, in sequences a second; None while unknown.
         starved: Fraction of the last seconds in which the trainer waited.
         idle: Fraction of the last seconds in which workers waited.
-        failed: Workers given up after repeated failures.
+        failed: Workers given up after repeated failures, and not replaced yet; they are not in `current`.
     """
 
     env: Name

@@ -1,9 +1,10 @@
 """The orchestrator: runs the workers that the trainer's demand requires, and ends them in order.
 
 It receives `pressure`, asks the autoscaler for target counts, and starts or drains workers to match. A drain goes over
-the bus, then by SIGUSR1, then down the stop ladder; see `supervision`. A worker that reports a failure, or crashes
-repeatedly, is given up. When all workers of an environment are given up, the orchestrator ends with the reason, and so
-does the run. A worker is our own program, or that of `environment.NAME.command`; see `services.programs`.
+the bus, then by SIGUSR1, then down the stop ladder; see `supervision`. A worker that crashes repeatedly is given up,
+and replaced after a pause. If all workers of an environment are given up before one of them has worked, the
+orchestrator ends with the reason, and so does the run. A worker is our own program, or that of
+`environment.NAME.command`; see `services.programs`.
 
 It depends on no other process: without a broker it runs the minimum, and silence changes nothing. It adopts the workers
 of its earlier life, and ends those of another run.
@@ -19,14 +20,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from rolloutmq.bus.engine_registry import FIRST
 from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.bus.producer.resend import resend_spools
-from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler, ScaleTarget
@@ -41,11 +44,13 @@ from rolloutmq.services.orchestrator.state_file import StateFile
 from rolloutmq.services.orchestrator.supervision.core import (
     OVER,
     Backoff,
+    EarlierLife,
     Phase,
     ProcessView,
     drain_ladder,
     term_ladder,
 )
+from rolloutmq.services.orchestrator.supervision.replacement import Replacement
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
 from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of, number_of
 from rolloutmq.services.orchestrator.worker_logs import WorkerLogs
@@ -123,6 +128,7 @@ class Orchestrator:
         self._logs = WorkerLogs(layout, config.run, self._workers.views)
         self._pids: dict[str, int] = {}
         self._tables: dict[str, WorkerTable] = {}
+        self._replacements = {env: Replacement(limits.stable_s) for env in config.environment}
         self._waiting_said = time.monotonic() - WAITING_SAID_S + WAITING_FIRST_S
         self._scaling: Autoscaler
 
@@ -135,13 +141,14 @@ class Orchestrator:
         """Run the workers until `stop`; then drain all of them and return.
 
         Raises:
-            WorkersFailedError: All workers of an environment were given up; the others were drained.
+            WorkersFailedError: All workers of an environment were given up before one had worked; the others were
+                drained.
             RunDirInUseError: Another orchestrator runs this run.
         """
         with only_one(self._layout.root / "orchestrator.lock", "orchestrator"):
-            previous = identities_of(self._layout.workers)
+            previous, earlier = identities_of(self._layout.workers), self._earlier()
             async with self._engines, self._workers:  # workers end first: they use the engines
-                await self._take_over(previous)
+                await self._take_over(previous, earlier)
                 async with asyncio.TaskGroup() as tasks:
                     listening = tasks.create_task(self._client.listen(), name="bus client")
                     beside = [
@@ -160,7 +167,17 @@ class Orchestrator:
                         self._state.write(self._workers)
                         listening.cancel()
 
-    async def _take_over(self, previous: list[ProcessIdentity]) -> None:
+    def _earlier(self) -> Supervision | None:
+        """Return what an earlier orchestrator of this run knew of the workers."""
+        try:
+            found = read_json(self._layout.supervision, Supervision)
+        except msgspec.MsgspecError as error:
+            logger.warning("earlier state unreadable path=%s error=%s", self._layout.supervision, error)
+            return None
+        mine = found is not None and found.orchestrator.marker.startswith(f"{self._token}/")
+        return found if mine else None
+
+    async def _take_over(self, previous: list[ProcessIdentity], earlier: Supervision | None) -> None:
         """Adopt the workers of an earlier life, end those of another run, reserve the used names."""
         mine = f"{self._token}/"
         ours = [
@@ -168,7 +185,11 @@ class Orchestrator:
             for identity in previous
             if identity.marker.startswith(mine) and env_of(identity.name) in self._environments
         ]
-        adopted = self._workers.adopt(ours)
+        known = {one.env: one for one in earlier.environments} if earlier is not None else {}
+        for env, record in known.items():
+            if record.proven:
+                self._workers.prove(env)
+        adopted = self._workers.adopt(ours, _lives(earlier))
         for identity, spec in ours:
             if spec.name in adopted:
                 self._gpus.keep(identity, spec)
@@ -178,7 +199,10 @@ class Orchestrator:
         await asyncio.to_thread(self._end_unknown, set(adopted))
         # Only if an earlier life left workers may the broker still send drains to old names.
         taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
-        self._tables = {name: WorkerTable(name, taken) for name in self._environments}
+        self._tables = {
+            name: WorkerTable(name, taken, known[name].starts if name in known else ())
+            for name in self._environments
+        }
         alive_now = Counter(map(env_of, adopted))
         path = self._layout.decisions
         # What another run of this directory measured says nothing about this one.
@@ -256,9 +280,13 @@ class Orchestrator:
         }
 
     def _believe(self, heard: Heard) -> None:
-        """Give up workers that report a failure, and follow drains by others."""
+        """Note who is ready and has done work, end workers that report a failure, and follow drains by others."""
         views = self._workers.views()
         for name, status in heard.items():
+            if status.produced:
+                self._workers.prove(env_of(name))
+            if status.state is WorkerState.READY:
+                self._workers.ready(name)
             if status.state is WorkerState.FAILED and views[name].phase is not Phase.FATAL:
                 ladder = term_ladder(self._limits.term_grace_s)
                 self._workers.fail(name, ladder, status.error or "the worker reported a failure")
@@ -274,21 +302,46 @@ class Orchestrator:
                 self._workers.forget(name)
         self._pids = {name: pid for name, pid in self._pids.items() if name in self._workers.views()}
 
+    def _replace_failed(self, now: float) -> None:
+        """Forget the given-up workers whose places are free again."""
+        views = self._workers.views()
+        replaced: dict[str, float] = {}
+        for env, table in self._tables.items():
+            replacement = self._replacements[env]
+            for name in replacement.look(table.mine(views), now, proven=self._workers.is_proven(env)):
+                logger.info("replacing name=%s reason=%s", name, views[name].reason)
+                self._workers.forget(name)
+            replaced.update(replacement.due)
+        self._state.learned(
+            tuple(
+                EnvironmentRecord(env=env, proven=self._workers.is_proven(env), starts=table.starts)
+                for env, table in self._tables.items()
+            ),
+            replaced,
+        )
+
     def _raise_if_failed(self, table: WorkerTable) -> None:
         crew = table.mine(self._workers.views())
-        if crew and all(view.phase is Phase.FATAL for view in crew):
+        if (
+            crew
+            and not self._workers.is_proven(table.env)
+            and all(view.phase is Phase.FATAL for view in crew)
+        ):
             last = max(crew, key=lambda view: view.since)
             raise WorkersFailedError(table.env, last.name, last.reason)
 
     def _decide(self, heard: Heard) -> None:
-        views = self._workers.views()
-        crews = {env: table.crew(views, heard) for env, table in self._tables.items()}
         now, engines, pressure = time.monotonic(), self._engines.serving, self._client.pressure
-        rooms = self._rooms(crews)
+        self._replace_failed(now)
+        views = self._workers.views()
+        crews = {env: table.crew(views, heard, now) for env, table in self._tables.items()}
+        rooms = self._rooms(crews, now)
         self._scaling.decide(crews, pressure, self._client.heard_at, now, rooms, engines)
         for scale in self._scaling.scales:
-            self._send_away(scale, crews[scale.env].current - scale.decision.target, heard)
+            self._send_away(scale, heard)
         for env, number in self._scaling.starts(crews).items():
+            if self._replacements[env].pauses(now):
+                continue
             if number and self._environments[env].command and not self._programs.can_start:
                 self._waits_for_gateway(env, now)
                 continue
@@ -308,18 +361,21 @@ class Orchestrator:
             self._waiting_said = now
             logger.warning("not started, waiting for the gateway env=%s file=%s", env, self._layout.gateway)
 
-    def _rooms(self, crews: Mapping[str, WorkerCounts]) -> dict[str, WorkerRoom]:
-        """Return the limits from the GPUs, for environments that have one."""
+    def _rooms(self, crews: Mapping[str, WorkerCounts], now: float) -> dict[str, WorkerRoom]:
+        """Return the limits from GPUs and failures, for environments that have one: the narrower one."""
         rooms = {}
         for env, crew in crews.items():
             limit = self._gpus.limit(env, crew.current, self._environments[env].max_workers)
-            if limit is not None:
-                rooms[env] = WorkerRoom(limit.count, NO_GPU, limit.reason)
+            found = [WorkerRoom(limit.count, NO_GPU, limit.reason)] if limit is not None else []
+            if (failing := self._replacements[env].room(crew, now)) is not None:
+                found.append(failing)
+            if found:
+                rooms[env] = min(found, key=lambda room: room.workers)
         return rooms
 
-    def _send_away(self, scale: ScaleTarget, number: int, heard: Heard) -> None:
+    def _send_away(self, scale: ScaleTarget, heard: Heard) -> None:
         views = self._workers.views()
-        for name in self._tables[scale.env].surplus(views, heard, number):
+        for name in self._tables[scale.env].surplus(views, heard, scale.decision.target):
             if views[name].phase is Phase.FATAL:
                 self._workers.forget(name)
             else:
@@ -344,7 +400,13 @@ class Orchestrator:
         if self._environments[env_of(name)].command:
             return self._programs.spec(name, env_of(name), number_of(name))
         log = str(self._layout.log(name))
-        return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log)
+        return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log, kind=env_of(name))
+
+
+def _lives(earlier: Supervision | None) -> dict[str, EarlierLife]:
+    """Return what an earlier orchestrator knew of each worker."""
+    workers = earlier.workers if earlier is not None else ()
+    return {one.worker: EarlierLife(one.ready, one.was_ready, one.crashes) for one in workers}
 
 
 def _backoff(limits: OrchestratorConfig) -> Backoff:

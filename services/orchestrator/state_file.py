@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.schemas.wire.control import ScaleDecision
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
@@ -40,6 +40,8 @@ class StateFile:
         self._layout = layout
         self._me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), f"{token}/orchestrator")
         self._targets: dict[str, Target] = {}
+        self._environments: tuple[EnvironmentRecord, ...] = ()
+        self._replaced: Mapping[str, float] = {}
         self._ends: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._written: Supervision | None = None
         self._due: asyncio.Handle | None = None
@@ -60,6 +62,10 @@ class StateFile:
         if moved or now - self._reason_at >= REASON_S:
             self._targets[decision.env] = new
 
+    def learned(self, environments: tuple[EnvironmentRecord, ...], replaced: Mapping[str, float]) -> None:
+        """Record what is known of the environments, and when given-up workers are replaced, for the next `write`."""
+        self._environments, self._replaced = environments, replaced
+
     def write(self, workers: Supervisor) -> None:
         """Replace the file if anything changed."""
         if self._due is not None:
@@ -69,6 +75,7 @@ class StateFile:
             orchestrator=self._me,
             targets=tuple(self._targets.values()),
             workers=self._workers(workers),
+            environments=self._environments,
         )
         if found == self._written:
             return
@@ -89,7 +96,6 @@ class StateFile:
         return tuple(self._worker(views[name], workers.identity(name)) for name in ordered)
 
     def _worker(self, view: ProcessView, identity: ProcessIdentity | None) -> WorkerRecord:
-        waits = view.phase is Phase.WAITING
         return WorkerRecord(
             worker=view.name,
             env=env_of(view.name),
@@ -97,15 +103,25 @@ class StateFile:
             since=view.since,
             pid=identity.pid if identity is not None else 0,
             started=_started(identity) if identity is not None else None,
-            due=view.due if waits and view.crashes else None,
+            due=self._next(view),
             crashes=view.crashes,
             restarts=view.restarts,
             reason=view.reason,
             last_lines=self._last_lines(view),
+            ready=view.ready_at is not None,
+            was_ready=view.was_ready,
         )
 
+    def _next(self, view: ProcessView) -> float | None:
+        """Return when a process is started in this place; None if that is not known, or now."""
+        if view.phase is Phase.FATAL:
+            return self._replaced.get(view.name)
+        return view.due if view.phase is Phase.WAITING and view.crashes else None
+
     def _last_lines(self, view: ProcessView) -> tuple[str, ...]:
-        """Return the last log lines of a failed worker; read once for each end."""
+        """Return the last log lines of a failed worker, also while it starts again; read once for each end."""
+        if view.phase is Phase.RUNNING and view.crashes:
+            return self._ends.get(view.name, (0.0, ()))[1]
         if not (view.phase is Phase.FATAL or (view.phase is Phase.WAITING and view.reason)):
             return ()
         known = self._ends.get(view.name)

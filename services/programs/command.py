@@ -73,6 +73,7 @@ class ProgramCommands:
             restart=Restart.ALWAYS,
             hopeless=(WRONG_USE,),
             foreign=True,
+            kind=env,
         )
 
     def _values(self, worker: str, env: str, number: int) -> Mapping[str, str]:

@@ -13,10 +13,14 @@ from rolloutmq.schemas.wire.control import Drain, WorkerBeat, WorkerState, Worke
 GONE_S: Final = 30.0
 """How long a worker that left stays in the table, for people to see."""
 SILENT_S: Final = 120.0
-"""How long a silent worker stays in the table; a failed one stays for good."""
+"""How long a silent worker stays in the table."""
+FAILED_S: Final = 900.0
+"""How long a failed worker stays in the table: longer than the pause before it is replaced, and not for ever, since a
+replacement that fails is another worker."""
 WORKERS_LIMIT: Final = 10_000
 """Workers in the table: a status with so many is 3 MB."""
 
+_STAYS_S: Final = {WorkerState.GONE: GONE_S, WorkerState.FAILED: FAILED_S}
 _CONFIRMED: Final = frozenset({WorkerState.DRAINING, WorkerState.GONE, WorkerState.FAILED})
 
 
@@ -111,8 +115,8 @@ class Workers:
         """Remove workers that left or fell silent long ago; return those whose drains ended with that."""
         ended = []
         for worker, (beat, at) in list(self._beats.items()):
-            limit = GONE_S if beat.state is WorkerState.GONE else SILENT_S
-            if beat.state is not WorkerState.FAILED and now - at > limit:
+            limit = _STAYS_S.get(beat.state, SILENT_S)
+            if now - at > limit:
                 del self._beats[worker]
                 if self.end_drain(worker):
                     ended.append(worker)

@@ -4,6 +4,7 @@ A line is due after 25 steps, after 2 seconds with a change, and after 30 second
 flood a log, and a stuck run still prints.
 """
 
+from collections import Counter
 from typing import Final
 
 from rolloutmq.schemas.wire.control import WorkerState
@@ -54,7 +55,7 @@ def describe(board: RunState, now: float) -> str:
         f"{board.steps_per_s(now):4.1f} steps/s",
         f"pressure {pressure.rollout_pressure:4.2f}",
         f"staleness {board.step.staleness_max if board.step else 0}/{board.staleness_bound}",
-        f"workers {_workers(board)}",
+        f"workers {_workers(board, now)}",
     ]
     if silent := board.silent_s(now):
         return "  ".join([*parts, f"the broker is silent for {silent:.0f} s"])
@@ -62,12 +63,10 @@ def describe(board: RunState, now: float) -> str:
     return "  ".join([*parts, *_waits(board), *health])
 
 
-def _workers(board: RunState) -> str:
-    counts: dict[WorkerState, int] = {}
-    for worker in board.workers():
-        counts[worker.state] = counts.get(worker.state, 0) + 1
-    others = [f"+{count} {state}" for state, count in counts.items() if state is not WorkerState.READY]
-    return " ".join([str(counts.get(WorkerState.READY, 0)), *others])
+def _workers(board: RunState, now: float) -> str:
+    counts = Counter(worker.state for worker in board.crew(now))
+    ready = counts.pop(WorkerState.READY, 0)
+    return " ".join([str(ready), *(f"+{count} {state}" for state, count in counts.items())])
 
 
 def _waits(board: RunState) -> list[str]:

@@ -204,12 +204,12 @@ def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
     if reason := waits.workers(pressure, board.unserved):
         rows.append(_row("workers", "wait: ", Text(reason, style="yellow")))
     else:
-        rows.append(_row("workers", _activity(board)))
+        rows.append(_row("workers", _activity(board, now)))
     return rows
 
 
-def _activity(board: RunState) -> Text:
-    counts = Counter(worker.state for worker in board.workers())
+def _activity(board: RunState, now: float) -> Text:
+    counts = Counter(worker.state for worker in board.crew(now))
     if counts[WorkerState.READY]:
         return Text("rolling out", style="green")
     return Text(", ".join(f"{count} {state}" for state, count in counts.items()) or "none", style=QUIET)

@@ -22,6 +22,8 @@ SILENT_S: Final = 3.0
 """Silence shown as trouble; workers send a heartbeat every second."""
 REASON_CHARS: Final = 300
 _UNWELL: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value})
+_UP: Final = frozenset({Phase.RUNNING.value, WorkerState.STARTING.value})
+"""States of a process that is not known to be ready."""
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +34,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
             broker replies.
         age_s: Seconds since the start of its process.
         phase_s: Seconds in its phase of supervision.
-        next_start_s: Seconds until its next start.
+        crashes: Crashes in a row, without being ready for `orchestrator.stable_s` in between.
+        next_start_s: Seconds until its next start, or until a given-up worker is replaced.
         reason: Why it is not up, or its last error.
     """
 
@@ -56,7 +59,12 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_unwell(self) -> bool:
         """Return whether the worker needs attention."""
-        return self.state in _UNWELL or (self.silent_s or 0.0) > SILENT_S
+        return self.state in _UNWELL or self.starts_again or (self.silent_s or 0.0) > SILENT_S
+
+    @property
+    def starts_again(self) -> bool:
+        """Return whether its process was started after a crash and is not ready yet."""
+        return self.state in _UP and self.crashes > 0
 
 
 def supervision_of(layout: RunLayout) -> Supervision | None:
@@ -70,6 +78,8 @@ def supervision_of(layout: RunLayout) -> Supervision | None:
 
 def joined(known: Supervision | None, heard: Iterable[WorkerStatus] | None, now: float) -> list[WorkerRow]:
     """Return a row for each worker that has not gone, by environment and number.
+
+    A failed worker that the orchestrator of its environment no longer knows was replaced.
 
     Args:
         known: The orchestrator's view.
@@ -87,7 +97,11 @@ def joined(known: Supervision | None, heard: Iterable[WorkerStatus] | None, now:
         else:
             rows.append(_row(record, None, now))
         statuses.pop(record.worker, None)
-    rows += [_unsupervised(status) for status in statuses.values() if status.state is not WorkerState.GONE]
+    supervised = {target.env for target in known.targets} if known is not None else set()
+    for status in statuses.values():
+        is_replaced = status.state is WorkerState.FAILED and status.env in supervised
+        if status.state is not WorkerState.GONE and not is_replaced:
+            rows.append(_unsupervised(status))
     return sorted(rows, key=lambda row: by_number(row.worker))
 
 
@@ -109,11 +123,19 @@ def target_text(target: Target) -> str:
 
 def trouble_text(row: WorkerRow) -> str:
     """Return the trouble of a worker as one line."""
-    if row.state not in _UNWELL and row.silent_s is not None and row.silent_s > SILENT_S:
+    if (
+        row.state not in _UNWELL
+        and not row.starts_again
+        and row.silent_s is not None
+        and row.silent_s > SILENT_S
+    ):
         return f"silent for {row.silent_s:.0f} s"
     parts = [row.state]
     if row.next_start_s is not None:
-        parts.append(f"restart in {row.next_start_s:.0f} s")
+        what = "replaced" if row.state == Phase.FATAL else "restart"
+        parts.append(f"{what} in {row.next_start_s:.0f} s")
+    if row.crashes and row.state != Phase.FATAL:
+        parts.append(f"after crash {row.crashes} in a row")
     if row.reason:
         parts.append(row.reason[:REASON_CHARS])
     return "; ".join(parts)

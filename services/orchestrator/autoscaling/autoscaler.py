@@ -100,11 +100,11 @@ class ScaleTarget:
         )
 
     def missing(self, crew: WorkerCounts) -> int:
-        """Return how many workers are missing and may be started."""
+        """Return how many workers are missing and may be started; nobody is started for those to be replaced later."""
         places = self.law.max_workers - crew.current - crew.draining
         if self.bound is not None:
             places = min(places, self.bound.workers - crew.current)
-        return min(self.decision.target - crew.current, places)
+        return min(self.decision.target - crew.current - crew.failed, places)
 
     def claim(self, *, by_want: bool) -> WorkerClaim:
         """Return its claim on the budget: what it wants to deliver its share of the trainer's appetite.

@@ -44,7 +44,7 @@ from typing import Final
 
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
-from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample, WorkerCounts
+from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample
 
 INFERENCE_BOUND: Final = "inference_bound"
 """Bound reported when the workers share a saturated server."""
@@ -102,9 +102,8 @@ class ControllerState:
     """Start time of the present step up, and the target then."""
     calm_from: float = math.inf
     """Earliest time of a scale-down, after starvation or a start. Infinite before the first tick."""
-    starting_since: float = math.inf
     start_s: float = 10.0
-    """Time a worker takes to become ready, weighted towards the longest recent one."""
+    """Time a worker takes to become ready."""
     level: float = 0.0
     """Last pressure, and its filtered derivative per second."""
     slope: float = 0.0
@@ -138,7 +137,8 @@ class PressureController:
     ) -> tuple[ControllerState, Decision]:
         if math.isinf(state.calm_from):
             state = replace(state, calm_from=now + self._window_s(state))
-        state = self._watch_starts(state, sample.crew, now)
+        if sample.crew.start_s:
+            state = replace(state, start_s=min(sample.crew.start_s, LONGEST_START_S))
         is_news = (
             now - sample.heard_at <= self.scaling.stale_s and (sample.epoch, sample.number) != state.news
         )
@@ -368,16 +368,6 @@ class PressureController:
     @staticmethod
     def _starving(state: ControllerState, sample: PressureSample) -> bool:
         return sample.pressure < EMPTY and state.rates.starved > STARVED_PART
-
-    def _watch_starts(self, state: ControllerState, crew: WorkerCounts, now: float) -> ControllerState:
-        if crew.start_s:
-            return replace(state, start_s=min(crew.start_s, LONGEST_START_S))
-        if not crew.starting:
-            if state.starting_since < now:
-                took = min(now - state.starting_since, LONGEST_START_S)
-                state = replace(state, start_s=max(took, 0.7 * state.start_s + 0.3 * took))
-            return replace(state, starting_since=math.inf)
-        return replace(state, starting_since=min(state.starting_since, now))
 
     def _asked(self, state: ControllerState, sample: PressureSample) -> tuple[ControllerState, Decision]:
         wanted = sample.wanted or 0

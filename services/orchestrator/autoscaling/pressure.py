@@ -21,8 +21,9 @@ class WorkerCounts:
     starting: int = 0
     """Started and not ready yet, or waiting for a restart."""
     draining: int = 0
+    """On their way out; they hold a process until it has ended."""
     failed: int = 0
-    """Given up for good; they keep their place, so that no worker starts into the same failure."""
+    """Given up and not replaced yet; they count for nothing. One that is still being ended is also in `draining`."""
     restarting: int = 0
     """Those of `starting` that were ready before: they crashed."""
     start_s: float = 0.0
@@ -31,7 +32,7 @@ class WorkerCounts:
     @property
     def current(self) -> int:
         """Return the workers that count towards the target."""
-        return self.ready + self.starting + self.failed
+        return self.ready + self.starting
 
 
 @dataclass(frozen=True, slots=True)

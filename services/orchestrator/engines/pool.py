@@ -171,16 +171,17 @@ class EnginePool:
         if decision.target != before or self._said is None:
             logger.info("scale engines target=%d reason=%s", decision.target, decision.reason)
             logger.info("scale engines sample=%s", sample)
-        for _ in range(decision.target - crew.current):
+        present = crew.current + crew.failed
+        for _ in range(decision.target - present):
             self._supervisor.start(self._spec(self._free_name()))
-        self._let_go(crew.current - decision.target, seen, decision.reason)
+        self._let_go(present - decision.target, seen, decision.reason)
         if decision.target != self._said or now - self._said_at >= REPEAT_S:
             self._said, self._said_at = decision.target, now
             self._publish(
                 EngineDecision(
                     at=time.time(),
                     busy=busy,
-                    current=crew.current,
+                    current=present,
                     target=decision.target,
                     reason=decision.reason,
                 )

@@ -4,14 +4,20 @@ A process is WAITING for its (re)start, RUNNING, STOPPING down a ladder, ENDED, 
 
     exit 0, unasked      the work is done: ENDED; with Restart.ALWAYS a crash
     any other end        a crash: restart after a back-off that doubles, with jitter; FATAL with the
-                         reason after `crash_limit` crashes in a row, each within `stable_s` of its
-                         start. With Restart.NEVER the first crash is FATAL, as is an exit code that
-                         the spec lists as hopeless. A spare process may be killed (SIGKILL) any
-                         number of times: that alone never makes it FATAL.
+                         reason after `crash_limit` crashes in a row, that is without `stable_s` of
+                         uptime between two of them. With Restart.NEVER the first crash is FATAL, as
+                         is an exit code that the spec lists as hopeless. A spare process may be
+                         killed (SIGKILL) any number of times: that alone never makes it FATAL.
+    a kind               processes that run the same program, whose readiness is reported (`ready`).
+                         Their uptime counts from READY, not from the start: a process that dies on
+                         its way to READY, however slowly, is in a crash loop. Once one of them has
+                         done work (`prove`), no end of any of them is hopeless: what worked before
+                         may work again, so it is a crash like any other.
     retired              a ladder of timed rungs: DRAIN (over the bus), SIGUSR1, SIGTERM and SIGCONT
                          to the group, SIGKILL to the group. No end on the ladder is a crash. A
                          second ladder can only bring rungs forward. A foreign program gets no SIGUSR1.
-    failed               like retired, but FATAL: it can never work, so it is not restarted.
+    failed               like retired, but FATAL: it can never work, so it is not restarted. Of a
+                         proven kind, a crash.
     MISSED_FELLOW        a crash that accuses others: processes of its crew that lived as long as it
                          waited count as hanging unless they end within `FELLOW_S`: SIGKILL to the
                          group, a crash like any other.
@@ -135,10 +141,15 @@ class ProcessView:
     Attributes:
         since: Start of the phase, on the supervisor's clock.
         due: Time of its next start, if WAITING.
-        crashes: Crashes in a row, each soon after its start.
+        crashes: Crashes in a row.
         restarts: Starts after the first.
         reason: Reason of the phase; how the last life ended.
         failing: It will be FATAL, or is already.
+        born: Time since which it is supervised.
+        ready_at: Time at which its present life was ready; None before, and if it has none.
+        was_ready: This life or an earlier one was ready.
+        adopted: Its present life began under an earlier supervisor.
+        returns: It is being ended for a failure, and starts again.
     """
 
     name: str
@@ -150,6 +161,20 @@ class ProcessView:
     restarts: int
     reason: str
     failing: bool = False
+    born: float = 0.0
+    ready_at: float | None = None
+    was_ready: bool = False
+    adopted: bool = False
+    returns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierLife:
+    """What an earlier supervisor knew of a process: was it ready, now or before, and its crashes in a row."""
+
+    ready: bool = False
+    was_ready: bool = False
+    crashes: int = 0
 
 
 @dataclass(slots=True)
@@ -157,12 +182,18 @@ class _Slot:
     spec: ProcessSpec
     phase: Phase
     since: float
+    born: float
     due: float = 0.0
     crashes: int = 0
     starts: int = 0
     reason: str = ""
     doomed: str = ""
     """Reason for FATAL once the process has ended."""
+    failed: str = ""
+    """Reason of the crash that its requested end counts as."""
+    ready_at: float | None = None
+    was_ready: bool = False
+    adopted: bool = False
     rungs: list[tuple[float, Step]] = field(default_factory=list)
     """Remaining rungs with absolute times, soonest first."""
     killed_at: float | None = None
@@ -184,6 +215,11 @@ class _Slot:
             max(0, self.starts - 1),
             self.reason,
             bool(self.doomed),
+            self.born,
+            self.ready_at,
+            self.was_ready,
+            self.adopted,
+            bool(self.failed),
         )
 
 
@@ -194,6 +230,7 @@ class SupervisorCore:
         self._backoff = backoff
         self._chance = random.Random(seed)
         self._slots: dict[str, _Slot] = {}
+        self._proven: set[str] = set()
 
     def views(self) -> dict[str, ProcessView]:
         """Return every process, by name, except the forgotten."""
@@ -203,9 +240,31 @@ class SupervisorCore:
         """Run this process from now on. ValueError if one of its name is not over yet."""
         self._open(spec, Phase.WAITING, now).due = now
 
-    def adopt(self, spec: ProcessSpec, now: float) -> None:
+    def adopt(self, spec: ProcessSpec, now: float, earlier: EarlierLife = EarlierLife()) -> None:
         """Supervise a process that already runs."""
-        self._open(spec, Phase.RUNNING, now).starts = 1
+        slot = self._open(spec, Phase.RUNNING, now)
+        slot.starts, slot.adopted = 1, True
+        slot.ready_at = now if earlier.ready else None
+        slot.was_ready = earlier.ready or earlier.was_ready
+        slot.crashes = min(earlier.crashes, self._backoff.crash_limit - 1)
+
+    def ready(self, name: str, now: float) -> None:
+        """Record that a running process is ready; repeat it, since after `stable_s` its crashes are forgotten."""
+        slot = self._slots[name]
+        if slot.phase is not Phase.RUNNING:
+            return
+        slot.ready_at = now if slot.ready_at is None else slot.ready_at
+        slot.was_ready = True
+        if slot.crashes and self._is_stable(slot, now):
+            slot.crashes, slot.reason = 0, ""
+
+    def prove(self, kind: str) -> None:
+        """Record that a process of this kind has done work."""
+        self._proven.add(kind)
+
+    def is_proven(self, kind: str) -> bool:
+        """Return whether a process of this kind has done work."""
+        return kind in self._proven
 
     def forget(self, name: str) -> None:
         """Forget a process that is over."""
@@ -220,6 +279,7 @@ class SupervisorCore:
         if slot.phase is Phase.WAITING:
             self._over(slot, reason, now)
             return
+        slot.failed = ""
         if slot.phase is Phase.RUNNING:
             self._enter(slot, Phase.STOPPING, reason, now)
             skipped = Step.USR1 if slot.spec.foreign else None
@@ -233,9 +293,14 @@ class SupervisorCore:
         slot.held = held and slot.phase is Phase.WAITING
 
     def fail(self, name: str, ladder: Ladder, reason: str, now: float) -> None:
-        """End a process that can never work: FATAL, with the reason, once it has ended."""
+        """End a process that reports a failure: FATAL once it has ended, with the reason; of a proven kind a crash."""
         slot = self._slots[name]
         if slot.phase is Phase.FATAL:
+            return
+        if slot.spec.kind in self._proven:
+            if slot.phase is Phase.RUNNING:
+                self.retire(name, ladder, reason, now)
+                slot.failed = reason
             return
         slot.doomed = slot.doomed or reason
         if slot.phase is Phase.ENDED:
@@ -246,6 +311,7 @@ class SupervisorCore:
         """Record that the process of a `StartProcess` runs."""
         slot = self._slots[name]
         slot.starts += 1
+        slot.adopted = False
         self._enter(slot, Phase.RUNNING, slot.reason, now)
 
     def start_failed(self, name: str, why: str, now: float) -> None:
@@ -266,10 +332,13 @@ class SupervisorCore:
         """
         slot = self._slots[name]
         is_done = code == 0 and slot.spec.restart is not Restart.ALWAYS
+        if slot.failed:
+            self._crashed(slot, why if code and code > 0 else slot.failed, now, code)
+            return
         if slot.phase is Phase.STOPPING or is_done:
             self._over(slot, why, now)
             return
-        if code in slot.spec.hopeless:
+        if code in slot.spec.hopeless and slot.spec.kind not in self._proven:
             slot.doomed = why
         if code == MISSED_FELLOW:
             self._suspect_fellows(slot, now)
@@ -307,13 +376,15 @@ class SupervisorCore:
             assert (slot.phase is Phase.FATAL) <= bool(slot.reason), name
             assert not slot.held or slot.phase is Phase.WAITING, (name, slot.phase)
             assert (slot.overdue < math.inf) <= bool(slot.missed and slot.phase is Phase.RUNNING), name
+            assert not slot.failed or slot.phase is Phase.STOPPING, (name, slot.phase)
+            assert slot.ready_at is None or slot.phase in {Phase.RUNNING, Phase.STOPPING}, (name, slot.phase)
             assert slot.crashes <= self._backoff.crash_limit, name
 
     def _open(self, spec: ProcessSpec, phase: Phase, now: float) -> _Slot:
         old = self._slots.get(spec.name)
         if old is not None and old.phase not in OVER:
             raise ValueError(f"process {spec.name} is {old.phase}")
-        self._slots[spec.name] = slot = _Slot(spec, phase, now)
+        self._slots[spec.name] = slot = _Slot(spec, phase, now, now)
         return slot
 
     def _suspect_fellows(self, accuser: _Slot, now: float) -> None:
@@ -327,25 +398,31 @@ class SupervisorCore:
 
     def _crashed(self, slot: _Slot, why: str, now: float, code: int | None = None) -> None:
         backoff = self._backoff
-        stable = now - slot.since >= backoff.stable_s
-        slot.crashes = 0 if stable else slot.crashes + 1
+        slot.crashes = 0 if self._is_stable(slot, now) else slot.crashes + 1
         if slot.spec.spare and code == -signal.SIGKILL:
             slot.crashes = min(slot.crashes, backoff.crash_limit - 1)
         if slot.spec.restart is Restart.NEVER:
             slot.doomed = slot.doomed or why
         elif slot.crashes >= backoff.crash_limit:
-            slot.doomed = slot.doomed or (
-                f"crashed {slot.crashes} times in a row, "
-                f"each within {backoff.stable_s:g} s of its start; the last: {why}"
+            stable = f"{backoff.stable_s:g} s"
+            when = f"before it was ready for {stable}" if slot.spec.kind else f"within {stable} of its start"
+            slot.doomed = (
+                slot.doomed or f"crashed {slot.crashes} times in a row, each {when}; the last: {why}"
             )
         if slot.doomed:
             self._over(slot, slot.doomed, now)
             return
+        slot.ready_at = None
         self._enter(slot, Phase.WAITING, why, now)
         slot.due = now + backoff.pause_s(slot.crashes, self._chance.random())
 
+    def _is_stable(self, slot: _Slot, now: float) -> bool:
+        """Return whether the present life has been up, and ready if that is reported, for `stable_s`."""
+        up_at = slot.ready_at if slot.spec.kind else slot.since
+        return up_at is not None and now - up_at >= self._backoff.stable_s
+
     def _over(self, slot: _Slot, reason: str, now: float) -> None:
-        slot.rungs.clear()
+        slot.ready_at = None
         phase = Phase.FATAL if slot.doomed else Phase.ENDED
         self._enter(slot, phase, slot.doomed or reason, now)
 
@@ -353,6 +430,8 @@ class SupervisorCore:
     def _enter(slot: _Slot, phase: Phase, reason: str, now: float) -> None:
         slot.phase, slot.reason, slot.since = phase, reason, now
         slot.held, slot.missed, slot.overdue, slot.killed_at = False, "", math.inf, None
+        slot.failed = ""
+        slot.rungs.clear()
 
 
 def _times(slot: _Slot) -> list[float]:

@@ -28,6 +28,7 @@ from rolloutmq.services.orchestrator.supervision.core import (
     OVER,
     Action,
     Backoff,
+    EarlierLife,
     GiveUp,
     Ladder,
     ProcessView,
@@ -123,19 +124,42 @@ class Supervisor:
         self._specs[spec.name] = spec
         self._advance()
 
-    def adopt(self, found: Iterable[tuple[ProcessIdentity, ProcessSpec]]) -> list[str]:
-        """Take over running processes, each as its spec; return the names of those found alive."""
-        adopted = []
+    def adopt(
+        self,
+        found: Iterable[tuple[ProcessIdentity, ProcessSpec]],
+        earlier: Mapping[str, EarlierLife] | None = None,
+    ) -> list[str]:
+        """Take over running processes, each as its spec; return the names of those found alive.
+
+        Args:
+            found: Identities and specs.
+            earlier: What the earlier supervisor knew of them, by name.
+        """
+        adopted, known = [], earlier or {}
         for identity, spec in found:
             if (process := adopt(identity)) is None:
                 continue
-            self._core.adopt(spec, time.monotonic())
+            self._core.adopt(spec, time.monotonic(), known.get(spec.name, EarlierLife()))
             self._specs[spec.name] = spec
             self._hold(process)
             adopted.append(spec.name)
             logger.info("adopted name=%s pid=%d", spec.name, identity.pid)
         self._advance()
         return adopted
+
+    def ready(self, name: str) -> None:
+        """Record that a process is ready; repeat it while it is."""
+        self._core.ready(name, time.monotonic())
+
+    def prove(self, kind: str) -> None:
+        """Record that a process of this kind has done work: no end of one is hopeless from now on."""
+        if not self._core.is_proven(kind):
+            logger.info("proven kind=%s", kind)
+            self._core.prove(kind)
+
+    def is_proven(self, kind: str) -> bool:
+        """Return whether a process of this kind has done work."""
+        return self._core.is_proven(kind)
 
     def retire(self, name: str, ladder: Ladder, reason: str) -> None:
         """Start to end a process for good. Repeating it, or with a shorter ladder, is harmless."""
@@ -153,7 +177,7 @@ class Supervisor:
         self._advance()
 
     def fail(self, name: str, ladder: Ladder, reason: str) -> None:
-        """End a process that can never work: it becomes FATAL with this reason."""
+        """End a process that reports a failure: it becomes FATAL with this reason; of a proven kind, a crash."""
         self._core.fail(name, ladder, reason, time.monotonic())
         self._advance()
 
@@ -233,8 +257,8 @@ class Supervisor:
         name = process.identity.name
         self._let_go(process)
         why = str(found)
-        if found.code is not None and found.code > 0 and self._last_line(name):
-            why = f"{found}: {self._last_line(name)}"
+        if found.code is not None and found.code > 0 and (line := self._last_line(name)):
+            why = f"{found}: {line}"
         logger.info("ended name=%s pid=%d how=%s", name, process.identity.pid, found)
         self._core.exited(name, found.code, why, time.monotonic())
         self._advance()

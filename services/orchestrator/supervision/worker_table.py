@@ -1,16 +1,22 @@
-"""The workers of one environment: names, counts, and the order of removal. Pure.
+"""The workers of one environment: names, counts, start times, and the order of removal. Pure.
 
 A worker is `<environment>-<number>`. A number is never reused within one life of the orchestrator: the broker keeps
 telling a drained worker to drain.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import count
+from statistics import median, median_low
+from typing import Final
 
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
+
+STARTS: Final = 9
+"""Recent starts whose median is the start time: one that hangs or hurries changes little."""
 
 
 def env_of(worker: str) -> str:
@@ -25,12 +31,25 @@ def number_of(worker: str) -> int:
 
 
 class WorkerTable:
-    """Names of the workers of one environment."""
+    """The workers of one environment.
 
-    def __init__(self, env: str, taken: Iterable[str] = ()) -> None:
+    Args:
+        env: The environment.
+        taken: Used names.
+        starts: Recent start times under an earlier orchestrator, in seconds, the last one last.
+    """
+
+    def __init__(self, env: str, taken: Iterable[str] = (), starts: Iterable[float] = ()) -> None:
         self.env = env
         used = [number_of(worker) for worker in taken if env_of(worker) == env]
         self._numbers = count(max(used, default=-1) + 1)
+        self._starts = deque(starts, STARTS)
+        self._measured: dict[str, float] = {}
+
+    @property
+    def starts(self) -> tuple[float, ...]:
+        """Return the recent start times, in seconds."""
+        return tuple(self._starts)
 
     def take(self) -> str:
         """Return an unused name."""
@@ -43,41 +62,65 @@ class WorkerTable:
         ]
         return sorted(found, key=lambda view: number_of(view.name))
 
-    def crew(self, views: Mapping[str, ProcessView], heard: Mapping[str, WorkerStatus]) -> WorkerCounts:
+    def crew(
+        self, views: Mapping[str, ProcessView], heard: Mapping[str, WorkerStatus], now: float
+    ) -> WorkerCounts:
         """Count the workers.
 
         Args:
             views: The supervisor's view.
             heard: The broker's last status of the running processes.
+            now: Time, on the supervisor's clock.
         """
-        crew = WorkerCounts()
+        crew = WorkerCounts(start_s=self._start_s(views, now))
         for view in self.mine(views):
             match view.phase:
-                case _ if view.failing:
+                case Phase.FATAL:
                     crew = replace(crew, failed=crew.failed + 1)
-                case Phase.STOPPING:
-                    crew = replace(crew, draining=crew.draining + 1)
-                case Phase.RUNNING if _is_ready(heard.get(view.name)):
+                case Phase.STOPPING if not view.returns:
+                    failing = view.failing  # nobody may start in its place yet
+                    crew = replace(crew, draining=crew.draining + 1, failed=crew.failed + failing)
+                case Phase.RUNNING if is_ready(heard.get(view.name)):
                     crew = replace(crew, ready=crew.ready + 1)
                 case _:
-                    crew = replace(crew, starting=crew.starting + 1)
+                    again = view.was_ready and (view.ready_at is None or view.returns)
+                    crew = replace(crew, starting=crew.starting + 1, restarting=crew.restarting + again)
         return crew
 
     def surplus(
-        self, views: Mapping[str, ProcessView], heard: Mapping[str, WorkerStatus], number: int
+        self, views: Mapping[str, ProcessView], heard: Mapping[str, WorkerStatus], target: int
     ) -> list[str]:
-        """Choose the workers to remove: given-up ones first, then those not ready, then the youngest."""
+        """Choose the workers to remove: those not ready first, then the youngest.
+
+        Of the given-up ones only as many remain as workers are missing; the last failures stay.
+        """
         mine = self.mine(views)
-        number -= sum(view.failing and view.phase is Phase.STOPPING for view in mine)  # already leaving
-        candidates = [view for view in mine if view.phase is not Phase.STOPPING]
-        candidates.sort(key=lambda view: _worth(view, heard.get(view.name)))
-        return [view.name for view in candidates[: max(0, number)]]
+        present = [view for view in mine if view.phase in {Phase.RUNNING, Phase.WAITING} or view.returns]
+        present.sort(key=lambda view: _worth(view, heard.get(view.name)))
+        failed = sorted((view for view in mine if view.phase is Phase.FATAL), key=lambda view: view.since)
+        missing = max(0, target - len(present))
+        leaving = failed[: max(0, len(failed) - missing)] + present[: max(0, len(present) - target)]
+        return [view.name for view in leaving]
+
+    def _start_s(self, views: Mapping[str, ProcessView], now: float) -> float:
+        """Return the time from the start of a process until it is ready; 0 while unknown."""
+        lives = [view for view in self.mine(views) if view.phase is Phase.RUNNING and not view.adopted]
+        for view in lives:
+            if view.ready_at is not None and self._measured.get(view.name) != view.since:
+                self._measured[view.name] = view.since
+                self._starts.append(round(view.ready_at - view.since, 3))
+        self._measured = {name: since for name, since in self._measured.items() if name in views}
+        if not self._starts:
+            return 0.0
+        under_way = [now - view.since for view in lives if view.ready_at is None]
+        # One that hangs beside younger ones says nothing; if all of them take longer, a start takes longer now.
+        return max(median(self._starts), median_low(under_way) if under_way else 0.0)
 
 
-def _is_ready(status: WorkerStatus | None) -> bool:
-    return status is not None and status.state is not WorkerState.STARTING
+def is_ready(status: WorkerStatus | None) -> bool:
+    """Return whether a worker said that it is ready; a draining one was."""
+    return status is not None and status.state in {WorkerState.READY, WorkerState.DRAINING}
 
 
-def _worth(view: ProcessView, status: WorkerStatus | None) -> tuple[bool, bool, int]:
-    running = view.phase is Phase.RUNNING
-    return view.phase is not Phase.FATAL, running and _is_ready(status), -number_of(view.name)
+def _worth(view: ProcessView, status: WorkerStatus | None) -> tuple[bool, int]:
+    return view.phase is Phase.RUNNING and is_ready(status), -number_of(view.name)

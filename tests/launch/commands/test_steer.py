@@ -1,8 +1,10 @@
 """Commands that steer a living run reach its broker, or say in one line what is wrong."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,13 +14,13 @@ from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch import rundir
 from rolloutmq.launch.commands import steer
 from rolloutmq.launch.settings import validate
-from rolloutmq.schemas.errors import ConfigError, RefusedError, RunDirInUseError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.errors import ConfigError, RefusedError, RunDirInUseError, UsageError
+from rolloutmq.schemas.files import RunLayout, Supervision, WorkerRecord
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.wire.control import GetStatus, StatusReply
+from rolloutmq.schemas.wire.control import GetStatus, StatusReply, WorkerBeat, WorkerState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.monitor.text.exit_codes import FAILED
-from rolloutmq.services.process.identity import identify
+from rolloutmq.services.process.identity import MARKER, identify
 
 
 @pytest.fixture
@@ -51,6 +53,64 @@ def test_names_that_the_run_does_not_know_are_refused(broker: Broker, run_dir: P
     with pytest.raises(RefusedError, match="worker sort3-9 is not known"):
         steer.drain(run_dir, "sort3-9")
     assert wanted(broker) == {}
+
+
+def beat(broker: Broker, pid: int, state: WorkerState, error: str = "") -> None:
+    with BlockingClient(broker.endpoints.serve) as client:
+        client.request(WorkerBeat(worker="sort3-0", env="sort3", state=state, pid=pid, error=error))
+
+
+def supervised(run_dir: Path, phase: str, **about: Any) -> None:
+    """Write what the orchestrator, which is this process, knows of the worker."""
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), os.environ.get(MARKER, ""))
+    record = WorkerRecord(worker="sort3-0", env="sort3", phase=phase, since=time.monotonic(), **about)
+    write_json(RunLayout(run_dir).supervision, Supervision(orchestrator=me, workers=(record,)))
+
+
+def draining(broker: Broker) -> list[str]:
+    with BlockingClient(broker.endpoints.serve) as client:
+        reply = client.request(GetStatus())
+    assert isinstance(reply, StatusReply)
+    return [one.worker for one in reply.pressure.workers if one.draining]
+
+
+def test_a_worker_that_works_is_drained(broker: Broker, run_dir: Path) -> None:
+    beat(broker, 7, WorkerState.READY)
+    supervised(run_dir, "running", pid=7)
+    assert steer.drain(run_dir, "sort3-0") == 0
+    assert draining(broker) == ["sort3-0"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "about", "told"),
+    [
+        ("fatal", {"reason": "crashed 5 times"}, r"nothing to drain \(fatal; crashed 5 times\)"),
+        (
+            "waiting",
+            {"crashes": 2, "reason": "exit code 1: no"},
+            r"waiting; after crash 2 in a row; exit code 1",
+        ),
+        (
+            "running",
+            {"crashes": 2, "pid": 8, "reason": "exit code 1: no"},
+            r"starting; after crash 2 in a row",
+        ),
+    ],
+)
+def test_a_worker_that_cannot_drain_is_not_said_to(
+    broker: Broker, run_dir: Path, phase: str, about: dict[str, Any], told: str
+) -> None:
+    beat(broker, 7, WorkerState.READY)
+    supervised(run_dir, phase, **about)
+    with pytest.raises(UsageError, match=told):
+        steer.drain(run_dir, "sort3-0")
+    assert draining(broker) == []
+
+
+def test_a_failed_worker_without_an_orchestrator_cannot_drain(broker: Broker, run_dir: Path) -> None:
+    beat(broker, 7, WorkerState.FAILED, "it always raises")
+    with pytest.raises(UsageError, match=r"worker sort3-0: nothing to drain \(failed; it always raises\)"):
+        steer.drain(run_dir, "sort3-0")
 
 
 def test_nothing_is_detached_into_the_directory_of_a_living_run(run_dir: Path) -> None:

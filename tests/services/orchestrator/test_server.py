@@ -6,34 +6,25 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pytest
-import zmq
 from tests.services.orchestrator.children import DRAINABLE, STUBBORN, argv, wait_for, wait_up
+from tests.services.orchestrator.fake_broker import TOKEN, broker, config, living, orchestrator, until
 
-from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import read_json, write_json
-from rolloutmq.bus.transport.sockets import Channel, Context, make_context
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
-from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessIdentity
 from rolloutmq.schemas.wire.control import (
-    Drain,
-    LedgerCounts,
-    Pressure,
-    ScaleDecision,
     WorkerState,
-    WorkerStatus,
 )
-from rolloutmq.schemas.wire.replies import Ok
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.orchestrator import server
 from rolloutmq.services.orchestrator.autoscaling.decision_log import (
@@ -44,7 +35,7 @@ from rolloutmq.services.orchestrator.autoscaling.decision_log import (
     resume,
 )
 from rolloutmq.services.orchestrator.server import Orchestrator
-from rolloutmq.services.process.identity import MARKER, alive
+from rolloutmq.services.process.identity import MARKER
 from rolloutmq.services.process.runner import Stop
 
 SLOW_TO_GO = """
@@ -56,157 +47,7 @@ print('up', flush=True)
 while True: signal.pause()
 """
 """Takes note of SIGUSR1 and ends at SIGUSR2."""
-TOKEN = f"server-{os.getpid()}"
 FAILS = "import sys; sys.exit('error: no such environment')"
-
-
-def config(**orchestrator: Any) -> RunConfig:
-    quick = {"tick_s": 0.02, "backoff_s": 0.01, "crash_limit": 3}
-    return RunConfig.model_validate(
-        {
-            "environment": {"env": {"entry": "m:C", "min_workers": 1, "max_workers": 3}},
-            "orchestrator": {**quick, **orchestrator},
-        }
-    )
-
-
-def living(layout: RunLayout) -> dict[str, int]:
-    """Return name and pid of the workers that live, as the orchestrator's file says."""
-    workers = read_json(layout.workers, list[ProcessIdentity]) or []
-    return {one.name: one.pid for one in workers if alive(one)}
-
-
-class FakeBroker:
-    """Publishes the pressure that the test sets, answers drains, keeps the decisions that it hears."""
-
-    def __init__(self, layout: RunLayout) -> None:
-        self.layout = layout
-        self.states: dict[str, WorkerState] = {}
-        self.wanted: dict[str, int | None] = {}
-        self.told: set[str] = set()
-        self.drained: list[str] = []
-        self.decisions: list[ScaleDecision] = []
-        self._number = 0
-
-    async def run(self, context: Context) -> None:
-        events, serve, publish = (context.socket(kind) for kind in (zmq.PUB, zmq.ROUTER, zmq.SUB))
-        publish.setsockopt(zmq.SUBSCRIBE, b"")
-        sockets = (events, serve, publish)
-        for socket in sockets:
-            socket.bind("tcp://127.0.0.1:*")
-        at = [socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") for socket in sockets]
-        endpoints = Endpoints(ingest="", serve=at[1], events=at[0], publish=at[2], pid=1, epoch=1)
-        write_json(self.layout.endpoints, endpoints)
-        channels = [Channel(socket) for socket in sockets]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._press(channels[0]))
-                tasks.create_task(self._answer(channels[1]))
-                tasks.create_task(self._listen(channels[2]))
-        finally:
-            for channel in channels:
-                channel.close()
-
-    async def _press(self, events: Channel) -> None:
-        while True:
-            self._number += 1
-            events.try_send([topics.PRESSURE, codec.encode(self._state())])
-            await asyncio.sleep(0.01)
-
-    async def _answer(self, serve: Channel) -> None:
-        while True:
-            *way, request = await serve.receive()
-            drain = codec.decode_request(request)
-            assert isinstance(drain, Drain)
-            await serve.send([*way, codec.encode(Ok())])
-            if drain.worker not in self.drained:
-                self.drained.append(drain.worker)
-                # As the worker that hears it on the bus would.
-                os.kill(living(self.layout)[drain.worker], signal.SIGUSR1)
-
-    async def _listen(self, publish: Channel) -> None:
-        while True:
-            topic, payload = await publish.receive()
-            assert topic == b"telemetry.scale.env"
-            event = codec.decode_event(payload)
-            assert isinstance(event, ScaleDecision)
-            self.decisions.append(event)
-
-    def _state(self) -> Pressure:
-        return Pressure(
-            epoch=1,
-            number=self._number,
-            at=0.0,
-            rollout_pressure=1.0,
-            queued_sequences=0,
-            batch_sequences=0,
-            queued_groups=0,
-            queued_bytes=0,
-            leased_bytes=0,
-            high_bytes=0,
-            step=0,
-            consumed_per_s=0.0,
-            produced_per_s=0.0,
-            staleness_max=0,
-            trainer_wait="",
-            ledger=LedgerCounts(),
-            lanes=(),
-            workers=tuple(self._status(name, pid) for name, pid in living(self.layout).items()),
-            wanted=self.wanted,
-        )
-
-    def _status(self, name: str, pid: int) -> WorkerStatus:
-        return WorkerStatus(
-            worker=name,
-            env="env",
-            state=self.states.get(name, WorkerState.READY),
-            pid=pid,
-            host="",
-            in_hand=0,
-            produced=0,
-            abandoned=0,
-            blocked_s=0.0,
-            silent_s=0.0,
-            draining=name in self.told or self.states.get(name) is WorkerState.DRAINING,
-            error="it always raises",
-        )
-
-
-@asynccontextmanager
-async def broker(layout: RunLayout) -> AsyncIterator[FakeBroker]:
-    context = make_context()
-    fake = FakeBroker(layout)
-    task = asyncio.create_task(fake.run(context))
-    try:
-        yield fake
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
-        context.destroy(linger=0)
-
-
-@asynccontextmanager
-async def orchestrator(
-    layout: RunLayout, settings: RunConfig, code: str = DRAINABLE
-) -> AsyncIterator["asyncio.Task[None]"]:
-    """Run one until the block ends; then it is asked to stop."""
-    stop = Stop()
-    service = Orchestrator(settings, layout, TOKEN, lambda name: (*argv(code), name))
-    task = asyncio.create_task(service.run(stop))
-    try:
-        yield task
-    finally:
-        stop.request("the test ends")
-        await asyncio.wait({task})
-    if not isinstance(task.exception(), ExceptionGroup):
-        task.result()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        # What is waited for is a file or a process: there is no event.
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_workers_come_and_go_as_it_is_decided(run_dir: Path) -> None:
@@ -385,7 +226,7 @@ async def test_a_crash_loop_of_all_workers_ends_the_run_with_the_reason(run_dir:
     assert isinstance(failed, WorkersFailedError)
     assert str(failed) == (
         "environment.env: all workers failed; env-0: crashed 3 times in a row, "
-        "each within 10 s of its start; the last: exit code 1: error: no such environment"
+        "each before it was ready for 10 s; the last: exit code 1: error: no such environment"
     )
 
 

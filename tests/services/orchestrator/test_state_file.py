@@ -9,7 +9,7 @@ import pytest
 from tests.services.orchestrator.children import PATIENT, spec
 
 from rolloutmq.bus.rundir import read_json
-from rolloutmq.schemas.files import RunLayout, Supervision, WorkerRecord
+from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision, WorkerRecord
 from rolloutmq.schemas.wire.control import ScaleDecision
 from rolloutmq.services.orchestrator import state_file
 from rolloutmq.services.orchestrator.state_file import StateFile
@@ -147,3 +147,31 @@ async def test_a_disk_that_is_full_ends_nobody(run_dir: Path, caplog: pytest.Log
         await asyncio.sleep(0)
         assert "supervision not written" in caplog.text
         assert supervisor.identity("env-0") is not None
+
+
+async def test_one_that_starts_again_still_says_how_its_last_process_ended(run_dir: Path) -> None:
+    stage = Stage(run_dir, Backoff(first_s=0.05, crash_limit=9))
+    once = run_dir / "once"
+    code = f"import os\nif not os.path.exists({str(once)!r}): open({str(once)!r}, 'w'); {FAILS}\n{PATIENT}"
+    async with stage.supervisor:
+        stage.start("env-0", code)
+        async with asyncio.timeout(10):
+            await stage.supervisor.until(
+                lambda views: views["env-0"].restarts == 1 and views["env-0"].phase is Phase.RUNNING
+            )
+        await asyncio.sleep(0)
+        one = stage.worker("env-0")
+    assert (one.phase, one.crashes, one.reason) == ("running", 1, "exit code 1: error: no such environment")
+    assert one.last_lines[-1] == "error: no such environment"
+
+
+async def test_what_was_learned_and_who_is_replaced_is_there(run_dir: Path) -> None:
+    stage = Stage(run_dir)
+    async with stage.supervisor:
+        stage.start("env-0", FAILS)
+        await stage.until("env-0", Phase.FATAL)
+        learned = EnvironmentRecord(env="env", proven=True, starts=(4.0,))
+        stage.record.learned((learned,), {"env-0": 77.0})
+        stage.record.write(stage.supervisor)
+        assert stage.worker("env-0").due == 77.0
+        assert stage.told().environments == (learned,)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.services.orchestrator.children import argv, wait_up
-from tests.services.orchestrator.test_server import TOKEN, broker, living, until
+from tests.services.orchestrator.fake_broker import TOKEN, broker, living, until
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.settings import validate

@@ -4,7 +4,7 @@ from rolloutmq.schemas.wire.control import Drain, WorkerBeat, WorkerBeatReply, W
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.replies import Ack, Ok
 from rolloutmq.services.broker.actions import Publish
-from rolloutmq.services.broker.state.workers import GONE_S, SILENT_S
+from rolloutmq.services.broker.state.workers import FAILED_S, GONE_S, SILENT_S
 
 
 def beat(bench: Bench, state: WorkerState = WorkerState.READY, pid: int = 1) -> bool:
@@ -60,7 +60,7 @@ def test_a_drain_reaches_the_producer_in_its_acks() -> None:
     assert [isinstance(ack, Ack) and ack.draining for ack in acks] == [True]
 
 
-def test_who_left_is_dropped_from_the_table_and_who_failed_is_kept() -> None:
+def test_who_left_is_dropped_from_the_table_and_who_failed_is_kept_for_longer() -> None:
     bench = Bench()
     for name, state in (("gone", "gone"), ("failed", "failed"), ("silent", "ready")):
         bench.ask(WorkerBeat(worker=name, env="e", state=WorkerState(state), error="why"), WorkerBeatReply)
@@ -70,6 +70,8 @@ def test_who_left_is_dropped_from_the_table_and_who_failed_is_kept() -> None:
         names.append([w.worker for w in bench.pressure().workers])
     assert names == [["failed", "gone", "silent"], ["failed", "silent"], ["failed"]]
     assert bench.pressure().workers[0].silent_s == GONE_S + 2 + SILENT_S
+    bench.tick(FAILED_S)
+    assert bench.pressure().workers == (), "its replacement has another name"
 
 
 def test_blocked_seconds_that_are_no_number_are_refused() -> None:

@@ -299,7 +299,7 @@ def test_what_is_wanted_and_who_is_not_well_is_said_in_lines_of_their_own(busy: 
     assert "scale   sort3: target 5, current 4; pressure" in lines
     assert "unwell  sort3-20: failed; ValueError: bad" in lines
     assert "sort3-30: fatal; crashed 5 times" in lines
-    assert "sort3-31: waiting; restart in 3 s" in lines
+    assert "sort3-31: waiting; restart in 3 s; after crash 2 in a row" in lines
     assert "… 8 more" in lines
     row = next(line.split() for line in lines if line.startswith("sort3-1 "))
     assert row[:4] == ["sort3-1", "ready", "1", "1:02"]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from rolloutmq.bus.rundir import write_json
@@ -122,3 +123,26 @@ def test_plain_data_has_everything() -> None:
     assert found["workers"][0]["worker"] == "e-0"
     assert target_text(target) == "target 3, current 2; pressure"
     assert fields(None, [])["orchestrator"] is None
+
+
+def test_one_that_starts_again_after_a_crash_says_so(make_worker: MakeWorker) -> None:
+    again = worker(pid=8, crashes=3, restarts=3, reason="exit code 1: no", last_lines=("a", "b"))
+    (row,) = joined(known(again), [], NOW)
+    assert row.is_unwell
+    assert row.last_lines == ("a", "b")
+    assert trouble_text(row) == "starting; after crash 3 in a row; exit code 1: no"
+    (row,) = joined(known(again), [make_worker("e-0", pid=8, silent_s=0.1)], NOW)
+    assert not row.is_unwell, "it is ready"
+
+
+def test_one_that_is_replaced_says_when() -> None:
+    (row,) = joined(known(worker(phase="fatal", due=NOW + 8.0, crashes=5, reason="crashed 5 times")), [], NOW)
+    assert trouble_text(row) == "fatal; replaced in 8 s; crashed 5 times"
+
+
+def test_a_failed_worker_that_was_replaced_is_no_row(make_worker: MakeWorker) -> None:
+    failed = make_worker("e-0", pid=7, env="e", state=WorkerState.FAILED)
+    target = Target(env="e", target=1, current=1, reason="")
+    supervision = msgspec.structs.replace(known(worker("e-1", pid=8)), targets=(target,))
+    assert [row.worker for row in joined(supervision, [failed], NOW)] == ["e-1"]
+    assert [row.worker for row in joined(None, [failed], NOW)] == ["e-0"]

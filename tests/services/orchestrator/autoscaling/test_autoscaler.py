@@ -163,3 +163,19 @@ def test_measurements_are_kept_unless_the_configuration_changed(
     last = Resumed(replace(header, max_workers=most), replace(header.state, target=7))
     site = Site(tmp_path, 0, {"a": 2}, {"a": last})
     assert site.scaling.scales[0].state.target == target
+
+
+def test_given_up_workers_hold_no_budget_and_nobody_starts_in_their_place(tmp_path: Path) -> None:
+    site = Site(tmp_path, budget=6)
+    site.tick(a=4, b=2)
+    site.crews = {"a": WorkerCounts(ready=1, failed=3), "b": WorkerCounts(ready=2)}
+    assert site.scaling.starts(site.crews) == {"a": 0, "b": 0}
+    site.crews["a"] = WorkerCounts(ready=1, failed=1)
+    assert site.scaling.starts(site.crews)["a"] == site.scaling.scales[0].decision.target - 2
+
+
+def test_one_that_failed_and_is_being_ended_holds_its_process(tmp_path: Path) -> None:
+    site = Site(tmp_path, budget=0)
+    site.tick(a=20)
+    site.crews = {"a": WorkerCounts(ready=17, draining=2, failed=1), "b": WorkerCounts(ready=1)}
+    assert site.scaling.starts(site.crews)["a"] == 1, "max_workers processes at most"

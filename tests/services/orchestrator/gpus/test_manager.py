@@ -1,6 +1,7 @@
 """The steward carries out what the fleet says, and what it keeps on disk survives it, or is put aside."""
 
 import os
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -253,3 +254,20 @@ def test_standings_are_told_when_they_change_and_not_at_every_tick(layout: RunLa
     steward.hear(here(silent()))
     steward.hear(here(lost()))
     assert len(steward.attend(FakeWorkers(), HEARD, None, LADDER)) == 1
+
+
+def test_a_worker_that_was_given_up_keeps_no_gpu_from_its_replacement(layout: RunLayout) -> None:
+    steward, workers = GpuManager(config(), layout), FakeWorkers()
+    steward.hear(here(using(0)))
+    steward.equipped(spec("env-0"))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        workers.add("env-0", Phase.RUNNING)
+        workers.identities["env-0"] = identify("env-0", Role.WORKER, process.pid, "t")
+        steward.attend(workers, HEARD, None, LADDER)
+        process.kill()
+    workers.add("env-0", Phase.FATAL)
+    for _ in range(3):
+        steward.hear(here(using(0)))
+        steward.attend(workers, HEARD, None, LADDER)
+    assert steward.limit("env", 0, 1) is None
+    assert steward.equipped(spec("env-1")) is not None

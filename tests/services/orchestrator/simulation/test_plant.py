@@ -145,7 +145,7 @@ def test_crashes_lose_the_rollouts_under_way() -> None:
 def test_lost_workers_keep_their_place_for_a_while() -> None:
     plant, (lane,) = plant_of(worker(lost=((30.0, 4),)))
     run(plant, 30)
-    assert (lane.crew.counts.ready, lane.crew.counts.failed, lane.crew.counts.current) == (6, 4, 10)
+    assert (lane.crew.counts.ready, lane.crew.counts.failed, lane.crew.current) == (6, 4, 10)
     run(plant, 10)
     assert (lane.crew.counts.current, lane.crew.moved) == (6, 0)
 

@@ -14,6 +14,7 @@ from rolloutmq.services.orchestrator.supervision.core import (
     KILL_LADDER,
     UNKILLABLE_S,
     Backoff,
+    EarlierLife,
     GiveUp,
     Phase,
     SignalProcess,
@@ -344,3 +345,100 @@ def test_whatever_happens_no_process_is_started_twice(events: list[tuple[str, fl
                 assert lives
         core.validate()
         assert core.tick(now) == []
+
+
+def until_fatal(core: SupervisorCore, now: float, life_s: float, code: int = 1, most: int = 50) -> float:
+    """Let the process die `life_s` after each start until it is given up; return when."""
+    for _ in range(most):
+        now += life_s
+        core.exited("w", code, f"exit code {code}", now)
+        if phase(core) is Phase.FATAL:
+            return now
+        due = core.due()
+        assert due is not None
+        now = due
+        core.tick(now)
+        core.started("w", now)
+    raise AssertionError("it was never given up")
+
+
+def test_a_slow_crash_loop_that_is_never_ready_is_fatal(core: SupervisorCore) -> None:
+    """Its process lives longer than `stable_s`, and does nothing."""
+    running(core, kind="e")
+    until_fatal(core, 0.0, life_s=60.0)
+    assert core.views()["w"].reason == (
+        "crashed 4 times in a row, each before it was ready for 10 s; the last: exit code 1"
+    )
+
+
+def test_a_process_that_was_ready_for_long_enough_starts_its_count_again(core: SupervisorCore) -> None:
+    running(core, kind="e")
+    core.exited("w", 1, "exit code 1: no", 60.0)
+    core.tick(70.0)
+    core.started("w", 70.0)
+    core.ready("w", 100.0)
+    core.ready("w", 109.0)
+    view = core.views()["w"]
+    assert (view.crashes, view.reason, view.ready_at) == (1, "exit code 1: no", 100.0), "not stable yet"
+    core.ready("w", 110.0)
+    assert (core.views()["w"].crashes, core.views()["w"].reason) == (0, "")
+    core.exited("w", 1, "exit code 1: again", 120.0)
+    view = core.views()["w"]
+    assert (view.crashes, view.ready_at, view.was_ready) == (0, None, True)
+
+
+def test_nothing_is_hopeless_of_a_kind_that_has_done_work(core: SupervisorCore) -> None:
+    running(core, kind="e")
+    core.prove("e")
+    core.exited("w", PERMANENT_FAILURE, "exit code 3: hub away", 2.0)
+    assert phase(core) is Phase.WAITING
+    (again,) = core.tick(10.0)
+    assert isinstance(again, StartProcess)
+    core.started("w", 10.0)
+    until_fatal(core, 10.0, 2.0, PERMANENT_FAILURE)
+    assert core.views()["w"].reason.startswith("crashed 4 times in a row")
+
+
+def test_another_kind_that_worked_proves_nothing(core: SupervisorCore) -> None:
+    running(core, kind="e")
+    core.prove("f")
+    core.exited("w", PERMANENT_FAILURE, "exit code 3: typo", 2.0)
+    assert phase(core) is Phase.FATAL
+
+
+def test_a_reported_failure_of_a_proven_kind_is_a_crash(core: SupervisorCore) -> None:
+    running(core, kind="e")
+    core.prove("e")
+    core.fail("w", term_ladder(5.0), "it raises", 5.0)
+    core.fail("w", term_ladder(5.0), "it raises", 5.5)
+    assert core.tick(5.5) == [SignalProcess("w", Step.TERM)]
+    assert core.views()["w"].returns
+    core.exited("w", PERMANENT_FAILURE, "exit code 3: error: it raises", 6.0)
+    view = core.views()["w"]
+    assert (view.phase, view.reason, view.crashes) == (Phase.WAITING, "exit code 3: error: it raises", 1)
+    core.fail("w", term_ladder(5.0), "what was heard of the last life", 6.1)
+    assert phase(core) is Phase.WAITING
+
+
+def test_a_failing_process_that_is_retired_does_not_come_back(core: SupervisorCore) -> None:
+    running(core, kind="e")
+    core.prove("e")
+    core.fail("w", term_ladder(5.0), "it raises", 5.0)
+    core.retire("w", term_ladder(1.0), "the run ends", 5.5)
+    core.exited("w", PERMANENT_FAILURE, "exit code 3", 6.0)
+    assert phase(core) is Phase.ENDED
+
+
+def test_the_crashes_of_an_adopted_process_go_on_counting(core: SupervisorCore) -> None:
+    core.adopt(spec(kind="e"), 0.0, EarlierLife(was_ready=True, crashes=3))
+    view = core.views()["w"]
+    assert (view.was_ready, view.ready_at, view.adopted) == (True, None, True)
+    core.exited("w", 1, "exit code 1", 60.0)
+    assert phase(core) is Phase.FATAL
+
+
+def test_an_adopted_process_that_was_ready_is_ready(core: SupervisorCore) -> None:
+    core.adopt(spec(kind="e"), 0.0, EarlierLife(ready=True))
+    core.exited("w", 1, "exit code 1", 60.0)
+    view = core.views()["w"]
+    assert (view.phase, view.crashes, view.was_ready) == (Phase.WAITING, 0, True)
