@@ -307,6 +307,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Reason of the phase: the end of its last process."""
     last_lines: tuple[str, ...] = ()
     """End of its log, if it crashed and is not running."""
+    ends: float | None = None
+    """While it is being ended, the time of SIGTERM: rollouts unfinished by then are abandoned."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,11 +41,13 @@ from rolloutmq.services.orchestrator.state_file import StateFile
 from rolloutmq.services.orchestrator.supervision.core import (
     OVER,
     Backoff,
+    Ladder,
     Phase,
     ProcessView,
     drain_ladder,
     term_ladder,
 )
+from rolloutmq.services.orchestrator.supervision.drain_watch import DrainWatch
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
 from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of, number_of
 from rolloutmq.services.orchestrator.worker_logs import WorkerLogs
@@ -117,9 +119,12 @@ class Orchestrator:
             seed=config.run.seed,
         )
         self._engines = EnginePool(config, layout, token, self._client.publish, engine_command)
-        self._drain_ladder = drain_ladder(
-            CONFIRM_S, limits.drain_deadline_s + OVERTIME_S, limits.term_grace_s
-        )
+        self._drain_ladders = {
+            name: _ladder(limits, limits.drain_s(env.rollout_timeout_s))
+            for name, env in config.environment.items()
+        }
+        self._end_ladder = _ladder(limits, limits.end_s)
+        self._drains = DrainWatch()
         self._logs = WorkerLogs(layout, config.run, self._workers.views)
         self._pids: dict[str, int] = {}
         self._tables: dict[str, WorkerTable] = {}
@@ -155,7 +160,7 @@ class Orchestrator:
                         for task in beside:
                             task.cancel()
                         reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
-                        await self._workers.stop(self._workers.views(), self._drain_ladder, reason)
+                        await self._workers.stop(self._workers.views(), self._end_ladder, reason)
                         ending.cancel()
                         self._state.write(self._workers)
                         listening.cancel()
@@ -230,6 +235,8 @@ class Orchestrator:
                 self._workers, heard, self._client.pressure, self._drain_ladder
             ):
                 self._client.publish(standing)
+            for line in self._drains.look(self._workers.views(), heard, time.monotonic()):
+                logger.warning("unfinished rollouts are abandoned soon %s", line)
             self._decide(heard)
             for table in self._tables.values():
                 self._raise_if_failed(table)
@@ -241,6 +248,9 @@ class Orchestrator:
                     await stop.wait()
             except TimeoutError:
                 continue
+
+    def _drain_ladder(self, name: str) -> Ladder:
+        return self._drain_ladders[env_of(name)]
 
     def _heard(self) -> Heard:
         """Return the broker's status of our processes; ignore their earlier lives."""
@@ -264,7 +274,7 @@ class Orchestrator:
                 self._workers.fail(name, ladder, status.error or "the worker reported a failure")
             elif status.draining and views[name].phase is Phase.RUNNING:
                 # The drain request suffices: a hanging worker never reports draining, and is ended at the deadline.
-                self._workers.retire(name, self._drain_ladder, "drained by somebody else")
+                self._workers.retire(name, self._drain_ladder(name), "drained by somebody else")
 
     def _forget_ended(self) -> None:
         """Forget workers that left in order some time ago, so that the table does not grow for ever."""
@@ -323,7 +333,7 @@ class Orchestrator:
             if views[name].phase is Phase.FATAL:
                 self._workers.forget(name)
             else:
-                self._workers.retire(name, self._drain_ladder, scale.decision.reason)
+                self._workers.retire(name, self._drain_ladder(name), scale.decision.reason)
 
     def _look_at_engines(self, now: float) -> None:
         """Pass the saturation of the workers to the engine pool; nothing if the pressure is stale."""
@@ -345,6 +355,10 @@ class Orchestrator:
             return self._programs.spec(name, env_of(name), number_of(name))
         log = str(self._layout.log(name))
         return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log)
+
+
+def _ladder(limits: OrchestratorConfig, deadline_s: float) -> Ladder:
+    return drain_ladder(CONFIRM_S, deadline_s + OVERTIME_S, limits.term_grace_s)
 
 
 def _backoff(limits: OrchestratorConfig) -> Backoff:

@@ -102,6 +102,7 @@ class StateFile:
             restarts=view.restarts,
             reason=view.reason,
             last_lines=self._last_lines(view),
+            ends=view.ends,
         )
 
     def _last_lines(self, view: ProcessView) -> tuple[str, ...]:

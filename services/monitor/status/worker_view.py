@@ -20,6 +20,8 @@ from rolloutmq.services.process.identity import alive, boot_id
 
 SILENT_S: Final = 3.0
 """Silence shown as trouble; workers send a heartbeat every second."""
+ABANDONS_S: Final = 30.0
+"""Time before the end of a drain from which its unfinished rollouts are trouble."""
 REASON_CHARS: Final = 300
 _UNWELL: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value})
 
@@ -34,6 +36,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         phase_s: Seconds in its phase of supervision.
         next_start_s: Seconds until its next start.
         reason: Why it is not up, or its last error.
+        ends_s: Seconds until its drain ends, which abandons unfinished rollouts.
     """
 
     worker: str
@@ -52,11 +55,17 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     next_start_s: float | None = None
     reason: str = ""
     last_lines: tuple[str, ...] = ()
+    ends_s: float | None = None
 
     @property
     def is_unwell(self) -> bool:
         """Return whether the worker needs attention."""
-        return self.state in _UNWELL or (self.silent_s or 0.0) > SILENT_S
+        return self.state in _UNWELL or (self.silent_s or 0.0) > SILENT_S or self.abandons
+
+    @property
+    def abandons(self) -> bool:
+        """Return whether it is about to abandon rollouts."""
+        return bool(self.in_hand) and self.ends_s is not None and self.ends_s <= ABANDONS_S
 
 
 def supervision_of(layout: RunLayout) -> Supervision | None:
@@ -111,6 +120,11 @@ def trouble_text(row: WorkerRow) -> str:
     """Return the trouble of a worker as one line."""
     if row.state not in _UNWELL and row.silent_s is not None and row.silent_s > SILENT_S:
         return f"silent for {row.silent_s:.0f} s"
+    if row.abandons:
+        return (
+            f"draining for {row.phase_s or 0.0:.0f} s; {row.in_hand} rollouts are abandoned within "
+            f"{row.ends_s or 0.0:.0f} s unless they finish"
+        )
     parts = [row.state]
     if row.next_start_s is not None:
         parts.append(f"restart in {row.next_start_s:.0f} s")
@@ -132,6 +146,7 @@ def _row(record: WorkerRecord, status: WorkerStatus | None, now: float) -> Worke
         next_start_s=None if record.due is None else max(0.0, record.due - now),
         reason=printable(record.reason),
         last_lines=tuple(map(printable, record.last_lines)),
+        ends_s=None if record.ends is None else max(0.0, record.ends - now),
     )
     return row if status is None else _with_work(row, status, is_living=record.pid > 0)
 

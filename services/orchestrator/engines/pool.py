@@ -26,6 +26,7 @@ from rolloutmq.bus.engine_registry import (
     engine_number,
     engines_of,
 )
+from rolloutmq.schemas.config.orchestrator import END_S
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
@@ -91,7 +92,8 @@ class EnginePool:
             identities=layout.engines,
             seed=config.run.seed,
         )
-        self._ladder = engine_ladder(limits.drain_deadline_s, limits.term_grace_s)
+        longest_s = max((env.rollout_timeout_s for env in config.environment.values()), default=END_S)
+        self._ladder = engine_ladder(limits.drain_s(longest_s), limits.term_grace_s)
         self._watch = EngineWatch()
         self._may_grow = config.inference.max_engines > 1
         self._rule = EngineScalingRule.of(config.inference)

@@ -139,6 +139,7 @@ class ProcessView:
         restarts: Starts after the first.
         reason: Reason of the phase; how the last life ended.
         failing: It will be FATAL, or is already.
+        ends: Time of its SIGTERM, or else of its SIGKILL, if it is being ended.
     """
 
     name: str
@@ -150,6 +151,7 @@ class ProcessView:
     restarts: int
     reason: str
     failing: bool = False
+    ends: float | None = None
 
 
 @dataclass(slots=True)
@@ -184,6 +186,7 @@ class _Slot:
             max(0, self.starts - 1),
             self.reason,
             bool(self.doomed),
+            next((at for at, step in self.rungs if step in {Step.TERM, Step.KILL}), None),
         )
 
 

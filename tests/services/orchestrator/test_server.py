@@ -22,7 +22,7 @@ from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.transport.sockets import Channel, Context, make_context
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
-from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.schemas.files import Endpoints, RunLayout, Supervision, WorkerRecord
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessIdentity
 from rolloutmq.schemas.wire.control import (
@@ -76,6 +76,12 @@ def living(layout: RunLayout) -> dict[str, int]:
     return {one.name: one.pid for one in workers if alive(one)}
 
 
+def records(layout: RunLayout) -> tuple[WorkerRecord, ...]:
+    """Return the orchestrator's view of its workers."""
+    found = read_json(layout.supervision, Supervision)
+    return found.workers if found is not None else ()
+
+
 class FakeBroker:
     """Publishes the pressure that the test sets, answers drains, keeps the decisions that it hears."""
 
@@ -84,6 +90,7 @@ class FakeBroker:
         self.states: dict[str, WorkerState] = {}
         self.wanted: dict[str, int | None] = {}
         self.told: set[str] = set()
+        self.in_hand: dict[str, int] = {}
         self.drained: list[str] = []
         self.decisions: list[ScaleDecision] = []
         self._number = 0
@@ -162,7 +169,7 @@ class FakeBroker:
             state=self.states.get(name, WorkerState.READY),
             pid=pid,
             host="",
-            in_hand=0,
+            in_hand=self.in_hand.get(name, 0),
             produced=0,
             abandoned=0,
             blocked_s=0.0,
@@ -364,6 +371,37 @@ async def test_one_that_was_told_to_drain_and_does_not_say_so_is_ended(
         await asyncio.to_thread(wait_up, layout.log("env-0"))
         fake.told.add("env-0")
         await until(lambda: list(living(layout)) == ["env-1"])
+
+
+async def test_a_drain_lasts_as_long_as_a_rollout_may_and_the_end_of_the_run_does_not(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CONFIRM_S", 0.02)
+    monkeypatch.setattr(server, "OVERTIME_S", 0.0)
+    layout = RunLayout(run_dir)
+    settings = config(end_deadline_s=0.05, term_grace_s=0.05)
+    async with broker(layout) as fake, orchestrator(layout, settings, SLOW_TO_GO):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        asked = time.monotonic()
+        fake.told.add("env-0")
+        await until(lambda: any(one.phase == "stopping" for one in records(layout)))
+        (drained,) = (one for one in records(layout) if one.phase == "stopping")
+        assert drained.ends is not None
+        assert drained.ends - asked >= settings.environment["env"].rollout_timeout_s
+    assert living(layout) == {}
+
+
+async def test_rollouts_are_told_before_a_drain_abandons_them(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = RunLayout(run_dir)
+    settings = config(drain_deadline_s=20.0, end_deadline_s=0.05, term_grace_s=0.05)
+    async with broker(layout) as fake, orchestrator(layout, settings, SLOW_TO_GO):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        fake.in_hand["env-0"] = 4
+        fake.told.add("env-0")
+        await until(lambda: "abandoned soon worker=env-0 in_hand=4" in caplog.text)
+        assert "env-0" in living(layout)
 
 
 async def test_an_operator_sets_the_number(run_dir: Path) -> None:

@@ -41,6 +41,16 @@ def test_both_sides_are_joined(make_worker: MakeWorker) -> None:
     assert not row.is_unwell
 
 
+def test_rollouts_about_to_be_abandoned_are_trouble_before_they_are(make_worker: MakeWorker) -> None:
+    heard = [make_worker("e-0", pid=7, in_hand=3, state=WorkerState.DRAINING)]
+    (row,) = joined(known(worker(phase="stopping", pid=7, ends=NOW + 12.0)), heard, NOW)
+    assert row.ends_s == 12.0
+    assert row.is_unwell
+    assert trouble_text(row) == "draining for 5 s; 3 rollouts are abandoned within 12 s unless they finish"
+    (later,) = joined(known(worker(phase="stopping", pid=7, ends=NOW + 500.0)), heard, NOW)
+    assert not later.is_unwell
+
+
 def test_without_a_broker_nobody_knows_what_a_worker_does() -> None:
     rows = joined(known(worker("e-0", pid=7), worker("e-1", "fatal")), None, NOW)
     assert [row.state for row in rows] == ["running", "fatal"]
