@@ -48,6 +48,7 @@ from rolloutmq.services.orchestrator.supervision.core import (
     term_ladder,
 )
 from rolloutmq.services.orchestrator.supervision.drain_watch import DrainWatch
+from rolloutmq.services.orchestrator.supervision.hang_watch import HangWatch
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
 from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of, number_of
 from rolloutmq.services.orchestrator.worker_logs import WorkerLogs
@@ -125,6 +126,9 @@ class Orchestrator:
         }
         self._end_ladder = _ladder(limits, limits.end_s)
         self._drains = DrainWatch()
+        self._hangs = HangWatch(
+            {name: env.liveness_s for name, env in config.environment.items() if env.liveness_s is not None}
+        )
         self._logs = WorkerLogs(layout, config.run, self._workers.views)
         self._pids: dict[str, int] = {}
         self._tables: dict[str, WorkerTable] = {}
@@ -231,6 +235,7 @@ class Orchestrator:
         while stop.reason is None:
             heard = self._heard()
             self._believe(heard)
+            self._end_hanging(heard)
             for standing in self._gpus.attend(
                 self._workers, heard, self._client.pressure, self._drain_ladder
             ):
@@ -275,6 +280,14 @@ class Orchestrator:
             elif status.draining and views[name].phase is Phase.RUNNING:
                 # The drain request suffices: a hanging worker never reports draining, and is ended at the deadline.
                 self._workers.retire(name, self._drain_ladder(name), "drained by somebody else")
+
+    def _end_hanging(self, heard: Heard) -> None:
+        """Kill the workers that hang; they are restarted."""
+        ladder, views = term_ladder(self._limits.term_grace_s), self._workers.views()
+        for name, reason in self._hangs.look(heard, self._client.heard_at).items():
+            if views[name].reason != reason and views[name].phase is Phase.RUNNING:
+                logger.warning("worker hangs worker=%s reason=%s", name, reason)
+            self._workers.hang(name, ladder, reason)
 
     def _forget_ended(self) -> None:
         """Forget workers that left in order some time ago, so that the table does not grow for ever."""

@@ -91,6 +91,7 @@ class FakeBroker:
         self.wanted: dict[str, int | None] = {}
         self.told: set[str] = set()
         self.in_hand: dict[str, int] = {}
+        self.silent_since: dict[int, float] = {}
         self.drained: list[str] = []
         self.decisions: list[ScaleDecision] = []
         self._number = 0
@@ -173,7 +174,7 @@ class FakeBroker:
             produced=0,
             abandoned=0,
             blocked_s=0.0,
-            silent_s=0.0,
+            silent_s=time.monotonic() - self.silent_since.get(pid, time.monotonic()),
             draining=name in self.told or self.states.get(name) is WorkerState.DRAINING,
             error="it always raises",
         )
@@ -402,6 +403,26 @@ async def test_rollouts_are_told_before_a_drain_abandons_them(
         fake.told.add("env-0")
         await until(lambda: "abandoned soon worker=env-0 in_hand=4" in caplog.text)
         assert "env-0" in living(layout)
+
+
+async def test_a_worker_that_hangs_is_killed_and_restarted(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = RunLayout(run_dir)
+    settings = config(term_grace_s=0.05)
+    section = settings.environment["env"].model_copy(update={"liveness_s": 0.2})
+    settings = settings.model_copy(update={"environment": {"env": section}})
+    async with broker(layout) as fake, orchestrator(layout, settings, STUBBORN):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        first = living(layout)["env-0"]
+        os.kill(first, signal.SIGSTOP)
+        fake.silent_since[first] = time.monotonic() - 60.0
+        await until(lambda: living(layout).get("env-0", first) != first)
+        (record,) = records(layout)
+        assert (record.restarts, record.reason) == (1, record.reason)
+        assert record.reason.startswith("hangs: no heartbeat for ")
+        assert caplog.text.count("worker hangs worker=env-0 reason=hangs: no heartbeat") >= 1
+        os.kill(living(layout)["env-0"], signal.SIGKILL)
 
 
 async def test_an_operator_sets_the_number(run_dir: Path) -> None:
