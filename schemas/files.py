@@ -312,19 +312,27 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Target number of workers of an environment, with the reason."""
+    """Target number of workers of an environment, or of engines, with the reason."""
 
     env: str
     target: int
     current: int
     reason: str
+    wanted: int | None = None
+    """Number that an operator pinned, as the decision took it."""
 
 
 class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     """`supervision.json`: the workers of a run, except those that ended in order."""
 
     orchestrator: ProcessIdentity
+    at: float | None = None
+    """Heartbeat of the orchestrator: the time of writing, on CLOCK_MONOTONIC. At least one a second."""
+    over: bool = False
+    """The orchestrator ended in order."""
     targets: tuple[Target, ...] = ()
+    engines: Target | None = None
+    """Target number of inference servers, if it may change."""
     workers: tuple[WorkerRecord, ...] = ()
 
 

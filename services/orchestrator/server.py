@@ -157,6 +157,7 @@ class Orchestrator:
                         tasks.create_task(self._bring_home(), name="left spools"),
                         tasks.create_task(self._logs.run(), name="logs"),
                     ]
+                    beating = tasks.create_task(self._state.beat(self._workers), name="heartbeat")
                     ending = tasks.create_task(self._end_delivered(), name="delivered programs")
                     try:
                         await self._govern(stop)
@@ -166,7 +167,8 @@ class Orchestrator:
                         reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
                         await self._workers.stop(self._workers.views(), self._end_ladder, reason)
                         ending.cancel()
-                        self._state.write(self._workers)
+                        beating.cancel()
+                        self._state.write(self._workers, over=True)
                         listening.cancel()
 
     async def _take_over(self, previous: list[ProcessIdentity]) -> None:
@@ -321,7 +323,7 @@ class Orchestrator:
                     self._workers.start(spec)
         for scale in self._scaling.scales:
             self._gpus.limited(scale.env, scale.decision.bound == NO_GPU)
-            self._state.decided(scale.said, now)
+            self._state.decided(scale.said, now, self._wanted(scale.env))
             if scale.is_news(now):
                 self._client.publish(scale.said)
 
@@ -353,8 +355,12 @@ class Orchestrator:
         is_news = now - self._client.heard_at <= self._limits.scaling.stale_s
         said = {scale.env: scale.decision for scale in self._scaling.scales} if is_news else {}
         bounds = {env: EngineBound(one.bound == INFERENCE_BOUND, one.short) for env, one in said.items()}
-        wanted = None if self._client.pressure is None else self._client.pressure.wanted.get(FIRST)
-        self._engines.look(bounds, now, wanted)
+        self._engines.look(bounds, now, self._wanted(FIRST))
+        self._state.engines_decided(self._engines.target)
+
+    def _wanted(self, name: str) -> int | None:
+        """Return the number that an operator pinned of an environment's workers, or of the engines."""
+        return None if self._client.pressure is None else self._client.pressure.wanted.get(name)
 
     def _changed(self, view: ProcessView) -> None:
         """Write the change to the file, and hold a GPU worker about to restart until its GPUs are free."""

@@ -16,7 +16,7 @@ from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase
-from rolloutmq.services.process.identity import alive, boot_id
+from rolloutmq.services.process.identity import boot_id
 
 SILENT_S: Final = 3.0
 """Silence shown as trouble; workers send a heartbeat every second."""
@@ -101,11 +101,8 @@ def joined(known: Supervision | None, heard: Iterable[WorkerStatus] | None, now:
 
 
 def fields(known: Supervision | None, rows: Sequence[WorkerRow]) -> dict[str, Any]:
-    """Return workers, targets and their orchestrator as JSON objects."""
+    """Return workers and targets as JSON objects."""
     return {
-        "orchestrator": None
-        if known is None
-        else {"pid": known.orchestrator.pid, "alive": alive(known.orchestrator)},
         "targets": msgspec.to_builtins(known.targets if known is not None else ()),
         "workers": msgspec.to_builtins(rows),
     }

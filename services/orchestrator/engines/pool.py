@@ -28,7 +28,7 @@ from rolloutmq.bus.engine_registry import (
 )
 from rolloutmq.schemas.config.orchestrator import END_S
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import RunLayout, Target
 from rolloutmq.schemas.process import ProcessSpec, Role
 from rolloutmq.schemas.wire.telemetry import EngineDecision
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
@@ -99,6 +99,8 @@ class EnginePool:
         self._rule = EngineScalingRule.of(config.inference)
         self._state = self._rule.initial()
         self._ready = self._serving = 1
+        self.target: Target | None = None
+        """The last decision; None if the number cannot change."""
         self._said: int | None = None
         self._said_at = float("-inf")
 
@@ -170,6 +172,9 @@ class EnginePool:
         sample = PoolSample(crew, bounds, busy, wanted, failure)
         self._state, decision = self._rule.decide(self._state, sample, now)
         self._serving = min(max(self._serving, crew.ready), decision.target)
+        self.target = Target(
+            env=FIRST, target=decision.target, current=crew.current, reason=decision.reason, wanted=wanted
+        )
         if decision.target != before or self._said is None:
             logger.info("scale engines target=%d reason=%s", decision.target, decision.reason)
             logger.info("scale engines sample=%s", sample)

@@ -1,7 +1,7 @@
 """Workers that hang: they send no heartbeat for longer than their environment allows. Pure.
 
-Only silence that was witnessed counts. After a pause of the broker, of its messages or of the orchestrator itself, every
-worker looks silent: silence counts from the end of the last pause.
+Only silence that was witnessed counts. After a pause of the broker, of its messages or of the orchestrator itself,
+every worker looks silent: silence counts from the end of the last pause.
 """
 
 import math

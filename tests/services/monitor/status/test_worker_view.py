@@ -127,8 +127,9 @@ def test_plain_data_has_everything() -> None:
     found = fields(
         Supervision(orchestrator=ME, targets=(target,)), [WorkerRow(worker="e-0", env="e", state="ready")]
     )
-    assert found["orchestrator"] == {"pid": os.getpid(), "alive": True}
-    assert list(found["targets"]) == [{"env": "e", "target": 3, "current": 2, "reason": "pressure"}]
+    assert list(found["targets"]) == [
+        {"env": "e", "target": 3, "current": 2, "reason": "pressure", "wanted": None}
+    ]
     assert found["workers"][0]["worker"] == "e-0"
     assert target_text(target) == "target 3, current 2; pressure"
-    assert fields(None, [])["orchestrator"] is None
+    assert fields(None, []) == {"targets": (), "workers": []}
