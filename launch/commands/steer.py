@@ -20,13 +20,16 @@ from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, in_use, owner, recorde
 from rolloutmq.launch.settings import assigned
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import RunLayout, Supervision, Target
 from rolloutmq.schemas.wire.control import Drain, Setting, SetValues, SetWorkers, ValueRefused, ValuesSet
 from rolloutmq.schemas.wire.replies import Reply
 from rolloutmq.schemas.wire.requests import Request
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.monitor.status.confirmation import confirmed, unconfirmed
+from rolloutmq.services.monitor.status.worker_view import supervision_of
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
+from rolloutmq.services.orchestrator.supervision.core import Phase
 from rolloutmq.services.process.child import end_strays
 from rolloutmq.services.process.logbook import last_line
 
@@ -131,16 +134,36 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
 
 
 def drain(run_dir: Path, worker: str) -> int:
-    """Drain a worker: it finishes its running rollouts, then exits."""
+    """Drain a worker: it finishes its running rollouts, then exits; return the exit code.
+
+    A worker that the orchestrator did not start drains by itself, and nobody confirms it.
+    """
+    layout = RunLayout(run_dir)
+    known = supervision_of(layout)
     _ask(run_dir, Drain(worker=worker))
+    if known is not None and any(one.worker == worker for one in known.workers):
+        phase = confirmed(layout, lambda report: _phase_of(report, worker))
+        if phase is None:
+            return unconfirmed(layout, f"drain of {worker}")
+        if phase in {Phase.WAITING, Phase.FATAL}:
+            return complain(
+                f"{worker}: is {phase}, so nothing drains; use `rolloutmq restart {worker}`", FAILED
+            )
     _say(f"draining {worker}")
     return 0
 
 
-def scale(run_dir: Path, env: str, count: int | None) -> int:
-    """Pin the worker count of an environment; None returns it to autoscaling.
+def _phase_of(report: Supervision, worker: str) -> str | None:
+    """Return the phase of a worker that is not left as it is; None while the orchestrator lets it run."""
+    phase = next((one.phase for one in report.workers if one.worker == worker), Phase.ENDED.value)
+    return None if phase == Phase.RUNNING else phase
 
-    The name `inference` means the inference servers.
+
+def scale(run_dir: Path, env: str, count: int | None) -> int:
+    """Pin the worker count of an environment; None returns it to autoscaling. Return the exit code.
+
+    The name `inference` means the inference servers. Prints the number that the orchestrator decided, with the reason
+    if it is another one.
 
     Raises:
         ConfigError: Unknown environment, or the inference servers of this run cannot be scaled.
@@ -152,8 +175,20 @@ def scale(run_dir: Path, env: str, count: int | None) -> int:
         raise ConfigError(env, f"unknown environment; this run has: {', '.join(config.environment)}")
     _ask(run_dir, SetWorkers(env=env, count=count))
     what = "inference servers" if env == FIRST else "workers"
-    _say(f"{env}: autoscaling" if count is None else f"{env}: pinned to {count} {what}")
+    order = f"{env}: autoscaling" if count is None else f"{env}: pinned to {count} {what}"
+    layout = RunLayout(run_dir)
+    target = confirmed(layout, lambda report: _target_of(report, env, count))
+    if target is None:
+        return unconfirmed(layout, order)
+    is_other = count is not None and target.target != count
+    _say(f"{env}: {target.target} {what}, not {count}: {target.reason}" if is_other else order)
     return 0
+
+
+def _target_of(report: Supervision, env: str, count: int | None) -> Target | None:
+    """Return the target of an environment, or of the engines, once it follows the pinned count."""
+    targets = (*report.targets, report.engines) if report.engines is not None else report.targets
+    return next((one for one in targets if one.env == env and one.wanted == count), None)
 
 
 def _check_engines(config: RunConfig) -> None:

@@ -20,6 +20,14 @@ SILENT_S: Final = 5.0
 MEANWHILE: Final = "no worker is started, restarted, scaled or ended meanwhile; running workers go on"
 
 
+def launcher_of(layout: RunLayout) -> ProcessIdentity | None:
+    """Return the launcher of a run if it runs: it starts the orchestrator again."""
+    with suppress(msgspec.DecodeError, NotADirectoryError):
+        launcher = read_json(layout.owner, ProcessIdentity)
+        return launcher if launcher is not None and alive(launcher) else None
+    return None
+
+
 def silence_s(layout: RunLayout, known: Supervision | None, now: float) -> float | None:
     """Return how long the orchestrator of a run has not been heard; None if it ended in order, or nobody would
     restart it.
@@ -31,10 +39,7 @@ def silence_s(layout: RunLayout, known: Supervision | None, now: float) -> float
     """
     if known is None or known.over or known.at is None:
         return None
-    launcher: ProcessIdentity | None = None
-    with suppress(msgspec.DecodeError, NotADirectoryError):
-        launcher = read_json(layout.owner, ProcessIdentity)
-    if launcher is not None and alive(launcher):
+    if (launcher := launcher_of(layout)) is not None:
         # A report of an earlier life of the run says nothing about this one.
         return max(0.0, now - max(known.at, started_at(launcher)))
     return max(0.0, now - known.at) if alive(known.orchestrator) else None
