@@ -322,6 +322,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """Number that an operator pinned, as the decision took it."""
 
 
+class RestartOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of an order to restart a worker."""
+
+    done: bool
+    text: str
+
+
 class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     """`supervision.json`: the workers of a run, except those that ended in order."""
 
@@ -334,6 +341,8 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     engines: Target | None = None
     """Target number of inference servers, if it may change."""
     workers: tuple[WorkerRecord, ...] = ()
+    restarts: dict[str, RestartOutcome] = {}
+    """Outcome of each recent order to restart a worker or an engine, by its id."""
 
 
 class Dismissed(msgspec.Struct, frozen=True):

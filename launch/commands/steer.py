@@ -1,4 +1,4 @@
-"""Commands that change a running run: `down`, `drain`, `scale`, `set`, and `up --detach`."""
+"""Commands that change a running run: `down`, `drain`, `restart`, `scale`, `set`, and `up --detach`."""
 
 import os
 import select
@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
-from rolloutmq.bus.engine_registry import FIRST
+from rolloutmq.bus.engine_registry import FIRST, engines_of
 from rolloutmq.bus.files import private_file, require_private
 from rolloutmq.bus.rundir import load_run, read_run
 from rolloutmq.bus.transport.endpoint import resolve_blocking
@@ -21,7 +22,15 @@ from rolloutmq.launch.settings import assigned
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout, Supervision, Target
-from rolloutmq.schemas.wire.control import Drain, Setting, SetValues, SetWorkers, ValueRefused, ValuesSet
+from rolloutmq.schemas.wire.control import (
+    Drain,
+    RestartWorker,
+    Setting,
+    SetValues,
+    SetWorkers,
+    ValueRefused,
+    ValuesSet,
+)
 from rolloutmq.schemas.wire.replies import Reply
 from rolloutmq.schemas.wire.requests import Request
 from rolloutmq.services.broker.journal.read.versions import require_own_records
@@ -157,6 +166,28 @@ def _phase_of(report: Supervision, worker: str) -> str | None:
     """Return the phase of a worker that is not left as it is; None while the orchestrator lets it run."""
     phase = next((one.phase for one in report.workers if one.worker == worker), Phase.ENDED.value)
     return None if phase == Phase.RUNNING else phase
+
+
+def restart(run_dir: Path, worker: str, *, at_once: bool = False) -> int:
+    """End a worker or an engine, and have another started in its place; return the exit code.
+
+    Args:
+        run_dir: Of a live run.
+        worker: Worker in any state, or an engine beyond the first.
+        at_once: Kill it, instead of draining it: its unfinished rollouts are lost.
+    """
+    layout, order = RunLayout(run_dir), uuid4().hex
+    known = supervision_of(layout)
+    pids = {one.name: one.pid for one in engines_of(layout)}
+    pids |= {one.worker: one.pid for one in known.workers} if known is not None else {}
+    _ask(run_dir, RestartWorker(worker=worker, order=order, pid=pids.get(worker, 0), at_once=at_once))
+    outcome = confirmed(layout, lambda report: report.restarts.get(order))
+    if outcome is None:
+        return unconfirmed(layout, f"restart of {worker}", "kept for a minute")
+    if not outcome.done:
+        return complain(f"{worker}: {outcome.text}", FAILED)
+    _say(f"{worker}: {outcome.text}")
+    return 0
 
 
 def scale(run_dir: Path, env: str, count: int | None) -> int:

@@ -37,6 +37,7 @@ from rolloutmq.services.orchestrator.bus_client import BusClient
 from rolloutmq.services.orchestrator.engines.pool import EnginePool
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound
 from rolloutmq.services.orchestrator.gpus.manager import GpuManager
+from rolloutmq.services.orchestrator.restarts import Restarts
 from rolloutmq.services.orchestrator.state_file import StateFile
 from rolloutmq.services.orchestrator.supervision.core import (
     OVER,
@@ -128,6 +129,9 @@ class Orchestrator:
         self._drains = DrainWatch()
         self._hangs = HangWatch(
             {name: env.liveness_s for name, env in config.environment.items() if env.liveness_s is not None}
+        )
+        self._restarts = Restarts(
+            [(self._workers, self._drain_ladder), (self._engines.processes, self._engines.ladder)]
         )
         self._logs = WorkerLogs(layout, config.run, self._workers.views)
         self._pids: dict[str, int] = {}
@@ -238,6 +242,8 @@ class Orchestrator:
             heard = self._heard()
             self._believe(heard)
             self._end_hanging(heard)
+            orders = self._client.pressure.restarts if self._client.pressure is not None else ()
+            self._state.restarted(self._restarts.look(orders, time.monotonic()))
             for standing in self._gpus.attend(
                 self._workers, heard, self._client.pressure, self._drain_ladder
             ):

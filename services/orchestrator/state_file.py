@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.files import RestartOutcome, RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.schemas.wire.control import ScaleDecision
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
@@ -47,6 +47,7 @@ class StateFile:
         self._written: Supervision | None = None
         self._due: asyncio.Handle | None = None
         self._engines: Target | None = None
+        self._restarts: dict[str, RestartOutcome] = {}
         self._written_at = self._reason_at = float("-inf")
 
     def soon(self, workers: Supervisor) -> None:
@@ -84,6 +85,10 @@ class StateFile:
         """Record the target number of engines; the next `write` includes it."""
         self._engines = target
 
+    def restarted(self, outcomes: dict[str, RestartOutcome]) -> None:
+        """Record the outcomes of ordered restarts; the next `write` includes them."""
+        self._restarts = outcomes
+
     def write(self, workers: Supervisor, *, over: bool = False) -> None:
         """Replace the file if anything changed, or the heartbeat is due.
 
@@ -101,6 +106,7 @@ class StateFile:
             targets=tuple(self._targets.values()),
             engines=self._engines,
             workers=self._workers(workers),
+            restarts=self._restarts,
         )
         changed = found != self._written
         if not changed and now - self._written_at < BEAT_S:

@@ -54,7 +54,7 @@ def _is_enabled(layout: RunLayout) -> bool:
     return read_run(layout.root)[0].orchestrator.enabled
 
 
-def unconfirmed(layout: RunLayout, order: str) -> int:
+def unconfirmed(layout: RunLayout, order: str, kept: str = "kept") -> int:
     """Print that an order is kept, and not confirmed, with the reason; return the exit code."""
     known = supervision_of(layout)
     silence = orchestrator_view.problem(layout, known, time.monotonic(), time.time())
@@ -64,4 +64,4 @@ def unconfirmed(layout: RunLayout, order: str) -> int:
         why = "no orchestrator runs" + ("" if _is_enabled(layout) else " (orchestrator.enabled is false)")
     else:
         why = f"the orchestrator did not carry it out within {CONFIRM_S:g} s"
-    return complain(f"{order}: kept, but not confirmed: {why}", UNCONFIRMED)
+    return complain(f"{order}: {kept}, but not confirmed: {why}", UNCONFIRMED)

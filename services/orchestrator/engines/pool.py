@@ -105,6 +105,15 @@ class EnginePool:
         self._said_at = float("-inf")
 
     @property
+    def processes(self) -> Supervisor:
+        """Return the supervisor of the engines beyond the first."""
+        return self._supervisor
+
+    def ladder(self, _name: str) -> Ladder:
+        """Return the drain ladder of an engine."""
+        return self._ladder
+
+    @property
     def ready(self) -> int:
         """Return the number of ready engines."""
         return self._ready

@@ -16,7 +16,7 @@ from rolloutmq.launch import rundir
 from rolloutmq.launch.commands import steer
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.errors import ConfigError, RefusedError, RunDirInUseError
-from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.files import RestartOutcome, RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import GetStatus, Pressure, StatusReply, WorkerBeat, WorkerState
 from rolloutmq.services.broker.server import Broker, running_broker
@@ -68,10 +68,21 @@ def orchestrator(broker: Broker, run_dir: Path, most: int = 6, *, hangs: bool = 
             )
             for one in status(broker).workers
         )
+        restarts = {
+            one.order: RestartOutcome(
+                done=one.pid == os.getpid(), text="killed" if one.at_once else "draining"
+            )
+            for one in status(broker).restarts
+        }
         engines = next((one for one in targets if one.env == "inference"), None)
         rest = tuple(one for one in targets if one is not engines)
         report = Supervision(
-            orchestrator=me, at=time.monotonic(), targets=rest, engines=engines, workers=workers
+            orchestrator=me,
+            at=time.monotonic(),
+            targets=rest,
+            engines=engines,
+            workers=workers,
+            restarts=restarts,
         )
         write_json(layout.supervision, report)
 
@@ -168,6 +179,24 @@ def test_names_that_the_run_does_not_know_are_refused(broker: Broker, run_dir: P
     with pytest.raises(RefusedError, match="worker sort3-9 is not known"):
         steer.drain(run_dir, "sort3-9")
     assert wanted(broker) == {}
+
+
+def test_a_restart_is_for_the_process_that_the_orchestrator_reports(
+    broker: Broker, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beat(broker, "sort3-0", WorkerState.READY)
+    with orchestrator(broker, run_dir):
+        assert steer.restart(run_dir, "sort3-0") == 0
+        assert steer.restart(run_dir, "sort3-0", at_once=True) == 0
+        assert steer.restart(run_dir, "sort3-7") == FAILED, "no process of it is known"
+    printed = capsys.readouterr()
+    assert printed.out == "sort3-0: draining\nsort3-0: killed\n"
+    assert printed.err == "error: sort3-7: draining\n"
+    assert [one.pid for one in status(broker).restarts] == [os.getpid(), os.getpid(), 0]
+    monkeypatch.setattr(confirmation, "CONFIRM_S", 0.1)
+    with orchestrator(broker, run_dir, hangs=True):
+        assert steer.restart(run_dir, "sort3-0") == UNCONFIRMED
+    assert "restart of sort3-0: kept for a minute, but not confirmed" in capsys.readouterr().err
 
 
 def test_nothing_is_detached_into_the_directory_of_a_living_run(run_dir: Path) -> None:

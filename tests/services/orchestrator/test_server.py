@@ -29,6 +29,7 @@ from rolloutmq.schemas.wire.control import (
     Drain,
     LedgerCounts,
     Pressure,
+    RestartWorker,
     ScaleDecision,
     WorkerState,
     WorkerStatus,
@@ -91,6 +92,7 @@ class FakeBroker:
         self.wanted: dict[str, int | None] = {}
         self.told: set[str] = set()
         self.in_hand: dict[str, int] = {}
+        self.restarts: tuple[RestartWorker, ...] = ()
         self.silent_since: dict[int, float] = {}
         self.drained: list[str] = []
         self.decisions: list[ScaleDecision] = []
@@ -161,6 +163,7 @@ class FakeBroker:
             lanes=(),
             workers=tuple(self._status(name, pid) for name, pid in living(self.layout).items()),
             wanted=self.wanted,
+            restarts=self.restarts,
         )
 
     def _status(self, name: str, pid: int) -> WorkerStatus:
@@ -423,6 +426,33 @@ async def test_a_worker_that_hangs_is_killed_and_restarted(
         assert record.reason.startswith("hangs: no heartbeat for ")
         assert caplog.text.count("worker hangs worker=env-0 reason=hangs: no heartbeat") >= 1
         os.kill(living(layout)["env-0"], signal.SIGKILL)
+
+
+async def test_a_restarted_worker_is_ended_and_another_takes_its_place(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config(), STUBBORN):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        order = RestartWorker(worker="env-0", order="o1", pid=living(layout)["env-0"], at_once=True)
+        fake.restarts = (order,)
+        await until(lambda: list(living(layout)) == ["env-1"])
+        report = read_json(layout.supervision, Supervision)
+        assert report is not None
+        assert report.restarts["o1"].done
+        fake.restarts = ()
+        for pid in living(layout).values():
+            os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_worker_that_was_given_up_is_restarted(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config(backoff_s=0.001)):
+        fake.wanted = {"env": 2}
+        await until(lambda: len(living(layout)) == 2)
+        fake.states["env-1"] = WorkerState.FAILED
+        await until(lambda: any(one.phase == "fatal" for one in records(layout)))
+        fake.restarts = (RestartWorker(worker="env-1", order="o1"),)
+        await until(lambda: sorted(living(layout)) == ["env-0", "env-2"])
+        assert [one.worker for one in records(layout)] == ["env-0", "env-2"]
 
 
 async def test_an_operator_sets_the_number(run_dir: Path) -> None:
