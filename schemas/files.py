@@ -341,6 +341,8 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     engines: Target | None = None
     """Target number of inference servers, if it may change."""
     workers: tuple[WorkerRecord, ...] = ()
+    settings: dict[str, bool | int | float | str] = {}
+    """Live settings in force, by dotted key."""
     restarts: dict[str, RestartOutcome] = {}
     """Outcome of each recent order to restart a worker or an engine, by its id."""
 

@@ -19,6 +19,7 @@ from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch.results import conclude, rewrite_report
 from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, in_use, owner, recorded, trim_journal
 from rolloutmq.launch.settings import assigned
+from rolloutmq.schemas.config.live_settings import split
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout, Supervision, Target
@@ -230,7 +231,7 @@ def _check_engines(config: RunConfig) -> None:
 
 
 def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
-    """Change settings of the running broker, all or none.
+    """Change settings of a running run, all or none; return the exit code. The orchestrator confirms bounds of workers.
 
     Raises:
         ConfigError: A setting is not changeable, or its value is invalid; nothing was changed.
@@ -249,6 +250,12 @@ def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
     assert isinstance(reply, ValuesSet)
     for key, value in reply.values.items():
         _say(f"{key} = {value}")
+    layout, bounds = (
+        RunLayout(run_dir),
+        {key: one for key, one in reply.values.items() if split(key).of_orchestrator},
+    )
+    if bounds and not confirmed(layout, lambda report: bounds.items() <= report.settings.items() or None):
+        return unconfirmed(layout, ", ".join(f"{key} = {one}" for key, one in bounds.items()))
     return 0
 
 

@@ -281,6 +281,8 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     workers: tuple[WorkerStatus, ...]
     wanted: dict[str, int | None] = {}
     """Worker counts pinned by `SetWorkers`, by environment."""
+    settings: dict[str, Setting] = {}
+    """Live settings that the orchestrator applies, by dotted key."""
     restarts: tuple[RestartWorker, ...] = ()
     """Orders of the last minute to restart workers."""
     gpu_orders: dict[str, GpuOrder] = {}

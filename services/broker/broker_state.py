@@ -116,8 +116,8 @@ class BrokerState:
         broker = config.broker
         self.config = config
         fixed: defaultdict[str, set[str]] = defaultdict(set)
-        for env, field in map(split, self.changed_settings):
-            fixed[env].add(field)
+        for key in map(split, self.changed_settings):
+            fixed[key.env].add(key.field)
         self.lanes.adopt(config.environment, fixed)
         self.builder.adopt(broker)
         self.transitions.adopt(broker)

@@ -19,14 +19,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from rolloutmq.bus.engine_registry import FIRST
 from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.bus.producer.resend import resend_spools
-from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import RunLayout, Supervision
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler, ScaleTarget
@@ -37,6 +39,7 @@ from rolloutmq.services.orchestrator.bus_client import BusClient
 from rolloutmq.services.orchestrator.engines.pool import EnginePool
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound
 from rolloutmq.services.orchestrator.gpus.manager import GpuManager
+from rolloutmq.services.orchestrator.live_bounds import LiveBounds
 from rolloutmq.services.orchestrator.restarts import Restarts
 from rolloutmq.services.orchestrator.state_file import StateFile
 from rolloutmq.services.orchestrator.supervision.core import (
@@ -108,7 +111,7 @@ class Orchestrator:
         self._command = command or worker_command(layout.root)
         self._programs = ProgramCommands(config, layout)
         self._limits = limits
-        self._environments = config.environment
+        self._bounds = LiveBounds(config)
         self._gpus = GpuManager(config, layout)
         self._client = BusClient(layout, self._gpus.hear)
         self._state = StateFile(layout, token)
@@ -152,9 +155,9 @@ class Orchestrator:
             RunDirInUseError: Another orchestrator runs this run.
         """
         with only_one(self._layout.root / "orchestrator.lock", "orchestrator"):
-            previous = identities_of(self._layout.workers)
+            previous, report = identities_of(self._layout.workers), _report(self._layout)
             async with self._engines, self._workers:  # workers end first: they use the engines
-                await self._take_over(previous)
+                await self._take_over(previous, report)
                 async with asyncio.TaskGroup() as tasks:
                     listening = tasks.create_task(self._client.listen(), name="bus client")
                     beside = [
@@ -175,13 +178,13 @@ class Orchestrator:
                         self._state.write(self._workers, over=True)
                         listening.cancel()
 
-    async def _take_over(self, previous: list[ProcessIdentity]) -> None:
-        """Adopt the workers of an earlier life, end those of another run, reserve the used names."""
+    async def _take_over(self, previous: list[ProcessIdentity], report: Supervision | None) -> None:
+        """Adopt the workers of an earlier life and its bounds, end those of another run, reserve the used names."""
         mine = f"{self._token}/"
         ours = [
             (identity, self._gpus.adopted(identity, self._spec(identity.name)))
             for identity in previous
-            if identity.marker.startswith(mine) and env_of(identity.name) in self._environments
+            if identity.marker.startswith(mine) and env_of(identity.name) in self._bounds.config.environment
         ]
         adopted = self._workers.adopt(ours)
         for identity, spec in ours:
@@ -193,17 +196,22 @@ class Orchestrator:
         await asyncio.to_thread(self._end_unknown, set(adopted))
         # Only if an earlier life left workers may the broker still send drains to old names.
         taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
-        self._tables = {name: WorkerTable(name, taken) for name in self._environments}
+        self._tables = {name: WorkerTable(name, taken) for name in self._bounds.config.environment}
         alive_now = Counter(map(env_of, adopted))
+        if ours and report is not None:
+            self._bounds.apply(report.settings)
+        config = self._bounds.config
         path = self._layout.decisions
         # What another run of this directory measured says nothing about this one.
         resumed = await asyncio.to_thread(resume, path, time.monotonic(), time.time()) if ours else {}
-        self._scaling = Autoscaler(self._environments, self._limits, alive_now, DecisionLog(path), resumed)
+        self._scaling = Autoscaler(
+            config.environment, config.orchestrator, alive_now, DecisionLog(path), resumed
+        )
 
     def _end_unknown(self, known: set[str]) -> None:
         """End workers of this run without an identity on file: their orchestrator was killed before it wrote one."""
         for name in find_names(self._token) - known:
-            if env_of(name) in self._environments:
+            if env_of(name) in self._bounds.config.environment:
                 end_marked(marker_of(self._token, name))
 
     async def _bring_home(self) -> None:
@@ -231,7 +239,7 @@ class Orchestrator:
         while True:
             await asyncio.sleep(DELIVERED_S)
             for name, status in self._heard().items():
-                is_program = bool(self._environments[env_of(name)].command)
+                is_program = bool(self._bounds.config.environment[env_of(name)].command)
                 # One that drained for an earlier orchestrator is RUNNING here.
                 lives = self._workers.views()[name].phase in {Phase.RUNNING, Phase.STOPPING}
                 if is_program and lives and status.state is WorkerState.GONE:
@@ -311,7 +319,16 @@ class Orchestrator:
             last = max(crew, key=lambda view: view.since)
             raise WorkersFailedError(table.env, last.name, last.reason)
 
+    def _take_bounds(self) -> None:
+        """Apply the bounds that an operator changed; without a broker they stay."""
+        pressure = self._client.pressure
+        if pressure is not None and self._bounds.apply(pressure.settings):
+            config = self._bounds.config
+            self._scaling.rebound(config.environment, config.orchestrator.max_processes)
+        self._state.bounded(self._bounds.settings)
+
     def _decide(self, heard: Heard) -> None:
+        self._take_bounds()
         views = self._workers.views()
         crews = {env: table.crew(views, heard) for env, table in self._tables.items()}
         now, engines, pressure = time.monotonic(), self._engines.serving, self._client.pressure
@@ -320,7 +337,7 @@ class Orchestrator:
         for scale in self._scaling.scales:
             self._send_away(scale, crews[scale.env].current - scale.decision.target, heard)
         for env, number in self._scaling.starts(crews).items():
-            if number and self._environments[env].command and not self._programs.can_start:
+            if number and self._bounds.config.environment[env].command and not self._programs.can_start:
                 self._waits_for_gateway(env, now)
                 continue
             for _ in range(number):
@@ -343,7 +360,7 @@ class Orchestrator:
         """Return the limits from the GPUs, for environments that have one."""
         rooms = {}
         for env, crew in crews.items():
-            limit = self._gpus.limit(env, crew.current, self._environments[env].max_workers)
+            limit = self._gpus.limit(env, crew.current, self._bounds.config.environment[env].max_workers)
             if limit is not None:
                 rooms[env] = WorkerRoom(limit.count, NO_GPU, limit.reason)
         return rooms
@@ -376,7 +393,7 @@ class Orchestrator:
             asyncio.get_running_loop().call_soon(self._gpus.hold_back, self._workers)
 
     def _spec(self, name: str) -> ProcessSpec:
-        if self._environments[env_of(name)].command:
+        if self._bounds.config.environment[env_of(name)].command:
             return self._programs.spec(name, env_of(name), number_of(name))
         log = str(self._layout.log(name))
         return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log)
@@ -384,6 +401,14 @@ class Orchestrator:
 
 def _ladder(limits: OrchestratorConfig, deadline_s: float) -> Ladder:
     return drain_ladder(CONFIRM_S, deadline_s + OVERTIME_S, limits.term_grace_s)
+
+
+def _report(layout: RunLayout) -> Supervision | None:
+    """Return the last report of an earlier life; None if there is none of this version."""
+    try:
+        return read_json(layout.supervision, Supervision)
+    except msgspec.DecodeError:
+        return None
 
 
 def _backoff(limits: OrchestratorConfig) -> Backoff:

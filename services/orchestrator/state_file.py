@@ -18,7 +18,7 @@ import msgspec
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.files import RestartOutcome, RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import ProcessIdentity, Role
-from rolloutmq.schemas.wire.control import ScaleDecision
+from rolloutmq.schemas.wire.control import ScaleDecision, Setting
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor
 from rolloutmq.services.orchestrator.supervision.worker_table import env_of, number_of
@@ -47,6 +47,7 @@ class StateFile:
         self._written: Supervision | None = None
         self._due: asyncio.Handle | None = None
         self._engines: Target | None = None
+        self._settings: dict[str, Setting] = {}
         self._restarts: dict[str, RestartOutcome] = {}
         self._written_at = self._reason_at = float("-inf")
 
@@ -85,6 +86,10 @@ class StateFile:
         """Record the target number of engines; the next `write` includes it."""
         self._engines = target
 
+    def bounded(self, settings: Mapping[str, Setting]) -> None:
+        """Record the live settings in force; the next `write` includes them."""
+        self._settings = dict(settings)
+
     def restarted(self, outcomes: dict[str, RestartOutcome]) -> None:
         """Record the outcomes of ordered restarts; the next `write` includes them."""
         self._restarts = outcomes
@@ -106,6 +111,7 @@ class StateFile:
             targets=tuple(self._targets.values()),
             engines=self._engines,
             workers=self._workers(workers),
+            settings=self._settings,
             restarts=self._restarts,
         )
         changed = found != self._written

@@ -77,6 +77,7 @@ def orchestrator(broker: Broker, run_dir: Path, most: int = 6, *, hangs: bool = 
         engines = next((one for one in targets if one.env == "inference"), None)
         rest = tuple(one for one in targets if one is not engines)
         report = Supervision(
+            settings=status(broker).settings,
             orchestrator=me,
             at=time.monotonic(),
             targets=rest,
@@ -153,6 +154,19 @@ def test_an_order_that_no_orchestrator_confirms_is_kept_and_told(
     monkeypatch.setattr(orchestrator_view, "SILENT_S", 0.0)
     assert steer.scale(run_dir, "sort3", 5) == UNCONFIRMED
     assert "not confirmed: the orchestrator is not heard for 0:0" in capsys.readouterr().err
+
+
+def test_bounds_of_workers_are_set_and_confirmed(
+    broker: Broker, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with orchestrator(broker, run_dir):
+        assert steer.set_values(run_dir, ["env.sort3.max_workers=9", "env.sort3.weight=2"]) == 0
+    assert capsys.readouterr().out == "environment.sort3.max_workers = 9\nenvironment.sort3.weight = 2.0\n"
+    assert steer.set_values(run_dir, ["env.sort3.weight=3"]) == 0, "the broker alone applies it"
+    assert steer.set_values(run_dir, ["env.sort3.max_workers=8"]) == UNCONFIRMED
+    assert "environment.sort3.max_workers = 8: kept, but not confirmed" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="min_workers must not exceed max_workers 8"):
+        steer.set_values(run_dir, ["env.sort3.min_workers=9"])
 
 
 def test_a_drain_is_confirmed_by_the_orchestrator_of_the_worker(

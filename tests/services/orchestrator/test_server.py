@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from tests.services.orchestrator.children import DRAINABLE, STUBBORN, argv, wait_for, wait_up
@@ -31,6 +32,7 @@ from rolloutmq.schemas.wire.control import (
     Pressure,
     RestartWorker,
     ScaleDecision,
+    Setting,
     WorkerState,
     WorkerStatus,
 )
@@ -92,6 +94,7 @@ class FakeBroker:
         self.wanted: dict[str, int | None] = {}
         self.told: set[str] = set()
         self.in_hand: dict[str, int] = {}
+        self.settings: dict[str, Setting] = {}
         self.restarts: tuple[RestartWorker, ...] = ()
         self.silent_since: dict[int, float] = {}
         self.drained: list[str] = []
@@ -164,6 +167,7 @@ class FakeBroker:
             workers=tuple(self._status(name, pid) for name, pid in living(self.layout).items()),
             wanted=self.wanted,
             restarts=self.restarts,
+            settings=self.settings,
         )
 
     def _status(self, name: str, pid: int) -> WorkerStatus:
@@ -453,6 +457,48 @@ async def test_a_worker_that_was_given_up_is_restarted(run_dir: Path) -> None:
         fake.restarts = (RestartWorker(worker="env-1", order="o1"),)
         await until(lambda: sorted(living(layout)) == ["env-0", "env-2"])
         assert [one.worker for one in records(layout)] == ["env-0", "env-2"]
+
+
+async def test_bounds_change_while_it_runs_and_outlive_the_orchestrator(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake:
+        async with orchestrator(layout, config()):
+            fake.wanted = {"env": 9}
+            await until(lambda: len(living(layout)) == 3)
+            fake.settings = {"environment.env.max_workers": 5}
+            await until(lambda: len(living(layout)) == 5)
+            fake.settings = {"environment.env.max_workers": 2}
+            await until(lambda: len(living(layout)) == 2)
+            report = read_json(layout.supervision, Supervision)
+            assert report is not None
+            assert report.settings == fake.settings
+            fake.settings = {"environment.env.max_workers": 0}
+            await asyncio.sleep(0.1)
+            assert len(living(layout)) == 2, "what the configuration does not allow changes nothing"
+            fake.settings = {}
+            await until(lambda: len(living(layout)) == 3)
+        again = replay(read(layout.decisions))
+        assert (again.differences, again.orphans) == (0, 0)
+
+
+def test_live_bounds_outlive_a_killed_orchestrator(run_dir: Path) -> None:
+    """The next one has them before it hears the broker, and keeps what was measured."""
+    layout = RunLayout(run_dir)
+    write_json(layout.config, config())
+    with running(run_dir, DRAINABLE) as first:
+        wait_up(layout.log("env-0"))
+        wait_for(lambda: len(living(layout)) == 1)
+        first.kill()
+        first.wait()
+    report = read_json(layout.supervision, Supervision)
+    assert report is not None
+    write_json(
+        layout.supervision, msgspec.structs.replace(report, settings={"environment.env.min_workers": 2})
+    )
+    with running(run_dir, DRAINABLE) as second:
+        wait_for(lambda: len(living(layout)) == 2)
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(timeout=10) == 0
 
 
 async def test_an_operator_sets_the_number(run_dir: Path) -> None:

@@ -72,7 +72,9 @@ def test_what_the_last_engine_changed_is_seen_before_the_next() -> None:
 
 def test_the_defaults_leave_the_search_for_the_capacity_its_time() -> None:
     config = InferenceConfig()
-    assert 2 * SURE_S <= config.engine_confirm_s < FIRST_HOLD_S, "it is looked at, and again after the way back"
+    assert 2 * SURE_S <= config.engine_confirm_s < FIRST_HOLD_S, (
+        "it is looked at, and again after the way back"
+    )
 
 
 def test_a_bound_that_comes_and_goes_counts_for_what_it_is_more_than_it_is_not() -> None:
