@@ -1,4 +1,5 @@
-"""The workers of a run: a join of the orchestrator's and the broker's view. Pure, except for reading one file.
+"""The workers of a run: a join of the orchestrator's and the broker's view. Pure, except for reading one file
+and the pids of this host.
 
 The orchestrator knows the process: phase, reason of a failure, next start, last log lines. The broker knows the work:
 running rollouts, produced groups, silence. Only the orchestrator knows a worker it has given up. Only the broker knows
@@ -6,6 +7,7 @@ a worker that it did not start.
 """
 
 import re
+import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -16,7 +18,7 @@ from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase
-from rolloutmq.services.process.identity import boot_id
+from rolloutmq.services.process.identity import boot_id, runs
 
 SILENT_S: Final = 3.0
 """Silence shown as trouble; workers send a heartbeat every second."""
@@ -96,7 +98,7 @@ def joined(known: Supervision | None, heard: Iterable[WorkerStatus] | None, now:
         else:
             rows.append(_row(record, None, now))
         statuses.pop(record.worker, None)
-    rows += [_unsupervised(status) for status in statuses.values() if status.state is not WorkerState.GONE]
+    rows += [_unsupervised(status) for status in statuses.values() if not _has_ended(status)]
     return sorted(rows, key=lambda row: by_number(row.worker))
 
 
@@ -174,6 +176,14 @@ def _with_work(row: WorkerRow, status: WorkerStatus, *, is_living: bool) -> Work
         silent_s=status.silent_s if is_living else None,
         reason=(error or row.reason) if is_living else (row.reason or error),
     )
+
+
+def _has_ended(status: WorkerStatus) -> bool:
+    """Return whether a worker signed off; or was killed on this host, of which the broker hears nothing."""
+    if status.state is WorkerState.GONE:
+        return True
+    is_here = status.host == socket.gethostname() and status.silent_s > SILENT_S
+    return is_here and status.state is not WorkerState.FAILED and not runs(status.pid)
 
 
 def _unsupervised(status: WorkerStatus) -> WorkerRow:

@@ -1,6 +1,7 @@
 """A worker is one row, whoever knows of it."""
 
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,19 @@ def test_rollouts_about_to_be_abandoned_are_trouble_before_they_are(make_worker:
     assert trouble_text(row) == "draining for 5 s; 3 rollouts are abandoned within 12 s unless they finish"
     (later,) = joined(known(worker(phase="stopping", pid=7, ends=NOW + 500.0)), heard, NOW)
     assert not later.is_unwell
+
+
+def test_a_killed_worker_that_the_orchestrator_let_go_is_not_shown(make_worker: MakeWorker) -> None:
+    dead, here = 2**22 + 1, socket.gethostname()
+    killed = make_worker("e-0", pid=dead, host=here, silent_s=9.0)
+    assert joined(known(), [killed], NOW) == []
+    others = [
+        make_worker("e-0", pid=dead, host="elsewhere", silent_s=9.0),
+        make_worker("e-1", pid=dead, host=here, silent_s=0.5),
+        make_worker("e-2", pid=os.getpid(), host=here, silent_s=9.0),
+        make_worker("e-3", pid=dead, host=here, silent_s=9.0, state=WorkerState.FAILED),
+    ]
+    assert [row.worker for row in joined(known(), others, NOW)] == ["e-0", "e-1", "e-2", "e-3"]
 
 
 def test_without_a_broker_nobody_knows_what_a_worker_does() -> None:
