@@ -402,6 +402,21 @@ def drain(
 
 
 @app.command(rich_help_panel=STEER)
+def restart(
+    worker: Annotated[
+        str, typer.Argument(help="Worker, for example sort3-0, or engine, for example inference-1.")
+    ],
+    now: Annotated[bool, typer.Option("--now", help="Kill it, instead of draining it.")] = False,
+    run_dir: RunOption = None,
+) -> None:
+    """End a worker or an engine, and start another in its place; also a worker that was given up."""
+    from rolloutmq.launch.commands import steer
+    from rolloutmq.launch.rundir import find_run
+
+    raise typer.Exit(steer.restart(find_run(run_dir), worker, at_once=now))
+
+
+@app.command(rich_help_panel=STEER)
 def scale(
     env: Annotated[str, typer.Argument(help="Environment, or `inference` for the inference servers.")],
     count: Annotated[str, typer.Argument(help="Number of workers or servers, or `auto`.")],

@@ -55,7 +55,7 @@ def _orchestrator(view: ProcessView, workers: Iterable[WorkerStatus], drain_s: f
     names = ", ".join(worker.worker for worker in busy[:3]) + (", ..." if len(busy) > 3 else "")
     rollouts = sum(worker.in_hand for worker in busy)
     left_s = _left_s(view, drain_s, now)
-    within = f"for at most {left_s:.0f} s (orchestrator.drain_deadline_s)" if left_s else "and are ended now"
+    within = f"for at most {left_s:.0f} s (orchestrator.end_deadline_s)" if left_s else "and are ended now"
     return f"{view.name}, whose workers finish {rollouts} rollouts {within}: {names}"
 
 

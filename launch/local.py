@@ -240,7 +240,7 @@ class Launcher:
 
     async def _stop(self, reason: str) -> None:
         limits = self._config.orchestrator
-        workers_s = limits.drain_deadline_s + limits.term_grace_s + SERVICE_GRACE_S
+        workers_s = limits.end_s + limits.term_grace_s + SERVICE_GRACE_S
         grace_s = {
             role: workers_s if Role.ORCHESTRATOR in roles else SERVICE_GRACE_S
             for roles in STOP_ORDER
@@ -255,7 +255,7 @@ class Launcher:
 
     async def _tell_end(self, grace_s: Mapping[Role, float]) -> None:
         """Let the view say what the end waits for, once it lasts."""
-        drain_s = self._config.orchestrator.drain_deadline_s
+        drain_s = self._config.orchestrator.end_s
         await asyncio.sleep(END_TOLD_S)
         while True:
             views, board = self._supervisor.views().values(), self._view.board

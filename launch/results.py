@@ -79,14 +79,31 @@ ANSWER_S: Final = 3.0
 """Longest wait for the reply of a running broker."""
 
 
-def ledger_figures(layout: RunLayout) -> LedgerFigures | None:
-    """Return the broker's ledger of a run without a trainer's log; None if there is a log, or no ledger.
+def ledger_figures(layout: RunLayout, *, is_ours: bool) -> LedgerFigures | None:
+    """Return the broker's ledger of a run whose trainer's log does not name what was trained; else None.
+
+    The run's own trainer logs each batch. One of somebody else's may log none or some: its log counts only if it names
+    as many groups as the ledger says were settled.
 
     Blocks on the disk. At durability `memory` a broker that ended in order has left its ledger, and a running one is
     asked for its counts.
     """
-    if layout.trained.exists() and layout.trained.stat().st_size:
+    named = _logged(layout)
+    if named and is_ours:
         return None
+    figures = _ledger(layout)
+    settled = figures.counts["trained"] + figures.counts["filtered"] if figures is not None else 0
+    return figures if not named or settled > named else None
+
+
+def _logged(layout: RunLayout) -> int:
+    """Return the number of groups that the trainer's log names, also in void lines; damaged lines name none."""
+    lines = read_whole_lines(layout.trained, SettledBatch, Counter())
+    return len({name for line in lines for name in (*line.trained, *line.filtered)})
+
+
+def _ledger(layout: RunLayout) -> LedgerFigures | None:
+    """Return the ledger that the broker left, or has; None if there is none."""
     model = SnapshotModel()
     if layout.journal.is_dir():
         model = recount(layout.journal)
@@ -188,7 +205,7 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, *, picture: bool
     if config.gateway.enabled and not config.trainer.enabled:
         _conclude_gateway(config, layout, reason)
         return
-    records = _read(layout)
+    records = _read(layout, is_ours=config.trainer.enabled)
     found = survey(layout, records.saved, records.ledger)
     summary = _summary(config, layout, reason, None, records, found)
     drawn = _picture(config, layout, summary) if picture else None
@@ -261,7 +278,7 @@ def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> No
     Raises:
         DamagedFileError: A log is damaged. The comparison is printed nevertheless, and names the damage.
     """
-    records = _read(layout)
+    records = _read(layout, is_ours=config.trainer.enabled)
     found = survey(layout, records.saved, records.ledger)
     summary: dict[str, Any] | None = None
     lines: list[str] = []
@@ -303,9 +320,9 @@ def _write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
     write_private(layout.summary, json.dumps(summary, indent=2).encode() + b"\n")
 
 
-def _read(layout: RunLayout) -> BrokerRecords:
+def _read(layout: RunLayout, *, is_ours: bool) -> BrokerRecords:
     saved = remaining_ids(layout.journal) if layout.journal.is_dir() else load(layout.saved).ids
-    return BrokerRecords(saved, ledger_figures(layout))
+    return BrokerRecords(saved, ledger_figures(layout, is_ours=is_ours))
 
 
 def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> Path | None:

@@ -311,15 +311,26 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Its process was ready."""
     was_ready: bool = False
     """Its process or an earlier one of its name was ready."""
+    ends: float | None = None
+    """While it is being ended, the time of SIGTERM: rollouts unfinished by then are abandoned."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """Target number of workers of an environment, with the reason."""
+    """Target number of workers of an environment, or of engines, with the reason."""
 
     env: str
     target: int
     current: int
     reason: str
+    wanted: int | None = None
+    """Number that an operator pinned, as the decision took it."""
+
+
+class RestartOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of an order to restart a worker."""
+
+    done: bool
+    text: str
 
 
 class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -336,9 +347,20 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     """`supervision.json`: the workers of a run, except those that ended in order."""
 
     orchestrator: ProcessIdentity
+    at: float | None = None
+    """Heartbeat of the orchestrator: the time of writing, on CLOCK_MONOTONIC. At least one a second."""
+    over: bool = False
+    """The orchestrator ended in order."""
     targets: tuple[Target, ...] = ()
+    engines: Target | None = None
+    """Target number of inference servers, if it may change."""
     workers: tuple[WorkerRecord, ...] = ()
     environments: tuple[EnvironmentRecord, ...] = ()
+    """What is known of the workers of each environment."""
+    settings: dict[str, bool | int | float | str] = {}
+    """Live settings in force, by dotted key."""
+    restarts: dict[str, RestartOutcome] = {}
+    """Outcome of each recent order to restart a worker or an engine, by its id."""
 
 
 class Dismissed(msgspec.Struct, frozen=True):

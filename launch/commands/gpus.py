@@ -11,13 +11,11 @@ from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import GpuRecord, RunLayout
 from rolloutmq.schemas.wire.hardware import CordonGpu, GpuOrdered, UncordonGpu
+from rolloutmq.services.monitor.status.confirmation import CONFIRM_S, LOOK_S, unconfirmed
 from rolloutmq.services.monitor.status.gpus import read_gpus
 
 ANSWER_S: Final = 5.0
 """Longest wait for the broker's reply."""
-CONFIRM_S: Final = 10.0
-"""Longest wait until the orchestrator has applied the order: it receives four updates a second and decides once."""
-LOOK_S: Final = 0.05
 PREFIX: Final = "GPU-"
 REASON_LIMIT: Final = 200
 
@@ -64,8 +62,7 @@ def _order(run_dir: Path, request: CordonGpu | UncordonGpu) -> int:
     assert isinstance(reply, GpuOrdered)
     record = _carried_out(run_dir, request.gpu, reply.order)
     if record is None:
-        _say(f"{request.gpu}: order saved, but the orchestrator has not applied it yet")
-        return 1
+        return unconfirmed(RunLayout(run_dir), request.gpu)
     standing = record.standing
     workers = f"; running workers stay: {', '.join(standing.holders)}" if standing.holders else ""
     if standing.cordoned:

@@ -1,4 +1,4 @@
-"""Commands that change a running run: `down`, `drain`, `scale`, `set`, and `up --detach`."""
+"""Commands that change a running run: `down`, `drain`, `restart`, `scale`, `set`, and `up --detach`."""
 
 import os
 import select
@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+from uuid import uuid4
 
-from rolloutmq.bus.engine_registry import FIRST
+from rolloutmq.bus.engine_registry import FIRST, engines_of
 from rolloutmq.bus.files import private_file, require_private
 from rolloutmq.bus.rundir import load_run, read_run
 from rolloutmq.bus.transport.endpoint import resolve_blocking
@@ -18,12 +19,14 @@ from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch.results import conclude, rewrite_report
 from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, in_use, owner, recorded, trim_journal
 from rolloutmq.launch.settings import assigned
+from rolloutmq.schemas.config.live_settings import split
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, UsageError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import RunLayout, Supervision, Target
 from rolloutmq.schemas.wire.control import (
     Drain,
     GetStatus,
+    RestartWorker,
     Setting,
     SetValues,
     SetWorkers,
@@ -36,6 +39,7 @@ from rolloutmq.schemas.wire.replies import Reply
 from rolloutmq.schemas.wire.requests import Request
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.monitor.status.confirmation import confirmed, unconfirmed
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined, supervision_of, trouble_text
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
 from rolloutmq.services.orchestrator.supervision.core import Phase
@@ -146,36 +150,81 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
 
 
 def drain(run_dir: Path, worker: str) -> int:
-    """Drain a worker: it finishes its running rollouts, then exits.
+    """Drain a worker: it finishes its running rollouts, then exits; return the exit code.
+
+    A worker that the orchestrator did not start drains by itself, and nobody confirms it.
 
     Raises:
         UsageError: It has no process that could drain, or one that has not reported yet after a crash.
         RefusedError: The broker does not know it.
     """
-    status = _ask(run_dir, GetStatus())
-    assert isinstance(status, StatusReply)
-    known = supervision_of(RunLayout(run_dir))
-    if known is not None and not alive(known.orchestrator):
-        known = None
-    rows = joined(known, status.pressure.workers, time.monotonic())
-    row = next((row for row in rows if row.worker == worker), None)
-    if row is not None and (row.state in NO_PROCESS or (row.starts_again and row.in_hand is None)):
-        raise UsageError(f"worker {worker}: nothing to drain ({trouble_text(row)}); {_instead(row)}")
+    layout = RunLayout(run_dir)
+    known = supervision_of(layout)
+    _require_process(run_dir, known, worker)
     _ask(run_dir, Drain(worker=worker))
+    if known is not None and any(one.worker == worker for one in known.workers):
+        phase = confirmed(layout, lambda report: _phase_of(report, worker))
+        if phase is None:
+            return unconfirmed(layout, f"drain of {worker}")
+        if phase in NO_PROCESS:  # its process ended since
+            return complain(
+                f"{worker}: is {phase}, so nothing drains; use `rolloutmq restart {worker}`", FAILED
+            )
     _say(f"draining {worker}")
     return 0
 
 
+def _require_process(run_dir: Path, known: Supervision | None, worker: str) -> None:
+    """Raise UsageError if a worker has nothing to drain. The report of a dead orchestrator says nothing."""
+    status = _ask(run_dir, GetStatus())
+    assert isinstance(status, StatusReply)
+    current = known if known is not None and alive(known.orchestrator) else None
+    rows = joined(current, status.pressure.workers, time.monotonic())
+    row = next((row for row in rows if row.worker == worker), None)
+    if row is not None and (row.state in NO_PROCESS or (row.starts_again and row.in_hand is None)):
+        raise UsageError(f"worker {worker}: nothing to drain ({trouble_text(row)}); {_instead(row)}")
+
+
 def _instead(row: WorkerRow) -> str:
+    number = f"for another number of workers: rolloutmq scale {row.env} N"
     if row.state in {Phase.FATAL, WorkerState.FAILED}:
-        return f"for fewer workers set the number: rolloutmq scale {row.env} N"
-    return f"drain it once it is ready, or set the number: rolloutmq scale {row.env} N"
+        return f"for another in its place: rolloutmq restart {row.worker}; {number}"
+    return f"drain it once it is ready; {number}"
+
+
+def _phase_of(report: Supervision, worker: str) -> str | None:
+    """Return the phase of a worker that is not left as it is; None while the orchestrator lets it run."""
+    phase = next((one.phase for one in report.workers if one.worker == worker), Phase.ENDED.value)
+    return None if phase == Phase.RUNNING else phase
+
+
+def restart(run_dir: Path, worker: str, *, at_once: bool = False) -> int:
+    """End a worker or an engine, and have another started in its place; return the exit code.
+
+    Args:
+        run_dir: Of a live run.
+        worker: Worker in any state, or an engine beyond the first.
+        at_once: Kill it, instead of draining it: its unfinished rollouts are lost.
+    """
+    layout, order = RunLayout(run_dir), uuid4().hex
+    known = supervision_of(layout)
+    pids = {one.name: one.pid for one in engines_of(layout)}
+    pids |= {one.worker: one.pid for one in known.workers} if known is not None else {}
+    _ask(run_dir, RestartWorker(worker=worker, order=order, pid=pids.get(worker, 0), at_once=at_once))
+    outcome = confirmed(layout, lambda report: report.restarts.get(order))
+    if outcome is None:
+        return unconfirmed(layout, f"restart of {worker}", "kept for a minute")
+    if not outcome.done:
+        return complain(f"{worker}: {outcome.text}", FAILED)
+    _say(f"{worker}: {outcome.text}")
+    return 0
 
 
 def scale(run_dir: Path, env: str, count: int | None) -> int:
-    """Pin the worker count of an environment; None returns it to autoscaling.
+    """Pin the worker count of an environment; None returns it to autoscaling. Return the exit code.
 
-    The name `inference` means the inference servers.
+    The name `inference` means the inference servers. Prints the number that the orchestrator decided, with the reason
+    if it is another one.
 
     Raises:
         ConfigError: Unknown environment, or the inference servers of this run cannot be scaled.
@@ -187,8 +236,20 @@ def scale(run_dir: Path, env: str, count: int | None) -> int:
         raise ConfigError(env, f"unknown environment; this run has: {', '.join(config.environment)}")
     _ask(run_dir, SetWorkers(env=env, count=count))
     what = "inference servers" if env == FIRST else "workers"
-    _say(f"{env}: autoscaling" if count is None else f"{env}: pinned to {count} {what}")
+    order = f"{env}: autoscaling" if count is None else f"{env}: pinned to {count} {what}"
+    layout = RunLayout(run_dir)
+    target = confirmed(layout, lambda report: _target_of(report, env, count))
+    if target is None:
+        return unconfirmed(layout, order)
+    is_other = count is not None and target.target != count
+    _say(f"{env}: {target.target} {what}, not {count}: {target.reason}" if is_other else order)
     return 0
+
+
+def _target_of(report: Supervision, env: str, count: int | None) -> Target | None:
+    """Return the target of an environment, or of the engines, once it follows the pinned count."""
+    targets = (*report.targets, report.engines) if report.engines is not None else report.targets
+    return next((one for one in targets if one.env == env and one.wanted == count), None)
 
 
 def _check_engines(config: RunConfig) -> None:
@@ -199,7 +260,7 @@ def _check_engines(config: RunConfig) -> None:
 
 
 def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
-    """Change settings of the running broker, all or none.
+    """Change settings of a running run, all or none; return the exit code. The orchestrator confirms bounds of workers.
 
     Raises:
         ConfigError: A setting is not changeable, or its value is invalid; nothing was changed.
@@ -218,6 +279,12 @@ def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
     assert isinstance(reply, ValuesSet)
     for key, value in reply.values.items():
         _say(f"{key} = {value}")
+    layout, bounds = (
+        RunLayout(run_dir),
+        {key: one for key, one in reply.values.items() if split(key).of_orchestrator},
+    )
+    if bounds and not confirmed(layout, lambda report: bounds.items() <= report.settings.items() or None):
+        return unconfirmed(layout, ", ".join(f"{key} = {one}" for key, one in bounds.items()))
     return 0
 
 

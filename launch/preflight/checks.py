@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -73,7 +74,7 @@ def check(config: RunConfig) -> tuple[str, ...]:
     _check_device(config)
     _check_port(config.inference)
     _check_teacher(config)
-    return (*_advise_weights(config), *try_environments(config))
+    return (*_advise_weights(config), *_short_drains(config), *try_environments(config))
 
 
 def _advise_weights(config: RunConfig) -> tuple[str, ...]:
@@ -86,6 +87,18 @@ def _advise_weights(config: RunConfig) -> tuple[str, ...]:
         "starts before a trainer beside the run publishes its weights here (TRL's and SkyRL's adapters can, verl's "
         'cannot). With engines of its own set kind = "external" and url',
     )
+
+
+def _short_drains(config: RunConfig) -> Iterator[str]:
+    """Yield a line for each environment whose rollouts may take longer than a drain waits for them."""
+    limits = config.orchestrator
+    for name, environment in config.environment.items() if limits.enabled else ():
+        longest_s = environment.rollout_timeout_s
+        if (drain_s := limits.drain_s(longest_s)) < longest_s:
+            yield (
+                f"orchestrator.drain_deadline_s: {drain_s:g} s is shorter than environment.{name}.rollout_timeout_s "
+                f"({longest_s:g} s), so each drain abandons rollouts that take longer; remove it, or lower the timeout"
+            )
 
 
 def _check_secrets(name: str, environment: EnvironmentConfig) -> None:

@@ -111,6 +111,7 @@ TASK_EXCHANGES: Final = (
 CONTROL_EXCHANGES: Final = (
     Exchange(control.WorkerBeat, (control.WorkerBeatReply,), "All counts are totals."),
     Exchange(control.Drain, (replies.Ok,), "One drain, until the worker confirms it."),
+    Exchange(control.RestartWorker, (replies.Ok,), "One order, by its id."),
     Exchange(control.SetWorkers, (replies.Ok,), "Nothing changes."),
     Exchange(hardware.CordonGpu, (hardware.GpuOrdered,), "Takes a new order number; the GPU stays cordoned."),
     Exchange(hardware.UncordonGpu, (hardware.GpuOrdered,), "Takes a new order number; the GPU stays in use."),

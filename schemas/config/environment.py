@@ -27,6 +27,7 @@ OF_CLASSES: Final = (
     "pass_score",
     "rewards",
     "sampling",
+    "liveness_s",
 )
 """Keys that a program of one's own does not know: they keep their defaults beside `command`."""
 PACKAGE: Final = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w-]*")
@@ -107,6 +108,10 @@ class EnvironmentConfig(Section):
     """For a group beyond the bound nevertheless: `drop` counts it as expired, `pass` trains on it and counts it."""
     rollout_timeout_s: PositiveFloat = 600.0
     """A worker abandons a longer rollout."""
+    liveness_s: Annotated[float, Field(ge=3.0, allow_inf_nan=False)] | None = None
+    """A worker without a heartbeat for this long hangs: it is killed, and restarted like a crashed one. None: it is
+    left alone, since an environment may block the worker's event loop for minutes, for example in a long computation.
+    Heartbeats come every second while the loop runs. The first one comes after the import of the environment."""
     min_group_size: NonNegativeInt = 0
     """Fewest sequences of a group that is sent at `group_deadline_s`. 0: all of them."""
     group_deadline_s: NonNegativeFloat = 0.0

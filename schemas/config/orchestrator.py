@@ -1,10 +1,15 @@
 """`[orchestrator]` and `[hardware]`: autoscaling, supervision, and the GPUs of workers."""
 
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from rolloutmq.schemas.config.base import MIB, Fraction, Section
+
+END_S: Final = 30.0
+"""Time for rollouts at the end of a run, unless configured."""
+DELIVERY_S: Final = 10.0
+"""Time to deliver the last groups of a drain, beyond that of the rollouts."""
 
 
 class ScalingConfig(Section):
@@ -67,10 +72,24 @@ class OrchestratorConfig(Section):
     """Crashes in a row, without `stable_s` of uptime in between, after which a process is not restarted."""
     stable_s: PositiveFloat = 10.0
     """Uptime after which a crash no longer counts as a failed start; of a worker, time since it was ready."""
-    drain_deadline_s: PositiveFloat = 30.0
-    """Time for a draining worker to finish its rollouts."""
+    drain_deadline_s: PositiveFloat | None = None
+    """Time for a draining worker to finish its rollouts; what is unfinished then is abandoned. None: as long as a
+    rollout may take, `environment.NAME.rollout_timeout_s`, and 10 s to deliver. A shorter time is warned about."""
+    end_deadline_s: PositiveFloat | None = None
+    """The same at the end of a run, when all workers drain. None: `drain_deadline_s`; 30 s without one."""
     term_grace_s: PositiveFloat = 5.0
     """Time between SIGTERM and SIGKILL."""
+
+    def drain_s(self, rollout_timeout_s: float) -> float:
+        """Return the seconds of a drain, for workers whose rollouts may take this long."""
+        if self.drain_deadline_s is not None:
+            return self.drain_deadline_s
+        return rollout_timeout_s + DELIVERY_S
+
+    @property
+    def end_s(self) -> float:
+        """Seconds of a drain at the end of the run."""
+        return self.end_deadline_s or self.drain_deadline_s or END_S
 
 
 class HardwareConfig(Section):

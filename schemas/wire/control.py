@@ -71,6 +71,22 @@ class Drain(Message, tag="drain", frozen=True, kw_only=True):
     reason: Annotated[str, Meta(max_length=200)] = "asked"
 
 
+class RestartWorker(Message, tag="restart_worker", frozen=True, kw_only=True):
+    """Order the orchestrator to end a worker or an engine and start another in its place. Kept for a minute.
+
+    Attributes:
+        worker: Worker or engine.
+        order: Unique id; the same order twice is one.
+        pid: Process that the order is for, on the orchestrator's host; 0 for one without a process.
+        at_once: Kill it, instead of draining it.
+    """
+
+    worker: Name
+    order: Name
+    pid: Count = 0
+    at_once: bool = False
+
+
 class SetWorkers(Message, tag="set_workers", frozen=True, kw_only=True):
     """Pin the number of workers of an environment; None returns it to autoscaling."""
 
@@ -265,6 +281,10 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     workers: tuple[WorkerStatus, ...]
     wanted: dict[str, int | None] = {}
     """Worker counts pinned by `SetWorkers`, by environment."""
+    settings: dict[str, Setting] = {}
+    """Live settings that the orchestrator applies, by dotted key."""
+    restarts: tuple[RestartWorker, ...] = ()
+    """Orders of the last minute to restart workers."""
     gpu_orders: dict[str, GpuOrder] = {}
     """Last order of an operator for each GPU, by UUID."""
     tasks: TaskCounts = TaskCounts()
@@ -435,6 +455,7 @@ class ScaleDecision(Message, tag="scale_decision", frozen=True, kw_only=True):
 ControlRequest = (
     WorkerBeat
     | Drain
+    | RestartWorker
     | SetWorkers
     | CordonGpu
     | UncordonGpu

@@ -29,6 +29,7 @@ from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.ledger import Ledger
 from rolloutmq.services.broker.state.queues import Lane, Lanes
 from rolloutmq.services.broker.state.rates import Rate
+from rolloutmq.services.broker.state.restart_orders import RestartOrders
 from rolloutmq.services.broker.state.tasks import Tasks
 from rolloutmq.services.broker.state.workers import Workers
 
@@ -101,6 +102,7 @@ class BrokerState:
         self.changed_settings: dict[str, Setting] = {}
         """Settings changed while the run was live, by dotted key."""
         self.wanted: dict[str, int | None] = {}
+        self.restart_orders = RestartOrders()
         self.gpu_orders = GpuOrders()
         self.journal = JournalStatus()
         """The journal's health, as the data plane last reported it."""
@@ -114,8 +116,8 @@ class BrokerState:
         broker = config.broker
         self.config = config
         fixed: defaultdict[str, set[str]] = defaultdict(set)
-        for env, field in map(split, self.changed_settings):
-            fixed[env].add(field)
+        for key in map(split, self.changed_settings):
+            fixed[key.env].add(key.field)
         self.lanes.adopt(config.environment, fixed)
         self.builder.adopt(broker)
         self.transitions.adopt(broker)

@@ -40,16 +40,21 @@ from rolloutmq.services.orchestrator.bus_client import BusClient
 from rolloutmq.services.orchestrator.engines.pool import EnginePool
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound
 from rolloutmq.services.orchestrator.gpus.manager import GpuManager
+from rolloutmq.services.orchestrator.live_bounds import LiveBounds
+from rolloutmq.services.orchestrator.restarts import Restarts
 from rolloutmq.services.orchestrator.state_file import StateFile
 from rolloutmq.services.orchestrator.supervision.core import (
     OVER,
     Backoff,
     EarlierLife,
+    Ladder,
     Phase,
     ProcessView,
     drain_ladder,
     term_ladder,
 )
+from rolloutmq.services.orchestrator.supervision.drain_watch import DrainWatch
+from rolloutmq.services.orchestrator.supervision.hang_watch import HangWatch
 from rolloutmq.services.orchestrator.supervision.replacement import Replacement
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
 from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of, number_of
@@ -109,7 +114,7 @@ class Orchestrator:
         self._command = command or worker_command(layout.root)
         self._programs = ProgramCommands(config, layout)
         self._limits = limits
-        self._environments = config.environment
+        self._bounds = LiveBounds(config)
         self._gpus = GpuManager(config, layout)
         self._client = BusClient(layout, self._gpus.hear)
         self._state = StateFile(layout, token)
@@ -122,8 +127,18 @@ class Orchestrator:
             seed=config.run.seed,
         )
         self._engines = EnginePool(config, layout, token, self._client.publish, engine_command)
-        self._drain_ladder = drain_ladder(
-            CONFIRM_S, limits.drain_deadline_s + OVERTIME_S, limits.term_grace_s
+        self._drain_ladders = {
+            name: _ladder(limits, limits.drain_s(env.rollout_timeout_s))
+            for name, env in config.environment.items()
+        }
+        self._end_ladder = _ladder(limits, limits.end_s)
+        self._drains = DrainWatch()
+        self._hangs = HangWatch(
+            {name: env.liveness_s for name, env in config.environment.items() if env.liveness_s is not None}
+        )
+        self._restarts = Restarts(
+            [(self._workers, self._drain_ladder), (self._engines.processes, self._engines.ladder)],
+            self._start_again,
         )
         self._logs = WorkerLogs(layout, config.run, self._workers.views)
         self._pids: dict[str, int] = {}
@@ -155,6 +170,7 @@ class Orchestrator:
                         tasks.create_task(self._bring_home(), name="left spools"),
                         tasks.create_task(self._logs.run(), name="logs"),
                     ]
+                    beating = tasks.create_task(self._state.beat(self._workers), name="heartbeat")
                     ending = tasks.create_task(self._end_delivered(), name="delivered programs")
                     try:
                         await self._govern(stop)
@@ -162,9 +178,10 @@ class Orchestrator:
                         for task in beside:
                             task.cancel()
                         reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
-                        await self._workers.stop(self._workers.views(), self._drain_ladder, reason)
+                        await self._workers.stop(self._workers.views(), self._end_ladder, reason)
                         ending.cancel()
-                        self._state.write(self._workers)
+                        beating.cancel()
+                        self._state.write(self._workers, over=True)
                         listening.cancel()
 
     def _earlier(self) -> Supervision | None:
@@ -178,12 +195,12 @@ class Orchestrator:
         return found if mine else None
 
     async def _take_over(self, previous: list[ProcessIdentity], earlier: Supervision | None) -> None:
-        """Adopt the workers of an earlier life, end those of another run, reserve the used names."""
+        """Adopt the workers of an earlier life and its bounds, end those of another run, reserve the used names."""
         mine = f"{self._token}/"
         ours = [
             (identity, self._gpus.adopted(identity, self._spec(identity.name)))
             for identity in previous
-            if identity.marker.startswith(mine) and env_of(identity.name) in self._environments
+            if identity.marker.startswith(mine) and env_of(identity.name) in self._bounds.config.environment
         ]
         known = {one.env: one for one in earlier.environments} if earlier is not None else {}
         for env, record in known.items():
@@ -201,18 +218,23 @@ class Orchestrator:
         taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
         self._tables = {
             name: WorkerTable(name, taken, known[name].starts if name in known else ())
-            for name in self._environments
+            for name in self._bounds.config.environment
         }
         alive_now = Counter(map(env_of, adopted))
+        if earlier is not None:
+            self._bounds.apply(earlier.settings)
+        config = self._bounds.config
         path = self._layout.decisions
         # What another run of this directory measured says nothing about this one.
         resumed = await asyncio.to_thread(resume, path, time.monotonic(), time.time()) if ours else {}
-        self._scaling = Autoscaler(self._environments, self._limits, alive_now, DecisionLog(path), resumed)
+        self._scaling = Autoscaler(
+            config.environment, config.orchestrator, alive_now, DecisionLog(path), resumed
+        )
 
     def _end_unknown(self, known: set[str]) -> None:
         """End workers of this run without an identity on file: their orchestrator was killed before it wrote one."""
         for name in find_names(self._token) - known:
-            if env_of(name) in self._environments:
+            if env_of(name) in self._bounds.config.environment:
                 end_marked(marker_of(self._token, name))
 
     async def _bring_home(self) -> None:
@@ -240,7 +262,7 @@ class Orchestrator:
         while True:
             await asyncio.sleep(DELIVERED_S)
             for name, status in self._heard().items():
-                is_program = bool(self._environments[env_of(name)].command)
+                is_program = bool(self._bounds.config.environment[env_of(name)].command)
                 # One that drained for an earlier orchestrator is RUNNING here.
                 lives = self._workers.views()[name].phase in {Phase.RUNNING, Phase.STOPPING}
                 if is_program and lives and status.state is WorkerState.GONE:
@@ -250,10 +272,15 @@ class Orchestrator:
         while stop.reason is None:
             heard = self._heard()
             self._believe(heard)
+            self._end_hanging(heard)
+            orders = self._client.pressure.restarts if self._client.pressure is not None else ()
+            self._state.restarted(self._restarts.look(orders, time.monotonic()))
             for standing in self._gpus.attend(
                 self._workers, heard, self._client.pressure, self._drain_ladder
             ):
                 self._client.publish(standing)
+            for line in self._drains.look(self._workers.views(), heard, time.monotonic()):
+                logger.warning("unfinished rollouts are abandoned soon %s", line)
             self._decide(heard)
             for table in self._tables.values():
                 self._raise_if_failed(table)
@@ -265,6 +292,9 @@ class Orchestrator:
                     await stop.wait()
             except TimeoutError:
                 continue
+
+    def _drain_ladder(self, name: str) -> Ladder:
+        return self._drain_ladders[env_of(name)]
 
     def _heard(self) -> Heard:
         """Return the broker's status of our processes; ignore their earlier lives."""
@@ -292,7 +322,15 @@ class Orchestrator:
                 self._workers.fail(name, ladder, status.error or "the worker reported a failure")
             elif status.draining and views[name].phase is Phase.RUNNING:
                 # The drain request suffices: a hanging worker never reports draining, and is ended at the deadline.
-                self._workers.retire(name, self._drain_ladder, "drained by somebody else")
+                self._workers.retire(name, self._drain_ladder(name), "drained by somebody else")
+
+    def _end_hanging(self, heard: Heard) -> None:
+        """Kill the workers that hang; they are restarted."""
+        ladder, views = term_ladder(self._limits.term_grace_s), self._workers.views()
+        for name, reason in self._hangs.look(heard, self._client.heard_at).items():
+            if views[name].reason != reason and views[name].phase is Phase.RUNNING:
+                logger.warning("worker hangs worker=%s reason=%s", name, reason)
+            self._workers.hang(name, ladder, reason)
 
     def _forget_ended(self) -> None:
         """Forget workers that left in order some time ago, so that the table does not grow for ever."""
@@ -320,6 +358,11 @@ class Orchestrator:
             replaced,
         )
 
+    def _start_again(self, worker: str) -> None:
+        """End the pause of an environment for which an operator ordered a restart."""
+        if (replacement := self._replacements.get(env_of(worker))) is not None:
+            replacement.retry(time.monotonic())
+
     def _raise_if_failed(self, table: WorkerTable) -> None:
         crew = table.mine(self._workers.views())
         if (
@@ -330,7 +373,16 @@ class Orchestrator:
             last = max(crew, key=lambda view: view.since)
             raise WorkersFailedError(table.env, last.name, last.reason)
 
+    def _take_bounds(self) -> None:
+        """Apply the bounds that an operator changed; without a broker they stay."""
+        pressure = self._client.pressure
+        if pressure is not None and self._bounds.apply(pressure.settings):
+            config = self._bounds.config
+            self._scaling.rebound(config.environment, config.orchestrator.max_processes)
+        self._state.bounded(self._bounds.settings)
+
     def _decide(self, heard: Heard) -> None:
+        self._take_bounds()
         now, engines, pressure = time.monotonic(), self._engines.serving, self._client.pressure
         self._replace_failed(now)
         views = self._workers.views()
@@ -342,7 +394,7 @@ class Orchestrator:
         for env, number in self._scaling.starts(crews).items():
             if self._replacements[env].pauses(now):
                 continue
-            if number and self._environments[env].command and not self._programs.can_start:
+            if number and self._bounds.config.environment[env].command and not self._programs.can_start:
                 self._waits_for_gateway(env, now)
                 continue
             for _ in range(number):
@@ -351,7 +403,7 @@ class Orchestrator:
                     self._workers.start(spec)
         for scale in self._scaling.scales:
             self._gpus.limited(scale.env, scale.decision.bound == NO_GPU)
-            self._state.decided(scale.said, now)
+            self._state.decided(scale.said, now, self._wanted(scale.env))
             if scale.is_news(now):
                 self._client.publish(scale.said)
 
@@ -365,7 +417,7 @@ class Orchestrator:
         """Return the limits from GPUs and failures, for environments that have one: the narrower one."""
         rooms = {}
         for env, crew in crews.items():
-            limit = self._gpus.limit(env, crew.current, self._environments[env].max_workers)
+            limit = self._gpus.limit(env, crew.current, self._bounds.config.environment[env].max_workers)
             found = [WorkerRoom(limit.count, NO_GPU, limit.reason)] if limit is not None else []
             if (failing := self._replacements[env].room(crew, now)) is not None:
                 found.append(failing)
@@ -379,15 +431,19 @@ class Orchestrator:
             if views[name].phase is Phase.FATAL:
                 self._workers.forget(name)
             else:
-                self._workers.retire(name, self._drain_ladder, scale.decision.reason)
+                self._workers.retire(name, self._drain_ladder(name), scale.decision.reason)
 
     def _look_at_engines(self, now: float) -> None:
         """Pass the saturation of the workers to the engine pool; nothing if the pressure is stale."""
         is_news = now - self._client.heard_at <= self._limits.scaling.stale_s
         said = {scale.env: scale.decision for scale in self._scaling.scales} if is_news else {}
         bounds = {env: EngineBound(one.bound == INFERENCE_BOUND, one.short) for env, one in said.items()}
-        wanted = None if self._client.pressure is None else self._client.pressure.wanted.get(FIRST)
-        self._engines.look(bounds, now, wanted)
+        self._engines.look(bounds, now, self._wanted(FIRST))
+        self._state.engines_decided(self._engines.target)
+
+    def _wanted(self, name: str) -> int | None:
+        """Return the number that an operator pinned of an environment's workers, or of the engines."""
+        return None if self._client.pressure is None else self._client.pressure.wanted.get(name)
 
     def _changed(self, view: ProcessView) -> None:
         """Write the change to the file, and hold a GPU worker about to restart until its GPUs are free."""
@@ -397,7 +453,7 @@ class Orchestrator:
             asyncio.get_running_loop().call_soon(self._gpus.hold_back, self._workers)
 
     def _spec(self, name: str) -> ProcessSpec:
-        if self._environments[env_of(name)].command:
+        if self._bounds.config.environment[env_of(name)].command:
             return self._programs.spec(name, env_of(name), number_of(name))
         log = str(self._layout.log(name))
         return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log, kind=env_of(name))
@@ -407,6 +463,10 @@ def _lives(earlier: Supervision | None) -> dict[str, EarlierLife]:
     """Return what an earlier orchestrator knew of each worker."""
     workers = earlier.workers if earlier is not None else ()
     return {one.worker: EarlierLife(one.ready, one.was_ready, one.crashes) for one in workers}
+
+
+def _ladder(limits: OrchestratorConfig, deadline_s: float) -> Ladder:
+    return drain_ladder(CONFIRM_S, deadline_s + OVERTIME_S, limits.term_grace_s)
 
 
 def _backoff(limits: OrchestratorConfig) -> Backoff:

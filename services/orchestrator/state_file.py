@@ -1,8 +1,8 @@
 """`supervision.json`: the orchestrator's view of its workers, for all readers.
 
 The broker forgets a silent worker and never hears from one that cannot start; the orchestrator knows both. The file is
-replaced at each change, so that a killed orchestrator leaves its last state. The reason for an unchanged target may
-change with every tick, and is written less often.
+replaced at each change, so that a killed orchestrator leaves its last state, and at least once a second: it is the
+heartbeat of the orchestrator. The reason for an unchanged target may change with every tick, and is written less often.
 """
 
 import asyncio
@@ -13,14 +13,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.files import (
+    EnvironmentRecord,
+    RestartOutcome,
+    RunLayout,
+    Supervision,
+    Target,
+    WorkerRecord,
+)
 from rolloutmq.schemas.process import ProcessIdentity, Role
-from rolloutmq.schemas.wire.control import ScaleDecision
+from rolloutmq.schemas.wire.control import ScaleDecision, Setting
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor
 from rolloutmq.services.orchestrator.supervision.worker_table import env_of, number_of
-from rolloutmq.services.process.identity import identify
+from rolloutmq.services.process.identity import identify, started_at
 from rolloutmq.services.process.logbook import last_lines
 
 logger = logging.getLogger(__name__)
@@ -28,9 +37,10 @@ logger = logging.getLogger(__name__)
 LINES: Final = 8
 """Last log lines shown: the end of a traceback and the reason."""
 LINES_BYTES: Final = 2000
+BEAT_S: Final = 1.0
+"""Interval at which the unchanged file is written again."""
 REASON_S: Final = 1.0
 """Interval at which the reason for an unchanged target is written."""
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 class StateFile:
@@ -45,20 +55,39 @@ class StateFile:
         self._ends: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._written: Supervision | None = None
         self._due: asyncio.Handle | None = None
-        self._reason_at = float("-inf")
+        self._engines: Target | None = None
+        self._settings: dict[str, Setting] = {}
+        self._restarts: dict[str, RestartOutcome] = {}
+        self._written_at = self._reason_at = float("-inf")
 
     def soon(self, workers: Supervisor) -> None:
         """Write after all events of this moment."""
         if self._due is None:
             self._due = asyncio.get_running_loop().call_soon(self.write, workers)
 
-    def decided(self, decision: ScaleDecision, now: float) -> None:
-        """Record a decision; the next `write` includes it if the target changed or the last reason is old."""
+    async def beat(self, workers: Supervisor) -> None:
+        """Write once a second until cancelled."""
+        while True:
+            self.write(workers)
+            await asyncio.sleep(BEAT_S)
+
+    def decided(self, decision: ScaleDecision, now: float, wanted: int | None) -> None:
+        """Record a decision; the next `write` includes it if the target changed or the last reason is old.
+
+        Args:
+            decision: As published.
+            now: Monotonic seconds.
+            wanted: Number that an operator pinned, as the decision took it.
+        """
         known = self._targets.get(decision.env)
         new = Target(
-            env=decision.env, target=decision.target, current=decision.current, reason=decision.reason
+            env=decision.env,
+            target=decision.target,
+            current=decision.current,
+            reason=decision.reason,
+            wanted=wanted,
         )
-        moved = known is None or (known.target, known.current) != (new.target, new.current)
+        moved = known is None or msgspec.structs.replace(known, reason=new.reason) != new
         if moved or now - self._reason_at >= REASON_S:
             self._targets[decision.env] = new
 
@@ -66,26 +95,50 @@ class StateFile:
         """Record what is known of the environments, and when given-up workers are replaced, for the next `write`."""
         self._environments, self._replaced = environments, replaced
 
-    def write(self, workers: Supervisor) -> None:
-        """Replace the file if anything changed."""
+    def engines_decided(self, target: Target | None) -> None:
+        """Record the target number of engines; the next `write` includes it."""
+        self._engines = target
+
+    def bounded(self, settings: Mapping[str, Setting]) -> None:
+        """Record the live settings in force; the next `write` includes them."""
+        self._settings = dict(settings)
+
+    def restarted(self, outcomes: dict[str, RestartOutcome]) -> None:
+        """Record the outcomes of ordered restarts; the next `write` includes them."""
+        self._restarts = outcomes
+
+    def write(self, workers: Supervisor, *, over: bool = False) -> None:
+        """Replace the file if anything changed, or the heartbeat is due.
+
+        Args:
+            workers: The workers.
+            over: This is the last write; the orchestrator ends in order.
+        """
+        now = time.monotonic()
         if self._due is not None:
             self._due.cancel()
             self._due = None
         found = Supervision(
             orchestrator=self._me,
+            over=over,
             targets=tuple(self._targets.values()),
+            engines=self._engines,
             workers=self._workers(workers),
             environments=self._environments,
+            settings=self._settings,
+            restarts=self._restarts,
         )
-        if found == self._written:
+        changed = found != self._written
+        if not changed and now - self._written_at < BEAT_S:
             return
-        self._reason_at = time.monotonic()
+        if changed:
+            self._reason_at = now
         try:
-            write_json(self._layout.supervision, found)
+            write_json(self._layout.supervision, msgspec.structs.replace(found, at=now))
         except OSError as error:
             logger.error("supervision not written path=%s error=%s", self._layout.supervision, error)
             return
-        self._written = found
+        self._written, self._written_at = found, now
 
     def _workers(self, workers: Supervisor) -> tuple[WorkerRecord, ...]:
         views: Mapping[str, ProcessView] = {
@@ -102,7 +155,7 @@ class StateFile:
             phase=view.phase.value,
             since=view.since,
             pid=identity.pid if identity is not None else 0,
-            started=_started(identity) if identity is not None else None,
+            started=started_at(identity) if identity is not None else None,
             due=self._next(view),
             crashes=view.crashes,
             restarts=view.restarts,
@@ -110,6 +163,7 @@ class StateFile:
             last_lines=self._last_lines(view),
             ready=view.ready_at is not None,
             was_ready=view.was_ready,
+            ends=view.ends,
         )
 
     def _next(self, view: ProcessView) -> float | None:
@@ -134,9 +188,3 @@ def _shown(log: Path) -> tuple[str, ...]:
     """Return the last lines without terminal control characters."""
     lines = last_lines(log, LINES, LINES_BYTES)
     return tuple("".join(char if char.isprintable() else " " for char in line) for line in lines)
-
-
-def _started(identity: ProcessIdentity) -> float:
-    """Return the start time of a process on CLOCK_MONOTONIC; the kernel's start ticks include sleep."""
-    slept = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
-    return round(identity.start_ticks / _TICKS - slept, 2)

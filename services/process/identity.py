@@ -20,6 +20,7 @@ MARKER: Final = "ROLLOUTMQ_PROCESS"
 EXEC_S: Final = 0.25
 """Longest time between a process's start and the end of its exec, on a busy machine."""
 _PROC: Final = Path("/proc")
+_TICKS: Final = os.sysconf("SC_CLK_TCK")
 _DEAD: Final = frozenset("ZXx")
 _STATE_FIELD: Final = 3
 _START_FIELD: Final = 22
@@ -67,6 +68,12 @@ def alive(identity: ProcessIdentity) -> bool:
     """Return whether this very process runs. A zombie does not."""
     found = _stat(identity.pid)
     return found is not None and found[0] not in _DEAD and exists(identity)
+
+
+def started_at(identity: ProcessIdentity) -> float:
+    """Return the start time of a process of this boot on CLOCK_MONOTONIC; the kernel's start ticks include sleep."""
+    slept = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return round(identity.start_ticks / _TICKS - slept, 2)
 
 
 def runs(pid: int) -> bool:

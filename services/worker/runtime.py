@@ -7,9 +7,9 @@
     FAILED     the environment cannot be created, or failed too often in a row; exit code `PERMANENT_FAILURE`
 
 `Worker.start_draining` is the one way to drain. SIGUSR1, the reply to a heartbeat, the `control` topic and an ack all
-call it. Finishing and delivering may take `orchestrator.drain_deadline_s`; after that the worker abandons unfinished
-rollouts, and the producers save undelivered groups. SIGTERM drains without waiting: rollouts are cancelled at once, and
-delivery gets a third of `orchestrator.term_grace_s`, since SIGKILL follows.
+call it. Finishing and delivering may take as long as `OrchestratorConfig.drain_s`; after that the worker abandons
+unfinished rollouts, and the producers save undelivered groups. SIGTERM drains without waiting: rollouts are cancelled
+at once, and delivery gets a third of `orchestrator.term_grace_s`, since SIGKILL follows.
 
 If the environment is evaluated, the worker has a second producer beside the first, of split `eval`, and slots that only
 answer tasks of the evaluation. Both have their own permits, so neither waits for the other. A worker of an environment
@@ -100,6 +100,7 @@ class Worker:
         self._evaluation_seed = self.config.evaluation.seed if evaluated else None
         if evaluated and self.section.split == "eval":
             self.section = _answering(self.section, self.section.concurrency)
+        self._drain_s = self.config.orchestrator.drain_s(self.section.rollout_timeout_s)
         self.state = WorkerState.STARTING
         self.error = ""
         self._draining = asyncio.Event()
@@ -363,7 +364,7 @@ class Worker:
     def _left_s(self) -> float:
         """Return the seconds left until the deadline of the drain."""
         passed = asyncio.get_running_loop().time() - self._drained_at
-        return max(0.0, self.config.orchestrator.drain_deadline_s - passed)
+        return max(0.0, self._drain_s - passed)
 
     def _enter(self, state: WorkerState) -> None:
         """Change the state and send a heartbeat at once."""

@@ -36,7 +36,7 @@ def test_the_rollouts_of_the_workers_are_counted_with_their_deadline(
     views = [view(Role.TRAINER), view(Role.ORCHESTRATOR), view(Role.BROKER, Phase.RUNNING)]
     assert end_notice(views, workers, GRACE_S, 30.0, 104.0) == (
         "ending, waits for: trainer settles its step and writes a checkpoint, killed in 16 s; orchestrator, whose "
-        "workers finish 10 rollouts for at most 26 s (orchestrator.drain_deadline_s): add-1, add-2, add-3, ..."
+        "workers finish 10 rollouts for at most 26 s (orchestrator.end_deadline_s): add-1, add-2, add-3, ..."
     )
     late: Any = end_notice(views[1:], workers[:2], GRACE_S, 30.0, 200.0)
     assert late == "ending, waits for: orchestrator, whose workers finish 1 rollouts and are ended now: add-1"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.services.broker.journal.handmade import (
     Handmade,
@@ -26,8 +27,9 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.commands.ledger import check
 from rolloutmq.launch.results import Survey, survey, unread
 from rolloutmq.launch.settings import validate
-from rolloutmq.schemas.files import AckedGroup, DroppedGroup, Endpoints, RunLayout
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, Endpoints, RunLayout, SettledBatch
 from rolloutmq.schemas.lives import Life
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.broker.journal.format.events import Dropped, Numbers
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.liveness import fate_of
@@ -205,6 +207,24 @@ def test_counts_of_a_trainer_of_ones_own_are_those_of_the_ledger(run_dir: Path) 
         assert summary[f"groups_{state}"] == verdict.counts[state]
     found = json.loads(report(made.layout, "--json").stdout)["bias"]["environments"]["sort3"]
     assert found["fates"] == {"trained": 1, "filtered": 1, "expired": 1, "in_flight": 1}
+
+
+@pytest.mark.parametrize("logged", [(), ("g1",)])
+def test_a_log_that_names_less_than_the_ledger_settled_does_not_speak(
+    run_dir: Path, logged: tuple[str, ...]
+) -> None:
+    """Such as that of a trainer of one's own which resumed, and settles without a log: its groups were in flight."""
+    made = Handmade(run_dir)
+    outside = {"environment": {"sort3": {"entry": "a:B"}}, "trainer": {"enabled": False}}
+    write_json(made.layout.config, validate(outside))
+    lease = made.lease([1, 2])
+    groups = [made.accept(number) for number in range(1, 4)]
+    made.log(began(), groups, [lease, settles(lease, "g1", "g2")])
+    line = SettledBatch(at=1.0, version=PolicyVersion(0, 1), trained=logged, resumed=True)
+    made.layout.trained.write_bytes(msgspec.json.encode(line) + b"\n")
+    assert "3 accepted: 2 trained, 0 filtered, 0 expired, 0 dead, 1 in flight" in report(made.layout).stdout
+    summary = json.loads(made.layout.summary.read_text())
+    assert (summary["groups_trained"], summary["groups_in_flight"], summary["groups_lost"]) == (2, 1, 0)
 
 
 def test_a_run_without_a_training_environment_has_no_bound_to_tell(layout: RunLayout) -> None:

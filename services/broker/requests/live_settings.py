@@ -7,7 +7,14 @@ over the configuration, also in later lives of the broker.
 
 from collections.abc import Mapping
 
-from rolloutmq.schemas.config.live_settings import LiveSettingError, changed, full, split, value
+from rolloutmq.schemas.config.live_settings import (
+    LiveSettingError,
+    changed,
+    full,
+    require_workers,
+    split,
+    value,
+)
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import Setting, SettingStatus, SetValues, ValueRefused, ValuesSet
 from rolloutmq.services.broker.broker_state import BrokerState
@@ -26,7 +33,9 @@ class LiveSettings:
         state = self._state
         try:
             asked = {full(key): new for key, new in request.values.items()}
-            environments = {split(key)[0] for key in state.changed_settings} | {
+            for key in asked:
+                require_workers(self._configured, key)
+            environments = {split(key).env for key in state.changed_settings} | {
                 lane.env for lane in state.lanes
             }
             config = changed(state.config, asked, environments)
@@ -40,7 +49,7 @@ class LiveSettings:
 
     def restore(self, values: Mapping[str, Setting], now: float) -> None:
         """Put the settings of an earlier life in force; ValueError if the configuration no longer allows them."""
-        environments = {split(key)[0] for key in values}
+        environments = {split(key).env for key in values}
         try:
             config = changed(self._state.config, values, environments)
         except LiveSettingError as error:
@@ -54,6 +63,10 @@ class LiveSettings:
             for key, now in self._state.changed_settings.items()
             if (before := value(self._configured, key)) != now
         )
+
+    def of_orchestrator(self) -> dict[str, Setting]:
+        """Return the changed settings that the orchestrator applies."""
+        return {key: now for key, now in self._state.changed_settings.items() if split(key).of_orchestrator}
 
     def _adopt(self, config: RunConfig, values: Mapping[str, Setting], now: float) -> None:
         self._state.changed_settings.update(values)

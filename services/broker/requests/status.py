@@ -78,6 +78,8 @@ class StatusReporter:
             lanes=tuple(self._lane(lane, now) for lane in lanes),
             workers=state.workers.statuses(now),
             wanted=dict(state.wanted),
+            settings=self._live_settings.of_orchestrator(),
+            restarts=state.restart_orders.current(now),
             gpu_orders=state.gpu_orders.current(),
             granted_bytes=state.credits.granted_bytes,
             reserved_bytes=state.credits.reserved,

@@ -31,6 +31,7 @@ from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report.evaluation import Evaluations
 from rolloutmq.services.monitor.status import waits
+from rolloutmq.services.monitor.status.orchestrator_view import problem
 from rolloutmq.services.monitor.status.worker_view import supervision_of
 from rolloutmq.services.monitor.text.exit_codes import (
     FAILED,
@@ -188,7 +189,8 @@ async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.E
     async with EventFeed(layout, SHOWN) as feed:
         while not until.is_set():
             if time.monotonic() >= look_at:
-                live.board.supervision = supervision_of(layout)
+                known = live.board.supervision = supervision_of(layout)
+                live.board.orchestrator = problem(layout, known, time.monotonic(), time.time())
                 live.board.outside = waits.outside(layout)
                 live.board.unserved = waits.unserved(layout)
                 live.board.left_out = Evaluations.read(layout).left_out.text()

@@ -224,8 +224,11 @@ def _trainer_line(board: RunState, pressure: Pressure) -> Text:
 
 
 def notice_lines(board: RunState) -> list[Text]:
-    """Return the notice, if there is one."""
-    return [_row("run", Text(board.notice, style="bold red"))] if board.notice else []
+    """Return the notice, and that of a silent orchestrator, if there is one."""
+    rows = [_row("run", Text(board.notice, style="bold red"))] if board.notice else []
+    if board.orchestrator:
+        rows.append(_row("orch", Text(f"orchestrator {board.orchestrator}", style="bold red")))
+    return rows
 
 
 def target_lines(board: RunState) -> list[Text]:

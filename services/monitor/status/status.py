@@ -23,7 +23,7 @@ from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluations
-from rolloutmq.services.monitor.status import curricula, gpus, waits
+from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
 from rolloutmq.services.monitor.status.gpus import read_gpus
 from rolloutmq.services.monitor.status.worker_view import (
@@ -44,7 +44,8 @@ _LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
 @dataclass(frozen=True)
 class RunDetails:
     """State beside the broker's reply: workers, engines, GPUs, the waits of the trainer and of the workers outside the
-    broker, whether the run has workers by design, the curricula, and the points of the evaluation.
+    broker, whether the run has workers by design, the curricula, the points of the evaluation, and the problem of the
+    orchestrator.
     """
 
     crew: Sequence[WorkerRow] = ()
@@ -55,6 +56,7 @@ class RunDetails:
     has_workers: bool = True
     curricula: tuple[CurriculumProgress, ...] = ()
     evaluations: Evaluations = NO_EVALUATIONS
+    orchestrator: str = ""
 
 
 def status(where: Path, as_json: bool) -> int:
@@ -74,7 +76,8 @@ def status(where: Path, as_json: bool) -> int:
     if not isinstance(reply, StatusReply):
         return complain("unexpected reply from the broker to a status request", FAILED)
     known, book = supervision_of(layout), read_gpus(layout)
-    crew = joined(known, reply.pressure.workers, time.monotonic())
+    now, wall = time.monotonic(), time.time()
+    crew = joined(known, reply.pressure.workers, now)
     has_workers = known is not None or _configures_workers(layout)
     also = RunDetails(
         crew,
@@ -85,12 +88,15 @@ def status(where: Path, as_json: bool) -> int:
         has_workers,
         read_curricula(layout),
         Evaluations.read(layout),
+        orchestrator_view.problem(layout, known, now, wall),
     )
     if as_json:
-        plain = status_json(reply, also, supervision=fields(known, also.crew), life=fate.life)
+        orchestrator = orchestrator_view.fields(layout, known, now, wall)
+        supervision = {"orchestrator": orchestrator, **fields(known, also.crew)}
+        plain = status_json(reply, also, supervision=supervision, life=fate.life)
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
     else:
-        text = "\n".join([status_text(reply, also, time.time()), *_dead(fate, layout)])
+        text = "\n".join([status_text(reply, also, wall), *_dead(fate, layout)])
     with reader_may_leave():
         sys.stdout.write(printable_lines(text) + "\n")
     return 0
@@ -164,6 +170,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         *(("sampler", curricula.line(one)) for one in also.curricula),
         *(("eval", line) for line in _evaluated(also.evaluations)),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
+        *([("orch", f"orchestrator {also.orchestrator}")] if also.orchestrator else []),
         ("workers", _workers(reply, also.crew)),
         *(line for row in also.crew if row.is_unwell for line in _unwell(row)),
         *(("engine", _engine(one, wall)) for one in also.engines),

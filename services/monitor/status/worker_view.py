@@ -1,4 +1,5 @@
-"""The workers of a run: a join of the orchestrator's and the broker's view. Pure, except for reading one file.
+"""The workers of a run: a join of the orchestrator's and the broker's view. Pure, except for reading one file
+and the pids of this host.
 
 The orchestrator knows the process: phase, reason of a failure, next start, last log lines. The broker knows the work:
 running rollouts, produced groups, silence. Only the orchestrator knows a worker it has given up. Only the broker knows
@@ -6,6 +7,7 @@ a worker that it did not start.
 """
 
 import re
+import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -16,10 +18,12 @@ from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase
-from rolloutmq.services.process.identity import alive, boot_id
+from rolloutmq.services.process.identity import boot_id, runs
 
 SILENT_S: Final = 3.0
 """Silence shown as trouble; workers send a heartbeat every second."""
+ABANDONS_S: Final = 30.0
+"""Time before the end of a drain from which its unfinished rollouts are trouble."""
 REASON_CHARS: Final = 300
 _UNWELL: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value})
 _UP: Final = frozenset({Phase.RUNNING.value, WorkerState.STARTING.value})
@@ -37,6 +41,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         crashes: Crashes in a row, without being ready for `orchestrator.stable_s` in between.
         next_start_s: Seconds until its next start, or until a given-up worker is replaced.
         reason: Why it is not up, or its last error.
+        ends_s: Seconds until its drain ends, which abandons unfinished rollouts.
     """
 
     worker: str
@@ -55,16 +60,23 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     next_start_s: float | None = None
     reason: str = ""
     last_lines: tuple[str, ...] = ()
+    ends_s: float | None = None
 
     @property
     def is_unwell(self) -> bool:
         """Return whether the worker needs attention."""
-        return self.state in _UNWELL or self.starts_again or (self.silent_s or 0.0) > SILENT_S
+        is_silent = (self.silent_s or 0.0) > SILENT_S
+        return self.state in _UNWELL or self.starts_again or is_silent or self.abandons
 
     @property
     def starts_again(self) -> bool:
         """Return whether its process was started after a crash and is not ready yet."""
         return self.state in _UP and self.crashes > 0
+
+    @property
+    def abandons(self) -> bool:
+        """Return whether it is about to abandon rollouts."""
+        return bool(self.in_hand) and self.ends_s is not None and self.ends_s <= ABANDONS_S
 
 
 def supervision_of(layout: RunLayout) -> Supervision | None:
@@ -100,17 +112,14 @@ def joined(known: Supervision | None, heard: Iterable[WorkerStatus] | None, now:
     supervised = {target.env for target in known.targets} if known is not None else set()
     for status in statuses.values():
         is_replaced = status.state is WorkerState.FAILED and status.env in supervised
-        if status.state is not WorkerState.GONE and not is_replaced:
+        if not _has_ended(status) and not is_replaced:
             rows.append(_unsupervised(status))
     return sorted(rows, key=lambda row: by_number(row.worker))
 
 
 def fields(known: Supervision | None, rows: Sequence[WorkerRow]) -> dict[str, Any]:
-    """Return workers, targets and their orchestrator as JSON objects."""
+    """Return workers and targets as JSON objects."""
     return {
-        "orchestrator": None
-        if known is None
-        else {"pid": known.orchestrator.pid, "alive": alive(known.orchestrator)},
         "targets": msgspec.to_builtins(known.targets if known is not None else ()),
         "workers": msgspec.to_builtins(rows),
     }
@@ -130,6 +139,11 @@ def trouble_text(row: WorkerRow) -> str:
         and row.silent_s > SILENT_S
     ):
         return f"silent for {row.silent_s:.0f} s"
+    if row.abandons:
+        return (
+            f"draining for {row.phase_s or 0.0:.0f} s; {row.in_hand} rollouts are abandoned within "
+            f"{row.ends_s or 0.0:.0f} s unless they finish"
+        )
     parts = [row.state]
     if row.next_start_s is not None:
         what = "replaced" if row.state == Phase.FATAL else "restart"
@@ -154,6 +168,7 @@ def _row(record: WorkerRecord, status: WorkerStatus | None, now: float) -> Worke
         next_start_s=None if record.due is None else max(0.0, record.due - now),
         reason=printable(record.reason),
         last_lines=tuple(map(printable, record.last_lines)),
+        ends_s=None if record.ends is None else max(0.0, record.ends - now),
     )
     return row if status is None else _with_work(row, status, is_living=record.pid > 0)
 
@@ -184,6 +199,14 @@ def _with_work(row: WorkerRow, status: WorkerStatus, *, is_living: bool) -> Work
         silent_s=status.silent_s if is_living else None,
         reason=(error or row.reason) if is_living else (row.reason or error),
     )
+
+
+def _has_ended(status: WorkerStatus) -> bool:
+    """Return whether a worker signed off; or was killed on this host, of which the broker hears nothing."""
+    if status.state is WorkerState.GONE:
+        return True
+    is_here = status.host == socket.gethostname() and status.silent_s > SILENT_S
+    return is_here and status.state is not WorkerState.FAILED and not runs(status.pid)
 
 
 def _unsupervised(status: WorkerStatus) -> WorkerRow:

@@ -15,6 +15,7 @@ from rolloutmq.schemas.files import RunLayout, Supervision
 from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply, WorkerStatus
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.monitor.status import orchestrator_view
 from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
     fields,
@@ -58,14 +59,17 @@ def workers(where: Path, as_json: bool) -> int:
         if fate.life in {RunLiveness.ENDED, RunLiveness.DEAD} and not fate.elsewhere
         else []
     )
-    text = _json(known, rows) if as_json else "\n".join([*over, *_lines(known, heard, rows)])
+    now, wall = time.monotonic(), time.time()
+    if as_json:
+        plain = {"orchestrator": orchestrator_view.fields(layout, known, now, wall), **fields(known, rows)}
+        text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
+    else:
+        silent = orchestrator_view.problem(layout, known, now, wall)
+        over += [f"orchestrator: {silent}"] if silent else []
+        text = "\n".join([*over, *_lines(known, heard, rows)])
     with reader_may_leave():
         sys.stdout.write(printable_lines(text) + "\n")
     return 0
-
-
-def _json(known: Supervision | None, rows: Sequence[WorkerRow]) -> str:
-    return msgspec.json.format(msgspec.json.encode(fields(known, rows)), indent=2).decode()
 
 
 def _lines(

@@ -12,6 +12,8 @@ from rolloutmq.schemas.printable import printable_lines
 
 FAILED: Final = 1
 USAGE: Final = 2
+UNCONFIRMED: Final = 6
+"""The order is kept; the orchestrator, which alone can carry it out, did not confirm it."""
 INTERRUPTED: Final = 130
 _OUTPUT_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
 """What a write to a full disk, a terminal that is gone, or a closed stream ends with."""

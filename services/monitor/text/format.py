@@ -1,5 +1,6 @@
 """Number formats: bytes, durations, ledger counts, bars and sparklines. Plain text without colour."""
 
+import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Final
@@ -33,6 +34,11 @@ def clock(seconds: float) -> str:
     hours, rest = divmod(whole, 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def time_of_day(wall: float) -> str:
+    """Return a time as `hh:mm:ss`, local."""
+    return time.strftime("%H:%M:%S", time.localtime(wall))
 
 
 def bar(fraction: float, width: int) -> str:

@@ -124,6 +124,16 @@ class ScaleTarget:
             usable = min(usable, self.outer.workers)
         return WorkerClaim(law.min_workers, max(law.min_workers, usable, decision.target), weight, want)
 
+    def rebound(self, env: EnvironmentConfig) -> bool:
+        """Take other bounds; return whether they are others."""
+        law = self.law
+        if (env.min_workers, env.max_workers) == (law.min_workers, law.max_workers):
+            return False
+        self.law = PressureController(env.min_workers, env.max_workers, law.scaling)
+        target = min(max(self.state.target, env.min_workers), env.max_workers)
+        self.state = replace(self.state, target=target)
+        return True
+
     def resume(self, last: Resumed) -> None:
         """Continue from what an earlier orchestrator measured, unless its configuration was another."""
         header = self.beginning()
@@ -189,6 +199,18 @@ class Autoscaler:
         self._budget = limits.max_processes
         self._log = log
         self._shared_at = -math.inf
+        self._is_rebound = False
+        self._share(-math.inf)
+
+    def rebound(self, environments: Mapping[str, EnvironmentConfig], budget: int) -> None:
+        """Take other bounds of the environments, and another budget. The next decisions begin with headers."""
+        moved = [scale.rebound(environments[scale.env]) for scale in self.scales]
+        self._is_rebound |= any(moved)
+        if budget == self._budget and not any(moved):
+            return
+        self._budget, self._shared_at = budget, -math.inf
+        for scale in self.scales:
+            scale.room = None
         self._share(-math.inf)
 
     def decide(
@@ -210,7 +232,8 @@ class Autoscaler:
             rooms: Other limits on the workers of an environment.
             engines: Inference servers that serve; 0 if unknown.
         """
-        if self._log.begins:
+        if self._log.begins or self._is_rebound:
+            self._is_rebound = False
             self._log.begin([scale.beginning() for scale in self.scales])
         lanes = pressure.lanes if pressure is not None else ()
         weights = {(lane.env, lane.split): lane.weight for lane in lanes}

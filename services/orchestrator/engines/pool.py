@@ -26,8 +26,9 @@ from rolloutmq.bus.engine_registry import (
     engine_number,
     engines_of,
 )
+from rolloutmq.schemas.config.orchestrator import END_S
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import RunLayout, Target
 from rolloutmq.schemas.process import ProcessSpec, Role
 from rolloutmq.schemas.wire.telemetry import EngineDecision
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
@@ -91,14 +92,26 @@ class EnginePool:
             identities=layout.engines,
             seed=config.run.seed,
         )
-        self._ladder = engine_ladder(limits.drain_deadline_s, limits.term_grace_s)
+        longest_s = max((env.rollout_timeout_s for env in config.environment.values()), default=END_S)
+        self._ladder = engine_ladder(limits.drain_s(longest_s), limits.term_grace_s)
         self._watch = EngineWatch()
         self._may_grow = config.inference.max_engines > 1
         self._rule = EngineScalingRule.of(config.inference)
         self._state = self._rule.initial()
         self._ready = self._serving = 1
+        self.target: Target | None = None
+        """The last decision; None if the number cannot change."""
         self._said: int | None = None
         self._said_at = float("-inf")
+
+    @property
+    def processes(self) -> Supervisor:
+        """Return the supervisor of the engines beyond the first."""
+        return self._supervisor
+
+    def ladder(self, _name: str) -> Ladder:
+        """Return the drain ladder of an engine."""
+        return self._ladder
 
     @property
     def ready(self) -> int:
@@ -168,6 +181,9 @@ class EnginePool:
         sample = PoolSample(crew, bounds, busy, wanted, failure)
         self._state, decision = self._rule.decide(self._state, sample, now)
         self._serving = min(max(self._serving, crew.ready), decision.target)
+        self.target = Target(
+            env=FIRST, target=decision.target, current=crew.current, reason=decision.reason, wanted=wanted
+        )
         if decision.target != before or self._said is None:
             logger.info("scale engines target=%d reason=%s", decision.target, decision.reason)
             logger.info("scale engines sample=%s", sample)

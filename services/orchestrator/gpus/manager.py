@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -142,7 +142,7 @@ class GpuManager:
         workers: Workers,
         heard: Mapping[str, WorkerStatus],
         pressure: Pressure | None,
-        ladder: Ladder,
+        ladder: Callable[[str], Ladder],
     ) -> list[GpuStanding]:
         """Reconcile workers and GPUs, once a tick; return the standings to publish."""
         now, wall = time.monotonic(), time.time()
@@ -192,7 +192,7 @@ class GpuManager:
             lives[name] = WorkerLife(pid, ready, view is not None and view.phase not in OVER)
         return lives
 
-    def _drain(self, workers: Workers, ladder: Ladder) -> None:
+    def _drain(self, workers: Workers, ladder: Callable[[str], Ladder]) -> None:
         views = workers.views()
         for name, reason in self._fleet.leaving().items():
             view = views.get(name)
@@ -203,7 +203,7 @@ class GpuManager:
                 workers.forget(name)
             elif view.phase in {Phase.RUNNING, Phase.WAITING}:
                 logger.warning("worker drained from gpu name=%s reason=%s", name, reason)
-                workers.retire(name, ladder, reason)
+                workers.retire(name, ladder(name), reason)
 
     def _tell(self, now: float, wall: float) -> list[GpuStanding]:
         standings = self._fleet.standings(now, wall)

@@ -18,6 +18,7 @@ A process is WAITING for its (re)start, RUNNING, STOPPING down a ladder, ENDED, 
                          second ladder can only bring rungs forward. A foreign program gets no SIGUSR1.
     failed               like retired, but FATAL: it can never work, so it is not restarted. Of a
                          proven kind, a crash.
+    hung                 SIGTERM and SIGKILL like retired, but a crash with the given reason.
     MISSED_FELLOW        a crash that accuses others: processes of its crew that lived as long as it
                          waited count as hanging unless they end within `FELLOW_S`: SIGKILL to the
                          group, a crash like any other.
@@ -150,6 +151,7 @@ class ProcessView:
         was_ready: This life or an earlier one was ready.
         adopted: Its present life began under an earlier supervisor.
         returns: It is being ended for a failure, and starts again.
+        ends: Time of its SIGTERM, or else of its SIGKILL, if it is being ended.
     """
 
     name: str
@@ -166,6 +168,7 @@ class ProcessView:
     was_ready: bool = False
     adopted: bool = False
     returns: bool = False
+    ends: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,11 @@ class _Slot:
     overdue: float = math.inf
     """Time of that kill."""
 
+    @property
+    def is_killed(self) -> bool:
+        """Return whether it is being ended because it hangs."""
+        return bool(self.missed) and self.overdue == math.inf
+
     def view(self) -> ProcessView:
         return ProcessView(
             self.spec.name,
@@ -220,6 +228,7 @@ class _Slot:
             self.was_ready,
             self.adopted,
             bool(self.failed),
+            next((at for at, step in self.rungs if step in {Step.TERM, Step.KILL}), None),
         )
 
 
@@ -255,7 +264,7 @@ class SupervisorCore:
             return
         slot.ready_at = now if slot.ready_at is None else slot.ready_at
         slot.was_ready = True
-        if slot.crashes and self._is_stable(slot, now):
+        if slot.crashes and self._is_stable(slot, now) and not slot.is_killed:
             slot.crashes, slot.reason = 0, ""
 
     def prove(self, kind: str) -> None:
@@ -283,7 +292,8 @@ class SupervisorCore:
         if slot.phase is Phase.RUNNING:
             self._enter(slot, Phase.STOPPING, reason, now)
             skipped = Step.USR1 if slot.spec.foreign else None
-            slot.rungs = [(now + rung.after_s, rung.step) for rung in ladder if rung.step is not skipped]
+            rungs = [(now + rung.after_s, rung.step) for rung in ladder if rung.step is not skipped]
+            slot.rungs = _sooner(slot.rungs, ladder, now) if slot.rungs else rungs
         else:
             slot.rungs = _sooner(slot.rungs, ladder, now)
 
@@ -306,6 +316,16 @@ class SupervisorCore:
         if slot.phase is Phase.ENDED:
             self._over(slot, reason, now)
         self.retire(name, ladder, reason, now)
+
+    def hang(self, name: str, ladder: Ladder, reason: str, now: float) -> None:
+        """End a process that hangs: a crash if it runs, and sooner if it is being ended. Harmless if repeated."""
+        slot = self._slots[name]
+        if slot.phase is Phase.STOPPING:
+            slot.rungs = _sooner(slot.rungs, ladder, now)
+        elif slot.phase is Phase.RUNNING and not slot.is_killed:
+            slot.missed = slot.reason = reason
+            slot.overdue = math.inf
+            slot.rungs = [(now + rung.after_s, rung.step) for rung in ladder]
 
     def started(self, name: str, now: float) -> None:
         """Record that the process of a `StartProcess` runs."""
@@ -331,18 +351,19 @@ class SupervisorCore:
             now: Time.
         """
         slot = self._slots[name]
-        is_done = code == 0 and slot.spec.restart is not Restart.ALWAYS
+        is_done = code == 0 and slot.spec.restart is not Restart.ALWAYS and not slot.is_killed
         if slot.failed:
             self._crashed(slot, why if code and code > 0 else slot.failed, now, code)
             return
         if slot.phase is Phase.STOPPING or is_done:
             self._over(slot, why, now)
             return
-        if code in slot.spec.hopeless and slot.spec.kind not in self._proven:
+        is_hopeless = code in slot.spec.hopeless and slot.spec.kind not in self._proven
+        if is_hopeless and not slot.is_killed:
             slot.doomed = why
         if code == MISSED_FELLOW:
             self._suspect_fellows(slot, now)
-        self._crashed(slot, why if slot.killed_at is None else slot.missed, now, code)
+        self._crashed(slot, slot.missed if slot.is_killed else why, now, code)
 
     def tick(self, now: float) -> list[Action]:
         """Return the due actions. Call it after every event and at `due()`."""
@@ -350,7 +371,7 @@ class SupervisorCore:
         for name, slot in self._slots.items():
             if slot.phase is Phase.WAITING and slot.due <= now and not slot.held:
                 actions.append(StartProcess(slot.spec))
-            while slot.phase is Phase.STOPPING and slot.rungs and slot.rungs[0][0] <= now:
+            while slot.rungs and slot.rungs[0][0] <= now:
                 step = slot.rungs.pop(0)[1]
                 slot.killed_at = now if step is Step.KILL else slot.killed_at
                 actions.append(SignalProcess(name, step))
@@ -371,7 +392,7 @@ class SupervisorCore:
         """Raise AssertionError if a slot contradicts itself; for tests."""
         for name, slot in self._slots.items():
             assert name == slot.spec.name
-            assert not slot.rungs or slot.phase is Phase.STOPPING, (name, slot.phase)
+            assert not slot.rungs or slot.phase is Phase.STOPPING or slot.is_killed, (name, slot.phase)
             assert slot.rungs == sorted(slot.rungs, key=lambda rung: rung[0]), name
             assert (slot.phase is Phase.FATAL) <= bool(slot.reason), name
             assert not slot.held or slot.phase is Phase.WAITING, (name, slot.phase)
@@ -431,7 +452,8 @@ class SupervisorCore:
         slot.phase, slot.reason, slot.since = phase, reason, now
         slot.held, slot.missed, slot.overdue, slot.killed_at = False, "", math.inf, None
         slot.failed = ""
-        slot.rungs.clear()
+        if phase is not Phase.STOPPING:
+            slot.rungs.clear()
 
 
 def _times(slot: _Slot) -> list[float]:

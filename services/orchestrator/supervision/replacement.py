@@ -7,7 +7,8 @@ A given-up worker holds no process, but nobody is started in its place at once: 
     none is left               one is tried again after the pause, the canary; once it is ready, the others follow
 
 The pause is `FIRST_S`. It doubles up to `LONGEST_S` each time a worker that was started after the last failure is given
-up as well, and starts anew once such a worker has been ready for `stable_s`.
+up as well, and starts anew once such a worker has been ready for `stable_s`. A restart by an operator ends it: one is
+tried at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,11 @@ class Replacement:
         due = self._failed_at + self._pause_s
         self._due = dict.fromkeys(names, due)
         return names if now >= due else []
+
+    def retry(self, now: float) -> None:
+        """End the pause of an environment without a ready worker: an operator ordered a start."""
+        if self._is_limited:
+            self._pause_s, self._failed_at = FIRST_S, min(self._failed_at, now - FIRST_S)
 
     def pauses(self, now: float) -> bool:
         """Return whether nobody may be started now: none is ready, and the pause is not over."""

@@ -181,6 +181,11 @@ class Supervisor:
         self._core.fail(name, ladder, reason, time.monotonic())
         self._advance()
 
+    def hang(self, name: str, ladder: Ladder, reason: str) -> None:
+        """End a process that hangs, and restart it like a crashed one. Repeating it is harmless."""
+        self._core.hang(name, ladder, reason, time.monotonic())
+        self._advance()
+
     async def stop(self, names: Iterable[str], ladder: Ladder, reason: str) -> None:
         """Retire these processes together and wait for their end, at most as long as the ladder."""
         wanted = [name for name in names if name in self.views()]

@@ -16,6 +16,7 @@ from rolloutmq.schemas.files import GpuBook, GpuRecord, RunLayout
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
 from rolloutmq.schemas.wire.hardware import Cause, GpuOrder, GpuStanding
 from rolloutmq.services.broker.server import Broker, running_broker
+from rolloutmq.services.monitor.text.exit_codes import UNCONFIRMED
 
 UUIDS = ("GPU-1a2b-1", "GPU-1a2c-2", "GPU-9")
 
@@ -84,8 +85,8 @@ def test_an_order_that_nobody_carries_out_is_kept_and_said(
     broker: Broker, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpus, "CONFIRM_S", 0.1)
-    assert gpus.cordon(run_dir, "GPU-9", "r") == 1
-    assert "has not applied it yet" in capsys.readouterr().out
+    assert gpus.cordon(run_dir, "GPU-9", "r") == UNCONFIRMED
+    assert capsys.readouterr().err == "error: GPU-9: kept, but not confirmed: no orchestrator runs\n"
     assert orders(broker)["GPU-9"].cordoned
 
 

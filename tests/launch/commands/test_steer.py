@@ -1,8 +1,10 @@
 """Commands that steer a living run reach its broker, or say in one line what is wrong."""
 
 import os
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ from rolloutmq.launch import rundir
 from rolloutmq.launch.commands import steer
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.errors import ConfigError, RefusedError, RunDirInUseError, UsageError
-from rolloutmq.schemas.files import RunLayout, Supervision, WorkerRecord
+from rolloutmq.schemas.files import RestartOutcome, RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.wire.control import GetStatus, StatusReply, WorkerBeat, WorkerState
+from rolloutmq.schemas.wire.control import GetStatus, Pressure, StatusReply, WorkerBeat, WorkerState
 from rolloutmq.services.broker.server import Broker, running_broker
-from rolloutmq.services.monitor.text.exit_codes import FAILED
+from rolloutmq.services.monitor.status import confirmation, orchestrator_view
+from rolloutmq.services.monitor.text.exit_codes import FAILED, UNCONFIRMED
 from rolloutmq.services.process.identity import MARKER, identify
 
 
@@ -33,18 +36,153 @@ def broker(run_dir: Path) -> Iterator[Broker]:
         yield broker
 
 
-def wanted(broker: Broker) -> dict[str, int | None]:
+def status(broker: Broker) -> Pressure:
     with BlockingClient(broker.endpoints.serve) as client:
         reply = client.request(GetStatus())
     assert isinstance(reply, StatusReply)
-    return reply.pressure.wanted
+    return reply.pressure
 
 
-def test_a_number_of_workers_is_asked_for_and_given_back(broker: Broker, run_dir: Path) -> None:
-    assert steer.scale(run_dir, "sort3", 3) == 0
+def wanted(broker: Broker) -> dict[str, int | None]:
+    return status(broker).wanted
+
+
+def beat(broker: Broker, worker: str, state: WorkerState, *, pid: int = os.getpid(), error: str = "") -> None:
+    with BlockingClient(broker.endpoints.serve) as client:
+        client.request(WorkerBeat(worker=worker, env="sort3", state=state, pid=pid, error=error))
+
+
+@contextmanager
+def orchestrator(broker: Broker, run_dir: Path, most: int = 6, *, hangs: bool = False) -> Iterator[None]:
+    """Report as an orchestrator that takes what the broker tells, at most so many workers."""
+    ended, layout = threading.Event(), RunLayout(run_dir)
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+
+    def write(*targets: Target) -> None:
+        workers = tuple(
+            WorkerRecord(
+                worker=one.worker,
+                env=one.env,
+                phase={WorkerState.FAILED: "fatal"}.get(one.state, "stopping" if one.draining else "running"),
+                since=0.0,
+                pid=one.pid,
+            )
+            for one in status(broker).workers
+        )
+        restarts = {
+            one.order: RestartOutcome(
+                done=one.pid == os.getpid(), text="killed" if one.at_once else "draining"
+            )
+            for one in status(broker).restarts
+        }
+        engines = next((one for one in targets if one.env == "inference"), None)
+        rest = tuple(one for one in targets if one is not engines)
+        report = Supervision(
+            settings=status(broker).settings,
+            orchestrator=me,
+            at=time.monotonic(),
+            targets=rest,
+            engines=engines,
+            workers=workers,
+            restarts=restarts,
+        )
+        write_json(layout.supervision, report)
+
+    def run() -> None:
+        while not ended.wait(0.02):
+            write(
+                *(
+                    Target(
+                        env=env,
+                        target=min(count or 1, most),
+                        current=1,
+                        reason=f"1 to {most} allowed",
+                        wanted=count,
+                    )
+                    for env, count in wanted(broker).items()
+                )
+            )
+
+    write()
+    thread = threading.Thread(target=run)
+    if not hangs:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if not hangs:
+            thread.join()
+
+
+def test_a_number_of_workers_is_asked_for_and_given_back(
+    broker: Broker, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with orchestrator(broker, run_dir):
+        assert steer.scale(run_dir, "sort3", 3) == 0
+        assert wanted(broker) == {"sort3": 3}
+        assert steer.scale(run_dir, "sort3", None) == 0
+        assert wanted(broker) == {"sort3": None}
+        assert steer.scale(run_dir, "sort3", 99) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "sort3: pinned to 3 workers",
+        "sort3: autoscaling",
+        "sort3: 6 workers, not 99: 1 to 6 allowed",
+    ]
+
+
+def test_an_order_that_no_orchestrator_confirms_is_kept_and_told(
+    broker: Broker, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(confirmation, "CONFIRM_S", 0.1)
+    assert steer.scale(run_dir, "sort3", 3) == UNCONFIRMED
     assert wanted(broker) == {"sort3": 3}
-    assert steer.scale(run_dir, "sort3", None) == 0
-    assert wanted(broker) == {"sort3": None}
+    assert capsys.readouterr().err == (
+        "error: sort3: pinned to 3 workers: kept, but not confirmed: no orchestrator runs\n"
+    )
+    with orchestrator(broker, run_dir, hangs=True):
+        assert steer.scale(run_dir, "sort3", 4) == UNCONFIRMED
+    assert capsys.readouterr().err == (
+        "error: sort3: pinned to 4 workers: kept, but not confirmed: the orchestrator did not carry it out within "
+        "0.1 s\n"
+    )
+    write_json(RunLayout(run_dir).owner, identify("up", Role.LAUNCHER, os.getpid(), "t"))
+    off = {"environment": {"sort3": {"entry": "env.py:Env"}}, "orchestrator": {"enabled": False}}
+    monkeypatch.setattr(confirmation, "CONFIRM_S", 1e6)
+    write_json(RunLayout(run_dir).config, validate(off))
+    assert steer.scale(run_dir, "sort3", 2) == UNCONFIRMED, "at once"
+    assert capsys.readouterr().err.endswith("no orchestrator runs (orchestrator.enabled is false)\n")
+    monkeypatch.setattr(orchestrator_view, "SILENT_S", 0.0)
+    assert steer.scale(run_dir, "sort3", 5) == UNCONFIRMED
+    assert "not confirmed: the orchestrator is not heard for 0:0" in capsys.readouterr().err
+
+
+def test_bounds_of_workers_are_set_and_confirmed(
+    broker: Broker, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with orchestrator(broker, run_dir):
+        assert steer.set_values(run_dir, ["env.sort3.max_workers=9", "env.sort3.weight=2"]) == 0
+    assert capsys.readouterr().out == "environment.sort3.max_workers = 9\nenvironment.sort3.weight = 2.0\n"
+    assert steer.set_values(run_dir, ["env.sort3.weight=3"]) == 0, "the broker alone applies it"
+    assert steer.set_values(run_dir, ["env.sort3.max_workers=8"]) == UNCONFIRMED
+    assert "environment.sort3.max_workers = 8: kept, but not confirmed" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="min_workers must not exceed max_workers 8"):
+        steer.set_values(run_dir, ["env.sort3.min_workers=9"])
+
+
+def test_a_drain_is_confirmed_by_the_orchestrator_of_the_worker(
+    broker: Broker, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beat(broker, "sort3-0", WorkerState.READY)
+    assert steer.drain(run_dir, "sort3-0") == 0, "nobody supervises it"
+    with orchestrator(broker, run_dir):
+        assert steer.drain(run_dir, "sort3-0") == 0
+    assert [one.worker for one in status(broker).workers if one.draining] == ["sort3-0"]
+    assert capsys.readouterr().out == "draining sort3-0\n" * 2
+    monkeypatch.setattr(confirmation, "CONFIRM_S", 0.1)
+    with orchestrator(broker, run_dir, hangs=True):
+        assert steer.drain(run_dir, "sort3-0") == UNCONFIRMED
+    assert "drain of sort3-0: kept, but not confirmed" in capsys.readouterr().err
 
 
 def test_names_that_the_run_does_not_know_are_refused(broker: Broker, run_dir: Path) -> None:
@@ -55,9 +193,34 @@ def test_names_that_the_run_does_not_know_are_refused(broker: Broker, run_dir: P
     assert wanted(broker) == {}
 
 
-def beat(broker: Broker, pid: int, state: WorkerState, error: str = "") -> None:
-    with BlockingClient(broker.endpoints.serve) as client:
-        client.request(WorkerBeat(worker="sort3-0", env="sort3", state=state, pid=pid, error=error))
+def test_a_restart_is_for_the_process_that_the_orchestrator_reports(
+    broker: Broker, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beat(broker, "sort3-0", WorkerState.READY)
+    with orchestrator(broker, run_dir):
+        assert steer.restart(run_dir, "sort3-0") == 0
+        assert steer.restart(run_dir, "sort3-0", at_once=True) == 0
+        assert steer.restart(run_dir, "sort3-7") == FAILED, "no process of it is known"
+    printed = capsys.readouterr()
+    assert printed.out == "sort3-0: draining\nsort3-0: killed\n"
+    assert printed.err == "error: sort3-7: draining\n"
+    assert [one.pid for one in status(broker).restarts] == [os.getpid(), os.getpid(), 0]
+    monkeypatch.setattr(confirmation, "CONFIRM_S", 0.1)
+    with orchestrator(broker, run_dir, hangs=True):
+        assert steer.restart(run_dir, "sort3-0") == UNCONFIRMED
+    assert "restart of sort3-0: kept for a minute, but not confirmed" in capsys.readouterr().err
+
+
+def test_a_worker_that_crashes_before_it_drains_is_told(
+    broker: Broker, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beat(broker, "sort3-0", WorkerState.READY)
+    monkeypatch.setattr(steer, "_require_process", lambda *_: None)  # it looked before the crash
+    with orchestrator(broker, run_dir):
+        beat(broker, "sort3-0", WorkerState.FAILED)
+        assert steer.drain(run_dir, "sort3-0") == FAILED
+    printed = capsys.readouterr()
+    assert printed.err == "error: sort3-0: is fatal, so nothing drains; use `rolloutmq restart sort3-0`\n"
 
 
 def supervised(run_dir: Path, phase: str, **about: Any) -> None:
@@ -65,20 +228,6 @@ def supervised(run_dir: Path, phase: str, **about: Any) -> None:
     me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), os.environ.get(MARKER, ""))
     record = WorkerRecord(worker="sort3-0", env="sort3", phase=phase, since=time.monotonic(), **about)
     write_json(RunLayout(run_dir).supervision, Supervision(orchestrator=me, workers=(record,)))
-
-
-def draining(broker: Broker) -> list[str]:
-    with BlockingClient(broker.endpoints.serve) as client:
-        reply = client.request(GetStatus())
-    assert isinstance(reply, StatusReply)
-    return [one.worker for one in reply.pressure.workers if one.draining]
-
-
-def test_a_worker_that_works_is_drained(broker: Broker, run_dir: Path) -> None:
-    beat(broker, 7, WorkerState.READY)
-    supervised(run_dir, "running", pid=7)
-    assert steer.drain(run_dir, "sort3-0") == 0
-    assert draining(broker) == ["sort3-0"]
 
 
 @pytest.mark.parametrize(
@@ -100,15 +249,15 @@ def test_a_worker_that_works_is_drained(broker: Broker, run_dir: Path) -> None:
 def test_a_worker_that_cannot_drain_is_not_said_to(
     broker: Broker, run_dir: Path, phase: str, about: dict[str, Any], told: str
 ) -> None:
-    beat(broker, 7, WorkerState.READY)
+    beat(broker, "sort3-0", WorkerState.READY, pid=7)
     supervised(run_dir, phase, **about)
     with pytest.raises(UsageError, match=told):
         steer.drain(run_dir, "sort3-0")
-    assert draining(broker) == []
+    assert not any(one.draining for one in status(broker).workers)
 
 
 def test_a_failed_worker_without_an_orchestrator_cannot_drain(broker: Broker, run_dir: Path) -> None:
-    beat(broker, 7, WorkerState.FAILED, "it always raises")
+    beat(broker, "sort3-0", WorkerState.FAILED, error="it always raises")
     with pytest.raises(UsageError, match=r"worker sort3-0: nothing to drain \(failed; it always raises\)"):
         steer.drain(run_dir, "sort3-0")
 
@@ -158,10 +307,11 @@ def test_engines_are_asked_for_like_workers_where_there_may_be_more(
     assert wanted(broker) == {}
     layout = RunLayout(run_dir)
     write_json(layout.config, validate({"inference": {"max_engines": 3}}))
-    assert steer.scale(run_dir, "inference", 2) == 0
-    assert wanted(broker) == {"inference": 2}
-    assert steer.scale(run_dir, "inference", None) == 0
-    assert wanted(broker) == {"inference": None}
+    with orchestrator(broker, run_dir):
+        assert steer.scale(run_dir, "inference", 2) == 0
+        assert wanted(broker) == {"inference": 2}
+        assert steer.scale(run_dir, "inference", None) == 0
+        assert wanted(broker) == {"inference": None}
     assert capsys.readouterr().out == "inference: pinned to 2 inference servers\ninference: autoscaling\n"
     write_json(layout.config, validate({"inference": {"kind": "external", "url": "http://x/v1"}}))
     with pytest.raises(ConfigError, match=r"inference\.kind: is `external`: this run does not start"):

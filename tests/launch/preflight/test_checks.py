@@ -54,6 +54,19 @@ def test_engines_without_a_trainer_of_the_run_are_told_whose_weights_they_wait_f
         assert advice(**fine) == ("not tried",)
 
 
+def test_a_drain_shorter_than_a_rollout_is_advised_against_with_the_numbers(tmp_path: Path) -> None:
+    short, _ = check(config(tmp_path, orchestrator={"drain_deadline_s": 30.0}))
+    assert short.startswith(
+        "orchestrator.drain_deadline_s: 30 s is shorter than environment.e.rollout_timeout_s (600 s), so each drain "
+    )
+    for quiet in (
+        {"drain_deadline_s": 600.0},
+        {"drain_deadline_s": 30.0, "enabled": False},
+        {"end_deadline_s": 1.0},
+    ):
+        assert check(config(tmp_path, orchestrator=quiet)) == ("not tried",)
+
+
 def test_a_normalization_that_cancels_is_refused(tmp_path: Path) -> None:
     def trainer(advantage: str = "grpo", *, enabled: bool = True, **rewards: Any) -> RunConfig:
         sections = {"loss": {"advantage": advantage}, "rewards": rewards, "enabled": enabled}

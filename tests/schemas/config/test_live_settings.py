@@ -8,24 +8,41 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.live_settings import (
     BROKER_SETTINGS,
     ENVIRONMENT_SETTINGS,
+    ORCHESTRATOR_SETTINGS,
     LiveSettingError,
     changed,
     full,
+    require_workers,
     split,
     value,
 )
+from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.wire.control import Setting
 
 
 def test_every_knob_is_a_field_of_the_configuration() -> None:
     assert set(BROKER_SETTINGS) <= BrokerConfig.model_fields.keys()
     assert set(ENVIRONMENT_SETTINGS) <= EnvironmentConfig.model_fields.keys()
+    assert set(ORCHESTRATOR_SETTINGS) <= OrchestratorConfig.model_fields.keys()
 
 
 def test_keys_are_those_of_the_configuration_and_env_may_stand_for_environment() -> None:
-    assert split("env.a.b.weight") == split("environment.a.b.weight") == ("a.b", "weight")
+    assert (
+        split("env.a.b.weight")
+        == split("environment.a.b.weight")
+        == (
+            "environment",
+            "a.b",
+            "weight",
+        )
+    )
     assert full("env.a.weight") == "environment.a.weight"
     assert full("broker.lease_s") == "broker.lease_s"
+    assert full("orchestrator.max_processes") == "orchestrator.max_processes"
+    ours = ("env.a.max_workers", "env.a.min_workers", "orchestrator.max_processes")
+    assert [split(key).of_orchestrator for key in (*ours, "env.a.weight", "broker.lease_s")] == [True] * 3 + [
+        False
+    ] * 2
 
 
 @pytest.mark.parametrize(
@@ -34,8 +51,8 @@ def test_keys_are_those_of_the_configuration_and_env_may_stand_for_environment()
         ("broker.transport", "tcp", "cannot change during a run"),
         ("broker", 1, "cannot change"),
         ("env.e.entry", "x:Y", "cannot change during a run"),
-        ("env.weight", 1, "must be broker.FIELD or env.NAME.FIELD"),
-        ("trainer.steps", 1, "must be broker.FIELD or env.NAME.FIELD"),
+        ("env.weight", 1, "must be broker.FIELD, orchestrator.FIELD or env.NAME.FIELD"),
+        ("trainer.steps", 1, "must be broker.FIELD, orchestrator.FIELD or env.NAME.FIELD"),
         ("env.other.weight", 1, "this run has no environment other"),
         ("env.e.weight", -1, "must be greater than or equal to 0 (got -1)"),
         ("env.e.weight", "heavy", "must be a valid number (got 'heavy')"),
@@ -48,6 +65,9 @@ def test_keys_are_those_of_the_configuration_and_env_may_stand_for_environment()
         ("broker.high_bytes", 20, "too small for a batch of 8 sequences"),
         ("broker.high_groups", 1, "too small for a batch of 8 sequences in groups"),
         ("broker.lease_s", 0, "must be greater than 0"),
+        ("orchestrator.tick_s", 1, "cannot change during a run; use one of max_processes"),
+        ("env.e.max_workers", 0, "must be greater than 0"),
+        ("env.e.min_workers", 5, "min_workers must not exceed max_workers 4 (got 5)"),
     ],
 )
 def test_a_refusal_names_the_key_and_the_reason(key: str, new: Setting, reason: str) -> None:
@@ -55,6 +75,23 @@ def test_a_refusal_names_the_key_and_the_reason(key: str, new: Setting, reason: 
         changed(config(e={}), {key: new}, ())
     assert refusal.value.key == key
     assert reason in refusal.value.reason
+
+
+@pytest.mark.parametrize(
+    ("key", "enabled", "reason"),
+    [
+        ("env.e.max_workers", False, "this run starts no workers: orchestrator.enabled is false"),
+        ("orchestrator.max_processes", False, "this run starts no workers: orchestrator.enabled is false"),
+        ("env.brought.max_workers", True, "this run starts no workers of brought"),
+    ],
+)
+def test_bounds_are_for_workers_that_the_run_starts(key: str, enabled: bool, reason: str) -> None:
+    update = {"orchestrator": OrchestratorConfig(enabled=enabled)}
+    settings = config(e={}).model_copy(update=update)
+    with pytest.raises(LiveSettingError) as refusal:
+        require_workers(settings, key)
+    assert refusal.value.reason == reason
+    require_workers(settings, "env.brought.weight")
 
 
 def test_what_only_together_contradicts_names_all_of_it() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,7 +21,9 @@ from rolloutmq.schemas.wire.control import (
     Drain,
     LedgerCounts,
     Pressure,
+    RestartWorker,
     ScaleDecision,
+    Setting,
     WorkerState,
     WorkerStatus,
 )
@@ -57,6 +60,10 @@ class FakeBroker:
         self.wanted: dict[str, int | None] = {}
         self.produced = 0
         self.told: set[str] = set()
+        self.in_hand: dict[str, int] = {}
+        self.settings: dict[str, Setting] = {}
+        self.restarts: tuple[RestartWorker, ...] = ()
+        self.silent_since: dict[int, float] = {}
         self.drained: list[str] = []
         self.decisions: list[ScaleDecision] = []
         self._number = 0
@@ -126,6 +133,8 @@ class FakeBroker:
             lanes=(),
             workers=tuple(self._status(name, pid) for name, pid in living(self.layout).items()),
             wanted=self.wanted,
+            restarts=self.restarts,
+            settings=self.settings,
         )
 
     def _status(self, name: str, pid: int) -> WorkerStatus:
@@ -135,11 +144,11 @@ class FakeBroker:
             state=self.states.get(name, WorkerState.READY),
             pid=pid,
             host="",
-            in_hand=0,
+            in_hand=self.in_hand.get(name, 0),
             produced=self.produced,
             abandoned=0,
             blocked_s=0.0,
-            silent_s=0.0,
+            silent_s=time.monotonic() - self.silent_since.get(pid, time.monotonic()),
             draining=name in self.told or self.states.get(name) is WorkerState.DRAINING,
             error="it always raises",
         )

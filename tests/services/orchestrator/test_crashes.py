@@ -15,7 +15,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import WorkersFailedError
 from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision, WorkerRecord
 from rolloutmq.schemas.process import ProcessSpec, Role
-from rolloutmq.schemas.wire.control import GetStatus, StatusReply, WorkerState
+from rolloutmq.schemas.wire.control import GetStatus, RestartWorker, StatusReply, WorkerState
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.orchestrator.server import Orchestrator
 from rolloutmq.services.orchestrator.supervision import replacement
@@ -100,6 +100,26 @@ async def test_a_run_whose_workers_all_failed_goes_on_with_one_and_then_with_all
         await until(lambda: len(living(layout)) == 3)
         await until(lambda: known(layout).targets[0].current == 3)
         assert "given_up" not in known(layout).targets[0].reason
+
+
+async def test_a_restart_of_one_that_was_given_up_does_not_wait_for_its_pause(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacement, "FIRST_S", 3600.0)
+    layout, gone = RunLayout(run_dir), tmp_path / "gone"
+    async with broker(layout) as fake, orchestrator(layout, config(crash_limit=2), failing_while(gone)):
+        fake.wanted = {"env": 2}
+        fake.produced = 1
+        await until(lambda: proven(layout) and len(living(layout)) == 2)
+        gone.touch()
+        for pid in living(layout).values():
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: any(one.due for one in known(layout).workers if one.phase == "fatal"))
+        gone.unlink()
+        given_up = next(one.worker for one in known(layout).workers if one.phase == "fatal")
+        fake.restarts = (RestartWorker(worker=given_up, order="o1"),)
+        await until(lambda: len(living(layout)) == 2)
+        assert known(layout).restarts["o1"].done
 
 
 async def test_one_that_was_given_up_is_replaced_beside_the_others(

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.services.orchestrator.children import DRAINABLE, STUBBORN, argv, wait_for, wait_up
 from tests.services.orchestrator.fake_broker import TOKEN, broker, config, living, orchestrator, until
@@ -19,10 +20,11 @@ from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import RunLayout, Supervision, WorkerRecord
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessIdentity
 from rolloutmq.schemas.wire.control import (
+    RestartWorker,
     WorkerState,
 )
 from rolloutmq.services.broker.server import running_broker
@@ -48,6 +50,12 @@ while True: signal.pause()
 """
 """Takes note of SIGUSR1 and ends at SIGUSR2."""
 FAILS = "import sys; sys.exit('error: no such environment')"
+
+
+def records(layout: RunLayout) -> tuple[WorkerRecord, ...]:
+    """Return the orchestrator's view of its workers."""
+    found = read_json(layout.supervision, Supervision)
+    return found.workers if found is not None else ()
 
 
 async def test_workers_come_and_go_as_it_is_decided(run_dir: Path) -> None:
@@ -205,6 +213,126 @@ async def test_one_that_was_told_to_drain_and_does_not_say_so_is_ended(
         await asyncio.to_thread(wait_up, layout.log("env-0"))
         fake.told.add("env-0")
         await until(lambda: list(living(layout)) == ["env-1"])
+
+
+async def test_a_drain_lasts_as_long_as_a_rollout_may_and_the_end_of_the_run_does_not(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CONFIRM_S", 0.02)
+    monkeypatch.setattr(server, "OVERTIME_S", 0.0)
+    layout = RunLayout(run_dir)
+    settings = config(end_deadline_s=0.05, term_grace_s=0.05)
+    async with broker(layout) as fake, orchestrator(layout, settings, SLOW_TO_GO):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        asked = time.monotonic()
+        fake.told.add("env-0")
+        await until(lambda: any(one.phase == "stopping" for one in records(layout)))
+        (drained,) = (one for one in records(layout) if one.phase == "stopping")
+        assert drained.ends is not None
+        assert drained.ends - asked >= settings.environment["env"].rollout_timeout_s
+    assert living(layout) == {}
+
+
+async def test_rollouts_are_told_before_a_drain_abandons_them(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = RunLayout(run_dir)
+    settings = config(drain_deadline_s=20.0, end_deadline_s=0.05, term_grace_s=0.05)
+    async with broker(layout) as fake, orchestrator(layout, settings, SLOW_TO_GO):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        fake.in_hand["env-0"] = 4
+        fake.told.add("env-0")
+        await until(lambda: "abandoned soon worker=env-0 in_hand=4" in caplog.text)
+        assert "env-0" in living(layout)
+
+
+async def test_a_worker_that_hangs_is_killed_and_restarted(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = RunLayout(run_dir)
+    settings = config(term_grace_s=0.05)
+    section = settings.environment["env"].model_copy(update={"liveness_s": 0.2})
+    settings = settings.model_copy(update={"environment": {"env": section}})
+    async with broker(layout) as fake, orchestrator(layout, settings, STUBBORN):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        first = living(layout)["env-0"]
+        os.kill(first, signal.SIGSTOP)
+        fake.silent_since[first] = time.monotonic() - 60.0
+        await until(lambda: living(layout).get("env-0", first) != first)
+        (record,) = records(layout)
+        assert (record.restarts, record.reason) == (1, record.reason)
+        assert record.reason.startswith("hangs: no heartbeat for ")
+        assert caplog.text.count("worker hangs worker=env-0 reason=hangs: no heartbeat") >= 1
+        os.kill(living(layout)["env-0"], signal.SIGKILL)
+
+
+async def test_a_restarted_worker_is_ended_and_another_takes_its_place(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config(), STUBBORN):
+        await asyncio.to_thread(wait_up, layout.log("env-0"))
+        order = RestartWorker(worker="env-0", order="o1", pid=living(layout)["env-0"], at_once=True)
+        fake.restarts = (order,)
+        await until(lambda: list(living(layout)) == ["env-1"])
+        report = read_json(layout.supervision, Supervision)
+        assert report is not None
+        assert report.restarts["o1"].done
+        fake.restarts = ()
+        for pid in living(layout).values():
+            os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_worker_that_was_given_up_is_restarted(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config(backoff_s=0.001)):
+        fake.wanted = {"env": 2}
+        await until(lambda: len(living(layout)) == 2)
+        fake.states["env-1"] = WorkerState.FAILED
+        await until(lambda: any(one.phase == "fatal" for one in records(layout)))
+        fake.restarts = (RestartWorker(worker="env-1", order="o1"),)
+        await until(lambda: sorted(living(layout)) == ["env-0", "env-2"])
+        assert [one.worker for one in records(layout)] == ["env-0", "env-2"]
+
+
+async def test_bounds_change_while_it_runs_and_outlive_the_orchestrator(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake:
+        async with orchestrator(layout, config()):
+            fake.wanted = {"env": 9}
+            await until(lambda: len(living(layout)) == 3)
+            fake.settings = {"environment.env.max_workers": 5}
+            await until(lambda: len(living(layout)) == 5)
+            fake.settings = {"environment.env.max_workers": 2}
+            await until(lambda: len(living(layout)) == 2)
+            report = read_json(layout.supervision, Supervision)
+            assert report is not None
+            assert report.settings == fake.settings
+            fake.settings = {"environment.env.max_workers": 0}
+            await asyncio.sleep(0.1)
+            assert len(living(layout)) == 2, "what the configuration does not allow changes nothing"
+            fake.settings = {}
+            await until(lambda: len(living(layout)) == 3)
+        again = replay(read(layout.decisions))
+        assert (again.differences, again.orphans) == (0, 0)
+
+
+def test_live_bounds_outlive_a_killed_orchestrator(run_dir: Path) -> None:
+    """The next one has them before it hears the broker, and keeps what was measured."""
+    layout = RunLayout(run_dir)
+    write_json(layout.config, config())
+    with running(run_dir, DRAINABLE) as first:
+        wait_up(layout.log("env-0"))
+        wait_for(lambda: len(living(layout)) == 1)
+        first.kill()
+        first.wait()
+    report = read_json(layout.supervision, Supervision)
+    assert report is not None
+    write_json(
+        layout.supervision, msgspec.structs.replace(report, settings={"environment.env.min_workers": 2})
+    )
+    with running(run_dir, DRAINABLE) as second:
+        wait_for(lambda: len(living(layout)) == 2)
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(timeout=10) == 0
 
 
 async def test_an_operator_sets_the_number(run_dir: Path) -> None:

@@ -120,16 +120,37 @@ async def test_a_new_number_is_said_at_once_and_an_old_reason_now_and_then(run_d
             (0.2, 2, "third", "third"),
             (0.3, 2, "fourth", "third"),
         ):
-            stage.record.decided(decision(target, reason), time.monotonic() + now)
+            stage.record.decided(decision(target, reason), time.monotonic() + now, None)
             stage.record.write(supervisor)
             (told,) = stage.told().targets
             assert (told.target, told.reason) == (target, said)
-        stage.record.decided(decision(2, "fifth"), time.monotonic() + 2 * state_file.REASON_S)
+        stage.record.decided(decision(2, "fifth"), time.monotonic() + 2 * state_file.REASON_S, None)
         stage.record.write(supervisor)
         assert stage.told().targets[0].reason == "fifth"
 
 
-async def test_nothing_is_written_that_is_no_news(run_dir: Path) -> None:
+async def test_the_file_is_a_heartbeat_until_the_orderly_end(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_file, "BEAT_S", 0.01)
+    stage = Stage(run_dir)
+    async with stage.supervisor as supervisor:
+        beating = asyncio.create_task(stage.record.beat(supervisor))
+        async with asyncio.timeout(10):
+            while not stage.layout.supervision.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            first = stage.told().at
+            assert first is not None
+            while (stage.told().at or 0.0) <= first:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        beating.cancel()
+        assert not stage.told().over
+        stage.record.write(supervisor, over=True)
+        assert stage.told().over
+
+
+async def test_nothing_is_written_that_is_no_news(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_file, "BEAT_S", 1000.0)
     stage = Stage(run_dir)
     async with stage.supervisor as supervisor:
         stage.start("env-0", PATIENT)

@@ -249,8 +249,9 @@ async def test_a_drain_of_hanging_rollouts_ends_at_its_deadline(staged: Staged) 
         assert worker.state is WorkerState.GONE
 
 
-async def test_a_stop_cuts_a_drain_short(staged: Staged) -> None:
-    async with staged(entry="envs.py:Hanging", drain_deadline_s=100.0) as stage:
+@pytest.mark.parametrize("deadline_s", [100.0, None])
+async def test_a_stop_cuts_a_drain_short(staged: Staged, deadline_s: float | None) -> None:
+    async with staged(entry="envs.py:Hanging", drain_deadline_s=deadline_s) as stage:
         worker = stage.worker()
         async with living(worker, stage.stop) as task:
             await stage.heard(lambda status: status.in_hand == 3)

@@ -3,6 +3,7 @@
 import pytest
 from tests.services.broker.bench import Bench, config
 
+from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.wire.control import Reset, Setting, SettingStatus, SetValues, ValueRefused, ValuesSet
 from rolloutmq.schemas.wire.replies import Batch, NoBatch, Ok, Wait
 from rolloutmq.services.broker.core import BrokerCore
@@ -42,6 +43,19 @@ def test_several_values_change_at_once_and_status_tells_what_differs() -> None:
     }
     change(bench, e__weight=1)
     assert "environment.e.weight" not in changes(bench)
+
+
+def test_bounds_of_workers_are_told_to_the_orchestrator_also_after_a_restart() -> None:
+    settings = config(e={}).model_copy(update={"orchestrator": OrchestratorConfig()})
+    bench = Bench(settings)
+    assert bench.pressure().settings == {}
+    keys: dict[str, Setting] = {"env.e.max_workers": 9, "orchestrator.max_processes": 12}
+    bench.ask(SetValues(values={**keys, "env.e.weight": 2}), ValuesSet)
+    told = {"environment.e.max_workers": 9, "orchestrator.max_processes": 12}
+    assert bench.pressure().settings == told
+    bench.ask(SetValues(values={"env.e.min_workers": 10}), ValueRefused)
+    bench.restart()
+    assert bench.pressure().settings == told
 
 
 def test_one_bad_value_of_several_changes_nothing() -> None:

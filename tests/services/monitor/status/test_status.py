@@ -45,6 +45,7 @@ from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.tasks import TaskCounts
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
+from rolloutmq.services.monitor.status import orchestrator_view
 from rolloutmq.services.monitor.status import status as command
 from rolloutmq.services.monitor.status.status import RunDetails, status, status_json, status_text
 from rolloutmq.services.monitor.status.waits import outside
@@ -335,7 +336,18 @@ def test_json_has_what_the_orchestrator_knows(
     told = json.loads(capsys.readouterr().out)["supervision"]
     (row,) = [row for row in told["workers"] if row["worker"] == "bad-0"]
     assert (row["state"], row["crashes"], row["last_lines"][-1]) == ("fatal", 5, "error: no such dataset")
-    assert told["orchestrator"] == {"pid": os.getpid(), "alive": True}
+    assert told["orchestrator"] == {"pid": os.getpid(), "alive": True, "silent_s": None, "problem": ""}
+
+
+def test_an_orchestrator_that_is_not_heard_is_told(
+    answering: RunLayout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+    write_json(answering.supervision, Supervision(orchestrator=me, at=time.monotonic() - 62.0))
+    assert status(answering.root, as_json=False) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("orch ")]
+    assert line.startswith("orch     orchestrator not heard for 1:02, since ")
+    assert line.endswith(f"(process {os.getpid()} runs): {orchestrator_view.MEANWHILE}")
 
 
 def test_a_dead_run_is_said_to_be_dead(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:

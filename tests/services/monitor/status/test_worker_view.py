@@ -1,6 +1,7 @@
 """A worker is one row, whoever knows of it."""
 
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,29 @@ def test_both_sides_are_joined(make_worker: MakeWorker) -> None:
     assert (row.state, row.pid, row.age_s, row.phase_s) == ("ready", 7, 60.0, 5.0)
     assert (row.in_hand, row.produced, row.silent_s) == (3, 9, 0.5)
     assert not row.is_unwell
+
+
+def test_rollouts_about_to_be_abandoned_are_trouble_before_they_are(make_worker: MakeWorker) -> None:
+    heard = [make_worker("e-0", pid=7, in_hand=3, state=WorkerState.DRAINING)]
+    (row,) = joined(known(worker(phase="stopping", pid=7, ends=NOW + 12.0)), heard, NOW)
+    assert row.ends_s == 12.0
+    assert row.is_unwell
+    assert trouble_text(row) == "draining for 5 s; 3 rollouts are abandoned within 12 s unless they finish"
+    (later,) = joined(known(worker(phase="stopping", pid=7, ends=NOW + 500.0)), heard, NOW)
+    assert not later.is_unwell
+
+
+def test_a_killed_worker_that_the_orchestrator_let_go_is_not_shown(make_worker: MakeWorker) -> None:
+    dead, here = 2**22 + 1, socket.gethostname()
+    killed = make_worker("e-0", pid=dead, host=here, silent_s=9.0)
+    assert joined(known(), [killed], NOW) == []
+    others = [
+        make_worker("e-0", pid=dead, host="elsewhere", silent_s=9.0),
+        make_worker("e-1", pid=dead, host=here, silent_s=0.5),
+        make_worker("e-2", pid=os.getpid(), host=here, silent_s=9.0),
+        make_worker("e-3", pid=dead, host=here, silent_s=9.0, state=WorkerState.FAILED),
+    ]
+    assert [row.worker for row in joined(known(), others, NOW)] == ["e-0", "e-1", "e-2", "e-3"]
 
 
 def test_without_a_broker_nobody_knows_what_a_worker_does() -> None:
@@ -118,11 +142,12 @@ def test_plain_data_has_everything() -> None:
     found = fields(
         Supervision(orchestrator=ME, targets=(target,)), [WorkerRow(worker="e-0", env="e", state="ready")]
     )
-    assert found["orchestrator"] == {"pid": os.getpid(), "alive": True}
-    assert list(found["targets"]) == [{"env": "e", "target": 3, "current": 2, "reason": "pressure"}]
+    assert list(found["targets"]) == [
+        {"env": "e", "target": 3, "current": 2, "reason": "pressure", "wanted": None}
+    ]
     assert found["workers"][0]["worker"] == "e-0"
     assert target_text(target) == "target 3, current 2; pressure"
-    assert fields(None, [])["orchestrator"] is None
+    assert fields(None, []) == {"targets": (), "workers": []}
 
 
 def test_one_that_starts_again_after_a_crash_says_so(make_worker: MakeWorker) -> None:

@@ -8,7 +8,13 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler
-from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog, Resumed
+from rolloutmq.services.orchestrator.autoscaling.decision_log import (
+    DecisionLog,
+    DecisionLogHeader,
+    Resumed,
+    read,
+    replay,
+)
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
 
 
@@ -29,6 +35,7 @@ class Site:
                 "orchestrator": {"max_processes": budget},
             }
         )
+        self.config = config
         log = DecisionLog(tmp_path / "decisions.jsonl")
         self.scaling = Autoscaler(config.environment, config.orchestrator, alive or {}, log, resumed)
         self.crews = {env: WorkerCounts(ready=(alive or {}).get(env, 0)) for env in "ab"}
@@ -118,6 +125,43 @@ def test_the_narrowest_room_counts(tmp_path: Path) -> None:
 def test_it_begins_with_those_that_live(tmp_path: Path) -> None:
     site = Site(tmp_path, 0, {"a": 5})
     assert site.tick() == {"a": 5, "b": 1}
+
+
+def test_other_bounds_hold_from_the_next_decision_and_replay_exactly(tmp_path: Path) -> None:
+    site = Site(tmp_path, 0)
+    assert site.tick(a=20, b=2) == {"a": 20, "b": 2}
+    environments = dict(site.config.environment)
+    for least, most, wanted, target in ((1, 30, 40, 30), (1, 5, 40, 5), (7, 9, 1, 7)):
+        update = {"min_workers": least, "max_workers": most}
+        environments["a"] = site.config.environment["a"].model_copy(update=update)
+        site.scaling.rebound(environments, 0)
+        assert site.tick(a=wanted, b=2) == {"a": target, "b": 2}
+        site.scaling.rebound(environments, 0)
+    environments["a"] = site.config.environment["a"].model_copy(update={"min_workers": 9})
+    site.scaling.rebound(environments, 0)
+    assert site.tick()["a"] == 9, "a raised minimum needs no other reason"
+    entries = list(read(tmp_path / "decisions.jsonl"))
+    headers = [one for one in entries if isinstance(one, DecisionLogHeader) and one.env == "a"]
+    assert [(one.min_workers, one.max_workers) for one in headers] == [
+        (1, 20),
+        (1, 30),
+        (1, 5),
+        (7, 9),
+        (9, 20),
+    ]
+    again = replay(iter(entries))
+    assert (again.decisions, again.differences, again.orphans) == (10, 0, 0)
+
+
+def test_another_budget_holds_at_once(tmp_path: Path) -> None:
+    site = Site(tmp_path, 8)
+    for _ in range(5):
+        site.tick(a=20, b=1)
+    assert site.crews["a"].ready == 7
+    site.scaling.rebound(site.config.environment, 4)
+    assert site.tick(a=20, b=1) == {"a": 3, "b": 1}
+    site.scaling.rebound(site.config.environment, 0)
+    assert site.tick(a=20, b=1) == {"a": 20, "b": 1}
 
 
 def test_what_is_said_is_told_again_once_a_second(tmp_path: Path) -> None:

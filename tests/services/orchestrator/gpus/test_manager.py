@@ -146,12 +146,12 @@ def test_workers_of_a_lost_gpu_are_retired_or_forgotten(layout: RunLayout) -> No
     for name, phase in (("env-0", Phase.RUNNING), ("env-1", Phase.FATAL), ("env-2", Phase.STOPPING)):
         assert steward.equipped(spec(name)) is not None
         workers.add(name, Phase.RUNNING)
-        steward.attend(workers, HEARD, None, LADDER)
+        steward.attend(workers, HEARD, None, lambda _: LADDER)
         workers.add(name, phase)
     assert workers.told == []
 
     steward.hear(here(lost()))
-    news = steward.attend(workers, HEARD, None, LADDER)
+    news = steward.attend(workers, HEARD, None, lambda _: LADDER)
 
     assert workers.told == [("retire", "env-0", "GPU-1: GPU is lost"), ("forget", "env-1")]
     assert [(one.causes, one.draining) for one in news] == [((Cause.LOST,), True)]
@@ -170,7 +170,7 @@ def test_a_worker_that_ended_waits_for_its_gpu_or_gives_it_up(layout: RunLayout)
     steward.hold_back(workers)
     assert workers.told == [("hold", "env-0"), ("let", "env-0")]
     workers.told.clear()
-    steward.attend(workers, HEARD, pressure(GpuOrder(number=1, cordoned=True)), LADDER)
+    steward.attend(workers, HEARD, pressure(GpuOrder(number=1, cordoned=True)), lambda _: LADDER)
     assert workers.told == [("retire", "env-0", "no_gpu: GPU-1 is cordoned")]
 
 
@@ -179,12 +179,12 @@ def test_a_process_that_survived_its_killing_keeps_its_gpu(layout: RunLayout) ->
     steward.hear(here(using(0)))
     steward.equipped(spec("env-0"))
     workers.add("env-0", Phase.RUNNING)
-    steward.attend(workers, HEARD, None, LADDER)
+    steward.attend(workers, HEARD, None, lambda _: LADDER)
     # Given up, and the identity, which is that of this test, still lives.
     workers.add("env-0", Phase.FATAL)
     for _ in range(5):
         steward.hear(here(using(0)))
-        steward.attend(workers, HEARD, None, LADDER)
+        steward.attend(workers, HEARD, None, lambda _: LADDER)
     assert steward.limit("env", 0, 1) == GpuLimit(
         0, "0 can be placed: no_gpu: 0 of 1 wanted; 1 taken by other workers"
     )
@@ -203,14 +203,16 @@ def pressure(order: GpuOrder) -> Any:
 def test_cordons_survive_a_restart_and_orders_are_carried_out_once(layout: RunLayout) -> None:
     first = GpuManager(config(), layout)
     first.hear(here(using(0)))
-    first.attend(FakeWorkers(), HEARD, pressure(GpuOrder(number=5, cordoned=True, reason="fan")), LADDER)
+    first.attend(
+        FakeWorkers(), HEARD, pressure(GpuOrder(number=5, cordoned=True, reason="fan")), lambda _: LADDER
+    )
 
     second = GpuManager(config(), layout)
     second.hear(here(using(0)))
     assert second.equipped(spec("env-0")) is None
-    second.attend(FakeWorkers(), HEARD, pressure(GpuOrder(number=4, cordoned=False)), LADDER)
+    second.attend(FakeWorkers(), HEARD, pressure(GpuOrder(number=4, cordoned=False)), lambda _: LADDER)
     assert second.equipped(spec("env-0")) is None
-    second.attend(FakeWorkers(), HEARD, pressure(GpuOrder(number=6, cordoned=False)), LADDER)
+    second.attend(FakeWorkers(), HEARD, pressure(GpuOrder(number=6, cordoned=False)), lambda _: LADDER)
     assert second.equipped(spec("env-0")) is not None
     assert standing(layout, "GPU-1").order == 6
 
@@ -235,25 +237,25 @@ def test_a_damaged_file_is_put_aside_and_said(
     assert layout.gpus.with_suffix(".damaged").read_bytes() == damage
     # The operator's order is told again and holds again.
     steward.hear(here(using(0)))
-    steward.attend(FakeWorkers(), HEARD, pressure(GpuOrder(number=5, cordoned=True)), LADDER)
+    steward.attend(FakeWorkers(), HEARD, pressure(GpuOrder(number=5, cordoned=True)), lambda _: LADDER)
     assert standing(layout, "GPU-1").causes == (Cause.MANUAL,)
 
 
 def test_standings_are_told_when_they_change_and_not_at_every_tick(layout: RunLayout) -> None:
     steward = GpuManager(config(), layout)
-    assert steward.attend(FakeWorkers(), HEARD, None, LADDER) == []
+    assert steward.attend(FakeWorkers(), HEARD, None, lambda _: LADDER) == []
     assert not layout.gpus.exists()
     steward.limit("env", 0, 1)
     steward.limited("env", True)
-    steward.attend(FakeWorkers(), HEARD, None, LADDER)
+    steward.attend(FakeWorkers(), HEARD, None, lambda _: LADDER)
     assert read_gpus(layout).limits == {"env": "0 can be placed: no_gpu: no GPU reported"}
     steward.hear(here(using(0)))
-    assert len(steward.attend(FakeWorkers(), HEARD, None, LADDER)) == 1
+    assert len(steward.attend(FakeWorkers(), HEARD, None, lambda _: LADDER)) == 1
     steward.hear(here(using(GIB)))
-    assert steward.attend(FakeWorkers(), HEARD, None, LADDER) == []
+    assert steward.attend(FakeWorkers(), HEARD, None, lambda _: LADDER) == []
     steward.hear(here(silent()))
     steward.hear(here(lost()))
-    assert len(steward.attend(FakeWorkers(), HEARD, None, LADDER)) == 1
+    assert len(steward.attend(FakeWorkers(), HEARD, None, lambda _: LADDER)) == 1
 
 
 def test_a_worker_that_was_given_up_keeps_no_gpu_from_its_replacement(layout: RunLayout) -> None:
@@ -263,11 +265,11 @@ def test_a_worker_that_was_given_up_keeps_no_gpu_from_its_replacement(layout: Ru
     with subprocess.Popen(["sleep", "60"]) as process:
         workers.add("env-0", Phase.RUNNING)
         workers.identities["env-0"] = identify("env-0", Role.WORKER, process.pid, "t")
-        steward.attend(workers, HEARD, None, LADDER)
+        steward.attend(workers, HEARD, None, lambda _: LADDER)
         process.kill()
     workers.add("env-0", Phase.FATAL)
     for _ in range(3):
         steward.hear(here(using(0)))
-        steward.attend(workers, HEARD, None, LADDER)
+        steward.attend(workers, HEARD, None, lambda _: LADDER)
     assert steward.limit("env", 0, 1) is None
     assert steward.equipped(spec("env-1")) is not None

@@ -442,3 +442,64 @@ def test_an_adopted_process_that_was_ready_is_ready(core: SupervisorCore) -> Non
     core.exited("w", 1, "exit code 1", 60.0)
     view = core.views()["w"]
     assert (view.phase, view.crashes, view.was_ready) == (Phase.WAITING, 0, True)
+
+
+TERM = term_ladder(5.0)
+
+
+@pytest.mark.parametrize("code", [0, 130, 3, -15])
+def test_a_process_that_hangs_is_ended_and_restarted_whatever_its_exit_code(
+    core: SupervisorCore, code: int
+) -> None:
+    running(core)
+    core.hang("w", TERM, "hangs: silent", 100.0)
+    core.hang("w", TERM, "hangs: silent", 100.5)
+    core.validate()
+    assert core.tick(100.5) == [SignalProcess("w", Step.TERM)]
+    assert core.views()["w"].reason == "hangs: silent"
+    core.exited("w", code, "exit code", 101.0)
+    view = core.views()["w"]
+    assert (view.phase, view.reason, view.crashes) == (Phase.WAITING, "hangs: silent", 0)
+    restart(core)
+    assert core.tick(200.0) == [], "no rung is left"
+
+
+def test_a_process_that_hangs_at_sigterm_is_killed_then_given_up(core: SupervisorCore) -> None:
+    running(core)
+    core.hang("w", TERM, "hangs: silent", 1.0)
+    assert core.tick(1.0) == [SignalProcess("w", Step.TERM)]
+    assert core.due() == 6.0
+    assert core.tick(6.0) == [SignalProcess("w", Step.KILL)]
+    assert core.tick(6.0 + UNKILLABLE_S) == [GiveUp("w", "survived SIGKILL")]
+
+
+def test_early_hangs_count_as_early_crashes(core: SupervisorCore) -> None:
+    running(core)
+    now = 0.0
+    for _ in range(BACKOFF.crash_limit):
+        core.hang("w", KILL_LADDER, "hangs: silent", now + 1.0)
+        core.tick(now + 1.0)
+        core.exited("w", -9, "killed by SIGKILL", now + 2.0)
+        if phase(core) is not Phase.FATAL:
+            now = restart(core)
+    assert core.views()["w"].reason.endswith("the last: hangs: silent")
+
+
+def test_a_draining_process_that_hangs_ends_sooner_and_for_good(core: SupervisorCore) -> None:
+    running(core)
+    core.retire("w", DRAIN, "scale down", 0.0)
+    core.tick(1.0)
+    core.hang("w", TERM, "hangs: silent", 2.0)
+    assert core.tick(2.0) == [SignalProcess("w", Step.TERM)]
+    core.exited("w", 130, "exit code 130", 3.0)
+    assert phase(core) is Phase.ENDED
+
+
+def test_a_hanging_process_that_is_retired_gets_no_longer_time(core: SupervisorCore) -> None:
+    running(core)
+    core.hang("w", TERM, "hangs: silent", 1.0)
+    core.tick(1.0)
+    core.retire("w", DRAIN, "scale down", 2.0)
+    assert core.tick(6.0) == [SignalProcess("w", Step.KILL)]
+    core.exited("w", -9, "killed", 6.0)
+    assert phase(core) is Phase.ENDED

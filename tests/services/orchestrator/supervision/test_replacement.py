@@ -128,3 +128,27 @@ def test_old_workers_that_stay_well_do_not_make_failing_replacements_look_well(
     replacement.look([ready(0), view(2, Phase.RUNNING, 110.0, born=110.0)], 111.0, proven=True)
     replacement.look([ready(0), fatal(2, 120.0, 110.0)], 120.0, proven=True)
     assert replacement.due == {"e-2": 120.0 + 2 * FIRST_S}
+
+
+def test_an_ordered_restart_ends_the_pause_without_a_ready_worker(replacement: Replacement) -> None:
+    crew = [fatal(0, 100.0), fatal(1, 101.0)]
+    assert replacement.look(crew, 101.0, proven=True) == []
+    assert replacement.pauses(102.0)
+    replacement.retry(102.0)
+    assert not replacement.pauses(102.0)
+    assert replacement.look(crew[1:], 102.0, proven=True) == ["e-1"], (
+        "its place is free for the one that is tried"
+    )
+    again = [fatal(2, 103.0, born=102.0)]
+    assert replacement.look(again, 103.0, proven=True) == []
+    assert replacement.due == {"e-2": 103.0 + 2 * FIRST_S}
+
+
+def test_an_ordered_restart_beside_ready_workers_leaves_the_others_their_pause(
+    replacement: Replacement,
+) -> None:
+    crew = [ready(0), fatal(1, 100.0)]
+    replacement.look(crew, 100.0, proven=True)
+    replacement.retry(101.0)
+    assert replacement.look(crew, 101.0, proven=True) == []
+    assert replacement.due == {"e-1": 100.0 + FIRST_S}
