@@ -228,7 +228,7 @@ class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
     """Reply to `GetInfo`, with the addresses to connect to.
 
     `arena_bytes` is the size of an arena that a producer on the same host may offer; 0 means that the broker reads
-    none. `environments` are those that a task may be for; none means any.
+    none.
     """
 
     epoch: Count
@@ -239,6 +239,7 @@ class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
     max_group_bytes: Count
     arena_bytes: Count = 0
     environments: tuple[Name, ...] = ()
+    """Environments that a task may be for; none means any."""
 
 
 class Ok(Message, tag="ok", frozen=True, kw_only=True):
