@@ -7,7 +7,7 @@ controller sees the claims of the others one tick late, and together they never 
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 BUDGET: Final = "budget"
 """Bound reported when the budget limits workers."""
 SHARE_S: Final = 300.0
-"""Time for which another division of the budget must hold, if it moves one worker only: claims fluctuate."""
+"""Time for which another division of the budget must hold if it only takes one worker from an environment that uses it:
+claims fluctuate."""
 REPEAT_S: Final = 1.0
 """Interval at which an unchanged decision is published again: events may be lost."""
 
@@ -200,7 +201,7 @@ class Autoscaler:
         self._log = log
         self._shared_at = -math.inf
         self._is_rebound = False
-        self._share(-math.inf)
+        self._share(0.0)
 
     def rebound(self, environments: Mapping[str, EnvironmentConfig], budget: int) -> None:
         """Take other bounds of the environments, and another budget. The next decisions begin with headers."""
@@ -211,7 +212,7 @@ class Autoscaler:
         self._budget, self._shared_at = budget, -math.inf
         for scale in self.scales:
             scale.room = None
-        self._share(-math.inf)
+        self._share(0.0)
 
     def decide(
         self,
@@ -271,14 +272,23 @@ class Autoscaler:
             return
         by_want = all(scale.decision.want is not None and not scale.is_pinned for scale in self.scales)
         rooms = allot([scale.claim(by_want=by_want) for scale in self.scales], self._budget)
-        present = [scale.room.workers if scale.room else 0 for scale in self.scales]
-        moved = max(abs(room - before) for room, before in zip(rooms, present, strict=True))
-        if not moved:
-            self._shared_at = now
-        if moved > 1 or now - self._shared_at >= SHARE_S:
-            self._shared_at = now
-            for scale, room in zip(self.scales, rooms, strict=True):
-                scale.room = WorkerRoom(room, BUDGET)
+        if now - self._shared_at < SHARE_S and self._takes_one(rooms):
+            return
+        self._shared_at = now
+        for scale, room in zip(self.scales, rooms, strict=True):
+            scale.room = WorkerRoom(room, BUDGET)
+
+    def _takes_one(self, rooms: Sequence[int]) -> bool:
+        """Return whether a division only takes one worker from an environment that has a use for it."""
+        if any(scale.room is None for scale in self.scales):
+            return False
+        before = [scale.room.workers for scale in self.scales if scale.room is not None]
+        if max(abs(room - old) for room, old in zip(rooms, before, strict=True)) > 1:
+            return False
+        return any(
+            room < min(old, scale.decision.target)
+            for scale, room, old in zip(self.scales, rooms, before, strict=True)
+        )
 
 
 def _narrowest(*rooms: WorkerRoom | None) -> WorkerRoom | None:

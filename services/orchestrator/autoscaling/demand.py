@@ -175,6 +175,7 @@ class DemandEstimator:
             waits=self.waits + (waited - self.waits) * (1.0 - math.exp(-elapsed / self.memory_s)),
         )
         if seen.eaten > last.eaten:
+            # Not positive where two trainers that wait count twice: then the samples' own times have to do.
             exact_s = seen.settled_busy_s - last.settled_busy_s if last.settled_busy_s else 0.0
             new = new._settled(seen.eaten - last.eaten, now, exact_s, min(elapsed, SAMPLES_S))
         new = new._made(seen, last, elapsed)
@@ -197,7 +198,9 @@ class DemandEstimator:
             return replace(self, open_s=0.0, settled_at=at)  # its start was not observed
         return replace(
             self,
-            settlements=self.settlements.added(eaten, exact_s or self.open_s, 0.0 if exact_s else grain_s),
+            settlements=self.settlements.added(
+                eaten, exact_s if exact_s > 0.0 else self.open_s, 0.0 if exact_s > 0.0 else grain_s
+            ),
             open_s=0.0,
             settled_at=at,
             step_s=took_s if not self.step_s else self.step_s + (took_s - self.step_s) * STEP_PART,

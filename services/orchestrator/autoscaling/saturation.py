@@ -28,6 +28,9 @@ OWN_GROUPS: Final = 12
 LARGE: Final = 0.2
 CYCLES: Final = 1.0
 """Rollouts that they must span: workers that started together deliver together."""
+SLOW_CYCLES: Final = 2.0
+SLOW_S: Final = 120.0
+"""Rollouts, and seconds, after which one group of each worker is enough: some rollouts take an hour."""
 SOON_S: Final = 15.0
 """Time for `GROUPS` within which growth waits for a measurement if a worker became slower."""
 SURE_GROUPS: Final = 200
@@ -216,24 +219,27 @@ class SaturationDetector:
         paces: dict[str, float] = {}
         groups, size, total, took_s = 0.0, 0.0, 0.0, now - self.since
         whole = self._size(uses)
+        few = sum(one.workers for one in uses)
+        is_slow = took_s >= max(SLOW_S, SLOW_CYCLES * max((one.rollout_s for one in uses), default=0.0))
         for one in uses:
             if not one.workers:
                 continue
+            least = min(OWN_GROUPS, one.workers) if is_slow else OWN_GROUPS
             then = self.begun[one.env]
             made, busy_s = one.made - then.made, one.busy_s - then.busy_s
             own = made / max(1, one.group_sequences)
             best = self.bests.get(one.env)
             large = one.workers * (best or one.pace or 0.0) >= LARGE * whole
-            if took_s < CYCLES * one.rollout_s or (large and own < OWN_GROUPS):
+            if took_s < CYCLES * one.rollout_s or (large and own < least):
                 return None
             groups += own
-            if busy_s <= 0.0 or own < OWN_GROUPS:
+            if busy_s <= 0.0 or own < least:
                 continue
             paces[one.env] = made / busy_s
             workers = (one.present_s - then.present_s) / max(one.counted_s - then.counted_s, 1e-3)
             size += workers * (best or paces[one.env])
             total += workers * paces[one.env]
-        if groups < GROUPS or not paces:
+        if groups < (few if is_slow else GROUPS) or not paces:
             return None
         return _Measured(paces, size, total, groups >= SURE_GROUPS and took_s >= SURE_S)
 
@@ -290,6 +296,8 @@ class SaturationDetector:
 
     def _verified(self, new: "SaturationDetector", seen: _Measured) -> "SaturationDetector":
         """Compare the throughput at a capacity that was just found with that of more workers."""
+        if seen.size < CLOSE * self.capacity:
+            return new  # less is wanted now, which tells nothing
         part = seen.size / self.above
         if seen.total < self.made * (1.0 + part) / 2.0:
             return replace(new._based(seen), capacity=0.0, made=0.0)  # it dropped: no saturation

@@ -108,6 +108,17 @@ def test_a_budget_is_kept_at_every_moment_and_places_are_free_when_processes_are
     assert site.scaling.scales[0].said.bound == "budget"
 
 
+def test_a_place_that_nobody_uses_any_more_goes_to_another_at_once(tmp_path: Path) -> None:
+    site = Site(tmp_path, 8)
+    for _ in range(5):
+        site.tick(a=3, b=5)
+    site.tick(a=2, b=6)
+    site.crews["a"] = WorkerCounts(ready=2)
+    for _ in range(3):
+        site.tick(a=2, b=6)
+    assert (site.crews["a"].ready, site.crews["b"].ready) == (2, 6)
+
+
 def test_who_cannot_use_a_place_does_not_claim_it(tmp_path: Path) -> None:
     site = Site(tmp_path, 8)
     for _ in range(5):

@@ -27,6 +27,7 @@ class Watch:
         after: float = 1.0,
         rollout_s: float = 0.0,
         epoch: int = 0,
+        settled_busy_s: float = 0.0,
     ) -> None:
         self.at += after
         self.eaten += eats
@@ -42,6 +43,7 @@ class Watch:
             slots=2,
             rollout_s=rollout_s,
             epoch=epoch,
+            settled_busy_s=settled_busy_s,
         )
         self.rates = self.rates.looked(seen, self.at)
 
@@ -52,6 +54,14 @@ def fed(watch: Watch, seconds: int, *, busy: int, batch: int = 60, waits: int = 
         turn = second % (busy + waits)
         asleep = turn < waits
         watch.second(eats=batch * (turn == busy + waits - 1), trainer_waits=float(asleep))
+
+
+def test_a_time_of_settlements_that_runs_backwards_is_not_believed() -> None:
+    """Two trainers that wait at once count twice."""
+    watch = Watch()
+    for second in range(60):
+        watch.second(eats=40, trainer_waits=0.0, settled_busy_s=1000.0 - second)
+    assert watch.rates.demand == pytest.approx(40.0, rel=0.05)
 
 
 @pytest.mark.parametrize("waits", [0, 4, 36])

@@ -27,6 +27,7 @@ class Site:
         self.shared = shared
         self.paces = dict(paces or {"a": 2.0})
         self.engines = 1
+        self.rollout_s = 0.0
         self.now = 0.0
         self.detector = SaturationDetector()
         self.totals = {env: (0.0, 0.0) for env in self.paces}
@@ -54,6 +55,7 @@ class Site:
                         busy_s,
                         self.now,
                         pace,
+                        self.rollout_s,
                         weight=weight,
                         want=500.0,
                         available=available,
@@ -77,6 +79,22 @@ def test_growth_waits_for_groups_of_those_that_run() -> None:
     few_s = (GROUPS - 5) // (2 * 18)
     assert site.run(max(1, few_s), a=18)["a"].reach == 19, "not measured yet"
     assert site.run(SHOWN_S, a=18)["a"].reach == 34
+
+
+def test_hours_of_rollouts_need_one_group_of_each_worker() -> None:
+    """24 groups of four workers would be six rounds: most of a day for rollouts of four hours."""
+    site = Site(shared=1000.0, paces={"a": 1 / 3600})
+    site.rollout_s = 3600.0
+    assert site.run(7000, a=4)["a"].reach == 4
+    assert site.run(8000, a=4)["a"].reach == 8
+
+
+def test_less_demand_after_the_search_discards_no_capacity() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    found = site.run(SHOWN_S, a=33)["a"].most
+    assert 20 <= found <= 21
+    assert site.run(SHOWN_S, a=6)["a"].most == found
 
 
 def test_workers_that_share_nothing_are_never_held_back() -> None:
