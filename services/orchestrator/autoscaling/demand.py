@@ -6,10 +6,9 @@ credit produce the allowed amount, not their throughput. Both waits are measured
     demand     = consumed sequences / time in which the trainer did not wait
     per worker = produced sequences / time in which workers were present and did not wait
 
-Demand is measured from one settlement to the next, since the trainer consumes a whole batch at once. Between two
-settlements only a lower demand can be detected, once the usual time for a batch is over. Old settlements decay. If the
-last few agree on a change, they replace the mean. A worker counts from the earliest arrival of its first rollout. Its
-throughput is remembered while it waits.
+Demand is measured from one settlement to the next, see `settlements`. A worker counts from the earliest arrival of its
+first rollout. What arrives now was begun a rollout ago, so the workers and waits of that time divide it. Recent arrivals
+that clearly differ replace the mean. Throughput is remembered while workers wait.
 """
 
 import math
@@ -125,8 +124,6 @@ class DemandEstimator:
     """That time when those rollouts began."""
     starved: float = 0.0
     """Part of the last seconds in which the trainer waited."""
-    waits: float = 0.0
-    """The same over the time constant of the means."""
 
     @property
     def memory_s(self) -> float:
@@ -172,7 +169,6 @@ class DemandEstimator:
             settled_at=settled_at,
             open_s=self.open_s + (1.0 - waited) * elapsed,
             starved=self.starved + (waited - self.starved) * soon,
-            waits=self.waits + (waited - self.waits) * (1.0 - math.exp(-elapsed / self.memory_s)),
         )
         if seen.eaten > last.eaten:
             # Not positive where two trainers that wait count twice: then the samples' own times have to do.
@@ -190,7 +186,7 @@ class DemandEstimator:
         new = replace(self, last=seen, last_at=now, first_at=first_at, readies=readies)
         new = replace(new, open_s=0.0, settled_at=-math.inf, silent=False, away=False)
         new = replace(new, made_at=now, quiet_s=0.0, vain_s=0.0)
-        return replace(new, starved=0.0, waits=0.0, idle=0.0, blocks=((now, 0.0),), blocked_begun_s=0.0)
+        return replace(new, starved=0.0, idle=0.0, blocks=((now, 0.0),), blocked_begun_s=0.0)
 
     def _settled(self, eaten: int, at: float, exact_s: float, grain_s: float) -> "DemandEstimator":
         took_s = at - self.settled_at
