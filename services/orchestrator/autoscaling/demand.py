@@ -7,7 +7,7 @@ credit produce the allowed amount, not their throughput. Both waits are measured
     per worker = produced sequences / time in which workers were present and did not wait
 
 Demand is measured from one settlement to the next, see `settlements`. A worker counts from the earliest arrival of its
-first rollout. What arrives now was begun a rollout ago, so the workers and waits of that time divide it. Recent arrivals
+first rollout. What arrives now was begun a rollout ago, so workers and waits of that time divide it. Recent arrivals
 that clearly differ replace the mean. Throughput is remembered while workers wait.
 """
 
