@@ -52,7 +52,8 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
         deadline_s: Longest time from a request to its group, in seconds; what is missing then is masked.
         timeout_s: Longest wait for the broker when the bus is joined, in seconds.
         temperature: SkyRL's `trainer.algorithm.temperature`, at which it scores. Groups of another one are masked.
-        zero_reward_on_non_stop, apply_overlong_filtering: SkyRL's settings of these names.
+        zero_reward_on_non_stop: SkyRL's setting: a trajectory that did not end by itself has reward 0.
+        apply_overlong_filtering: SkyRL's setting: such a trajectory is masked.
 
     Attributes:
         epoch: Epoch of the data; an instance is a new task in each. The trainer sets it.
