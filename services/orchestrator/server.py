@@ -311,12 +311,12 @@ class Orchestrator:
 
     def _believe(self, heard: Heard) -> None:
         """Note who is ready and has done work, end workers that report a failure, and follow drains by others."""
-        views = self._workers.views()
+        views, age_s = self._workers.views(), time.monotonic() - self._client.heard_at
         for name, status in heard.items():
             if status.produced:
                 self._workers.prove(env_of(name))
             if status.state is WorkerState.READY:
-                self._workers.ready(name)
+                self._workers.ready(name, status.silent_s + age_s)
             if status.state is WorkerState.FAILED and views[name].phase is not Phase.FATAL:
                 ladder = term_ladder(self._limits.term_grace_s)
                 self._workers.fail(name, ladder, status.error or "the worker reported a failure")

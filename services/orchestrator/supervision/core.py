@@ -18,7 +18,9 @@ A process is WAITING for its (re)start, RUNNING, STOPPING down a ladder, ENDED, 
                          second ladder can only bring rungs forward. A foreign program gets no SIGUSR1.
     failed               like retired, but FATAL: it can never work, so it is not restarted. Of a
                          proven kind, a crash.
-    hung                 SIGTERM and SIGKILL like retired, but a crash with the given reason.
+    hung                 SIGTERM and SIGKILL like retired, but a crash with the given reason. The silence before it
+                         is no uptime: a process that hangs right after READY is in a crash loop, however
+                         long its silence is watched.
     MISSED_FELLOW        a crash that accuses others: processes of its crew that lived as long as it
                          waited count as hanging unless they end within `FELLOW_S`: SIGKILL to the
                          group, a crash like any other.
@@ -195,6 +197,8 @@ class _Slot:
     failed: str = ""
     """Reason of the crash that its requested end counts as."""
     ready_at: float | None = None
+    heard_at: float = -math.inf
+    """Last time at which its present life, if ready, was heard."""
     was_ready: bool = False
     adopted: bool = False
     rungs: list[tuple[float, Step]] = field(default_factory=list)
@@ -257,14 +261,21 @@ class SupervisorCore:
         slot.was_ready = earlier.ready or earlier.was_ready
         slot.crashes = min(earlier.crashes, self._backoff.crash_limit - 1)
 
-    def ready(self, name: str, now: float) -> None:
-        """Record that a running process is ready; repeat it, since after `stable_s` its crashes are forgotten."""
+    def ready(self, name: str, now: float, silent_s: float = 0.0) -> None:
+        """Record that a running process is ready; repeat it, since after `stable_s` its crashes are forgotten.
+
+        Args:
+            name: The process.
+            now: Time.
+            silent_s: Time since it was heard last.
+        """
         slot = self._slots[name]
-        if slot.phase is not Phase.RUNNING:
+        if slot.phase is not Phase.RUNNING or slot.is_killed:
             return
         slot.ready_at = now if slot.ready_at is None else slot.ready_at
+        slot.heard_at = max(slot.heard_at, now - silent_s)
         slot.was_ready = True
-        if slot.crashes and self._is_stable(slot, now) and not slot.is_killed:
+        if slot.crashes and self._is_stable(slot, slot.heard_at):
             slot.crashes, slot.reason = 0, ""
 
     def prove(self, kind: str) -> None:
@@ -419,7 +430,8 @@ class SupervisorCore:
 
     def _crashed(self, slot: _Slot, why: str, now: float, code: int | None = None) -> None:
         backoff = self._backoff
-        slot.crashes = 0 if self._is_stable(slot, now) else slot.crashes + 1
+        until = slot.heard_at if slot.is_killed and slot.spec.kind else now
+        slot.crashes = 0 if self._is_stable(slot, until) else slot.crashes + 1
         if slot.spec.spare and code == -signal.SIGKILL:
             slot.crashes = min(slot.crashes, backoff.crash_limit - 1)
         if slot.spec.restart is Restart.NEVER:
@@ -437,10 +449,10 @@ class SupervisorCore:
         self._enter(slot, Phase.WAITING, why, now)
         slot.due = now + backoff.pause_s(slot.crashes, self._chance.random())
 
-    def _is_stable(self, slot: _Slot, now: float) -> bool:
-        """Return whether the present life has been up, and ready if that is reported, for `stable_s`."""
+    def _is_stable(self, slot: _Slot, until: float) -> bool:
+        """Return whether the present life was up, and ready if that is reported, for `stable_s` until this time."""
         up_at = slot.ready_at if slot.spec.kind else slot.since
-        return up_at is not None and now - up_at >= self._backoff.stable_s
+        return up_at is not None and until - up_at >= self._backoff.stable_s
 
     def _over(self, slot: _Slot, reason: str, now: float) -> None:
         slot.ready_at = None
@@ -453,6 +465,7 @@ class SupervisorCore:
         slot.held, slot.missed, slot.overdue, slot.killed_at = False, "", math.inf, None
         slot.failed = ""
         if phase is not Phase.STOPPING:
+            slot.heard_at = -math.inf
             slot.rungs.clear()
 
 

@@ -147,9 +147,9 @@ class Supervisor:
         self._advance()
         return adopted
 
-    def ready(self, name: str) -> None:
-        """Record that a process is ready; repeat it while it is."""
-        self._core.ready(name, time.monotonic())
+    def ready(self, name: str, silent_s: float) -> None:
+        """Record that a process is ready, and heard last so many seconds ago; repeat it while it is."""
+        self._core.ready(name, time.monotonic(), silent_s)
 
     def prove(self, kind: str) -> None:
         """Record that a process of this kind has done work: no end of one is hopeless from now on."""

@@ -46,12 +46,12 @@ def running(core: SupervisorCore, now: float = 0.0, **fields: Any) -> None:
     core.started("w", now)
 
 
-def restart(core: SupervisorCore) -> float:
+def restart(core: SupervisorCore, **fields: Any) -> float:
     """Wait for the pause to be over, start again, and return when."""
     due = core.due()
     assert due is not None
     assert core.tick(due - 1e-6) == []
-    assert core.tick(due) == [StartProcess(spec())]
+    assert core.tick(due) == [StartProcess(spec(**fields))]
     core.started("w", due)
     return due
 
@@ -483,6 +483,55 @@ def test_early_hangs_count_as_early_crashes(core: SupervisorCore) -> None:
         if phase(core) is not Phase.FATAL:
             now = restart(core)
     assert core.views()["w"].reason.endswith("the last: hangs: silent")
+
+
+def hung_life(core: SupervisorCore, now: float, heard_s: float, silent_s: float) -> float:
+    """Let a life be ready at once and heard for some time, then silent until it is ended for that; return the end."""
+    core.ready("w", now)
+    core.ready("w", now + heard_s)
+    for second in range(1, int(silent_s) + 1):
+        core.ready("w", now + heard_s + second, second)
+    now += heard_s + silent_s
+    core.hang("w", KILL_LADDER, "hangs: silent", now)
+    core.tick(now)
+    core.ready("w", now + 0.5)
+    core.exited("w", -9, "killed by SIGKILL", now + 1.0)
+    return now + 1.0
+
+
+def test_a_process_that_hangs_when_it_is_ready_is_given_up_however_long_it_is_watched(
+    core: SupervisorCore,
+) -> None:
+    running(core, kind="e")
+    core.prove("e")
+    now = 0.0
+    for crashes in range(1, BACKOFF.crash_limit):
+        now = hung_life(core, now, heard_s=1.0, silent_s=10 * BACKOFF.stable_s)
+        assert core.views()["w"].crashes == crashes
+        now = restart(core, kind="e")
+    hung_life(core, now, heard_s=1.0, silent_s=10 * BACKOFF.stable_s)
+    assert core.views()["w"].reason.endswith("each before it was ready for 10 s; the last: hangs: silent")
+
+
+def test_a_process_that_hangs_after_good_work_starts_its_count_again(core: SupervisorCore) -> None:
+    running(core, kind="e")
+    hung_life(core, 0.0, heard_s=1.0, silent_s=20.0)
+    assert core.views()["w"].crashes == 1
+    now = restart(core, kind="e")
+    hung_life(core, now, heard_s=BACKOFF.stable_s, silent_s=20.0)
+    assert core.views()["w"].crashes == 0
+
+
+def test_silence_that_ends_was_uptime(core: SupervisorCore) -> None:
+    """An environment may block the loop of its worker for a while."""
+    running(core, kind="e")
+    core.exited("w", 1, "exit code 1", 1.0)
+    now = restart(core, kind="e")
+    core.ready("w", now)
+    core.ready("w", now + 30.0, 29.0)
+    assert core.views()["w"].crashes == 1
+    core.ready("w", now + 31.0, 0.0)
+    assert core.views()["w"].crashes == 0
 
 
 def test_a_draining_process_that_hangs_ends_sooner_and_for_good(core: SupervisorCore) -> None:
