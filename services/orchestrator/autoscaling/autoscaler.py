@@ -56,6 +56,9 @@ class ScaleTarget:
         self.law = PressureController(env.min_workers, env.max_workers, limits.scaling)
         self.state = self.law.initial(alive_now)
         self.decision = Decision(self.state.target, "nothing decided yet")
+        """The last decision; it stands until the next news."""
+        self.want: float | None = None
+        """Workers needed by the last measurement; None before the first."""
         self.room: WorkerRoom | None = None
         """Limit from the budget."""
         self.outer: WorkerRoom | None = None
@@ -72,15 +75,21 @@ class ScaleTarget:
         self._told_at = -math.inf
 
     def decide(self, sample: PressureSample, now: float) -> Decision:
-        """Ask the controller for a decision."""
-        before, self.is_pinned = self.decision, sample.wanted is not None
-        self.state, self.decision = self.law.decide(self.state, sample, now)
+        """Ask the controller for a decision, and return its answer."""
+        before, known, self.is_pinned = self.decision, self.state.news, sample.wanted is not None
+        self.state, answer = self.law.decide(self.state, sample, now)
+        is_silent = now - sample.heard_at > self.law.scaling.stale_s
+        # A tick between two messages of the broker says nothing about what is wanted, or bounds it.
+        stands = self.state.news == known and not self.is_pinned and not is_silent
+        self.decision = replace(before, target=answer.target) if stands else answer
+        if answer.want is not None and not self.is_pinned:
+            self.want = answer.want
         if self.decision.target != before.target or self.decision.bound != before.bound:
             logger.info(
                 "scale env=%s target=%d reason=%s", self.env, self.decision.target, self.decision.reason
             )
         self.said = self._say(sample)
-        return self.decision
+        return answer
 
     def use(self) -> ServerUse:
         """Return its use of the inference servers, as of the last tick."""
@@ -114,10 +123,10 @@ class ScaleTarget:
             by_want: Its weight is that number, and no longer the configured weight.
         """
         decision, law = self.decision, self.law
-        want = decision.target
-        if decision.want is not None:
-            want = max(want, math.ceil(decision.want - ROUND))
-        weight = max(decision.want or 0.0, ROUND) if by_want else self.weight
+        want, wanted = decision.target, decision.want if self.is_pinned else self.want
+        if wanted is not None:
+            want = max(want, math.ceil(wanted - ROUND))
+        weight = max(self.want or 0.0, ROUND) if by_want else self.weight
         usable = law.max_workers
         if self.server.most:
             usable = min(usable, self.server.most)
@@ -141,6 +150,7 @@ class ScaleTarget:
         if replace(last.header, state=header.state) == header:
             self.state = last.state
             self.decision = Decision(last.state.target, "continues from the earlier orchestrator")
+            self.want = last.state.wants[-1][1] if last.state.wants else None
             logger.info("measurements kept env=%s target=%d", self.env, last.state.target)
 
     def beginning(self) -> DecisionLogHeader:
@@ -200,6 +210,8 @@ class Autoscaler:
         self._budget = limits.max_processes
         self._log = log
         self._shared_at = -math.inf
+        self._by_want = False
+        """The budget is divided by what the environments want, not by their configured weights."""
         self._is_rebound = False
         self._share(0.0)
 
@@ -270,11 +282,12 @@ class Autoscaler:
     def _share(self, now: float) -> None:
         if not self._budget:
             return
-        by_want = all(scale.decision.want is not None and not scale.is_pinned for scale in self.scales)
+        by_want = all(scale.want is not None and not scale.is_pinned for scale in self.scales)
         rooms = allot([scale.claim(by_want=by_want) for scale in self.scales], self._budget)
-        if now - self._shared_at < SHARE_S and self._takes_one(rooms):
+        # Before the first measurements the weights are a guess: what is measured replaces it at once.
+        if by_want == self._by_want and now - self._shared_at < SHARE_S and self._takes_one(rooms):
             return
-        self._shared_at = now
+        self._shared_at, self._by_want = now, by_want
         for scale, room in zip(self.scales, rooms, strict=True):
             scale.room = WorkerRoom(room, BUDGET)
 

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,8 @@ import pytest
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler
+from rolloutmq.services.orchestrator.autoscaling.autoscaler import BUDGET, Autoscaler
+from rolloutmq.services.orchestrator.autoscaling.control_law import ControllerState, PressureController
 from rolloutmq.services.orchestrator.autoscaling.decision_log import (
     DecisionLog,
     DecisionLogHeader,
@@ -15,7 +17,32 @@ from rolloutmq.services.orchestrator.autoscaling.decision_log import (
     read,
     replay,
 )
-from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
+from rolloutmq.services.orchestrator.autoscaling.pressure import (
+    Decision,
+    PressureSample,
+    WorkerCounts,
+    WorkerRoom,
+)
+
+
+class Measured(PressureController):
+    """Wants a number of workers whenever it hears something."""
+
+    def __init__(self, law: PressureController, want: float) -> None:
+        super().__init__(law.min_workers, law.max_workers, law.scaling)
+        self.want = want
+
+    def decide(
+        self, state: ControllerState, sample: PressureSample, now: float
+    ) -> tuple[ControllerState, Decision]:
+        news = sample.epoch, sample.number
+        if news == state.news:
+            return state, Decision(state.target, "hold: no news")
+        most = self.max_workers if sample.room is None else sample.room.workers
+        target = min(math.ceil(self.want), most)
+        bound = BUDGET if target < self.want else ""
+        state = replace(state, news=news, target=target, wants=((now, self.want),))
+        return state, Decision(target, "as measured", self.want, bound)
 
 
 class Site:
@@ -39,12 +66,27 @@ class Site:
         log = DecisionLog(tmp_path / "decisions.jsonl")
         self.scaling = Autoscaler(config.environment, config.orchestrator, alive or {}, log, resumed)
         self.crews = {env: WorkerCounts(ready=(alive or {}).get(env, 0)) for env in "ab"}
-        self.number = 0
+        self.number, self.now = 0, 0.0
         self.lanes: tuple[LaneStatus, ...] = ()
 
-    def tick(self, rooms: Mapping[str, WorkerRoom] | None = None, **wanted: int) -> dict[str, int]:
-        """Decide once and do what is decided; returns the targets."""
-        self.number += 1
+    def measure(self, **wants: float) -> None:
+        """Have the environments want these numbers from now on, as if they were measured."""
+        for scale in self.scaling.scales:
+            if scale.env in wants:
+                scale.law = Measured(scale.law, wants[scale.env])
+
+    def tick(
+        self, rooms: Mapping[str, WorkerRoom] | None = None, *, news: bool = True, **wanted: int
+    ) -> dict[str, int]:
+        """Decide once and do what is decided; returns the targets.
+
+        Args:
+            rooms: Other limits.
+            news: The broker has sent another message.
+            wanted: Numbers of an operator.
+        """
+        self.number += news
+        self.now += 1.0
         pressure = Pressure(
             epoch=1,
             number=self.number,
@@ -66,8 +108,7 @@ class Site:
             workers=(),
             wanted=dict(wanted),
         )
-        now = float(self.number)
-        self.scaling.decide(self.crews, pressure, now, now, rooms)
+        self.scaling.decide(self.crews, pressure, self.now, self.now, rooms)
         targets = {scale.env: scale.decision.target for scale in self.scaling.scales}
         for env, target in targets.items():
             crew = self.crews[env]
@@ -173,6 +214,42 @@ def test_another_budget_holds_at_once(tmp_path: Path) -> None:
     assert site.tick(a=20, b=1) == {"a": 3, "b": 1}
     site.scaling.rebound(site.config.environment, 0)
     assert site.tick(a=20, b=1) == {"a": 20, "b": 1}
+
+
+def test_what_is_measured_replaces_the_division_by_weights_at_once(tmp_path: Path) -> None:
+    """A worker of `b`, which has three quarters of the batch, makes half as much again."""
+    site = Site(tmp_path, budget=6)
+    site.measure(b=8.0)
+    site.tick()
+    assert site.tick() == {"a": 1, "b": 5}, "nothing is known of `a`: the weights are 1:3"
+    site.measure(a=4.0)
+    site.tick()
+    assert site.tick() == {"a": 2, "b": 4}
+
+
+def test_a_tick_without_news_changes_no_division_and_no_bound(tmp_path: Path) -> None:
+    site = Site(tmp_path, budget=6)
+    site.measure(a=6.0, b=6.0)
+    for _ in range(3):
+        site.tick()
+        site.crews = {env: replace(crew, draining=0) for env, crew in site.crews.items()}
+    assert site.tick() == {"a": 3, "b": 3}
+    said = [(scale.decision.want, scale.decision.bound) for scale in site.scaling.scales]
+    assert said == [(6.0, BUDGET), (6.0, BUDGET)]
+    for news in (False, False, True, False, True):
+        assert site.tick(news=news) == {"a": 3, "b": 3}
+        assert [(scale.decision.want, scale.decision.bound) for scale in site.scaling.scales] == said
+
+
+def test_the_next_orchestrator_keeps_the_division_of_the_budget(tmp_path: Path) -> None:
+    site = Site(tmp_path, budget=6)
+    site.measure(a=6.0, b=6.0)
+    for _ in range(3):
+        site.tick()
+        site.crews = {env: replace(crew, draining=0) for env, crew in site.crews.items()}
+    resumed = {scale.env: Resumed(scale.beginning(), scale.state) for scale in site.scaling.scales}
+    other = Site(tmp_path, budget=6, alive={"a": 3, "b": 3}, resumed=resumed)
+    assert [scale.room for scale in other.scaling.scales] == [WorkerRoom(3, BUDGET), WorkerRoom(3, BUDGET)]
 
 
 def test_what_is_said_is_told_again_once_a_second(tmp_path: Path) -> None:
