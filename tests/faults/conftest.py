@@ -1,8 +1,14 @@
 """Fixtures of the fault tests."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import pytest
 import zmq
-from tests.faults.support.processes import IMPATIENCE
+from tests.faults.support.processes import IMPATIENCE, BrokerProcess
+from tests.faults.support.staff import PROGRAM, Staff, Staffed, config
 
 from rolloutmq.bus.transport import sockets
 
@@ -24,3 +30,20 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of this process miss a broker soon that is gone."""
     for module, name, value in IMPATIENCE:
         monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture
+def staffed(run_dir: Path) -> Staffed:
+    """A broker and an orchestrator over these environments."""
+
+    @contextmanager
+    def make(program: Sequence[str] = PROGRAM, **about: Any) -> Iterator[tuple[BrokerProcess, Staff]]:
+        settings = config(run_dir.parent, **about)
+        with BrokerProcess(run_dir, settings) as broker, Staff(run_dir, program) as staff:
+            try:
+                yield broker, staff
+            except BaseException:
+                print(staff.tail())  # noqa: T201 - pytest shows it with the failure
+                raise
+
+    return make

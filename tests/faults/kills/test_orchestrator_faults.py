@@ -12,17 +12,15 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import psutil
 import pytest
-from tests.faults.support.processes import LIMIT_S, BrokerProcess, Trainer, acked, status, wait_until
-from tests.faults.support.staff import SITE, Staff, config, sleeping
+from tests.faults.support.processes import LIMIT_S, Trainer, acked, status, wait_until
+from tests.faults.support.staff import SITE, Staff, Staffed, sleeping
 
 from benchmarks.end_to_end import scenario
 from benchmarks.end_to_end.scenario import LiveRun
@@ -43,25 +41,6 @@ DRAINS: Final = SOAK // 3
 SILENCE_S: Final = 7.0
 """Twice the age at which the orchestrator ignores its last message."""
 HOUR_S: Final = 3600.0
-
-Staffed = Callable[..., Any]
-
-
-@pytest.fixture
-def staffed(run_dir: Path) -> Staffed:
-    """A broker and an orchestrator over these environments."""
-
-    @contextmanager
-    def make(**about: Any) -> Iterator[tuple[BrokerProcess, Staff]]:
-        settings = config(run_dir.parent, **about)
-        with BrokerProcess(run_dir, settings) as broker, Staff(run_dir) as staff:
-            try:
-                yield broker, staff
-            except BaseException:
-                print(staff.tail())  # noqa: T201 - pytest shows it with the failure
-                raise
-
-    return make
 
 
 def is_gone(pid: int) -> bool:

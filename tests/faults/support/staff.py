@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -29,9 +29,12 @@ from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined, sup
 from rolloutmq.services.process.child import end_marked
 from rolloutmq.services.process.identity import MARKER, alive, find_marked
 
+Staffed = Callable[..., Any]
+"""The fixture `staffed`: takes the arguments of `config`, and the program of the orchestrator."""
 GROUP: Final = 2
+PROGRAM: Final = ("-m", "rolloutmq.launch.cli")
 ENVIRONMENTS: Final = '''
-import asyncio, os, pathlib, signal, subprocess, sys, time
+import asyncio, json, os, pathlib, signal, subprocess, sys, time
 from rolloutmq.services.worker.trajectory import Trajectory
 
 HERE = pathlib.Path(__file__).parent
@@ -65,6 +68,48 @@ class Parent(Light):
     def __init__(self):
         child = subprocess.Popen(SLEEPER, start_new_session=True)
         (HERE / f"child-{os.getpid()}").write_text(str(child.pid))
+
+
+class Slow(Light):
+    """Rollouts of a given length, after a start of a given length."""
+
+    def __init__(self, own_s=0.5, start_s=0.0):
+        time.sleep(start_s)
+        self.own_s = own_s
+
+    async def rollout(self, policy, size, rng):
+        await asyncio.sleep(self.own_s * rng.uniform(0.8, 1.2))
+        return [self.made(rng) for _ in range(size)]
+
+
+class Served(Slow):
+    """Rollouts that take a time of their own, then wait for their turn at an inference server of the run.
+
+    An answer that a server broke off is asked of another.
+    """
+
+    async def rollout(self, policy, size, rng):
+        made = await super().rollout(policy, size, rng)
+        while not await self.answer(rng):
+            await asyncio.sleep(0.05)
+        return made
+
+    async def answer(self, rng):
+        try:
+            found = [json.loads(path.read_bytes()) for path in (HERE / "run").glob("inference*.json")]
+            ports = [int(one["url"].rpartition(":")[2]) for one in found if not one["draining"]]
+            reader, writer = await asyncio.open_connection("127.0.0.1", rng.choice(ports))
+        except (OSError, ValueError, IndexError):
+            return b""
+        try:
+            if line := await reader.readline():
+                return line
+        except OSError:
+            pass
+        finally:
+            writer.close()
+        print("broken off", flush=True)
+        return b""
 
 
 class Deaf(Parent):
@@ -113,6 +158,8 @@ def config(
     *,
     orchestrator: dict[str, Any] | None = None,
     broker: dict[str, Any] | None = None,
+    inference: dict[str, Any] | None = None,
+    batch: int = 4 * GROUP,
     **environments: Any,
 ) -> RunConfig:
     """Return a run with these environments and a quick orchestrator; no trainer, no policy."""
@@ -124,18 +171,24 @@ def config(
             "run": {"dir": str(base_dir / "run"), "log_bytes": 1 << 20},
             "environment": {name: usual | section for name, section in environments.items()},
             "broker": broker or {},
-            "inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"},
+            "inference": inference or {"kind": "external", "url": "http://127.0.0.1:9/v1"},
             "orchestrator": quick | (orchestrator or {}),
-            "trainer": {"batch_sequences": 4 * GROUP},
+            "trainer": {"batch_sequences": batch},
             "base_dir": str(base_dir),
         }
     )
 
 
 class Staff:
-    """The orchestrator of a run directory, and its workers. All of them end with the block."""
+    """The orchestrator of a run directory, and its workers. All of them end with the block.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        run_dir: The run directory.
+        program: Arguments of Python before those of the orchestrator.
+    """
+
+    def __init__(self, run_dir: Path, program: Sequence[str] = PROGRAM) -> None:
+        self.program = tuple(program)
         self.layout = RunLayout(run_dir)
         self.token = f"staff-{os.getpid()}-{time.monotonic_ns()}"
         self.log = run_dir.with_name("orchestrator.log")
@@ -158,14 +211,7 @@ class Staff:
     @property
     def command(self) -> list[str]:
         """Command line of the orchestrator."""
-        return [
-            sys.executable,
-            "-m",
-            "rolloutmq.launch.cli",
-            "orchestrator",
-            "--run-dir",
-            str(self.layout.root),
-        ]
+        return [sys.executable, *self.program, "orchestrator", "--run-dir", str(self.layout.root)]
 
     @property
     def variables(self) -> dict[str, str]:
@@ -214,6 +260,7 @@ class Staff:
         """Wait until so many workers are ready, and return the live ones."""
 
         def ready() -> bool:
+            assert self.process.poll() is None, "the orchestrator ended"
             known = supervision_of(self.layout)
             if known is None or known.orchestrator.pid != self.process.pid or not known.targets:
                 return False  # what an earlier life left, or this one has not decided yet
@@ -248,7 +295,7 @@ class Staff:
 
     def cli(self, *arguments: str) -> str:
         """Run a `rolloutmq` command and return its output; it must not fail."""
-        command = [sys.executable, "-m", "rolloutmq.launch.cli", *arguments]
+        command = [sys.executable, *PROGRAM, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
