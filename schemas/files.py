@@ -311,6 +311,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Its process was ready."""
     was_ready: bool = False
     """Its process or an earlier one of its name was ready."""
+    born: float | None = None
+    """Time since which it is supervised, also by earlier orchestrators."""
     ends: float | None = None
     """While it is being ended, the time of SIGTERM: rollouts unfinished by then are abandoned."""
 
@@ -341,6 +343,10 @@ class EnvironmentRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One of its workers has done work."""
     starts: tuple[float, ...] = ()
     """Recent times from the start of a process until it was ready, in seconds, the last one last."""
+    failed_at: float | None = None
+    """Time at which a worker was given up last, on CLOCK_MONOTONIC."""
+    pause_s: float = 0.0
+    """Pause after that before given-up workers are replaced."""
 
 
 class Supervision(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ of its earlier life, and ends those of another run.
 
 import asyncio
 import logging
+import math
 import secrets
 import sys
 import time
@@ -207,6 +208,7 @@ class Orchestrator:
             if record.proven:
                 self._workers.prove(env)
         adopted = self._workers.adopt(ours, _lives(earlier))
+        self._keep_given_up(earlier)
         for identity, spec in ours:
             if spec.name in adopted:
                 self._gpus.keep(identity, spec)
@@ -214,8 +216,9 @@ class Orchestrator:
         if others:
             await asyncio.to_thread(end_strays, others, self._limits.term_grace_s)
         await asyncio.to_thread(self._end_unknown, set(adopted))
-        # Only if an earlier life left workers may the broker still send drains to old names.
-        taken = [log.stem for log in self._layout.logs.glob("*.log")] if ours else []
+        # Only after an earlier life may the broker still send drains to old names, or a given-up worker have one.
+        is_later = bool(ours) or earlier is not None
+        taken = [log.stem for log in self._layout.logs.glob("*.log")] if is_later else []
         self._tables = {
             name: WorkerTable(name, taken, known[name].starts if name in known else ())
             for name in self._bounds.config.environment
@@ -230,6 +233,20 @@ class Orchestrator:
         self._scaling = Autoscaler(
             config.environment, config.orchestrator, alive_now, DecisionLog(path), resumed
         )
+
+    def _keep_given_up(self, earlier: Supervision | None) -> None:
+        """Keep the workers that an earlier life gave up, and the pauses before they are replaced."""
+        if earlier is None:
+            return
+        lives = _lives(earlier)
+        for one in earlier.workers:
+            if one.phase == Phase.FATAL and one.env in self._replacements:
+                log = str(self._layout.log(one.worker))
+                spec = ProcessSpec(name=one.worker, role=Role.WORKER, argv=(), log=log, kind=one.env)
+                self._workers.keep_fatal(spec, one.since, one.reason, lives[one.worker])
+        for record in earlier.environments:
+            if record.env in self._replacements:
+                self._replacements[record.env].resume(record.failed_at, record.pause_s)
 
     def _end_unknown(self, known: set[str]) -> None:
         """End workers of this run without an identity on file: their orchestrator was killed before it wrote one."""
@@ -352,7 +369,13 @@ class Orchestrator:
             replaced.update(replacement.due)
         self._state.learned(
             tuple(
-                EnvironmentRecord(env=env, proven=self._workers.is_proven(env), starts=table.starts)
+                EnvironmentRecord(
+                    env=env,
+                    proven=self._workers.is_proven(env),
+                    starts=table.starts,
+                    failed_at=self._replacements[env].failed_at,
+                    pause_s=self._replacements[env].pause_s,
+                )
                 for env, table in self._tables.items()
             ),
             replaced,
@@ -462,7 +485,12 @@ class Orchestrator:
 def _lives(earlier: Supervision | None) -> dict[str, EarlierLife]:
     """Return what an earlier orchestrator knew of each worker."""
     workers = earlier.workers if earlier is not None else ()
-    return {one.worker: EarlierLife(one.ready, one.was_ready, one.crashes) for one in workers}
+    return {
+        one.worker: EarlierLife(
+            one.ready, one.was_ready, one.crashes, math.inf if one.born is None else one.born
+        )
+        for one in workers
+    }
 
 
 def _ladder(limits: OrchestratorConfig, deadline_s: float) -> Ladder:

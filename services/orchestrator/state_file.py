@@ -163,6 +163,7 @@ class StateFile:
             last_lines=self._last_lines(view),
             ready=view.ready_at is not None,
             was_ready=view.was_ready,
+            born=view.born,
             ends=view.ends,
         )
 

@@ -175,11 +175,12 @@ class ProcessView:
 
 @dataclass(frozen=True, slots=True)
 class EarlierLife:
-    """What an earlier supervisor knew of a process: was it ready, now or before, and its crashes in a row."""
+    """What an earlier supervisor knew of a process: was it ready, now or before, its crashes in a row, its birth."""
 
     ready: bool = False
     was_ready: bool = False
     crashes: int = 0
+    born: float = math.inf
 
 
 @dataclass(slots=True)
@@ -256,10 +257,17 @@ class SupervisorCore:
     def adopt(self, spec: ProcessSpec, now: float, earlier: EarlierLife = EarlierLife()) -> None:
         """Supervise a process that already runs."""
         slot = self._open(spec, Phase.RUNNING, now)
-        slot.starts, slot.adopted = 1, True
+        slot.starts, slot.adopted, slot.born = 1, True, min(earlier.born, now)
         slot.ready_at = now if earlier.ready else None
         slot.was_ready = earlier.ready or earlier.was_ready
         slot.crashes = min(earlier.crashes, self._backoff.crash_limit - 1)
+
+    def keep_fatal(self, spec: ProcessSpec, since: float, reason: str, earlier: EarlierLife) -> None:
+        """Remember a process that an earlier supervisor gave up at that time."""
+        slot = self._open(spec, Phase.FATAL, since)
+        slot.starts, slot.reason, slot.doomed = 1, reason, reason
+        slot.born, slot.was_ready = min(earlier.born, since), earlier.was_ready
+        slot.crashes = min(earlier.crashes, self._backoff.crash_limit)
 
     def ready(self, name: str, now: float, silent_s: float = 0.0) -> None:
         """Record that a running process is ready; repeat it, since after `stable_s` its crashes are forgotten.

@@ -8,9 +8,10 @@ A given-up worker holds no process, but nobody is started in its place at once: 
 
 The pause is `FIRST_S`. It doubles up to `LONGEST_S` each time a worker that was started after the last failure is given
 up as well, and starts anew once such a worker has been ready for `stable_s`. A restart by an operator ends it: one is
-tried at once.
+tried at once. The next orchestrator continues it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -37,6 +38,21 @@ class Replacement:
         self._pause_s = 0.0
         self._is_limited = False
         self._due: dict[str, float] = {}
+
+    def resume(self, failed_at: float | None, pause_s: float) -> None:
+        """Continue after the last failure that an earlier orchestrator saw, and its pause."""
+        self._failed_at = float("-inf") if failed_at is None else failed_at
+        self._pause_s = pause_s
+
+    @property
+    def failed_at(self) -> float | None:
+        """Return the time of the last failure; None without one."""
+        return None if math.isinf(self._failed_at) else self._failed_at
+
+    @property
+    def pause_s(self) -> float:
+        """Return the pause after it."""
+        return self._pause_s
 
     @property
     def due(self) -> Mapping[str, float]:

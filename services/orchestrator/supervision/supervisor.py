@@ -147,6 +147,13 @@ class Supervisor:
         self._advance()
         return adopted
 
+    def keep_fatal(
+        self, spec: ProcessSpec, since: float, reason: str, earlier: EarlierLife = EarlierLife()
+    ) -> None:
+        """Show a process that an earlier supervisor gave up, since when and why; it is not started."""
+        self._core.keep_fatal(spec, since, reason, earlier)
+        self._advance()
+
     def ready(self, name: str, silent_s: float) -> None:
         """Record that a process is ready, and heard last so many seconds ago; repeat it while it is."""
         self._core.ready(name, time.monotonic(), silent_s)

@@ -114,12 +114,48 @@ async def test_a_restart_of_one_that_was_given_up_does_not_wait_for_its_pause(
         gone.touch()
         for pid in living(layout).values():
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: any(one.due for one in known(layout).workers if one.phase == "fatal"))
+        # The orchestrator remembers one of them: only one place may be taken until the next is ready.
+        await until(lambda: [one.due is not None for one in known(layout).workers] == [True])
         gone.unlink()
-        given_up = next(one.worker for one in known(layout).workers if one.phase == "fatal")
-        fake.restarts = (RestartWorker(worker=given_up, order="o1"),)
+        fake.restarts = (RestartWorker(worker=known(layout).workers[0].worker, order="o1"),)
         await until(lambda: len(living(layout)) == 2)
         assert known(layout).restarts["o1"].done
+
+
+async def test_the_next_orchestrator_keeps_who_was_given_up_and_the_pause(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacement, "FIRST_S", 3600.0)
+    layout, gone = RunLayout(run_dir), tmp_path / "gone"
+    settings, code = config(crash_limit=2), failing_while(gone)
+
+    def given_up() -> list[tuple[str, str, float, float | None]]:
+        return [
+            (one.worker, one.reason, one.since, one.due)
+            for one in known(layout).workers
+            if one.phase == "fatal"
+        ]
+
+    async with broker(layout) as fake:
+        async with orchestrator(layout, settings, code):
+            fake.wanted = {"env": 2}
+            fake.produced = 1
+            await until(lambda: proven(layout) and len(living(layout)) == 2)
+            gone.touch()
+            for pid in living(layout).values():
+                os.kill(pid, signal.SIGKILL)
+            # One is enough to tell why: only one place may be taken until the next is ready.
+            await until(lambda: len(given_up()) == 1 and given_up()[0][-1] is not None)
+            before = given_up()
+        gone.unlink()
+        async with orchestrator(layout, settings, code):
+            await until(lambda: not known(layout).over and known(layout).targets != ())
+            await until(lambda: "given_up: workers were" in known(layout).targets[0].reason)
+            assert given_up() == before
+            assert living(layout) == {}
+            fake.restarts = (RestartWorker(worker=before[0][0], order="o1"),)
+            await until(lambda: len(living(layout)) == 2)
+            assert sorted(living(layout)) == ["env-2", "env-3"], "the names of the earlier ones are taken"
 
 
 async def test_one_that_was_given_up_is_replaced_beside_the_others(

@@ -444,6 +444,23 @@ def test_an_adopted_process_that_was_ready_is_ready(core: SupervisorCore) -> Non
     assert (view.phase, view.crashes, view.was_ready) == (Phase.WAITING, 0, True)
 
 
+def test_an_adopted_process_is_as_old_as_its_supervision(core: SupervisorCore) -> None:
+    core.adopt(spec(kind="e"), 50.0, EarlierLife(ready=True, born=3.0))
+    assert core.views()["w"].born == 3.0
+
+
+def test_a_process_that_was_given_up_earlier_stays_so(core: SupervisorCore) -> None:
+    core.keep_fatal(spec(kind="e"), 40.0, "crashed 4 times", EarlierLife(was_ready=True, crashes=4, born=3.0))
+    core.validate()
+    assert core.tick(1000.0) == []
+    view = core.views()["w"]
+    assert (view.phase, view.since, view.reason, view.crashes, view.born, view.failing) == (
+        *(Phase.FATAL, 40.0, "crashed 4 times", 4, 3.0, True),
+    )
+    core.forget("w")
+    assert core.views() == {}
+
+
 TERM = term_ladder(5.0)
 
 

@@ -130,6 +130,23 @@ def test_old_workers_that_stay_well_do_not_make_failing_replacements_look_well(
     assert replacement.due == {"e-2": 120.0 + 2 * FIRST_S}
 
 
+def test_the_next_orchestrator_continues_the_pause(replacement: Replacement) -> None:
+    """Those that it adopts were there before the failure: that they are ready is no recovery."""
+    replacement.look([ready(0), fatal(1, 100.0)], 100.0, proven=True)
+    replacement.look([ready(0), fatal(2, 120.0, born=110.0)], 120.0, proven=True)
+    assert (replacement.failed_at, replacement.pause_s) == (120.0, 2 * FIRST_S)
+    resumed = Replacement(STABLE_S)
+    resumed.resume(replacement.failed_at, replacement.pause_s)
+    adopted = ready(0, at=121.0)
+    crew = [adopted, fatal(2, 120.0, born=110.0)]
+    assert resumed.look(crew, 121.0 + STABLE_S, proven=True) == []
+    assert resumed.due == {"e-2": 140.0}
+    assert resumed.look(crew, 140.0, proven=True) == ["e-2"]
+    new = Replacement(STABLE_S)
+    new.resume(None, 0.0)
+    assert (new.failed_at, new.pause_s) == (None, 0.0)
+
+
 def test_an_ordered_restart_ends_the_pause_without_a_ready_worker(replacement: Replacement) -> None:
     crew = [fatal(0, 100.0), fatal(1, 101.0)]
     assert replacement.look(crew, 101.0, proven=True) == []
