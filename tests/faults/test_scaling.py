@@ -99,7 +99,8 @@ def test_workers_are_kept_over_pauses_shorter_than_a_start(staffed: Staffed, run
         seen = [one for one in decisions(layout) if began <= one.now <= ended]
         assert seen[-1].sample.crew.start_s >= start_s
         assert moves(seen) <= 3
-        assert min(one.decision.target for one in seen) >= needed - 1
+        starved_s = seen[-1].sample.starved_s - seen[0].sample.starved_s
+        assert starved_s <= 0.2 * (ended - began)
 
 
 @pytest.mark.extended
@@ -130,11 +131,15 @@ def test_a_budget_keeps_the_weights_of_groups(staffed: Staffed, run_dir: Path) -
 def test_a_large_first_batch_is_not_rushed_at(staffed: Staffed, run_dir: Path) -> None:
     """Sixteen workers would make the first batch within 15 s; how soon the second one is wanted is unknown."""
     batch = int(16 * 15.0 * pace(0.25)) // GROUP * GROUP
-    about = {"e": slow(0.25, max_workers=30), "batch": batch, "broker": {"high_groups": 4 * batch}}
+    about = {
+        "e": slow(0.25, min_workers=2, max_workers=30),
+        "batch": batch,
+        "broker": {"high_groups": 4 * batch},
+    }
     layout = RunLayout(run_dir)
     with (
         staffed(**about, orchestrator={"tick_s": TICK_S}),
         PacedTrainer(run_dir, batch, batch / 60.0) as trainer,
     ):
         wait_until(lambda: trainer.pulled, "the first batch")
-        assert 2 <= peak(decisions(layout)) <= 8
+        assert 2 < peak(decisions(layout)) <= 8
