@@ -17,6 +17,8 @@ therefore either slow or unstable. This one divides two measured rates, and the 
                                   workers that wait most of their time were never measured: scale down to the
                                   number that surely suffices
     the trainer starves           scale up at once, and no scale-down for the window
+    the trainer consumes an epoch
+      at once, then nothing       its demand is the mean of such cycles, while the queue lasts: see `cycles`
     want above target             scale up, once all updates of `confirm_up_s` agree, by a bounded step; a large step
                                   waits while the queue lasts for longer than a start: it may be a burst
     peak want of the window
@@ -43,6 +45,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
+from rolloutmq.services.orchestrator.autoscaling.cycles import DemandCycles
 from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample
 
@@ -67,6 +70,8 @@ LEAST_AVAILABLE: Final = 0.2
 """Availability below which more workers would not help: nearly all of them crash all the time."""
 EMPTY: Final = 1.0
 """Batches in the queue below which a waiting trainer waits for workers."""
+SPARE: Final = 1.05
+"""Factor on the mean demand of cycles, so that the queue fills up."""
 STARVED_PART: Final = 0.5
 """Part of the last seconds that a starving trainer waits."""
 FULL_PART: Final = 0.2
@@ -88,6 +93,7 @@ class ControllerState:
 
     target: int
     rates: DemandEstimator = field(default_factory=DemandEstimator)
+    cycles: DemandCycles = field(default_factory=DemandCycles)
     news: tuple[int, int] = (-1, -1)
     """Epoch and number of the last pressure message."""
     at: float = -math.inf
@@ -171,14 +177,19 @@ class PressureController:
             change = (sample.pressure - state.level) / elapsed
             new = 1.0 - math.exp(-elapsed / self.scaling.derivative_filter_s)
             slope = state.slope + (change - state.slope) * new
+        cycles = state.cycles if sample.epoch == state.news[0] else DemandCycles()
+        if sample.trainers and not rates.away:
+            cycles = cycles.looked(now, sample.eaten, rates.demand, is_full=rates.idle > FULL_PART)
         news = sample.epoch, sample.number
-        return replace(state, news=news, rates=rates, level=sample.pressure, slope=slope)
+        return replace(state, news=news, rates=rates, cycles=cycles, level=sample.pressure, slope=slope)
 
     def _want(self, state: ControllerState, sample: PressureSample) -> float | None:
         """Return the number of workers needed, as a real number; None while the rates are unknown."""
         demand, per_worker = state.rates.demand, state.rates.per_worker
         if demand is None or per_worker is None:
             return None
+        if (steady := self._steady(state, sample, demand)) is not None:
+            demand = steady
         need = demand / per_worker
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
         band = self._band(need)
@@ -186,6 +197,17 @@ class PressureController:
         available = max(state.rates.available, LEAST_AVAILABLE)
         # Some more, since at times fewer are ready than on average.
         return (want + math.sqrt(want * (1.0 - available))) / available
+
+    def _steady(self, state: ControllerState, sample: PressureSample, demand: float) -> float | None:
+        """Return the mean demand of a trainer that consumes an epoch at once, if that fills the queue in time."""
+        cycles = state.cycles
+        if not cycles.is_known:
+            return None
+        mean = SPARE * cycles.mean
+        if not cycles.is_burst:
+            return mean if mean > demand and not cycles.filled else None
+        spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
+        return mean if mean < demand and spare >= cycles.left > 0 else None
 
     def _window_s(self, state: ControllerState) -> float:
         """Return the time for which the peak want counts: a worker sent away too early costs a start."""
@@ -197,6 +219,8 @@ class PressureController:
     def _error(self, state: ControllerState, sample: PressureSample) -> float:
         """Return the sequences missing from the queue; negative if it exceeds twice its setpoint."""
         setpoint = self.scaling.setpoint_batches
+        if state.cycles.is_known and sample.pressure > setpoint:
+            return 0.0  # the queue holds the next burst
         pressure = max(0.0, sample.pressure + self.scaling.derivative_s * state.slope)
         if pressure > setpoint:
             return min(0.0, 2.0 * setpoint - pressure) * sample.batch_sequences
@@ -237,7 +261,7 @@ class PressureController:
         self, state: ControllerState, sample: PressureSample, want: float, now: float
     ) -> tuple[ControllerState, Decision]:
         state = self._remember(state, want, now)
-        target, (limit, bound), why = state.target, self._limit(sample), _why(state, sample, want)
+        target, (limit, bound), why = state.target, self._limit(sample), self._why(state, sample, want)
         starving = self._starving(state, sample)
         if starving:
             state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
@@ -279,10 +303,10 @@ class PressureController:
         reach = sample.server.reach
         if target >= reach:
             return self._hold(state, f"{why}; at most {reach} until their throughput is measured")
+        state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
         is_large = wanted - target > LARGE_STEP * target
         if is_large and not at_once and (lasts := self._lasts(state, sample)):
-            return self._hold(state, f"{why}; {lasts}")
-        state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
+            return state, Decision(target, f"hold: {why}; {lasts}")
         if now - state.up_since < scaling.confirm_up_s and not at_once:
             return state, Decision(target, f"{why}; not confirmed yet")
         since, base = state.up_from
@@ -365,6 +389,15 @@ class PressureController:
         most = demand / least
         return math.ceil(most - ROUND) if state.target - most >= self._band(state.target) else None
 
+    def _why(self, state: ControllerState, sample: PressureSample, want: float) -> str:
+        demand, per_worker = state.rates.demand or 0.0, state.rates.per_worker or 0.0
+        steady = self._steady(state, sample, demand)
+        mean = "" if steady is None else f", {steady:.1f}/s as the mean of its cycles"
+        return (
+            f"want {want:.1f}: demand {demand:.1f}/s{mean}, per worker {per_worker:.2f}/s, "
+            f"pressure {sample.pressure:.2f}"
+        )
+
     @staticmethod
     def _starving(state: ControllerState, sample: PressureSample) -> bool:
         return sample.pressure < EMPTY and state.rates.starved > STARVED_PART
@@ -397,14 +430,6 @@ class PressureController:
 
 def _unsure(state: ControllerState) -> ControllerState:
     return replace(state, up_since=math.inf, down_since=math.inf)
-
-
-def _why(state: ControllerState, sample: PressureSample, want: float) -> str:
-    rates = state.rates
-    return (
-        f"want {want:.1f}: demand {rates.demand or 0.0:.1f}/s, per worker {rates.per_worker or 0.0:.2f}/s, "
-        f"pressure {sample.pressure:.2f}"
-    )
 
 
 def _bounded(sample: PressureSample, limit: int, bound: str) -> str:

@@ -149,7 +149,7 @@ class SaturationDetector:
 
     def looked(self, uses: Sequence[ServerUse], engines: int, now: float) -> "SaturationDetector":
         """Return the state after one more sample."""
-        new = self if engines == self.engines else self._with_engines(engines)
+        new = self if engines == self.engines else self._with_engines(engines, now)
         if new.capacity and math.isinf(new.until):
             new = replace(new, until=now + new.hold_s)
         size = new._size(uses)
@@ -170,7 +170,7 @@ class SaturationDetector:
         reach = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
         return ServerLimit(
             max(1, most) if most else 0,
-            max(FEW, math.floor(reach + 1e-9)),
+            max(FEW, math.floor(reach + 1e-9), most),
             self._is_slow(use, uses),
             self.capacity,
             self.proven,
@@ -208,11 +208,15 @@ class SaturationDetector:
         wants = [(self.bests.get(one.env) or one.pace or 0.0) * (one.want or one.workers) for one in uses]
         return divide(size, [one.weight for one in uses], wants)[uses.index(use)]
 
-    def _with_engines(self, engines: int) -> "SaturationDetector":
-        """Forget the capacity, but not how fast a worker is alone."""
+    def _with_engines(self, engines: int, now: float) -> "SaturationDetector":
+        """Expect of more engines what each of the present ones can feed; of fewer, measure it anew."""
         if not self.engines:
             return replace(self, engines=engines)
-        return SaturationDetector(engines=engines, bests=self.bests, proven=self.proven, top=self.top)
+        new = SaturationDetector(engines=engines, bests=self.bests, proven=self.proven, top=self.top)
+        known = self.known or self.capacity
+        if not known or engines < self.engines:
+            return new
+        return replace(new, capacity=known * engines / self.engines, until=now + FIRST_HOLD_S)
 
     def _measured(self, uses: Sequence[ServerUse], now: float) -> _Measured | None:
         """Return the measurement since its beginning; None while it tells too little."""

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-WINDOWS: Final = ((4.0, 2), (8.0, 3))
-"""Short windows, the shortest first: so much time without waits, and so many settlements."""
+CHANGED, LARGE = 0.15, 0.6
+"""Relative difference of the windows that counts as a change, and that of the shortest one: two settlements vary."""
+WINDOWS: Final = ((1.5, 2, LARGE), (4.0, 2, CHANGED), (8.0, 3, CHANGED))
+"""Short windows, the shortest first: so much time without waits, so many settlements, and such a change."""
 LONE_S: Final = 10.0
 """A settlement that took this long is a short window by itself: its time was measured precisely."""
 LONG_S, LONG_STEPS = 10.0, 4
@@ -22,8 +24,6 @@ GRAIN: Final = 1.0
 """Samples by which the ends of a window are uncertain."""
 KEPT: Final = 64
 """Settlements remembered."""
-CHANGED: Final = 0.15
-"""Relative difference of the windows that counts as a change."""
 PAUSE, PAUSE_S = 3.0, 4.0
 """Factor on the usual time, and seconds beyond it, from which a settlement includes a pause."""
 LATE: Final = 1.5
@@ -55,9 +55,9 @@ class Settlements:
             return replace(self, last=last, pace=sequences / max(awake_s, 1e-3))
         sound = _without_pauses(last, long)
         usual = _window(sound, LONG_S, LONG_STEPS)
-        for least_s, least in WINDOWS:
+        for least_s, least, changed in WINDOWS:
             short = _window(sound, least_s, least, LONE_S)
-            spread = CHANGED + GRAIN * max(one.grain_s for one in short) / _awake_s(short)
+            spread = changed + GRAIN * max(one.grain_s for one in short) / _awake_s(short)
             if abs(_pace(short) / _pace(usual) - 1.0) > spread:
                 return replace(self, last=tuple(reversed(short)), pace=_pace(short))
         return replace(self, last=last, pace=_pace(usual))

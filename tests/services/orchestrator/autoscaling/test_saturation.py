@@ -154,12 +154,36 @@ def test_a_server_that_became_faster_is_noticed() -> None:
     assert number > 2 * found
 
 
-def test_another_engine_is_another_capacity() -> None:
+def test_another_engine_is_expected_to_feed_as_many_as_the_first() -> None:
     site = Site(shared=40.0)
     site.run(SHOWN_S, a=15)
-    assert site.run(SHOWN_S, a=28)["a"].most
+    found = site.run(SHOWN_S, a=28)["a"].most
     site.engines, site.shared = 2, 80.0
     limit = site.run(1, a=21)["a"]
+    assert 20 <= found <= 21
+    assert limit.best == pytest.approx(2.0)
+    assert limit.most == limit.reach == 2 * found
+    assert site.run(SURE, a=limit.most)["a"].most == limit.most
+
+
+def test_an_engine_that_feeds_more_than_expected_is_noticed() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    site.engines, site.shared = 2, 120.0
+    number = expected = site.run(1, a=21)["a"].most
+    for _ in range(8):
+        number = site.run(int(FIRST_HOLD_S) if number == expected else SURE, a=number)["a"].most
+    assert number >= expected + 10
+
+
+def test_fewer_engines_are_measured_anew() -> None:
+    site = Site(shared=80.0)
+    site.engines = 2
+    site.run(SHOWN_S, a=28)
+    assert site.run(SHOWN_S, a=50)["a"].most
+    site.engines, site.shared = 1, 40.0
+    limit = site.run(1, a=42)["a"]
     assert not limit.most
     assert limit.best == pytest.approx(2.0)
 

@@ -1,0 +1,90 @@
+"""A trainer that consumes an epoch at once and then nothing for a while: what one cycle consumes. Pure.
+
+Workers for the peak of such a demand would start when it is nearly over, and wait until the next. If the queue can hold
+an epoch, workers for the mean of a cycle suffice: they fill the queue between two bursts.
+
+    burst    from a demand above `HIGH` times the mean, until one below `LOW` times of it
+    cycle    from the beginning of a burst to that of the next
+
+Two whole cycles must have been seen, and they count until a third is overdue. A demand that changes once, or by less,
+is no cycle.
+"""
+
+import math
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+HIGH, LOW = 2.0, 0.5
+"""Factors on the mean demand at which a burst begins, and ends."""
+CYCLES: Final = 2
+"""Whole cycles from which the mean is known."""
+OVERDUE: Final = 2.0
+"""Factor on the longest cycle after which a burst that did not come ends the knowledge."""
+
+
+class Burst(msgspec.Struct, frozen=True):
+    """A burst: when it began, the sequences consumed until then, and those it consumed itself."""
+
+    at: float
+    eaten: int
+    size: int = 0
+
+
+class DemandCycles(msgspec.Struct, frozen=True):
+    """The last bursts, oldest first; the last one may go on."""
+
+    bursts: tuple[Burst, ...] = ()
+    is_burst: bool = False
+    since: tuple[float, int] = (-math.inf, 0)
+    """Time of the first sample, and the sequences consumed until then."""
+    filled: bool = False
+    """The queue has been full since the last burst began."""
+
+    def looked(self, now: float, eaten: int, demand: float | None, *, is_full: bool) -> "DemandCycles":
+        """Return the cycles with one more sample.
+
+        Args:
+            now: Time in seconds.
+            eaten: Sequences consumed so far; fewer than before begin anew.
+            demand: Sequences per second; None while unknown.
+            is_full: The workers wait, since the queue is at one of its limits.
+        """
+        if not self.since[1] <= eaten or math.isinf(self.since[0]):
+            return DemandCycles(since=(now, eaten))
+        new = self if self.filled or not is_full else replace(self, filled=True)
+        if new.is_known and now - new.bursts[-1].at > OVERDUE * max(new._lengths_s):
+            return DemandCycles(since=(now, eaten))
+        since, before = (new.bursts[0].at, new.bursts[0].eaten) if new.is_known else new.since
+        if demand is None or now <= since:
+            return new
+        mean = (eaten - before) / (now - since)
+        if new.is_burst:
+            last = replace(new.bursts[-1], size=eaten - new.bursts[-1].eaten)
+            return replace(new, bursts=(*new.bursts[:-1], last), is_burst=demand >= LOW * mean)
+        if demand <= HIGH * mean:
+            return new
+        bursts = (*new.bursts[-CYCLES:], Burst(now, eaten))
+        return replace(new, bursts=bursts, is_burst=True, filled=is_full)
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether enough whole cycles have been seen."""
+        return len(self.bursts) > CYCLES
+
+    @property
+    def mean(self) -> float:
+        """Return the sequences per second of the last whole cycles; they must be known."""
+        first, last = self.bursts[0], self.bursts[-1]
+        return (last.eaten - first.eaten) / (last.at - first.at)
+
+    @property
+    def left(self) -> int:
+        """Return the sequences that the present burst may still consume: as many as the larger one of the last."""
+        largest = max(one.size for one in self.bursts[:-1])
+        return max(0, largest - self.bursts[-1].size) if self.is_burst else 0
+
+    @property
+    def _lengths_s(self) -> list[float]:
+        return [late.at - early.at for early, late in zip(self.bursts, self.bursts[1:], strict=False)]
