@@ -48,6 +48,7 @@ from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.autoscaling.cycles import DemandCycles
 from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample
+from rolloutmq.services.orchestrator.autoscaling.trend import DemandTrend
 
 INFERENCE_BOUND: Final = "inference_bound"
 """Bound reported when the workers share a saturated server."""
@@ -72,6 +73,12 @@ EMPTY: Final = 1.0
 """Batches in the queue below which a waiting trainer waits for workers."""
 SPARE: Final = 1.05
 """Factor on the mean demand of cycles, so that the queue fills up."""
+TREND_S, TREND_STEPS = 30.0, 8.0
+"""Time in which a demand must rise to be expected to go on, in seconds and in trainer steps; or one start."""
+SEEN_LATE_S: Final = 5.0
+"""Age of the measured demand: it is a mean of about twice of that."""
+MOST_AHEAD: Final = 0.25
+"""Most that is expected beyond the demand of now, relative to it."""
 STARVED_PART: Final = 0.5
 """Part of the last seconds that a starving trainer waits."""
 FULL_PART: Final = 0.2
@@ -94,6 +101,7 @@ class ControllerState:
     target: int
     rates: DemandEstimator = field(default_factory=DemandEstimator)
     cycles: DemandCycles = field(default_factory=DemandCycles)
+    trend: DemandTrend = field(default_factory=DemandTrend)
     news: tuple[int, int] = (-1, -1)
     """Epoch and number of the last pressure message."""
     at: float = -math.inf
@@ -180,8 +188,10 @@ class PressureController:
         cycles = state.cycles if sample.epoch == state.news[0] else DemandCycles()
         if sample.trainers and not rates.away:
             cycles = cycles.looked(now, sample.eaten, rates.demand, is_full=rates.idle > FULL_PART)
+        trend = state.trend.looked(now, rates.demand, self._trend_s(state))
         news = sample.epoch, sample.number
-        return replace(state, news=news, rates=rates, cycles=cycles, level=sample.pressure, slope=slope)
+        state = replace(state, news=news, rates=rates, cycles=cycles, trend=trend)
+        return replace(state, level=sample.pressure, slope=slope)
 
     def _want(self, state: ControllerState, sample: PressureSample) -> float | None:
         """Return the number of workers needed, as a real number; None while the rates are unknown."""
@@ -190,6 +200,8 @@ class PressureController:
             return None
         if (steady := self._steady(state, sample, demand)) is not None:
             demand = steady
+        else:
+            demand += self._ahead(state, demand)
         need = demand / per_worker
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
         band = self._band(need)
@@ -209,9 +221,23 @@ class PressureController:
         spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
         return mean if mean < demand and spare >= cycles.left > 0 else None
 
+    @staticmethod
+    def _trend_s(state: ControllerState) -> float:
+        return max(TREND_S, state.start_s, TREND_STEPS * state.rates.step_s)
+
+    def _ahead(self, state: ControllerState, demand: float) -> float:
+        """Return what a rising demand will have risen by when workers that start now deliver."""
+        rise_per_s = state.trend.rise_per_s(self._trend_s(state))
+        return min(rise_per_s * (state.start_s + state.rates.rollout_s + SEEN_LATE_S), MOST_AHEAD * demand)
+
     def _window_s(self, state: ControllerState) -> float:
         """Return the time for which the peak want counts: a worker sent away too early costs a start."""
+        if state.cycles.rests_s > self._lead_s(state):
+            return self.scaling.confirm_down_s
         return max(self.scaling.down_window_s, state.start_s)
+
+    def _calm_from(self, state: ControllerState) -> float:
+        return state.calm_from if self._window_s(state) > self.scaling.confirm_down_s else -math.inf
 
     def _band(self, workers: float) -> float:
         return max(WHOLE, self.scaling.band_part * workers)
@@ -275,7 +301,7 @@ class PressureController:
             return self._up(state, sample, wanted, why, now, at_once=starving)
         most = state.wants[0][1]
         last = target == 1 and most <= ROUND and sample.pressure >= self.scaling.setpoint_batches
-        if (target - most >= band or last) and now >= state.calm_from:
+        if (target - most >= band or last) and now >= self._calm_from(state):
             return self._down(state, math.ceil(most - ROUND), why, now)
         return self._hold(state, why)
 
@@ -323,10 +349,15 @@ class PressureController:
         demand, per_worker = state.rates.demand or 0.0, state.rates.per_worker or 0.0
         missing = demand - sample.crew.ready * per_worker
         spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
-        lead_s = LEAD_STARTS * state.start_s + state.rates.rollout_s + LEAD_S
+        lead_s = self._lead_s(state)
         if missing <= 0.0 or spare < missing * lead_s:
             return ""
         return f"the queue lasts {spare / missing:.0f} s, and a new worker takes {lead_s:.0f} s"
+
+    @staticmethod
+    def _lead_s(state: ControllerState) -> float:
+        """Return the time before workers are needed at which they must start."""
+        return LEAD_STARTS * state.start_s + state.rates.rollout_s + LEAD_S
 
     @staticmethod
     def _proven(sample: PressureSample) -> int:

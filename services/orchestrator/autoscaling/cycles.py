@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-HIGH, LOW = 2.0, 0.5
+HIGH, LOW = 1.5, 0.75
 """Factors on the mean demand at which a burst begins, and ends."""
 CYCLES: Final = 2
 """Whole cycles from which the mean is known."""
@@ -37,6 +37,8 @@ class DemandCycles(msgspec.Struct, frozen=True):
 
     bursts: tuple[Burst, ...] = ()
     is_burst: bool = False
+    at: float = -math.inf
+    """Time of the last sample."""
     since: tuple[float, int] = (-math.inf, 0)
     """Time of the first sample, and the sequences consumed until then."""
     filled: bool = False
@@ -52,10 +54,10 @@ class DemandCycles(msgspec.Struct, frozen=True):
             is_full: The workers wait, since the queue is at one of its limits.
         """
         if not self.since[1] <= eaten or math.isinf(self.since[0]):
-            return DemandCycles(since=(now, eaten))
-        new = self if self.filled or not is_full else replace(self, filled=True)
+            return DemandCycles(at=now, since=(now, eaten))
+        new = replace(self, at=now, filled=self.filled or is_full)
         if new.is_known and now - new.bursts[-1].at > OVERDUE * max(new._lengths_s):
-            return DemandCycles(since=(now, eaten))
+            return DemandCycles(at=now, since=(now, eaten))
         since, before = (new.bursts[0].at, new.bursts[0].eaten) if new.is_known else new.since
         if demand is None or now <= since:
             return new
@@ -84,6 +86,13 @@ class DemandCycles(msgspec.Struct, frozen=True):
         """Return the sequences that the present burst may still consume: as many as the larger one of the last."""
         largest = max(one.size for one in self.bursts[:-1])
         return max(0, largest - self.bursts[-1].size) if self.is_burst else 0
+
+    @property
+    def rests_s(self) -> float:
+        """Return the time until the next burst, if it comes as soon as the shortest of the last; else 0."""
+        if not self.is_known or self.is_burst:
+            return 0.0
+        return max(0.0, self.bursts[-1].at + min(self._lengths_s) - self.at)
 
     @property
     def _lengths_s(self) -> list[float]:

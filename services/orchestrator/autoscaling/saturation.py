@@ -60,6 +60,12 @@ FOLLOWS: Final = 0.25
 """Weight of a new measurement in the baseline."""
 FOLLOWS_PER_S: Final = 0.0004
 """Part by which the baseline may fall in a second."""
+ENOUGH, ENOUGH_PART = 0.95, 0.03
+"""Throughput relative to the demand, and waiting part of the trainer's time, up to which it has enough."""
+LONGER: Final = 1.6
+"""Factor by which rollouts may seem to become longer before a growth is tested with fewer workers."""
+TESTED: Final = 0.79
+"""Largest size to scale back to, relative to the present one, so that the throughputs can be told apart."""
 LOST: Final = 0.95
 """Throughput after scaling back, relative to that before, from which the capacity is not too low."""
 
@@ -81,6 +87,8 @@ class ServerUse:
         weight: Its share, relative to the others.
         want: Workers it wants; None while unknown.
         available: Part of their time in which its workers are ready; the others crashed and start again.
+        demand: Sequences per second the trainer would consume; None while unknown.
+        starved_s: Time in which the trainer waited, in total.
     """
 
     env: str
@@ -95,16 +103,19 @@ class ServerUse:
     weight: float = 1.0
     want: float | None = None
     available: float = 1.0
+    demand: float | None = None
+    starved_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """One measurement: paces by environment, size and throughput."""
+    """One measurement: paces by environment, size and throughput, and whether the trainer got what it demands."""
 
     paces: Mapping[str, float]
     size: float
     total: float
     is_sure: bool
+    is_enough: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,8 @@ class SaturationDetector:
     """Throughput before scaling back to the capacity; 0 once the result is known."""
     above: float = 0.0
     """Size that made it; during a probe, the size before it."""
+    longer: float = 1.0
+    """Factor by which rollouts seem to have become longer since that was last tested."""
     doubted: bool = False
     """The last measurement differed clearly from the baseline, and may have begun before the change."""
     size: float = 0.0
@@ -245,7 +258,19 @@ class SaturationDetector:
             total += workers * paces[one.env]
         if groups < (few if is_slow else GROUPS) or not paces:
             return None
-        return _Measured(paces, size, total, groups >= SURE_GROUPS and took_s >= SURE_S)
+        is_sure = groups >= SURE_GROUPS and took_s >= SURE_S
+        return _Measured(paces, size, total, is_sure, self._is_enough(uses, total, took_s))
+
+    def _is_enough(self, uses: Sequence[ServerUse], total: float, took_s: float) -> bool:
+        demands = [one.demand for one in uses]
+        starved_s = max(
+            one.starved_s - self.begun[one.env].starved_s for one in uses if one.env in self.begun
+        )
+        return (
+            None not in demands
+            and total >= ENOUGH * sum(one or 0.0 for one in demands)
+            and starved_s <= ENOUGH_PART * took_s
+        )
 
     def _judged(self, seen: _Measured, uses: Sequence[ServerUse], now: float) -> "SaturationDetector":
         begun = {one.env: one for one in uses if one.workers}
@@ -266,7 +291,12 @@ class SaturationDetector:
             if seen.total < KEPT * self.top:
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
                 return new._based(seen)
-            return new._found(ROOM * seen.total, seen, now)
+            if not seen.is_enough:
+                return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
+            # They make what is demanded: it seems that rollouts became longer.
+            return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
+        if self.longer >= LONGER and seen.size > MORE * self.proven:
+            return replace(new._based(seen)._found(TESTED * seen.total, seen, now), longer=1.0)
         return new._followed(seen, now - self.since)
 
     def _fits(self, uses: Sequence[ServerUse]) -> float:
@@ -307,10 +337,10 @@ class SaturationDetector:
             return replace(new._based(seen), capacity=0.0, made=0.0)  # it dropped: no saturation
         if not seen.is_sure:
             return self
-        if seen.total < LOST * self.made:  # the baseline was too high
-            slower = {env: best * LOST for env, best in new.bests.items()}
-            return replace(new, bests=slower, made=0.0)
-        return replace(new, made=0.0)
+        new = replace(new, capacity=max(self.capacity, min(ROOM * self.made, self.above)), made=0.0)
+        if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
+            return replace(new, bests={env: best * LOST for env, best in new.bests.items()})
+        return new
 
     def _based(self, seen: _Measured) -> "SaturationDetector":
         """Take a measurement as the new baseline."""
@@ -341,7 +371,8 @@ class SaturationDetector:
             }
         bests = {env: best * changes.get(env, 1.0) for env, best in self.bests.items()}
         change = sum(bests[env] for env in seen.paces) / sum(self.bests[env] for env in seen.paces)
-        return replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
+        new = replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
+        return new if clearly else replace(new, longer=max(1.0, self.longer / change))
 
     def _found(self, capacity: float, seen: _Measured, now: float) -> "SaturationDetector":
         held = min(self.hold_s, LONGEST_HOLD_S)

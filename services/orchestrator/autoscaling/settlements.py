@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-CHANGED, LARGE = 0.15, 0.6
-"""Relative difference of the windows that counts as a change, and that of the shortest one: two settlements vary."""
-WINDOWS: Final = ((1.5, 2, LARGE), (4.0, 2, CHANGED), (8.0, 3, CHANGED))
-"""Short windows, the shortest first: so much time without waits, so many settlements, and such a change."""
+CHANGED: Final = 0.15
+"""Relative difference of the windows that counts as a change."""
+LARGE_S, LARGE_STEPS, LARGE = 1.5, 2, 0.45
+"""Window of a large change, and its relative difference from the settlements before: two settlements vary."""
+WINDOWS: Final = ((4.0, 2), (8.0, 3))
+"""Short windows, the shortest first: so much time without waits, and so many settlements."""
 LONE_S: Final = 10.0
 """A settlement that took this long is a short window by itself: its time was measured precisely."""
 LONG_S, LONG_STEPS = 10.0, 4
@@ -55,10 +57,13 @@ class Settlements:
             return replace(self, last=last, pace=sequences / max(awake_s, 1e-3))
         sound = _without_pauses(last, long)
         usual = _window(sound, LONG_S, LONG_STEPS)
-        for least_s, least, changed in WINDOWS:
-            short = _window(sound, least_s, least, LONE_S)
+        shorts = [(_window(sound, least_s, least, LONE_S), usual, CHANGED) for least_s, least in WINDOWS]
+        large = _window(sound, LARGE_S, LARGE_STEPS, LONE_S)
+        if earlier := _window(sound[len(large) :], LONG_S, LONG_STEPS):
+            shorts.insert(0, (large, earlier, LARGE))
+        for short, long_window, changed in shorts:
             spread = changed + GRAIN * max(one.grain_s for one in short) / _awake_s(short)
-            if abs(_pace(short) / _pace(usual) - 1.0) > spread:
+            if abs(_pace(short) / _pace(long_window) - 1.0) > spread:
                 return replace(self, last=tuple(reversed(short)), pace=_pace(short))
         return replace(self, last=last, pace=_pace(usual))
 

@@ -48,6 +48,12 @@ def test_a_burst_is_expected_to_consume_as_much_as_the_last(trainer: Trainer) ->
     assert trainer.eats(0.0, 30).left == 0
 
 
+def test_the_next_burst_comes_one_cycle_after_the_last(trainer: Trainer) -> None:
+    assert trainer.cycle(2).rests_s == 0.0, "unknown"
+    assert trainer.eats(400.0, 20).rests_s == 0.0, "it is a burst"
+    assert trainer.eats(0.0, 60).rests_s == pytest.approx(120.0, abs=2.0)
+
+
 @pytest.mark.parametrize("rates", [(40.0, 80.0), (80.0, 20.0), (10.0, 60.0), (39.0, 41.0)])
 def test_a_change_of_demand_is_no_cycle(rates: tuple[float, float]) -> None:
     trainer = Trainer()
@@ -58,7 +64,7 @@ def test_a_change_of_demand_is_no_cycle(rates: tuple[float, float]) -> None:
 
 def test_a_demand_that_varies_less_is_no_cycle(trainer: Trainer) -> None:
     for _ in range(10):
-        trainer.eats(80.0, 60)
+        trainer.eats(60.0, 60)
         trainer.eats(40.0, 60)
     assert not trainer.cycles.is_known
 
@@ -91,4 +97,7 @@ def test_a_counter_that_begins_anew_begins_the_cycles_anew(trainer: Trainer) -> 
 
 def test_an_unknown_demand_changes_nothing(trainer: Trainer) -> None:
     known = trainer.cycle(3)
-    assert known.looked(trainer.now + 1.0, round(trainer.eaten), None, is_full=False) == known
+    after = known.looked(trainer.now + 1.0, round(trainer.eaten), None, is_full=False)
+    assert (after.bursts, after.is_burst) == (known.bursts, False)
+    assert known.rests_s == pytest.approx(1.0, abs=1.1)
+    assert after.rests_s == pytest.approx(known.rests_s - 1.0, abs=1.0)
