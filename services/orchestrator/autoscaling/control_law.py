@@ -187,7 +187,8 @@ class PressureController:
             slope = state.slope + (change - state.slope) * new
         cycles = state.cycles if sample.epoch == state.news[0] else DemandCycles()
         if sample.trainers and not rates.away:
-            cycles = cycles.looked(now, sample.eaten, rates.demand, is_full=rates.idle > FULL_PART)
+            is_full = rates.idle > FULL_PART
+            cycles = cycles.looked(now, sample.eaten, rates.demand, rates.starved, is_full=is_full)
         trend = state.trend.looked(now, rates.demand, self._trend_s(state))
         news = sample.epoch, sample.number
         state = replace(state, news=news, rates=rates, cycles=cycles, trend=trend)

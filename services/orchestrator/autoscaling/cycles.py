@@ -6,6 +6,7 @@ an epoch, workers for the mean of a cycle suffice: they fill the queue between t
     burst    from a demand above `HIGH` times the mean, until one below `LOW` times of it
     cycle    from the beginning of a burst to that of the next
 
+What a waiting trainer would have consumed counts as well: else a queue that is too short for a burst stays too short.
 Two whole cycles must have been seen, and they count until a third is overdue. A demand that changes once, or by less,
 is no cycle.
 """
@@ -20,16 +21,18 @@ HIGH, LOW = 1.5, 0.75
 """Factors on the mean demand at which a burst begins, and ends."""
 CYCLES: Final = 2
 """Whole cycles from which the mean is known."""
+LONGEST_S: Final = 3.0
+"""Longest time one sample counts for."""
 OVERDUE: Final = 2.0
 """Factor on the longest cycle after which a burst that did not come ends the knowledge."""
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """A burst: when it began, the sequences consumed until then, and those it consumed itself."""
+    """A burst: when it began, the sequences wanted until then, and those it wanted itself."""
 
     at: float
-    eaten: int
-    size: int = 0
+    before: float
+    size: float = 0.0
 
 
 class DemandCycles(msgspec.Struct, frozen=True):
@@ -39,35 +42,43 @@ class DemandCycles(msgspec.Struct, frozen=True):
     is_burst: bool = False
     at: float = -math.inf
     """Time of the last sample."""
-    since: tuple[float, int] = (-math.inf, 0)
+    eaten: int = 0
+    missed: float = 0.0
+    """Sequences consumed until then, and those that the trainer would have consumed while it waited."""
+    since: tuple[float, float] = (-math.inf, 0.0)
     """Time of the first sample, and the sequences consumed until then."""
     filled: bool = False
     """The queue has been full since the last burst began."""
 
-    def looked(self, now: float, eaten: int, demand: float | None, *, is_full: bool) -> "DemandCycles":
+    def looked(
+        self, now: float, eaten: int, demand: float | None, waits: float, *, is_full: bool
+    ) -> "DemandCycles":
         """Return the cycles with one more sample.
 
         Args:
             now: Time in seconds.
             eaten: Sequences consumed so far; fewer than before begin anew.
             demand: Sequences per second; None while unknown.
+            waits: Part of the time since the last sample in which the trainer waited.
             is_full: The workers wait, since the queue is at one of its limits.
         """
-        if not self.since[1] <= eaten or math.isinf(self.since[0]):
-            return DemandCycles(at=now, since=(now, eaten))
-        new = replace(self, at=now, filled=self.filled or is_full)
+        if eaten < self.eaten or math.isinf(self.since[0]):
+            return DemandCycles(at=now, eaten=eaten, since=(now, eaten))
+        missed = self.missed + waits * (demand or 0.0) * min(now - self.at, LONGEST_S)
+        new = replace(self, at=now, eaten=eaten, missed=missed, filled=self.filled or is_full)
+        wanted = eaten + missed
         if new.is_known and now - new.bursts[-1].at > OVERDUE * max(new._lengths_s):
-            return DemandCycles(at=now, since=(now, eaten))
-        since, before = (new.bursts[0].at, new.bursts[0].eaten) if new.is_known else new.since
+            return DemandCycles(at=now, eaten=eaten, since=(now, eaten))
+        since, before = (new.bursts[0].at, new.bursts[0].before) if new.is_known else new.since
         if demand is None or now <= since:
             return new
-        mean = (eaten - before) / (now - since)
+        mean = (wanted - before) / (now - since)
         if new.is_burst:
-            last = replace(new.bursts[-1], size=eaten - new.bursts[-1].eaten)
+            last = replace(new.bursts[-1], size=wanted - new.bursts[-1].before)
             return replace(new, bursts=(*new.bursts[:-1], last), is_burst=demand >= LOW * mean)
         if demand <= HIGH * mean:
             return new
-        bursts = (*new.bursts[-CYCLES:], Burst(now, eaten))
+        bursts = (*new.bursts[-CYCLES:], Burst(now, wanted))
         return replace(new, bursts=bursts, is_burst=True, filled=is_full)
 
     @property
@@ -77,15 +88,15 @@ class DemandCycles(msgspec.Struct, frozen=True):
 
     @property
     def mean(self) -> float:
-        """Return the sequences per second of the last whole cycles; they must be known."""
+        """Return the sequences per second wanted in the last whole cycles; they must be known."""
         first, last = self.bursts[0], self.bursts[-1]
-        return (last.eaten - first.eaten) / (last.at - first.at)
+        return (last.before - first.before) / (last.at - first.at)
 
     @property
-    def left(self) -> int:
+    def left(self) -> float:
         """Return the sequences that the present burst may still consume: as many as the larger one of the last."""
         largest = max(one.size for one in self.bursts[:-1])
-        return max(0, largest - self.bursts[-1].size) if self.is_burst else 0
+        return max(0.0, largest - self.bursts[-1].size) if self.is_burst else 0.0
 
     @property
     def rests_s(self) -> float:

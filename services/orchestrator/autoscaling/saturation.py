@@ -56,6 +56,8 @@ CLOSE: Final = 0.8
 """Size, relative to another, from which the two are too close to tell their throughputs apart."""
 HELPS: Final = 0.5
 """Minimum part of the expected gain that shows that more workers help."""
+STEADY: Final = 0.05
+"""Relative difference from the baseline that is no change while the capacity is known."""
 FOLLOWS: Final = 0.25
 """Weight of a new measurement in the baseline."""
 FOLLOWS_PER_S: Final = 0.0004
@@ -296,7 +298,8 @@ class SaturationDetector:
             # They make what is demanded: it seems that rollouts became longer.
             return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
         if self.longer >= LONGER and seen.size > MORE * self.proven:
-            return replace(new._based(seen)._found(TESTED * seen.total, seen, now), longer=1.0)
+            based = replace(seen, size=seen.total)
+            return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
         return new._followed(seen, now - self.since)
 
     def _fits(self, uses: Sequence[ServerUse]) -> float:
@@ -306,9 +309,16 @@ class SaturationDetector:
     def _at_capacity(
         self, new: "SaturationDetector", seen: _Measured, uses: Sequence[ServerUse], now: float
     ) -> "SaturationDetector":
-        """Wait for the time of the next probe; follow workers that are far below the capacity."""
+        """Wait for the time of the next probe; follow workers that are far below the capacity.
+
+        As many workers as before that become clearly slower have longer rollouts, or a slower server: both are to be
+        measured anew.
+        """
         if seen.size <= CLOSE * self.capacity:
             return new._followed(seen, now - self.since)
+        if seen.total < SLOWER * min(seen.size, self.capacity / ROOM):
+            return replace(new._based(seen), capacity=0.0) if self.doubted else replace(new, doubted=True)
+        new = replace(new, doubted=False)
         if now < self.until:
             return new
         if not seen.is_sure:
@@ -364,6 +374,8 @@ class SaturationDetector:
         clearly = any(abs(change - 1.0) > 1.0 - SLOWER for change in changes.values())
         if clearly and not self.doubted:
             return replace(self, doubted=True)
+        if self.capacity:  # what is left of a difference would move the number of workers at it to and fro
+            changes = {env: 1.0 if abs(change - 1.0) < STEADY else change for env, change in changes.items()}
         if not clearly:
             most = FOLLOWS_PER_S * took_s
             changes = {

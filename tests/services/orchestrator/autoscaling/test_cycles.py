@@ -11,11 +11,11 @@ class Trainer:
         self.now = 1000.0
         self.eaten = 500.0
 
-    def eats(self, rate: float, seconds: int, *, is_full: bool = False) -> DemandCycles:
+    def eats(self, rate: float, seconds: int, *, waits: float = 0.0, is_full: bool = False) -> DemandCycles:
         for _ in range(seconds):
             self.now += 1.0
-            self.eaten += rate
-            self.cycles = self.cycles.looked(self.now, round(self.eaten), rate, is_full=is_full)
+            self.eaten += (1.0 - waits) * rate
+            self.cycles = self.cycles.looked(self.now, round(self.eaten), rate, waits, is_full=is_full)
         return self.cycles
 
     def cycle(self, times: int = 1) -> DemandCycles:
@@ -38,6 +38,13 @@ def test_two_whole_cycles_tell_the_mean(trainer: Trainer) -> None:
     assert trainer.eats(400.0, 2).is_known
     assert trainer.cycles.mean == pytest.approx(40.0)
     assert trainer.cycle(5).mean == pytest.approx(40.0)
+
+
+def test_what_a_waiting_trainer_would_have_consumed_counts(trainer: Trainer) -> None:
+    for _ in range(3):
+        trainer.eats(400.0, 20, waits=0.7)
+        trainer.eats(0.0, 180)
+    assert trainer.cycles.mean == pytest.approx(40.0, rel=0.05)
 
 
 def test_a_burst_is_expected_to_consume_as_much_as_the_last(trainer: Trainer) -> None:
@@ -97,7 +104,7 @@ def test_a_counter_that_begins_anew_begins_the_cycles_anew(trainer: Trainer) -> 
 
 def test_an_unknown_demand_changes_nothing(trainer: Trainer) -> None:
     known = trainer.cycle(3)
-    after = known.looked(trainer.now + 1.0, round(trainer.eaten), None, is_full=False)
+    after = known.looked(trainer.now + 1.0, round(trainer.eaten), None, 0.0, is_full=False)
     assert (after.bursts, after.is_burst) == (known.bursts, False)
     assert known.rests_s == pytest.approx(1.0, abs=1.1)
     assert after.rests_s == pytest.approx(known.rests_s - 1.0, abs=1.0)

@@ -208,6 +208,18 @@ def test_workers_that_make_what_is_demanded_are_not_saturated() -> None:
         assert not site.run(SHOWN_S, a=workers)["a"].most
 
 
+def test_workers_at_the_capacity_that_become_slower_are_measured_anew() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    found = site.run(SURE, a=21)["a"].most
+    assert found
+    site.paces["a"], site.shared = 1.0, 1000.0
+    limit = site.run(3 * SHOWN_S, a=found)["a"]
+    assert not limit.most
+    assert limit.best == pytest.approx(1.0)
+
+
 def test_fewer_engines_are_measured_anew() -> None:
     site = Site(shared=80.0)
     site.engines = 2
