@@ -73,6 +73,8 @@ EMPTY: Final = 1.0
 """Batches in the queue below which a waiting trainer waits for workers."""
 SPARE: Final = 1.05
 """Factor on the mean demand of cycles, so that the queue fills up."""
+RESTS: Final = 2.0
+"""Factor on the time a worker needs before it is needed again from which it is not kept between two bursts."""
 TREND_S, TREND_STEPS = 30.0, 8.0
 """Time in which a demand must rise to be expected to go on, in seconds and in trainer steps; or one start."""
 SEEN_LATE_S: Final = 5.0
@@ -233,7 +235,7 @@ class PressureController:
 
     def _window_s(self, state: ControllerState) -> float:
         """Return the time for which the peak want counts: a worker sent away too early costs a start."""
-        if state.cycles.rests_s > self._lead_s(state):
+        if state.cycles.rests_s > RESTS * self._lead_s(state):
             return self.scaling.confirm_down_s
         return max(self.scaling.down_window_s, state.start_s)
 
