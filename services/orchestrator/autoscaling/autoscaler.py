@@ -107,6 +107,8 @@ class ScaleTarget:
             self.weight,
             self.decision.want,
             max(rates.available, LEAST_AVAILABLE),
+            rates.demand,
+            0.0 if rates.last is None else rates.last.starved_s,
         )
 
     def missing(self, crew: WorkerCounts) -> int:

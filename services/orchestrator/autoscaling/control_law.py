@@ -17,6 +17,8 @@ therefore either slow or unstable. This one divides two measured rates, and the 
                                   workers that wait most of their time were never measured: scale down to the
                                   number that surely suffices
     the trainer starves           scale up at once, and no scale-down for the window
+    the trainer consumes an epoch
+      at once, then nothing       its demand is the mean of such cycles, while the queue lasts: see `cycles`
     want above target             scale up, once all updates of `confirm_up_s` agree, by a bounded step; a large step
                                   waits while the queue lasts for longer than a start: it may be a burst
     peak want of the window
@@ -43,8 +45,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
+from rolloutmq.services.orchestrator.autoscaling.cycles import DemandCycles
 from rolloutmq.services.orchestrator.autoscaling.demand import DemandEstimator
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample
+from rolloutmq.services.orchestrator.autoscaling.trend import DemandTrend
 
 INFERENCE_BOUND: Final = "inference_bound"
 """Bound reported when the workers share a saturated server."""
@@ -67,6 +71,16 @@ LEAST_AVAILABLE: Final = 0.2
 """Availability below which more workers would not help: nearly all of them crash all the time."""
 EMPTY: Final = 1.0
 """Batches in the queue below which a waiting trainer waits for workers."""
+SPARE: Final = 1.05
+"""Factor on the mean demand of cycles, so that the queue fills up."""
+RESTS: Final = 2.0
+"""Factor on the time a worker needs before it is needed again from which it is not kept between two bursts."""
+TREND_S, TREND_STEPS = 30.0, 8.0
+"""Time in which a demand must rise to be expected to go on, in seconds and in trainer steps; or one start."""
+SEEN_LATE_S: Final = 5.0
+"""Age of the measured demand: it is a mean of about twice of that."""
+MOST_AHEAD: Final = 0.25
+"""Most that is expected beyond the demand of now, relative to it."""
 STARVED_PART: Final = 0.5
 """Part of the last seconds that a starving trainer waits."""
 FULL_PART: Final = 0.2
@@ -88,6 +102,8 @@ class ControllerState:
 
     target: int
     rates: DemandEstimator = field(default_factory=DemandEstimator)
+    cycles: DemandCycles = field(default_factory=DemandCycles)
+    trend: DemandTrend = field(default_factory=DemandTrend)
     news: tuple[int, int] = (-1, -1)
     """Epoch and number of the last pressure message."""
     at: float = -math.inf
@@ -171,14 +187,24 @@ class PressureController:
             change = (sample.pressure - state.level) / elapsed
             new = 1.0 - math.exp(-elapsed / self.scaling.derivative_filter_s)
             slope = state.slope + (change - state.slope) * new
+        cycles = state.cycles if sample.epoch == state.news[0] else DemandCycles()
+        if sample.trainers and not rates.away:
+            is_full = rates.idle > FULL_PART
+            cycles = cycles.looked(now, sample.eaten, rates.demand, rates.starved, is_full=is_full)
+        trend = state.trend.looked(now, rates.demand, self._trend_s(state))
         news = sample.epoch, sample.number
-        return replace(state, news=news, rates=rates, level=sample.pressure, slope=slope)
+        state = replace(state, news=news, rates=rates, cycles=cycles, trend=trend)
+        return replace(state, level=sample.pressure, slope=slope)
 
     def _want(self, state: ControllerState, sample: PressureSample) -> float | None:
         """Return the number of workers needed, as a real number; None while the rates are unknown."""
         demand, per_worker = state.rates.demand, state.rates.per_worker
         if demand is None or per_worker is None:
             return None
+        if (steady := self._steady(state, sample, demand)) is not None:
+            demand = steady
+        else:
+            demand += self._ahead(state, demand)
         need = demand / per_worker
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
         band = self._band(need)
@@ -187,9 +213,34 @@ class PressureController:
         # Some more, since at times fewer are ready than on average.
         return (want + math.sqrt(want * (1.0 - available))) / available
 
+    def _steady(self, state: ControllerState, sample: PressureSample, demand: float) -> float | None:
+        """Return the mean demand of a trainer that consumes an epoch at once, if that fills the queue in time."""
+        cycles = state.cycles
+        if not cycles.is_known:
+            return None
+        mean = SPARE * cycles.mean
+        if not cycles.is_burst:
+            return mean if mean > demand and not cycles.filled else None
+        spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
+        return mean if mean < demand and spare >= cycles.left > 0 else None
+
+    @staticmethod
+    def _trend_s(state: ControllerState) -> float:
+        return max(TREND_S, state.start_s, TREND_STEPS * state.rates.step_s)
+
+    def _ahead(self, state: ControllerState, demand: float) -> float:
+        """Return what a rising demand will have risen by when workers that start now deliver."""
+        rise_per_s = state.trend.rise_per_s(self._trend_s(state))
+        return min(rise_per_s * (state.start_s + state.rates.rollout_s + SEEN_LATE_S), MOST_AHEAD * demand)
+
     def _window_s(self, state: ControllerState) -> float:
         """Return the time for which the peak want counts: a worker sent away too early costs a start."""
+        if state.cycles.rests_s > RESTS * self._lead_s(state):
+            return self.scaling.confirm_down_s
         return max(self.scaling.down_window_s, state.start_s)
+
+    def _calm_from(self, state: ControllerState) -> float:
+        return state.calm_from if self._window_s(state) > self.scaling.confirm_down_s else -math.inf
 
     def _band(self, workers: float) -> float:
         return max(WHOLE, self.scaling.band_part * workers)
@@ -197,6 +248,8 @@ class PressureController:
     def _error(self, state: ControllerState, sample: PressureSample) -> float:
         """Return the sequences missing from the queue; negative if it exceeds twice its setpoint."""
         setpoint = self.scaling.setpoint_batches
+        if state.cycles.is_known and sample.pressure > setpoint:
+            return 0.0  # the queue holds the next burst
         pressure = max(0.0, sample.pressure + self.scaling.derivative_s * state.slope)
         if pressure > setpoint:
             return min(0.0, 2.0 * setpoint - pressure) * sample.batch_sequences
@@ -237,7 +290,7 @@ class PressureController:
         self, state: ControllerState, sample: PressureSample, want: float, now: float
     ) -> tuple[ControllerState, Decision]:
         state = self._remember(state, want, now)
-        target, (limit, bound), why = state.target, self._limit(sample), _why(state, sample, want)
+        target, (limit, bound), why = state.target, self._limit(sample), self._why(state, sample, want)
         starving = self._starving(state, sample)
         if starving:
             state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
@@ -251,7 +304,7 @@ class PressureController:
             return self._up(state, sample, wanted, why, now, at_once=starving)
         most = state.wants[0][1]
         last = target == 1 and most <= ROUND and sample.pressure >= self.scaling.setpoint_batches
-        if (target - most >= band or last) and now >= state.calm_from:
+        if (target - most >= band or last) and now >= self._calm_from(state):
             return self._down(state, math.ceil(most - ROUND), why, now)
         return self._hold(state, why)
 
@@ -279,10 +332,10 @@ class PressureController:
         reach = sample.server.reach
         if target >= reach:
             return self._hold(state, f"{why}; at most {reach} until their throughput is measured")
+        state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
         is_large = wanted - target > LARGE_STEP * target
         if is_large and not at_once and (lasts := self._lasts(state, sample)):
-            return self._hold(state, f"{why}; {lasts}")
-        state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
+            return state, Decision(target, f"hold: {why}; {lasts}")
         if now - state.up_since < scaling.confirm_up_s and not at_once:
             return state, Decision(target, f"{why}; not confirmed yet")
         since, base = state.up_from
@@ -299,10 +352,15 @@ class PressureController:
         demand, per_worker = state.rates.demand or 0.0, state.rates.per_worker or 0.0
         missing = demand - sample.crew.ready * per_worker
         spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
-        lead_s = LEAD_STARTS * state.start_s + state.rates.rollout_s + LEAD_S
+        lead_s = self._lead_s(state)
         if missing <= 0.0 or spare < missing * lead_s:
             return ""
         return f"the queue lasts {spare / missing:.0f} s, and a new worker takes {lead_s:.0f} s"
+
+    @staticmethod
+    def _lead_s(state: ControllerState) -> float:
+        """Return the time before workers are needed at which they must start."""
+        return LEAD_STARTS * state.start_s + state.rates.rollout_s + LEAD_S
 
     @staticmethod
     def _proven(sample: PressureSample) -> int:
@@ -365,6 +423,15 @@ class PressureController:
         most = demand / least
         return math.ceil(most - ROUND) if state.target - most >= self._band(state.target) else None
 
+    def _why(self, state: ControllerState, sample: PressureSample, want: float) -> str:
+        demand, per_worker = state.rates.demand or 0.0, state.rates.per_worker or 0.0
+        steady = self._steady(state, sample, demand)
+        mean = "" if steady is None else f", {steady:.1f}/s as the mean of its cycles"
+        return (
+            f"want {want:.1f}: demand {demand:.1f}/s{mean}, per worker {per_worker:.2f}/s, "
+            f"pressure {sample.pressure:.2f}"
+        )
+
     @staticmethod
     def _starving(state: ControllerState, sample: PressureSample) -> bool:
         return sample.pressure < EMPTY and state.rates.starved > STARVED_PART
@@ -397,14 +464,6 @@ class PressureController:
 
 def _unsure(state: ControllerState) -> ControllerState:
     return replace(state, up_since=math.inf, down_since=math.inf)
-
-
-def _why(state: ControllerState, sample: PressureSample, want: float) -> str:
-    rates = state.rates
-    return (
-        f"want {want:.1f}: demand {rates.demand or 0.0:.1f}/s, per worker {rates.per_worker or 0.0:.2f}/s, "
-        f"pressure {sample.pressure:.2f}"
-    )
 
 
 def _bounded(sample: PressureSample, limit: int, bound: str) -> str:

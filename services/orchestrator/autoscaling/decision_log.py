@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,13 +99,15 @@ class DecisionLog:
             return
         self._left = HEADERS_EVERY * len(beginnings)
         # The last line may be torn. The newline ends it, and a reader resumes at the headers.
-        self._append([{"begin": asdict(one)} for one in beginnings], b"\n" if self._nbytes else b"")
+        self._append(
+            [{"begin": msgspec.to_builtins(one)} for one in beginnings], b"\n" if self._nbytes else b""
+        )
 
     def add(self, made: LoggedDecision) -> None:
         """Append a decision."""
         if self._nbytes is not None:
             self._left -= 1
-            self._append([{"made": asdict(made)}])
+            self._append([{"made": msgspec.to_builtins(made)}])
 
     def _append(self, lines: list[dict[str, Any]], before: bytes = b"") -> None:
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)

@@ -12,8 +12,10 @@ that clearly differ replace the mean. Throughput is remembered while workers wai
 """
 
 import math
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
 from rolloutmq.services.orchestrator.autoscaling.settlements import Settlements
@@ -70,15 +72,14 @@ CHANGES: Final = 256
 """Changes of the worker count remembered within one rollout time."""
 
 
-@dataclass(frozen=True, slots=True)
-class DemandEstimator:
+class DemandEstimator(msgspec.Struct, frozen=True):
     """Means of the samples so far."""
 
     last: PressureSample | None = None
     last_at: float = -math.inf
     first_at: float = math.inf
     """Time of the first sample."""
-    settlements: Settlements = field(default_factory=Settlements)
+    settlements: Settlements = Settlements()
     open_s: float = 0.0
     """Time without trainer waits since the last settlement."""
     settled_at: float = -math.inf

@@ -56,10 +56,18 @@ CLOSE: Final = 0.8
 """Size, relative to another, from which the two are too close to tell their throughputs apart."""
 HELPS: Final = 0.5
 """Minimum part of the expected gain that shows that more workers help."""
+STEADY: Final = 0.05
+"""Relative difference from the baseline that is no change while the capacity is known."""
 FOLLOWS: Final = 0.25
 """Weight of a new measurement in the baseline."""
 FOLLOWS_PER_S: Final = 0.0004
 """Part by which the baseline may fall in a second."""
+ENOUGH, ENOUGH_PART = 0.95, 0.03
+"""Throughput relative to the demand, and waiting part of the trainer's time, up to which it has enough."""
+LONGER: Final = 1.6
+"""Factor by which rollouts may seem to become longer before a growth is tested with fewer workers."""
+TESTED: Final = 0.79
+"""Largest size to scale back to, relative to the present one, so that the throughputs can be told apart."""
 LOST: Final = 0.95
 """Throughput after scaling back, relative to that before, from which the capacity is not too low."""
 
@@ -81,6 +89,8 @@ class ServerUse:
         weight: Its share, relative to the others.
         want: Workers it wants; None while unknown.
         available: Part of their time in which its workers are ready; the others crashed and start again.
+        demand: Sequences per second the trainer would consume; None while unknown.
+        starved_s: Time in which the trainer waited, in total.
     """
 
     env: str
@@ -95,16 +105,19 @@ class ServerUse:
     weight: float = 1.0
     want: float | None = None
     available: float = 1.0
+    demand: float | None = None
+    starved_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """One measurement: paces by environment, size and throughput."""
+    """One measurement: paces by environment, size and throughput, and whether the trainer got what it demands."""
 
     paces: Mapping[str, float]
     size: float
     total: float
     is_sure: bool
+    is_enough: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +149,8 @@ class SaturationDetector:
     """Throughput before scaling back to the capacity; 0 once the result is known."""
     above: float = 0.0
     """Size that made it; during a probe, the size before it."""
+    longer: float = 1.0
+    """Factor by which rollouts seem to have become longer since that was last tested."""
     doubted: bool = False
     """The last measurement differed clearly from the baseline, and may have begun before the change."""
     size: float = 0.0
@@ -149,7 +164,7 @@ class SaturationDetector:
 
     def looked(self, uses: Sequence[ServerUse], engines: int, now: float) -> "SaturationDetector":
         """Return the state after one more sample."""
-        new = self if engines == self.engines else self._with_engines(engines)
+        new = self if engines == self.engines else self._with_engines(engines, now)
         if new.capacity and math.isinf(new.until):
             new = replace(new, until=now + new.hold_s)
         size = new._size(uses)
@@ -170,7 +185,7 @@ class SaturationDetector:
         reach = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
         return ServerLimit(
             max(1, most) if most else 0,
-            max(FEW, math.floor(reach + 1e-9)),
+            max(FEW, math.floor(reach + 1e-9), most),
             self._is_slow(use, uses),
             self.capacity,
             self.proven,
@@ -208,11 +223,15 @@ class SaturationDetector:
         wants = [(self.bests.get(one.env) or one.pace or 0.0) * (one.want or one.workers) for one in uses]
         return divide(size, [one.weight for one in uses], wants)[uses.index(use)]
 
-    def _with_engines(self, engines: int) -> "SaturationDetector":
-        """Forget the capacity, but not how fast a worker is alone."""
+    def _with_engines(self, engines: int, now: float) -> "SaturationDetector":
+        """Expect of more engines what each of the present ones can feed; of fewer, measure it anew."""
         if not self.engines:
             return replace(self, engines=engines)
-        return SaturationDetector(engines=engines, bests=self.bests, proven=self.proven, top=self.top)
+        new = SaturationDetector(engines=engines, bests=self.bests, proven=self.proven, top=self.top)
+        known = self.known or self.capacity
+        if not known or engines < self.engines:
+            return new
+        return replace(new, capacity=known * engines / self.engines, until=now + FIRST_HOLD_S)
 
     def _measured(self, uses: Sequence[ServerUse], now: float) -> _Measured | None:
         """Return the measurement since its beginning; None while it tells too little."""
@@ -241,7 +260,19 @@ class SaturationDetector:
             total += workers * paces[one.env]
         if groups < (few if is_slow else GROUPS) or not paces:
             return None
-        return _Measured(paces, size, total, groups >= SURE_GROUPS and took_s >= SURE_S)
+        is_sure = groups >= SURE_GROUPS and took_s >= SURE_S
+        return _Measured(paces, size, total, is_sure, self._is_enough(uses, total, took_s))
+
+    def _is_enough(self, uses: Sequence[ServerUse], total: float, took_s: float) -> bool:
+        demands = [one.demand for one in uses]
+        starved_s = max(
+            one.starved_s - self.begun[one.env].starved_s for one in uses if one.env in self.begun
+        )
+        return (
+            None not in demands
+            and total >= ENOUGH * sum(one or 0.0 for one in demands)
+            and starved_s <= ENOUGH_PART * took_s
+        )
 
     def _judged(self, seen: _Measured, uses: Sequence[ServerUse], now: float) -> "SaturationDetector":
         begun = {one.env: one for one in uses if one.workers}
@@ -262,7 +293,13 @@ class SaturationDetector:
             if seen.total < KEPT * self.top:
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
                 return new._based(seen)
-            return new._found(ROOM * seen.total, seen, now)
+            if not seen.is_enough:
+                return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
+            # They make what is demanded: it seems that rollouts became longer.
+            return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
+        if self.longer >= LONGER and seen.size > MORE * self.proven:
+            based = replace(seen, size=seen.total)
+            return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
         return new._followed(seen, now - self.since)
 
     def _fits(self, uses: Sequence[ServerUse]) -> float:
@@ -272,9 +309,16 @@ class SaturationDetector:
     def _at_capacity(
         self, new: "SaturationDetector", seen: _Measured, uses: Sequence[ServerUse], now: float
     ) -> "SaturationDetector":
-        """Wait for the time of the next probe; follow workers that are far below the capacity."""
+        """Wait for the time of the next probe; follow workers that are far below the capacity.
+
+        As many workers as before that become clearly slower have longer rollouts, or a slower server: both are to be
+        measured anew.
+        """
         if seen.size <= CLOSE * self.capacity:
             return new._followed(seen, now - self.since)
+        if seen.total < SLOWER * min(seen.size, self.capacity / ROOM):
+            return replace(new._based(seen), capacity=0.0) if self.doubted else replace(new, doubted=True)
+        new = replace(new, doubted=False)
         if now < self.until:
             return new
         if not seen.is_sure:
@@ -303,10 +347,10 @@ class SaturationDetector:
             return replace(new._based(seen), capacity=0.0, made=0.0)  # it dropped: no saturation
         if not seen.is_sure:
             return self
-        if seen.total < LOST * self.made:  # the baseline was too high
-            slower = {env: best * LOST for env, best in new.bests.items()}
-            return replace(new, bests=slower, made=0.0)
-        return replace(new, made=0.0)
+        new = replace(new, capacity=max(self.capacity, min(ROOM * self.made, self.above)), made=0.0)
+        if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
+            return replace(new, bests={env: best * LOST for env, best in new.bests.items()})
+        return new
 
     def _based(self, seen: _Measured) -> "SaturationDetector":
         """Take a measurement as the new baseline."""
@@ -330,6 +374,8 @@ class SaturationDetector:
         clearly = any(abs(change - 1.0) > 1.0 - SLOWER for change in changes.values())
         if clearly and not self.doubted:
             return replace(self, doubted=True)
+        if self.capacity:  # what is left of a difference would move the number of workers at it to and fro
+            changes = {env: 1.0 if abs(change - 1.0) < STEADY else change for env, change in changes.items()}
         if not clearly:
             most = FOLLOWS_PER_S * took_s
             changes = {
@@ -337,7 +383,8 @@ class SaturationDetector:
             }
         bests = {env: best * changes.get(env, 1.0) for env, best in self.bests.items()}
         change = sum(bests[env] for env in seen.paces) / sum(self.bests[env] for env in seen.paces)
-        return replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
+        new = replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
+        return new if clearly else replace(new, longer=max(1.0, self.longer / change))
 
     def _found(self, capacity: float, seen: _Measured, now: float) -> "SaturationDetector":
         held = min(self.hold_s, LONGEST_HOLD_S)

@@ -12,6 +12,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
+CHANGED: Final = 0.15
+"""Relative difference of the windows that counts as a change."""
+LARGE_S, LARGE_STEPS, LARGE = 1.5, 2, 0.45
+"""Window of a large change, and its relative difference from the settlements before: two settlements vary."""
 WINDOWS: Final = ((4.0, 2), (8.0, 3))
 """Short windows, the shortest first: so much time without waits, and so many settlements."""
 LONE_S: Final = 10.0
@@ -22,8 +26,6 @@ GRAIN: Final = 1.0
 """Samples by which the ends of a window are uncertain."""
 KEPT: Final = 64
 """Settlements remembered."""
-CHANGED: Final = 0.15
-"""Relative difference of the windows that counts as a change."""
 PAUSE, PAUSE_S = 3.0, 4.0
 """Factor on the usual time, and seconds beyond it, from which a settlement includes a pause."""
 LATE: Final = 1.5
@@ -55,10 +57,13 @@ class Settlements:
             return replace(self, last=last, pace=sequences / max(awake_s, 1e-3))
         sound = _without_pauses(last, long)
         usual = _window(sound, LONG_S, LONG_STEPS)
-        for least_s, least in WINDOWS:
-            short = _window(sound, least_s, least, LONE_S)
-            spread = CHANGED + GRAIN * max(one.grain_s for one in short) / _awake_s(short)
-            if abs(_pace(short) / _pace(usual) - 1.0) > spread:
+        shorts = [(_window(sound, least_s, least, LONE_S), usual, CHANGED) for least_s, least in WINDOWS]
+        large = _window(sound, LARGE_S, LARGE_STEPS, LONE_S)
+        if earlier := _window(sound[len(large) :], LONG_S, LONG_STEPS):
+            shorts.insert(0, (large, earlier, LARGE))
+        for short, long_window, changed in shorts:
+            spread = changed + GRAIN * max(one.grain_s for one in short) / _awake_s(short)
+            if abs(_pace(short) / _pace(long_window) - 1.0) > spread:
                 return replace(self, last=tuple(reversed(short)), pace=_pace(short))
         return replace(self, last=last, pace=_pace(usual))
 

@@ -72,6 +72,7 @@ def _demands(worker: EnvironmentSite) -> list[Scenario]:
     lasts_s = max(1800.0, 10.0 * half_s)
     full = replace(worker, ready=20)
     large = steps((0.0, 10.0), (600.0, 60.0), (1500.0, 10.0))
+    epochs = single(_epochs(8000.0, 400.0, 200.0, 3600.0), full, queue=16000)
     return [
         Scenario("start", single(constant(LOW), worker), is_fresh=True),
         Scenario("step", single(STEPS, full), TIMES),
@@ -83,7 +84,7 @@ def _demands(worker: EnvironmentSite) -> list[Scenario]:
         Scenario("pauses", single(_pauses(LOW, 3600.0), full), lasts_s=3600.0),
         Scenario("noise", single(constant(STEADY), full, queued=96.0), lasts_s=3600.0),
         Scenario("long steps", single(STEPS, full, batch=1200, queue=6000), TIMES, unseen_s=75.0),
-        Scenario("epochs", single(_epochs(8000.0, 400.0, 200.0, 3600.0), full, queue=16000), lasts_s=3600.0),
+        Scenario("epochs", epochs, lasts_s=3600.0, since_s=20.0),
         Scenario(
             "few",
             single(
@@ -138,7 +139,14 @@ def _servers(worker: EnvironmentSite) -> list[Scenario]:
             Scenario(f"shared {times}x", site(constant(40.0 * times)), lasts_s=lasts_s, is_fresh=True)
             for times in (2, 4, 6)
         ),
-        Scenario("shared engines", site(constant(120.0), 4), lasts_s=lasts_s + 3600.0, is_fresh=True),
+        *(
+            Scenario(name, site(constant(demand), 4), lasts_s=lasts_s + 3600.0, is_fresh=True)
+            for name, demand in (
+                ("shared engines", 100.0),
+                ("shared engines, all", 240.0),
+                ("shared engines, just", 120.0),
+            )
+        ),
         Scenario("shared later", site(later), (400.0, 1800.0), 3000.0),
         Scenario("shared by two", two, lasts_s=lasts_s, is_fresh=True),
     ]

@@ -107,6 +107,21 @@ def test_workers_go_late_and_not_for_a_moment_of_less_appetite() -> None:
     assert all(after >= math.ceil(before / 2) for before, after in pairwise(targets))
 
 
+def test_a_trainer_that_consumes_an_epoch_at_once_gets_workers_for_its_mean() -> None:
+    """The queue holds an epoch: workers for the peak would start when it is over."""
+    loop = Loop(workers=10)
+    for _ in range(3):
+        loop.tick(20, eats=80.0, pressure=90.0)
+        loop.tick(100, eats=0.5, pressure=70.0)
+    loop.tick(5, eats=80.0, pressure=85.0)
+    assert {loop.tick(eats=80.0, pressure=80.0).target for _ in range(15)} == {loop.last.target}
+    assert loop.last.target <= 10
+    loop.follow()
+    assert 7 <= loop.tick(60, eats=0.5, pressure=70.0).target <= 9, "they fill the queue until the next"
+    assert "the mean of its cycles" in loop.last.reason
+    assert loop.tick(20, eats=80.0, pressure=4.0).target > 15, "the queue does not hold this one"
+
+
 def test_silence_holds_and_is_not_zero_pressure() -> None:
     loop = Loop(workers=40)
     loop.tick(60, eats=20.0)

@@ -32,6 +32,7 @@ class Site:
         self.detector = SaturationDetector()
         self.totals = {env: (0.0, 0.0) for env in self.paces}
         self.weights: dict[str, float] = {}
+        self.demand: float | None = None
 
     def run(self, seconds: int, *, available: float = 1.0, **workers: int) -> dict[str, ServerLimit]:
         """Let so many workers of each environment run; all of them want as many more as they can get."""
@@ -59,6 +60,7 @@ class Site:
                         weight=weight,
                         want=500.0,
                         available=available,
+                        demand=self.demand,
                     )
                 )
             self.detector = self.detector.looked(uses, self.engines, self.now)
@@ -118,10 +120,30 @@ def test_a_pace_that_changes_while_the_workers_stay_is_no_saturation() -> None:
 
 def test_rollouts_that_become_longer_while_workers_are_added_are_no_saturation() -> None:
     site = Site(shared=1e9)
+    tests = 0
     for number in range(20, 50):
         site.paces["a"] = 40.0 / number
-        assert not site.run(100, a=number)["a"].most
+        if most := site.run(100, a=number)["a"].most:
+            tests += 1
+            assert 0.75 * number < most < 0.85 * number
+            assert not site.run(SURE, a=most)["a"].most
+    assert tests <= 1, "they became 2.4 times longer"
     assert site.detector.bests["a"] == pytest.approx(40.0 / 49, rel=0.1)
+
+
+@pytest.mark.parametrize("demand", [40.0, 42.0, None])
+def test_a_fleet_that_grows_slowly_on_a_full_server_is_tested_with_fewer(demand: float | None) -> None:
+    """Each growth is so small that the slower workers seem to have longer rollouts."""
+    site = Site(shared=40.0)
+    site.demand = demand
+    for workers in range(20, 60):
+        if most := site.run(SHOWN_S, a=workers)["a"].most:
+            break
+    else:
+        pytest.fail("it was never tested")
+    assert most < 0.85 * workers
+    assert workers <= 38
+    assert site.run(SURE, a=most)["a"].most, "as much throughput with fewer: it is full"
 
 
 def test_if_fewer_make_less_it_was_no_saturation() -> None:
@@ -154,12 +176,57 @@ def test_a_server_that_became_faster_is_noticed() -> None:
     assert number > 2 * found
 
 
-def test_another_engine_is_another_capacity() -> None:
+def test_another_engine_is_expected_to_feed_as_many_as_the_first() -> None:
     site = Site(shared=40.0)
     site.run(SHOWN_S, a=15)
-    assert site.run(SHOWN_S, a=28)["a"].most
+    found = site.run(SHOWN_S, a=28)["a"].most
     site.engines, site.shared = 2, 80.0
     limit = site.run(1, a=21)["a"]
+    assert 20 <= found <= 21
+    assert limit.best == pytest.approx(2.0)
+    assert limit.most == limit.reach == 2 * found
+    assert site.run(SURE, a=limit.most)["a"].most == limit.most
+
+
+def test_an_engine_that_feeds_more_than_expected_is_noticed() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    site.engines, site.shared = 2, 120.0
+    number = expected = site.run(1, a=21)["a"].most
+    for _ in range(8):
+        number = site.run(int(FIRST_HOLD_S) if number == expected else SURE, a=number)["a"].most
+    assert number >= expected + 10
+
+
+def test_workers_that_make_what_is_demanded_are_not_saturated() -> None:
+    """Rollouts become longer, and the fleet grows with them: its throughput stays, as that of a full server would."""
+    site = Site(shared=1000.0)
+    site.demand = 40.0
+    for workers in (20, 25, 30):
+        site.paces["a"] = 40.0 / workers
+        assert not site.run(SHOWN_S, a=workers)["a"].most
+
+
+def test_workers_at_the_capacity_that_become_slower_are_measured_anew() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    found = site.run(SURE, a=21)["a"].most
+    assert found
+    site.paces["a"], site.shared = 1.0, 1000.0
+    limit = site.run(3 * SHOWN_S, a=found)["a"]
+    assert not limit.most
+    assert limit.best == pytest.approx(1.0)
+
+
+def test_fewer_engines_are_measured_anew() -> None:
+    site = Site(shared=80.0)
+    site.engines = 2
+    site.run(SHOWN_S, a=28)
+    assert site.run(SHOWN_S, a=50)["a"].most
+    site.engines, site.shared = 1, 40.0
+    limit = site.run(1, a=42)["a"]
     assert not limit.most
     assert limit.best == pytest.approx(2.0)
 
@@ -170,6 +237,10 @@ def test_environments_of_one_server_get_its_capacity_by_their_weights() -> None:
     site.run(SHOWN_S, a=4, b=4)
     site.run(SHOWN_S, a=8, b=8)
     limits = site.run(SHOWN_S, a=16, b=16)
+    assert {limit.most for limit in limits.values()} == {13}, (
+        "fewer, so that the throughputs can be told apart"
+    )
+    limits = site.run(SURE, a=13, b=13)
     assert 14 <= limits["a"].most <= 15
     assert 14 <= limits["b"].most <= 15
     again = site.run(SURE, a=14, b=14)

@@ -26,6 +26,12 @@ def test_a_change_shows_within_a_few_seconds_and_the_old_pace_is_forgotten() -> 
     assert eaten(before, *[3.2] * 3).pace == pytest.approx(20.0, rel=0.1)
 
 
+def test_a_large_change_shows_after_two_settlements() -> None:
+    before = eaten(Settlements(), *[1.6] * 30)
+    assert eaten(before, 0.8, 0.8).pace == pytest.approx(80.0)
+    assert eaten(before, 1.2, 1.2).pace == pytest.approx(40.0, rel=0.1), "two settlements vary by so much"
+
+
 def test_a_step_of_long_batches_shows_at_the_next_one() -> None:
     assert eaten(Settlements(), *[30.0] * 10, 15.0, sequences=1200).pace == pytest.approx(80.0)
 
