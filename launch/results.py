@@ -42,6 +42,7 @@ from rolloutmq.services.monitor.report.evaluation import Evaluations
 from rolloutmq.services.monitor.report.plot import bound_text, write_report
 from rolloutmq.services.monitor.report.summary import (
     LedgerFigures,
+    read_acks,
     read_trainer_log,
     settle_accounts,
     summarise,
@@ -83,7 +84,7 @@ def ledger_figures(layout: RunLayout, *, is_ours: bool) -> LedgerFigures | None:
     """Return the broker's ledger of a run whose trainer's log does not name what was trained; else None.
 
     The run's own trainer logs each batch. One of somebody else's may log none or some: its log counts only if it names
-    as many groups as the ledger says were settled.
+    as many groups as the ledger says were settled. Groups for evaluation, which no trainer gets, do not count.
 
     Blocks on the disk. At durability `memory` a broker that ended in order has left its ledger, and a running one is
     asked for its counts.
@@ -92,8 +93,15 @@ def ledger_figures(layout: RunLayout, *, is_ours: bool) -> LedgerFigures | None:
     if named and is_ours:
         return None
     figures = _ledger(layout)
-    settled = figures.counts["trained"] + figures.counts["filtered"] if figures is not None else 0
-    return figures if not named or settled > named else None
+    return figures if figures is None or not named or _settled(figures, layout) > named else None
+
+
+def _settled(figures: LedgerFigures, layout: RunLayout) -> int:
+    """Return the number of groups that a trainer has settled, at least."""
+    evaluated = read_acks(layout).evaluated
+    counts = figures.without(evaluated).counts
+    # Those whose state is not known ended before the history begins, so they are among the counts.
+    return counts["trained"] + counts["filtered"] - len(evaluated.difference(figures.states))
 
 
 def _logged(layout: RunLayout) -> int:

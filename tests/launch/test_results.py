@@ -29,7 +29,7 @@ from rolloutmq.launch.results import Survey, survey, unread
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, Endpoints, RunLayout, SettledBatch
 from rolloutmq.schemas.lives import Life
-from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.format.events import Dropped, Numbers
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.liveness import fate_of
@@ -225,6 +225,24 @@ def test_a_log_that_names_less_than_the_ledger_settled_does_not_speak(
     assert "3 accepted: 2 trained, 0 filtered, 0 expired, 0 dead, 1 in flight" in report(made.layout).stdout
     summary = json.loads(made.layout.summary.read_text())
     assert (summary["groups_trained"], summary["groups_in_flight"], summary["groups_lost"]) == (2, 1, 0)
+
+
+def test_groups_for_evaluation_do_not_outweigh_the_log_of_a_trainer_of_ones_own(run_dir: Path) -> None:
+    """The ledger settles them, too, and no trainer's log names them."""
+    made = Handmade(run_dir)
+    outside = {"environment": {"sort3": {"entry": "a:B"}}, "trainer": {"enabled": False}}
+    write_json(made.layout.config, validate(outside))
+    lease = made.lease([1, 2])
+    groups = [made.accept(1), made.accept(2, "e")]
+    made.log(began(), groups, [lease, settles(lease, "g1", "e")])
+    answer = msgspec.structs.replace(acked("e"), split=Split.EVAL)
+    made.layout.acks.mkdir(exist_ok=True)
+    (made.layout.acks / "sort3-0.jsonl").write_bytes(msgspec.json.encode(answer) + b"\n")
+    line = SettledBatch(at=1.0, version=PolicyVersion(0, 1), trained=("g1",))
+    made.layout.trained.write_bytes(msgspec.json.encode(line) + b"\n")
+    assert "1 accepted: 1 trained, 0 filtered" in report(made.layout).stdout
+    summary = json.loads(made.layout.summary.read_text())
+    assert (summary["groups_trained"], summary["groups_trained_twice"]) == (1, 0)
 
 
 def test_a_run_without_a_training_environment_has_no_bound_to_tell(layout: RunLayout) -> None:

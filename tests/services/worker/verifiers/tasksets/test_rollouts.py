@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -111,6 +112,25 @@ def check_exact(group: Group, trainer: Any) -> None:
         assert not mask[0]
         np.testing.assert_allclose(logprobs[1:][mask[1:]], expected[mask[1:]], atol=1e-5)
         assert not logprobs[~mask].any()
+
+
+async def test_an_episode_of_the_example_loads_no_certificates(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its endpoint is plain HTTP, and loading them costs more CPU than the rest of an episode."""
+    loaded: list[Any] = []
+    environment = additions()
+    async with served(trainer, environment) as policy:
+        await rolled_out(environment, policy, 0, 2)  # what is loaded once
+        load_certificates = ssl.SSLContext.load_verify_locations
+
+        def counted(context: ssl.SSLContext, *args: Any, **named: Any) -> None:
+            loaded.append(args)
+            load_certificates(context, *args, **named)
+
+        monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", counted)
+        await rolled_out(environment, policy, 1, 4)
+    assert not loaded
 
 
 async def test_a_taskset_is_answered_with_the_tokens_of_the_server(trainer: Any) -> None:
