@@ -20,13 +20,14 @@ from typing import Any, Final
 import numpy as np
 
 from rolloutmq.schemas.group import RATERS, RATINGS
+from rolloutmq.services.worker.exits import EXITS
 
 METRIC: Final = "metric_"
 NAME_CHARS: Final = 48
 """Longest name of a column."""
 _STRANGE: Final = re.compile(r"[^a-z0-9_]+")
 _WATCHED: Final = "_rolloutmq_watched"
-_failures: ContextVar[list[Exception] | None] = ContextVar("failures", default=None)
+_failures: ContextVar[list[BaseException] | None] = ContextVar("failures", default=None)
 
 Function = Callable[..., Any]
 
@@ -92,9 +93,9 @@ def _free_name(wanted: str, scope: int, weight: float, taken: Mapping[str, Mappi
 
 
 @contextmanager
-def failures() -> Iterator[list[Exception]]:
+def failures() -> Iterator[list[BaseException]]:
     """Collect why watched functions gave no number in the calls of this block, in the order of time."""
-    found: list[Exception] = []
+    found: list[BaseException] = []
     token = _failures.set(found)
     try:
         yield found
@@ -102,7 +103,7 @@ def failures() -> Iterator[list[Exception]]:
         _failures.reset(token)
 
 
-def reason(failure: Exception) -> str:
+def reason(failure: BaseException) -> str:
     """Return a collected failure as the reason of a failed rollout."""
     return str(failure) if isinstance(failure, NotANumberError) else f"a reward function raised {failure!r}"
 
@@ -170,7 +171,7 @@ def _watched(function: Function, name: str, *, of_group: bool) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             returned = function(*args, **kwargs)
-        except Exception as error:
+        except (Exception, *EXITS) as error:
             _note(error)
             raise
         return _awaited(returned, checked) if isawaitable(returned) else checked(returned)
@@ -182,7 +183,7 @@ def _watched(function: Function, name: str, *, of_group: bool) -> Function:
 async def _awaited(returned: Any, checked: Function) -> Any:
     try:
         value = await returned
-    except Exception as error:
+    except (Exception, *EXITS) as error:
         _note(error)
         raise
     return checked(value)
@@ -197,7 +198,7 @@ def _is_watched(function: Function) -> bool:
     return getattr(function, _WATCHED, False)
 
 
-def _note(error: Exception) -> None:
+def _note(error: BaseException) -> None:
     found = _failures.get()
     if found is not None:
         found.append(error)

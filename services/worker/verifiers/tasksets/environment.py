@@ -107,7 +107,7 @@ class TasksetEnvironment(RowEnvironment[Any]):
                 async with asyncio.TaskGroup() as group:
                     slots = self._theirs.slots(task, size)
                     rolling = [group.create_task(self._rolled(slot, context, calls)) for slot in slots]
-            except ExceptionGroup as failed:
+            except BaseExceptionGroup as failed:
                 raise failed.exceptions[0] from None
             return [one.result() for one in rolling]
 

@@ -25,6 +25,7 @@ from rolloutmq import Group, InvalidGroupError, PolicyVersion
 from rolloutmq.launch.settings import load as load_config
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
+from rolloutmq.services.worker.exits import contain_exits
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
 from rolloutmq.services.worker.verifiers.trajectories import RolloutFailedError
 
@@ -52,6 +53,10 @@ WAYS = (
     "twice",
     "episode",
     "changes",
+    "late",
+    "exits",
+    "judge exits",
+    "nothing",
 )
 
 
@@ -184,6 +189,8 @@ def text_of(tokens: Any, model: Any) -> str:
         ("rewrites", RolloutFailedError, "its conversation was rewritten: the trace has 2 branches"),
         ("twice", RolloutFailedError, r"one trained agent run \(got 2: agent, agent\)"),
         ("episode", RolloutFailedError, "EnvError: .* the episode broke"),
+        ("exits", RuntimeError, "SystemExit: 0"),
+        ("judge exits", RolloutFailedError, "TaskError: .* SystemExit: 3"),
         ("changes", InvalidGroupError, "turn 0 was not sampled by the policy, or was changed afterwards"),
     ],
 )
@@ -191,6 +198,7 @@ async def test_what_cannot_be_trained_on_costs_the_rollout(
     trainer: Any, way: str, kind: type[Exception], problem: str
 ) -> None:
     environment = mishaps()
+    contain_exits(asyncio.get_running_loop())  # as a worker does
     async with served(trainer, environment) as policy:
         with pytest.raises(kind, match=problem):
             await rolled_out(environment, policy, WAYS.index(way), 2)
@@ -210,7 +218,7 @@ async def test_a_scoring_that_takes_too_long_costs_the_rollout(trainer: Any) -> 
     environment = mishaps(options={"agent": {**HERE, "timeout": {"scoring": 0.2}}})
     async with served(trainer, environment) as policy:
         with pytest.raises(RolloutFailedError, match="reward reward was not computed"):
-            await rolled_out(environment, policy, len(WAYS), 1)
+            await rolled_out(environment, policy, WAYS.index("late"), 1)
 
 
 async def test_a_hang_ends_with_the_rollout(trainer: Any) -> None:

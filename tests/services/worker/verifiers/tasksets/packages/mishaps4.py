@@ -22,6 +22,9 @@ WAYS = (
     "episode",
     "changes",
     "late",
+    "exits",
+    "judge exits",
+    "nothing",
 )
 
 
@@ -43,9 +46,13 @@ class Mishap(vf.Task[MishapData, vf.State, vf.TaskConfig]):  # type: ignore[misc
         return response.model_copy(update={"message": vf.AssistantMessage(content="1")})
 
     @vf.reward
-    async def reward(self, task: MishapData) -> float:
+    async def reward(self, task: MishapData) -> float | dict[str, float]:
         if task.way == "rewards":
             raise ZeroDivisionError("in the reward")
+        if task.way == "judge exits":
+            raise SystemExit(3)
+        if task.way == "nothing":
+            return {}
         if task.way == "late":
             await asyncio.sleep(60)
         return float("nan") if task.way == "nan" else 1.0
@@ -76,6 +83,8 @@ class OddHarness(OneCall):  # type: ignore[misc]
         way = getattr(trace.task.data, "way", "")
         if way == "harness":
             return vf.ProgramResult(exit_code=3, stdout="", stderr="no program")
+        if way == "exits":
+            raise SystemExit(0)
         if way == "silent":
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
         result = await super().launch(ctx, trace, *more)
