@@ -7,6 +7,9 @@ package adds later; `failures` collects what goes wrong in the calls of a block.
 A function with a weight is a rater: its values are a column of `ratings`, in the order of `raters`, as those of an
 ensemble are. One without is a metric, and has a column `metric_NAME` of its own. Rubrics add up or overwrite the values
 of functions with one name, so a second function of a name gets a number: `length_2`.
+
+From 0.4 a function may return a map, with a rater for each key. `require_ratings` refuses an empty one, which would
+leave the function out of the reward.
 """
 
 import re
@@ -30,6 +33,15 @@ _WATCHED: Final = "_rolloutmq_watched"
 _failures: ContextVar[list[BaseException] | None] = ContextVar("failures", default=None)
 
 Function = Callable[..., Any]
+
+
+class NoRatingError(ValueError):
+    """A reward function returned an empty map."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the reward function {name} must return a number, or a map with a key for each (got {{}})"
+        )
 
 
 class NotANumberError(TypeError):
@@ -137,6 +149,38 @@ def _names(metrics: Sequence[str]) -> list[str]:
             name = f"{wanted[: NAME_CHARS - len(str(number)) - 1]}_{number}"
         names.append(name)
     return names
+
+
+def require_ratings(kind: Any) -> None:
+    """Let the reward functions of a class of tasks (0.4) raise where they return an empty map. In place, once."""
+    hooks = kind.hooks
+    if _is_watched(hooks):
+        return
+
+    @wraps(hooks)
+    def checked(task: Any, attr: str) -> list[Function]:
+        found = hooks(task, attr)
+        return [_rated(function) for function in found] if attr == "reward" else list(found)
+
+    kind.hooks = _mark(checked)
+
+
+def _rated(function: Function) -> Function:
+    def required(value: Any) -> Any:
+        if isinstance(value, Mapping) and not value:
+            raise NoRatingError(_name_of(function))
+        return value
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        returned = function(*args, **kwargs)
+        return _then(returned, required) if isawaitable(returned) else required(returned)
+
+    return call
+
+
+async def _then(returned: Any, checked: Function) -> Any:
+    return checked(await returned)
 
 
 def _rubrics(rubric: Any) -> Iterator[tuple[Any, int]]:

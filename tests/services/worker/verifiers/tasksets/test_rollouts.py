@@ -57,6 +57,7 @@ WAYS = (
     "exits",
     "judge exits",
     "nothing",
+    "maps",
 )
 
 
@@ -190,6 +191,11 @@ def text_of(tokens: Any, model: Any) -> str:
         ("twice", RolloutFailedError, r"one trained agent run \(got 2: agent, agent\)"),
         ("episode", RolloutFailedError, "EnvError: .* the episode broke"),
         ("exits", RuntimeError, "SystemExit: 0"),
+        (
+            "nothing",
+            RolloutFailedError,
+            "NoRatingError: the reward function reward must return a number, or a map",
+        ),
         ("judge exits", RolloutFailedError, "TaskError: .* SystemExit: 3"),
         ("changes", InvalidGroupError, "turn 0 was not sampled by the policy, or was changed afterwards"),
     ],
@@ -204,6 +210,14 @@ async def test_what_cannot_be_trained_on_costs_the_rollout(
             await rolled_out(environment, policy, WAYS.index(way), 2)
         group = await rolled_out(environment, policy, 0, 2)  # the worker goes on
     assert list(group.scores) == [1.0, 1.0]
+
+
+async def test_each_key_of_a_map_is_a_rater(trainer: Any) -> None:
+    environment = mishaps()
+    async with served(trainer, environment) as policy:
+        group = await rolled_out(environment, policy, WAYS.index("maps"), 2)
+    assert group["raters"] == [{"first": 2.0, "reward": 1.0, "second": 2.0}] * 2
+    assert list(group.scores) == [4.0, 4.0]
 
 
 async def test_an_agent_that_is_not_trained_adds_no_sequence(trainer: Any) -> None:

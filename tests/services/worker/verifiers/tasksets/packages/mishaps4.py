@@ -25,6 +25,7 @@ WAYS = (
     "exits",
     "judge exits",
     "nothing",
+    "maps",
 )
 
 
@@ -56,6 +57,10 @@ class Mishap(vf.Task[MishapData, vf.State, vf.TaskConfig]):  # type: ignore[misc
         if task.way == "late":
             await asyncio.sleep(60)
         return float("nan") if task.way == "nan" else 1.0
+
+    @vf.reward(weight=2.0)
+    async def various(self, task: MishapData) -> float | dict[str, float]:
+        return {"first": 1.0, "second": 0.5} if task.way == "maps" else 0.0
 
 
 class MishapsConfig(vf.TasksetConfig):  # type: ignore[misc]
