@@ -4,7 +4,7 @@ A segment is a plain file `/dev/shm/rolloutmq-<nonce>-<kind>`. It is not a `mult
 tracker unlinks segments of other processes before Python 3.13. Its first 64 bytes name the owner:
 
     0  magic (8 bytes)   8  layout version    16  nonce (16 hexadecimal characters)
-   32  owner pid        40  owner start ticks  48  inode of the owner's pid namespace   56  reserved
+   32  owner pid, or 0  40  owner start ticks  48  inode of the owner's pid namespace   56  reserved
 
 Every process with a mapping holds a shared lock on its first byte (an open-file-description lock: it ends with the
 process, not with another descriptor of the file). A segment may be removed once its owner is dead and no process holds
@@ -61,9 +61,11 @@ class SegmentOwner(NamedTuple):
 
     def alive(self) -> bool:
         """Return whether the process is alive. One in another pid namespace is invisible and counts as alive."""
+        if not self.pid:
+            return False  # nobody, see `SegmentFile.release`
         if not self.is_here():
             return True
-        return self.pid > 0 and _start_ticks(self.pid) == self.start_ticks
+        return _start_ticks(self.pid) == self.start_ticks
 
 
 def _start_ticks(pid: int) -> int | None:
@@ -88,7 +90,15 @@ class SegmentFile(NamedTuple):
 
     def claim(self) -> None:
         """Write the header: the calling process is the owner."""
+        self._write(SegmentOwner.current())
+
+    def release(self) -> None:
+        """Leave the segment without an owner, as the death of this process would; nothing if another one owns it."""
         owner = SegmentOwner.current()
+        if self.owner() == owner:
+            self._write(SegmentOwner(0, 0, owner.namespace))
+
+    def _write(self, owner: SegmentOwner) -> None:
         os.pwrite(self.fd, HEADER.pack(MAGIC, LAYOUT, self.nonce.encode(), *owner, 0), 0)
 
     def owner(self) -> SegmentOwner | None:

@@ -13,10 +13,11 @@ import secrets
 import select
 import signal
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from inspect import iscoroutine
@@ -33,6 +34,7 @@ from rolloutmq.services.process.child import KILL_WAIT_S, Process, spawn
 from rolloutmq.services.worker.environment import GroupPerTask
 from rolloutmq.services.worker.loader import check_abilities, load_environment
 from rolloutmq.services.worker.rollouts import one_line
+from rolloutmq.services.worker.verifiers.package import module_name
 from rolloutmq.services.worker.verifiers.rows import RowEnvironment
 
 PATIENCE_S: Final = 60.0
@@ -42,7 +44,7 @@ GRACE_S: Final = 2.0
 POLL_S: Final = 0.2
 DRAWN: Final = 8
 """Tasks drawn by `task`."""
-OURS: Final = Path(__file__).parents[1]
+OURS: Final = Path(__file__).parents[2]
 """Directory of this package."""
 SPECIAL: Final = ("<pad>", "<bos>", "<eos>")
 """Texts that a built-in model reads as one token each."""
@@ -127,7 +129,7 @@ def verdict_on(config: RunConfig) -> Verdict:
             if _draws_alone(environment):
                 advice += _drawn(config, name, environment)
     except ConfigError as error:
-        where = _place(error.__cause__, config.base_dir)
+        where = _place(error.__cause__, config.base_dir, _own_modules(config))
         return Verdict(path=error.path, problem=error.problem + (f" ({where})" if where else ""))
     return Verdict(advice=tuple(advice))
 
@@ -139,16 +141,34 @@ def _draws_alone(environment: Any) -> TypeGuard["GroupPerTask[Any]"]:
     return isinstance(environment, GroupPerTask) and not isinstance(environment, AbstractAsyncContextManager)
 
 
-def _place(error: BaseException | None, base_dir: Path) -> str:
-    """Return file and line of the user's code that raised: beside the configuration, or else outside this package."""
+def _own_modules(config: RunConfig) -> set[str]:
+    """Return the names of the modules, or packages of modules, in which the environments of a run may be installed."""
+    entries = {env.entry.partition(":")[0].partition(".")[0] for env in config.environment.values()}
+    return entries | {module_name(env.verifiers) for env in config.environment.values()} - {""}
+
+
+def _place(error: BaseException | None, base_dir: Path, own: Container[str]) -> str:
+    """Return file and line of the user's code that raised: beside the configuration, or else in no library.
+
+    Args:
+        error: The error; None for none.
+        base_dir: Directory of the configuration.
+        own: Installed modules that are the user's, too.
+    """
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    others = [
-        one for one in frames if Path(one.filename).is_absolute() and OURS not in Path(one.filename).parents
-    ]
-    near = [one for one in others if base_dir.resolve() in Path(one.filename).parents]
-    for one in (near or others)[-1:]:
-        return f"{Path(one.filename).name}, line {one.lineno}"
+    files = [(Path(one.filename), one.lineno) for one in frames if Path(one.filename).is_absolute()]
+    others = [one for one in files if OURS not in one[0].parents and not _is_of_a_library(one[0], own)]
+    near = [one for one in others if base_dir.resolve() in one[0].parents]
+    for file, line in (near or others)[-1:]:
+        return f"{file.name}, line {line}"
     return ""
+
+
+def _is_of_a_library(file: Path, own: Container[str]) -> bool:
+    """Return whether a file belongs to Python or to an installed package that is not the user's."""
+    folders = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
+    inner = max((one for one in folders if one in file.parents), key=lambda one: len(one.parts), default=None)
+    return inner is not None and Path(file.relative_to(inner).parts[0]).stem not in own
 
 
 def _check_rows(config: RunConfig, name: str, environment: Any) -> None:

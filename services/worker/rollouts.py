@@ -266,7 +266,9 @@ class Rollouts:
         except TimeoutError as error:
             late = attempt.ended or f"took longer than rollout_timeout_s ({limit_s:g} s)"
             self._failed(attempt, error, late if timer.expired() else one_line(error))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything
             self._failed(attempt, error, one_line(error))
         return None
 

@@ -44,6 +44,7 @@ from rolloutmq.services.http_access import http_token
 from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.services.rewards.joining import joined
 from rolloutmq.services.worker.environment import Environment
+from rolloutmq.services.worker.exits import contain_exits
 from rolloutmq.services.worker.heartbeat import Heartbeat
 from rolloutmq.services.worker.loader import check_abilities, load_environment
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
@@ -176,6 +177,7 @@ class Worker:
 
     async def _run(self, stop: Stop) -> None:
         """Run the rollouts with the heartbeat and the stop watcher beside them."""
+        contain_exits(asyncio.get_running_loop())
         environment = load_environment(self.env, self.section, self.config.base_dir)
         numbered = self.env in self.config.curriculum
         check_abilities(self.env, self.config.environment[self.env], environment, numbered=numbered)

@@ -478,7 +478,9 @@ class WeightShare:
     def close(self, *, unlink: bool = False) -> None:
         """Release the segment. May be called twice.
 
-        The memory stays mapped while a tensor of the model is alive, so the model stays usable, without the lock.
+        The memory stays mapped while a tensor of the model is alive, so the model stays usable, without the lock. A
+        segment that stays has no owner any more: the next share of the run takes it over, also in this process, and a
+        model that was bound to it then has the values of the next.
 
         Args:
             unlink: Also remove the segment and its address file; for the owner at its orderly end.
@@ -492,5 +494,7 @@ class WeightShare:
             if not self.is_replaced():
                 self._address_file.unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
+        elif self._owner:
+            self._segment.release()
         os.close(self._segment.fd)
         self._memory = self._scratch = self._model = self._flat = None

@@ -7,6 +7,9 @@ package adds later; `failures` collects what goes wrong in the calls of a block.
 A function with a weight is a rater: its values are a column of `ratings`, in the order of `raters`, as those of an
 ensemble are. One without is a metric, and has a column `metric_NAME` of its own. Rubrics add up or overwrite the values
 of functions with one name, so a second function of a name gets a number: `length_2`.
+
+From 0.4 a function may return a map, with a rater for each key. `require_ratings` refuses an empty one, which would
+leave the function out of the reward.
 """
 
 import re
@@ -20,15 +23,25 @@ from typing import Any, Final
 import numpy as np
 
 from rolloutmq.schemas.group import RATERS, RATINGS
+from rolloutmq.services.worker.exits import EXITS
 
 METRIC: Final = "metric_"
 NAME_CHARS: Final = 48
 """Longest name of a column."""
 _STRANGE: Final = re.compile(r"[^a-z0-9_]+")
 _WATCHED: Final = "_rolloutmq_watched"
-_failures: ContextVar[list[Exception] | None] = ContextVar("failures", default=None)
+_failures: ContextVar[list[BaseException] | None] = ContextVar("failures", default=None)
 
 Function = Callable[..., Any]
+
+
+class NoRatingError(ValueError):
+    """A reward function returned an empty map."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the reward function {name} must return a number, or a map with a key for each (got {{}})"
+        )
 
 
 class NotANumberError(TypeError):
@@ -92,9 +105,9 @@ def _free_name(wanted: str, scope: int, weight: float, taken: Mapping[str, Mappi
 
 
 @contextmanager
-def failures() -> Iterator[list[Exception]]:
+def failures() -> Iterator[list[BaseException]]:
     """Collect why watched functions gave no number in the calls of this block, in the order of time."""
-    found: list[Exception] = []
+    found: list[BaseException] = []
     token = _failures.set(found)
     try:
         yield found
@@ -102,7 +115,7 @@ def failures() -> Iterator[list[Exception]]:
         _failures.reset(token)
 
 
-def reason(failure: Exception) -> str:
+def reason(failure: BaseException) -> str:
     """Return a collected failure as the reason of a failed rollout."""
     return str(failure) if isinstance(failure, NotANumberError) else f"a reward function raised {failure!r}"
 
@@ -138,6 +151,38 @@ def _names(metrics: Sequence[str]) -> list[str]:
     return names
 
 
+def require_ratings(kind: Any) -> None:
+    """Let the reward functions of a class of tasks (0.4) raise where they return an empty map. In place, once."""
+    hooks = kind.hooks
+    if _is_watched(hooks):
+        return
+
+    @wraps(hooks)
+    def checked(task: Any, attr: str) -> list[Function]:
+        found = hooks(task, attr)
+        return [_rated(function) for function in found] if attr == "reward" else list(found)
+
+    kind.hooks = _mark(checked)
+
+
+def _rated(function: Function) -> Function:
+    def required(value: Any) -> Any:
+        if isinstance(value, Mapping) and not value:
+            raise NoRatingError(_name_of(function))
+        return value
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        returned = function(*args, **kwargs)
+        return _then(returned, required) if isawaitable(returned) else required(returned)
+
+    return call
+
+
+async def _then(returned: Any, checked: Function) -> Any:
+    return checked(await returned)
+
+
 def _rubrics(rubric: Any) -> Iterator[tuple[Any, int]]:
     """Yield the rubric and those inside it, each once: of a group of rubrics, and of a group of environments.
 
@@ -170,7 +215,7 @@ def _watched(function: Function, name: str, *, of_group: bool) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             returned = function(*args, **kwargs)
-        except Exception as error:
+        except (Exception, *EXITS) as error:
             _note(error)
             raise
         return _awaited(returned, checked) if isawaitable(returned) else checked(returned)
@@ -182,7 +227,7 @@ def _watched(function: Function, name: str, *, of_group: bool) -> Function:
 async def _awaited(returned: Any, checked: Function) -> Any:
     try:
         value = await returned
-    except Exception as error:
+    except (Exception, *EXITS) as error:
         _note(error)
         raise
     return checked(value)
@@ -197,7 +242,7 @@ def _is_watched(function: Function) -> bool:
     return getattr(function, _WATCHED, False)
 
 
-def _note(error: Exception) -> None:
+def _note(error: BaseException) -> None:
     found = _failures.get()
     if found is not None:
         found.append(error)

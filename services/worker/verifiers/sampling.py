@@ -11,8 +11,16 @@ from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.worker.verifiers.request_fields import hoisted, refusal
 
 
-def sampling_of(key: str, theirs: Mapping[str, Any], ours: SamplingConfig) -> dict[str, Any]:
+def sampling_of(
+    key: str, theirs: Mapping[str, Any], ours: SamplingConfig, options: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return the fields of each request: those of the environment, and those of the section, which win.
+
+    Args:
+        key: Key of the section's sampling.
+        theirs: Fields of the package, and of its options.
+        ours: The section's sampling.
+        options: Keys of the fields that the options set.
 
     Raises:
         ConfigError: A field is refused, see `request_fields`.
@@ -26,6 +34,8 @@ def sampling_of(key: str, theirs: Mapping[str, Any], ours: SamplingConfig) -> di
         problem = refusal(name, value, extra=name in extra)
         if problem and name in ours.extra:
             raise ConfigError(f"{key}.extra", problem)
+        if problem and name in (options or {}):
+            raise ConfigError((options or {})[name], problem)
         if problem:
             raise ConfigError(key, f"{problem}; the package sets it")
     # Always explicit: the defaults of a server may come from the model's directory.

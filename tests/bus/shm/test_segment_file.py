@@ -79,6 +79,23 @@ def test_a_segment_says_whose_it_is(mine: segment_file.SegmentFile) -> None:
     assert segment_file.in_use(mine.path)
 
 
+def test_a_released_segment_has_no_living_owner(mine: segment_file.SegmentFile) -> None:
+    mine.release()
+    owner = mine.owner()
+    assert owner is not None
+    assert not owner.alive()
+    assert not owner._replace(namespace=owner.namespace + 1).alive()
+    assert segment_file.in_use(mine.path)  # this process still maps it
+    child = os.fork()
+    if not child:
+        mine.claim()
+        os._exit(0)
+    os.waitpid(child, 0)
+    claimed = mine.owner()
+    mine.release()
+    assert mine.owner() == claimed  # that of another process is left alone
+
+
 def test_another_segment_is_not_opened(mine: segment_file.SegmentFile, tmp_path: Path) -> None:
     with pytest.raises(SegmentGoneError, match="nonce"):
         segment_file.open_existing(mine.path, "0" * 16)

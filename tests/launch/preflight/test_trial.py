@@ -1,5 +1,6 @@
 """Environments are tried before a run: what can never work is refused by its key, what cannot be told is advice."""
 
+import json
 import os
 import re
 import select
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from rolloutmq.launch.preflight import checks, trial
-from rolloutmq.launch.preflight.trial import Verdict, try_environments, verdict_on
+from rolloutmq.launch.preflight.trial import Verdict, _place, try_environments, verdict_on
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
@@ -191,6 +192,16 @@ def test_a_class_that_cannot_work_is_refused_by_its_key(
     found = refused(config(base_dir, kind, environment))
     assert found.startswith(problem)
     assert "\n" not in found
+
+
+def test_a_library_is_no_place_of_the_users_code(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        json.loads("{")
+    error = caught.value
+    assert error.__traceback__ is not None
+    error.with_traceback(error.__traceback__.tb_next)  # as raised below this package
+    assert _place(error, tmp_path, {"mine"}) == ""
+    assert re.match(r"decoder\.py, line \d+", _place(error, tmp_path, {"json"})), "installed by the user"
 
 
 @pytest.mark.parametrize("kind", ["Plus", "Chat"])

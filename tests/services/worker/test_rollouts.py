@@ -146,6 +146,10 @@ async def exiting(_number: int, _rng: random.Random) -> None:
     raise SystemExit(2)
 
 
+async def interrupting(_number: int, _rng: random.Random) -> None:
+    raise KeyboardInterrupt
+
+
 async def cancelling(_number: int, _rng: random.Random) -> None:
     raise asyncio.CancelledError
 
@@ -173,6 +177,7 @@ async def nonsense(_number: int, _rng: random.Random) -> str:
 BAD = [
     (raising, "ValueError: boom again"),
     (exiting, "SystemExit: 2"),
+    (interrupting, "KeyboardInterrupt"),
     (cancelling, "the environment cancelled its own task"),
     (late, "took longer than rollout_timeout_s (0.01 s)"),
     (timing_out, "TimeoutError: a tool"),

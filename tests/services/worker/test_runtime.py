@@ -54,6 +54,13 @@ class Bad(Good):
     def score(self, task, completion):
         raise ValueError("never any good")
 
+class Leaving(Good):
+    async def score(self, task, completion):
+        await asyncio.gather(self.leave())
+
+    async def leave(self):
+        raise SystemExit(0)
+
 class Hanging(Good):
     async def score(self, task, completion):
         await asyncio.Event().wait()
@@ -327,6 +334,12 @@ async def test_an_environment_that_always_raises_fails_for_good(staged: Staged) 
         assert "ValueError: never any good" in status.error
         assert status.produced == 0
         assert status.abandoned >= 7
+
+
+async def test_an_exit_in_a_task_of_the_environment_is_a_failed_rollout(staged: Staged) -> None:
+    async with staged(entry="envs.py:Leaving", failure_limit=7) as stage:
+        with pytest.raises(EnvironmentFailedError, match="SystemExit: 0"):
+            await stage.worker().run(stage.stop)
 
 
 async def test_an_entry_that_is_wrong_fails_for_good(staged: Staged) -> None:

@@ -180,6 +180,28 @@ def test_a_living_owner_keeps_its_segment(shares: Shares) -> None:
     assert owner.path.exists()
 
 
+def test_a_process_takes_over_what_it_has_closed_itself(shares: Shares) -> None:
+    """A notebook: the first training was interrupted, the next begins in the same process."""
+    owner = shares.create(policy(), V(1, 3))
+    reading = on_meta(policy().config)
+    reader = shares.attach(reading)
+    with pytest.raises(KeyboardInterrupt), owner.writing(V(1, 4)):
+        raise KeyboardInterrupt
+    owner.close()
+    assert not reader.owner_lives()
+    model = policy(1)
+    heir = shares.create(model, V(2, 0))
+    assert heir.adopted
+    assert heir.path == reader.path
+    with reader.reading() as version:
+        assert version == V(2, 0)
+        assert torch.equal(logits(reading), logits(model))
+    owner.close()
+    assert reader.owner_lives()
+    with pytest.raises(SegmentInUseError, match=f"process {os.getpid()}"):
+        shares.create(policy(2))
+
+
 @pytest.mark.extended
 def test_segments_are_private_and_readers_cannot_write(shares: Shares) -> None:
     model = policy()

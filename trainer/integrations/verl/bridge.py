@@ -43,7 +43,7 @@ class Store(Protocol):
         tags: Sequence[Mapping[str, Any]],
         fields: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Write tags, and fields if given. Blocks."""
+        """Write tags, and fields if given. Blocks. Raises ClosedError once the trainer has closed the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,19 +201,27 @@ class Bridge:
 
     async def _answered(self, feed: Feed, prompt: Prompt) -> None:
         """Put the group of a prompt, then its status; never raises."""
-        status = Status.FAILURE
         try:
-            status = await self._put(feed, prompt)
-        except Exception:  # the trainer does not end for one prompt
-            logger.exception("prompt without trajectories uid=%s", prompt.uid)
-        if self._closing:
-            return
-        try:
+            status = await self._outcome(feed, prompt)
+            if self._closing:
+                return
             await self._tag([prompt], status)
             if prompt.validates:
                 await self.connection.evaluated()
+        except ClosedError as error:  # the group stays with the broker
+            logger.info("answer after the end uid=%s reason=%s", prompt.uid, error)
         except Exception:
-            logger.exception("status not reported uid=%s status=%s", prompt.uid, status)
+            logger.exception("status not reported uid=%s", prompt.uid)
+
+    async def _outcome(self, feed: Feed, prompt: Prompt) -> Status:
+        """Put the group of a prompt; return the status of the prompt. Raises ClosedError."""
+        try:
+            return await self._put(feed, prompt)
+        except ClosedError:
+            raise
+        except Exception:  # the trainer does not end for one prompt
+            logger.exception("prompt without trajectories uid=%s", prompt.uid)
+            return Status.FAILURE
 
     async def _put(self, feed: Feed, prompt: Prompt) -> Status:
         answer = await feed.ask(

@@ -19,7 +19,7 @@ from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.integrations.verl.bridge import Bridge, BusOptions, opened
 from rolloutmq.trainer.integrations.verl.prompts import Prompt, Sampling, prompts_of
 from rolloutmq.trainer.integrations.verl.sampling import BusCheckpoint, BusReplayBuffer, BusReplayBufferAsync
-from rolloutmq.trainer.integrations.verl.settings import require_classes
+from rolloutmq.trainer.integrations.verl.settings import require_classes, require_known_advantage
 from rolloutmq.trainer.integrations.verl.store import TransferQueueStore
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class BusAgentLoopManager:
         bridge: Connection to the bus, which the replay buffer and the checkpoint callback find, too.
 
     Raises:
-        ConfigError: A setting of `bus` is wrong, verl distills, or its trainer lacks a class of the adapter; names the
-            setting.
+        ConfigError: A setting of `bus` is wrong, verl distills, its trainer lacks a class of the adapter or cannot
+            compute its advantage; names the setting.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class BusAgentLoopManager:
                 "distillation", "must be off, because verl's teachers see no group of the bus (got on)"
             )
         synchronous = config.trainer.v1.trainer_mode == "sync"
+        require_known_advantage(config)
         require_classes(config, BusReplayBuffer if synchronous else BusReplayBufferAsync, BusCheckpoint)
         rollout = config.actor_rollout_ref.rollout
         self._training, self._validation = _sampling(rollout), _sampling(rollout.val_kwargs)

@@ -10,6 +10,7 @@ A trajectory that verl cannot train on is left out, and so is one beyond the ses
 prompt with fewer trajectories than sessions a failure.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,12 +20,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.group import RATERS, RATINGS, Group
+from rolloutmq.schemas.wire.envelope import Dtype
 from rolloutmq.trainer.integrations.task_feed.sequences import SampledSequence, sampled_sequences
 from rolloutmq.trainer.integrations.verl.prompts import Prompt
 
 UNKEPT: Final = frozenset({"agent_name", "multi_modal_data"})
 """Fields of a prompt that verl does not keep beside a trajectory."""
+
+
+METRIC: Final = "metric_"
+"""Prefix of a column with a metric of the environment, which verl knows without it."""
 
 
 class Status(StrEnum):
@@ -62,18 +68,45 @@ def trajectories(group: Group, prompt: Prompt) -> Trajectories:
     """Return the trajectories of the group that answers a prompt."""
     kept = {name: value for name, value in prompt.fields.items() if name not in UNKEPT}
     found = Trajectories([], [], [], prompt.size)
+    named = _named_scores(group)
     live = 0
     for session, sequence in enumerate(sampled_sequences(group)[: prompt.size]):
         if not sequence.usable:
             continue
         live += 1
         found.keys.append(f"{prompt.uid}_{session}_0")
-        found.fields.append(_fields(sequence, group, kept | {"session_id": session}))
+        own = {name: values[session] for name, values in named.items()}
+        found.fields.append(_fields(sequence, group, own, kept | {"session_id": session}))
         found.tags.append(_tags(sequence, group, prompt))
     return Trajectories(found.keys, found.fields, found.tags, prompt.size - live)
 
 
-def _fields(sequence: SampledSequence, group: Group, kept: Mapping[str, Any]) -> dict[str, Any]:
+def _named_scores(group: Group) -> dict[str, list[float]]:
+    """Return verl's `reward_extra_info` by name, a value for each sequence.
+
+    Its `acc` is the score, as for a reward function of verl that returns a number, unless the group has its own.
+    Columns with a number for each sequence follow, and the ratings of an ensemble, NaN where one is missing.
+    """
+    columns = group.columns
+    scores: list[float] = columns["scores"].numbers().tolist()
+    found = {"acc": scores, "score": scores}
+    for name, column in columns.items():
+        if name != "scores" and not column.depth and column.dtype is not Dtype.OPAQUE:
+            found[name.removeprefix(METRIC)] = column.numbers().tolist()
+    ratings, raters = columns.get(RATINGS), columns.get(RATERS)
+    if ratings is not None and raters is not None:
+        rows = [
+            dict(zip(names, row, strict=False))
+            for names, row in zip(raters.values, ratings.rows(), strict=False)
+        ]
+        for name in rows[0]:
+            found[name] = [float(row.get(name, math.nan)) for row in rows]
+    return found
+
+
+def _fields(
+    sequence: SampledSequence, group: Group, named: Mapping[str, float], kept: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the fields of one trajectory: those of verl's `AgentLoopOutput`, then those of the prompt."""
     prompts, responses, mask = (
         torch.from_numpy(one.astype(np.int64)) for one in (sequence.prompt, sequence.response, sequence.mask)
@@ -91,7 +124,7 @@ def _fields(sequence: SampledSequence, group: Group, kept: Mapping[str, Any]) ->
         "extra_fields": {
             "turn_scores": [],
             "tool_rewards": [],
-            "reward_extra_info": {},
+            "reward_extra_info": dict(named),
             "min_global_steps": group.oldest.step,
             "max_global_steps": group.newest.step,
             "stop_reason": sequence.stop_reason,

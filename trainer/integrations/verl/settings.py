@@ -58,6 +58,20 @@ def require_classes(config: Any, replay_buffer: type, checkpoint: type) -> None:
         require_class("trainer.checkpoint_callback_class", named, found, checkpoint)
 
 
+def require_known_advantage(config: Any) -> None:
+    """Check that verl's trainers can compute the advantage. Raises ConfigError.
+
+    That of GDPO reads the parts of a reward, which verl's v1 trainers give to no estimator.
+    """
+    estimator = config.algorithm.adv_estimator
+    if str(getattr(estimator, "value", estimator)) == "gdpo":
+        raise ConfigError(
+            "algorithm.adv_estimator",
+            "must not be gdpo, because verl's v1 trainers do not pass algorithm.gdpo_reward_keys on (got gdpo); "
+            "use grpo, and let the environment weigh the parts of its score",
+        )
+
+
 def own_arguments(config: Any, metric: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a replay buffer that verl gives to its own classes alone.
 

@@ -6,6 +6,7 @@ from typing import Any
 import transfer_queue
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from rolloutmq.schemas.errors import ClosedError
 from rolloutmq.trainer.integrations.verl.rows import Status
 
 
@@ -26,7 +27,11 @@ class TransferQueueStore:
             keys: Keys.
             tags: Tags of each key.
             fields: Fields of each key, all with the same names.
+
+        Raises:
+            ClosedError: verl has closed TransferQueue, as it does when its training has ended or raised.
         """
+        _require_open()
         values = None if fields is None else list_of_dict_to_tensordict([dict(one) for one in fields])
         transfer_queue.kv_batch_put(
             keys=list(keys), partition_id=partition, tags=[dict(one) for one in tags], fields=values
@@ -47,3 +52,11 @@ class TransferQueueStore:
         if over:
             self.put(partition, over, [{"status": str(Status.PENDING)}] * len(over))
         return len(over)
+
+
+def _require_open() -> None:
+    """Raise ClosedError if verl has closed TransferQueue: a call would look for another one, and start a Ray for it."""
+    try:
+        transfer_queue.get_client()
+    except AssertionError:
+        raise ClosedError("TransferQueue: closed by verl; its training has ended") from None

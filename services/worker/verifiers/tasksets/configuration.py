@@ -9,7 +9,7 @@ import itertools
 import logging
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -77,18 +77,26 @@ def load_taskset(
         sys.path.append(str(base_dir))
     given = dict(arguments)
     own, renderer = given.pop(EVAL_TASKSET, None), given.pop(RENDERER, None)
+    if not isinstance(own, Mapping | None):
+        raise ConfigError(
+            f"{section}.options.{EVAL_TASKSET}",
+            f"must be a table, of the fields in which the taskset of the evaluation differs (got {own!r:.80})",
+        )
     with own_signals(), same_draws():
         vf = imported(key, "verifiers.v1")
         adopt_log()
         _check_exports(key, vf, package)
         theirs = _made(section, vf, config, given)
-        held_out = None if own is None else {**given, TASKSET: {**given.get(TASKSET, {}), **own}}
+        tasks = _tasks(section, theirs.taskset, config.task_count)
+        held_out = None
+        if own is not None:
+            merged = {**given, TASKSET: {**given.get(TASKSET, {}), **own}}
+            differing = _made(section, vf, config, merged, EVAL_TASKSET).taskset
+            held_out = _tasks(section, differing, config.task_count)
         loaded = Loaded(
             theirs,
-            _tasks(section, theirs.taskset, config.task_count),
-            None
-            if held_out is None
-            else _tasks(section, _made(section, vf, config, held_out).taskset, config.task_count),
+            tasks,
+            held_out,
             tuple(policies_of(theirs.config)),
             None if renderer is None else _renderer(f"{section}.options.{RENDERER}", renderer),
         )
@@ -111,20 +119,22 @@ def _check_exports(key: str, vf: Any, package: str) -> None:
         raise ConfigError(key, f"importing {module_name(package)} raised {described(error)}") from error
 
 
-def _made(section: str, vf: Any, config: EnvironmentConfig, given: Mapping[str, Any]) -> Any:
-    """Return the environment of these options."""
+def _made(
+    section: str, vf: Any, config: EnvironmentConfig, given: Mapping[str, Any], written: str = TASKSET
+) -> Any:
+    """Return the environment of these options; `written` is the option with the fields of the taskset."""
     options, package = f"{section}.options", config.verifiers
     taskset = given.get(TASKSET, {})
     if not isinstance(taskset, Mapping) or taskset.get("id", package) != package:
         raise ConfigError(
-            f"{options}.{TASKSET}",
+            f"{options}.{written}",
             f"must be a table, without an `id`: the taskset is {package} (got {taskset!r:.80})",
         )
     try:
         found = vf.resolve_env_config({**given, TASKSET: {**taskset, "id": package}})
     except (Exception, SystemExit) as error:
-        raise _refused(options, error) from error
-    found = _with_policy(section, found, config.sampling)
+        raise _refused(options, error, {TASKSET: written}, _hint(package, given)) from error
+    found = _with_policy(section, found, given, config.sampling)
     _check_runtimes(options, vf, found)
     try:
         return vf.load_environment(found)
@@ -135,16 +145,45 @@ def _made(section: str, vf: Any, config: EnvironmentConfig, given: Mapping[str, 
         ) from error
 
 
-def _refused(options: str, error: BaseException) -> ConfigError:
-    """Return the error for options that their configuration does not accept; the first of several."""
+def _refused(
+    options: str,
+    error: BaseException,
+    written: Mapping[str, str] | None = None,
+    hint: Callable[[Sequence[Any]], str] = lambda _where: "",
+) -> ConfigError:
+    """Return the error for options that their configuration does not accept; the first of several.
+
+    Args:
+        options: Key of the options.
+        error: What their configuration raised.
+        written: The options that the user has written, by theirs, where they differ.
+        hint: What to do about an option at a place.
+    """
     errors = getattr(error, "errors", None)
     if not callable(errors):
         return ConfigError(options, described(error))
     first = errors()[0]
-    where = ".".join(str(one) for one in first["loc"])
-    return ConfigError(
-        f"{options}.{where}" if where else options, f"{first['msg']} (got {first.get('input')!r:.80})"
-    )
+    outer, *inner = first["loc"] or ("",)
+    where = ".".join(str(one) for one in ((written or {}).get(str(outer), outer), *inner))
+    told = f"{first['msg']} (got {first.get('input')!r:.80}){hint(first['loc'])}"
+    return ConfigError(f"{options}.{where}" if where else options, told)
+
+
+def _hint(package: str, given: Mapping[str, Any]) -> Callable[[Sequence[Any]], str]:
+    """Return what to do about a field of a harness without an `id`, which is theirs and not the package's."""
+    from verifiers.v1.utils.loaders import default_harness_id
+
+    def hint(where: Sequence[Any]) -> str:
+        if len(where) < 3 or where[1] != "harness":
+            return ""
+        agent = given.get(str(where[0]))
+        harness = agent.get("harness") if isinstance(agent, Mapping) else None
+        if not isinstance(harness, Mapping) or harness.get("id"):
+            return ""
+        return f"; a harness without an `id` is bash: set {where[0]}.harness.id, for that of the package to {own!r}"
+
+    own = default_harness_id(package)
+    return hint
 
 
 def policies_of(config: Any) -> dict[str, Any]:
@@ -154,12 +193,13 @@ def policies_of(config: Any) -> dict[str, Any]:
     return {name: spec for name, spec in agent_config_fields(config).items() if spec.client is None}
 
 
-def _with_policy(section: str, found: Any, ours: SamplingConfig) -> Any:
+def _with_policy(section: str, found: Any, given: Mapping[str, Any], ours: SamplingConfig) -> Any:
     """Return their configuration with our sampling for the agents that the policy plays."""
     changed = {}
     for name, spec in policies_of(found).items():
         theirs = {} if spec.sampling is None else spec.sampling.model_dump(exclude_unset=True)
-        fields = sampling_of(f"{section}.sampling", theirs, ours)
+        keys = _sampling_keys(f"{section}.options.{name}.sampling", given.get(name))
+        fields = sampling_of(f"{section}.sampling", theirs, ours, keys)
         extra = fields.pop("extra_body")
         changed[name] = spec.model_copy(update={"sampling": _sampling({**fields, **extra}), "model": None})
     if not changed:
@@ -167,6 +207,16 @@ def _with_policy(section: str, found: Any, ours: SamplingConfig) -> Any:
             f"{section}.options", "every agent has a client of its own; leave out that of the policy"
         )
     return found.model_copy(update=changed)
+
+
+def _sampling_keys(key: str, agent: Any) -> dict[str, str]:
+    """Return the keys of the fields of sampling that the options of an agent set."""
+    given = agent.get("sampling") if isinstance(agent, Mapping) else None
+    if not isinstance(given, Mapping):
+        return {}
+    extra = given.get("extra_body")
+    inner = {name: f"{key}.extra_body.{name}" for name in extra} if isinstance(extra, Mapping) else {}
+    return inner | {name: f"{key}.{name}" for name in given if name != "extra_body"}
 
 
 def _sampling(fields: Mapping[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from rolloutmq.services.worker.openai.wire import Endpoint
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
 from rolloutmq.services.worker.verifiers.package import described
+from rolloutmq.services.worker.verifiers.reward_functions import require_ratings
 from rolloutmq.services.worker.verifiers.rows import PATIENCE, RowEnvironment
 from rolloutmq.services.worker.verifiers.tasksets.configuration import Loaded, load_taskset
 from rolloutmq.services.worker.verifiers.tasksets.proxy import GroupCalls, Proxy
@@ -101,13 +102,14 @@ class TasksetEnvironment(RowEnvironment[Any]):
 
     async def _answers(self, policy: Policy, task: Any, size: int) -> list[Trajectory]:
         assert self._proxy is not None, "enter the environment first"
+        require_ratings(type(task))
         async with self._proxy.opened(policy, self._patience_s) as calls:
             context = self._context(await calls.endpoint())
             try:
                 async with asyncio.TaskGroup() as group:
                     slots = self._theirs.slots(task, size)
                     rolling = [group.create_task(self._rolled(slot, context, calls)) for slot in slots]
-            except ExceptionGroup as failed:
+            except BaseExceptionGroup as failed:
                 raise failed.exceptions[0] from None
             return [one.result() for one in rolling]
 

@@ -37,8 +37,8 @@ def trajectory_of(
         refusal: What a server said of a request that it refused.
 
     Raises:
-        RolloutFailedError: It ended with an error, has no turn, more than one conversation, or a reward that was not
-            computed.
+        RolloutFailedError: It ended with an error, has no turn, more than one conversation, no reward, or one that was
+            not computed.
         InvalidGroupError: A turn was not sampled by this policy, or its prompt does not begin with the turns before.
     """
     trace = _trained(episode, policies, refusal)
@@ -49,6 +49,8 @@ def trajectory_of(
         raise RolloutFailedError(f"it has no turn ({why}{': ' if refusal else ''}{refusal})")
     sequence, last = sequence_of(turns), turns[-1].finish_reason
     condition = trace.stop_condition or ""
+    if not trace.rewards:
+        raise RolloutFailedError("it has no reward; give the task a reward function or a judge")
     rewards = {name: _computed(f"reward {name}", reward) for name, reward in trace.rewards.items()}
     metrics = {name: _computed(f"metric {name}", value) for name, value in trace.metrics.items()}
     weights = {name: reward.weight for name, reward in rewards.items()}

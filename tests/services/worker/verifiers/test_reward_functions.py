@@ -34,6 +34,14 @@ def broken(completion: str) -> float:
     raise ZeroDivisionError(completion)
 
 
+def leaving(completion: str) -> float:
+    raise SystemExit(completion)
+
+
+async def leaving_later(completion: str) -> float:
+    raise SystemExit(completion)
+
+
 def rubric(*functions: Callable[..., Any], weights: tuple[float, ...] = (), **inside: Any) -> Any:
     return SimpleNamespace(
         funcs=[*functions],
@@ -53,6 +61,15 @@ async def scored(rubric: Any, *arguments: Any) -> list[Any]:
         except Exception:  # noqa: BLE001 - as theirs does
             found.append(0.0)
     return found
+
+
+@pytest.mark.parametrize("function", [leaving, leaving_later])
+def test_an_exit_is_collected(function: Callable[..., Any]) -> None:
+    one = rubric(function)
+    watch(one)
+    with failures() as failed, pytest.raises(SystemExit):
+        asyncio.run(scored(one, "x"))
+    assert [reason(error) for error in failed] == ["a reward function raised SystemExit('x')"]
 
 
 def test_weights_come_from_the_rubric_and_those_inside_it() -> None:

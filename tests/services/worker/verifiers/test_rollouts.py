@@ -16,6 +16,7 @@ from tests.services.worker.verifiers.support import DEADLINE_S, SUMS, load, miss
 from rolloutmq import Group, InvalidGroupError, PolicyVersion
 from rolloutmq.launch.settings import load as load_config
 from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.services.worker.exits import contain_exits
 from rolloutmq.services.worker.policy import GreedyPolicy
 from rolloutmq.services.worker.verifiers.trajectories import RolloutFailedError
 
@@ -177,6 +178,8 @@ async def test_what_cannot_be_trained_on_costs_the_rollout(way: str, problem: st
         (5, RolloutFailedError, "a reward function raised ConnectionError"),
         (6, InvalidGroupError, "must be finite"),
         (7, RolloutFailedError, r"the reward function reward must return a number \(got None\)"),
+        (9, RuntimeError, "SystemExit: 0"),
+        (10, RuntimeError, "SystemExit: 3"),
     ],
 )
 async def test_an_exception_of_the_package_costs_the_rollout(
@@ -185,6 +188,7 @@ async def test_an_exception_of_the_package_costs_the_rollout(
     from tests.services.inference.tiny.test_server import serving
 
     environment = load("mishaps", sampling={"max_tokens": 2})
+    contain_exits(asyncio.get_running_loop())  # as a worker does
     async with serving(trainer) as server, policy_of(server.url) as policy, environment:
         with pytest.raises(kind, match=problem):
             await rolled_out(environment, policy, row)

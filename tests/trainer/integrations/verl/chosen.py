@@ -13,7 +13,12 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.trainer.integrations.verl.sampling import BusCheckpoint, BusReplayBuffer, BusReplayBufferAsync
-from rolloutmq.trainer.integrations.verl.settings import METRIC, own_arguments, require_classes
+from rolloutmq.trainer.integrations.verl.settings import (
+    METRIC,
+    own_arguments,
+    require_classes,
+    require_known_advantage,
+)
 
 NAMES = (
     METRIC,
@@ -41,6 +46,7 @@ def chosen(overrides: list[str]) -> dict[str, Any] | str:
     config = compose("ppo_trainer", overrides=overrides)
     synchronous = config.trainer.v1.trainer_mode == "sync"
     try:
+        require_known_advantage(config)
         require_classes(config, BusReplayBuffer if synchronous else BusReplayBufferAsync, BusCheckpoint)
         buffer = Refilling(config)._build_replay_buffer()
     except ConfigError as error:

@@ -1,6 +1,7 @@
 """The bridge with the real broker and a store in memory: outcomes, settlement, other lives; without verl."""
 
 import asyncio
+import logging
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from tests.trainer.integrations.verl.support import Stage, config, workers
 from rolloutmq.bus.consumer import connection
 from rolloutmq.bus.transport import discovery
 from rolloutmq.bus.transport.request_client import BrokerClient
-from rolloutmq.schemas.errors import ConfigError, UsageError, WaitTimeoutError
+from rolloutmq.schemas.errors import ClosedError, ConfigError, UsageError, WaitTimeoutError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.control import GetStatus, LedgerCounts, StatusReply
 from rolloutmq.schemas.wire.replies import RunInfo
@@ -59,6 +60,7 @@ class Memory:
         self.tags: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "val": {}}
         self.fields: dict[str, dict[str, Mapping[str, Any]]] = {"train": {}, "val": {}}
         self.fails: set[str] = set()
+        self.closed = False
 
     def put(
         self,
@@ -67,6 +69,8 @@ class Memory:
         tags: Sequence[Mapping[str, Any]],
         fields: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
+        if self.closed:
+            raise ClosedError("closed")
         for place, key in enumerate(keys):
             if key in self.fails:
                 raise RuntimeError(f"{key} is not stored")
@@ -207,6 +211,21 @@ async def test_a_store_that_fails_fails_the_prompt_and_nothing_is_raised(
         assert await submitted(bridge, store, prompts(1, 0, 1)) == {"0.0": "finished", "1.0": "failure"}
         await asyncio.to_thread(bridge.drop, {"1.0"})
         assert (await counts(broker)).filtered == 1
+
+
+async def test_an_answer_after_the_end_of_the_training_is_left_to_the_next(
+    run_dir: Path, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rolloutmq.trainer.integrations.verl.bridge")
+    async with bridged(run_dir) as (bridge, store):
+        await asyncio.to_thread(bridge.submit, prompts(1, 3))
+        await until(lambda: store.status().get("3.0") == "running")
+        store.closed = True
+        async with workers(Stage(run_dir)):
+            await until(lambda: "answer after the end uid=3.0" in caplog.text)
+    assert store.status() == {"3.0": "running"}
+    assert "Traceback" not in caplog.text
+    assert (await counts(broker)).queued == 1
 
 
 async def test_another_life_gets_the_groups_again_under_its_own_uids(run_dir: Path, broker: Broker) -> None:

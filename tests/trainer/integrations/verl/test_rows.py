@@ -60,6 +60,24 @@ def test_tokens_masks_logprobs_and_scores_are_exact() -> None:
         }
 
 
+def test_the_parts_of_a_score_are_found_by_their_names() -> None:
+    """verl's filter of groups reads them, such as by `algorithm.filter_groups.metric=acc`."""
+    scores = columns(7)["scores"]
+    [first, *_] = trajectories(group(), prompt()).fields
+    assert first["extra_fields"]["reward_extra_info"] == {"acc": scores[0], "score": scores[0]}
+    own = group(
+        metric_acc=[0.0, 1.0, 1.0, 0.0],
+        seq_reward=[1, 2, 3, 4],
+        ref_logprobs=columns(7)["inference_logprobs"],
+        ratings=[[0.5, 1.0]] * 3 + [[0.25, 2.0]],
+        raters=[{"near": 0.5, "short": -1.0}] * SIZE,
+    )
+    found = [one["extra_fields"]["reward_extra_info"] for one in trajectories(own, prompt()).fields]
+    assert found[1] == {"acc": 1.0, "score": scores[1], "seq_reward": 2.0, "near": 0.5, "short": 1.0}
+    assert [one["acc"] for one in found] == [0.0, 1.0, 1.0, 0.0]
+    assert found[3]["near"] == 0.25
+
+
 @settings(deadline=None)
 @given(st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=8))
 def test_single_precision_log_probabilities_keep_their_bits(values: list[float]) -> None:

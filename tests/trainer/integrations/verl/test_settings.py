@@ -57,12 +57,14 @@ def test_the_filter_of_groups_reaches_the_replay_buffers() -> None:
 
 def test_settings_that_would_not_work_are_named() -> None:
     metric = "+trainer.v1.sampler.sampler_kwargs.filter_groups_metric=reward"
-    twice, other, none, uncommitted = chosen(
+    twice, other, none, uncommitted, parts = chosen(
         [*SYNC, metric],
         [*ASYNC, f"{CUSTOM}.name=BusReplayBuffer"],
         ["trainer.v1.trainer_mode=sync"],
         [*SYNC, "trainer.save_freq=2"],
+        [*SYNC, "algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[format,acc]"],
     )
+    assert parts.startswith("algorithm.adv_estimator: must not be gdpo")
     assert twice.startswith("trainer.v1.sampler.sampler_kwargs.filter_groups_metric: must not be set")
     for error, mode, name in (
         (other, "colocate_async", "BusReplayBufferAsync"),

@@ -166,8 +166,10 @@ async def test_an_asynchronous_trainer_replaces_the_prompts_that_failed(run_dir:
 
 
 async def test_a_synchronous_trainer_replaces_groups_without_variance_if_verl_filters(run_dir: Path) -> None:
+    """By `acc`, which is the score of an environment without metrics."""
     stage = Stage(run_dir, {1: "flat", 6: "flat"})
-    plan = {"rows": 64, "steps": 3, "gen_batch_size": 1, "save_freq": 3, "settings": FILTER}
+    settings = FILTER | {"algorithm.filter_groups.metric": "acc"}
+    plan = {"rows": 64, "steps": 3, "gen_batch_size": 1, "save_freq": 3, "settings": settings}
     [played], ledger = await lives(run_dir, stage, plan)
     steps = played.of("step")
     assert [len(one["rows"]) for one in steps] == [BATCH * SIZE] * 3

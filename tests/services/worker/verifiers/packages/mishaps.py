@@ -6,12 +6,26 @@ from typing import Any
 import verifiers as vf
 from datasets import Dataset
 
-ROWS = ("fine", "raises", "fails", "hangs", "rewards", "judges", "nan", "none", "nucleus")
+ROWS = (
+    "fine",
+    "raises",
+    "fails",
+    "hangs",
+    "rewards",
+    "judges",
+    "nan",
+    "none",
+    "nucleus",
+    "exits",
+    "judge exits",
+)
 
 
 async def reward(answer: str) -> float | None:
     if answer == "rewards":
         raise ZeroDivisionError("in the reward")
+    if answer == "judge exits":
+        raise SystemExit(3)
     if answer == "none":
         return None
     return float("nan") if answer == "nan" else 1.0
@@ -29,6 +43,8 @@ class Mishaps(vf.MultiTurnEnv):  # type: ignore[misc]
         way = state["answer"]
         if way == "raises":
             raise KeyError("no such thing")
+        if way == "exits":
+            raise SystemExit(0)
         if way == "fails":
             raise vf.InfraError("no sandbox")
         if way == "nucleus":

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from tests.services.worker.verifiers.support import ADDITIONS, PACKAGES, TASKSETS, load, missing_tasksets
 
+from rolloutmq.launch.preflight.trial import verdict_on
+from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError, UsageError
 from rolloutmq.services.worker.loader import check_abilities
@@ -59,7 +61,7 @@ def test_an_endless_taskset_needs_a_number_of_tasks() -> None:
         load("mishaps4", TASKSETS, options=options)
     assert caught.value.path == "environment.mishaps4.task_count"
     environment = load("mishaps4", TASKSETS, options=options, task_count=30)
-    assert environment.task_at(29, None).data.way == environment.task_at(5, None).data.way
+    assert [environment.task_at(number, None).data.way for number in range(30)].count("fine") == 2
 
 
 def test_a_submitted_task_is_a_number_or_a_row() -> None:
@@ -113,12 +115,41 @@ def test_the_sampling_of_the_section_wins_over_that_of_an_agent() -> None:
             "without an `id`: the taskset is mishaps4",
         ),
         ("mishaps4", {"taskset": 3}, "options.taskset", "must be a table"),
+        ("mishaps4", {"eval_taskset": "test"}, "options.eval_taskset", r"must be a table.*\(got 'test'\)"),
+        (
+            "mishaps4",
+            {"eval_taskset": {"row": 1}},
+            "options.eval_taskset.row",
+            "Extra inputs are not permitted",
+        ),
+        (
+            "mishaps4",
+            {"eval_taskset": {"id": "json"}},
+            "options.eval_taskset",
+            "must be a table, without an `id`",
+        ),
+        (
+            "mishaps4",
+            {"agent": {**HERE, "harness": {"way": "fine"}}},
+            "options.agent.harness.way",
+            "; a harness without an `id` is bash: set agent.harness.id, for that of the package to 'mishaps4'",
+        ),
         ("mishaps4", {"agnt": HERE}, "options.agnt", "Extra inputs are not permitted"),
         ("mishaps4", {"agent": {"max_turns": "x"}}, "options.agent.max_turns", "valid integer"),
         ("mishaps4", {"renderer": {"name": "no such"}}, "options.renderer", "no such"),
         ("mishaps4", {"agent": {}}, "options.agent.runtime", "one of Prime Intellect, without a key here"),
-        ("mishaps4", {"agent": {**HERE, "sampling": {"top_p": 0.9}}}, "sampling", "top_p must not change"),
-        ("mishaps4", {"agent": {**HERE, "sampling": {"top_k": 9}}}, "sampling", "top_k must not change"),
+        (
+            "mishaps4",
+            {"agent": {**HERE, "sampling": {"top_p": 0.9}}},
+            "options.agent.sampling.top_p",
+            "top_p must not change",
+        ),
+        (
+            "mishaps4",
+            {"agent": {**HERE, "sampling": {"top_k": 9}}},
+            "options.agent.sampling.top_k",
+            "top_k must not change",
+        ),
     ],
 )
 def test_every_mistake_names_its_key(package: str, section: dict[str, Any], key: str, problem: str) -> None:
@@ -126,6 +157,13 @@ def test_every_mistake_names_its_key(package: str, section: dict[str, Any], key:
     with pytest.raises(ConfigError, match=problem) as caught:
         load(package, base_dir, options={"agent": HERE, "judge": HERE, **section})
     assert caught.value.path == f"environment.{package}.{key}"
+
+
+def test_a_trial_names_no_place_inside_a_library() -> None:
+    section = {"verifiers": "mishaps4", "options": {"agent": HERE, "judge": HERE, "taskset": {"rows": 1}}}
+    found = verdict_on(validate({"environment": {"m": section}, "base_dir": str(TASKSETS)}))
+    assert found.path == "environment.m.options.taskset.rows"
+    assert found.problem == "Extra inputs are not permitted (got 1)"
 
 
 def test_a_bundled_program_needs_uv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from rolloutmq import Group, InvalidGroupError, PolicyVersion
 from rolloutmq.launch.settings import load as load_config
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
+from rolloutmq.services.worker.exits import contain_exits
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
 from rolloutmq.services.worker.verifiers.trajectories import RolloutFailedError
 
@@ -53,6 +54,11 @@ WAYS = (
     "twice",
     "episode",
     "changes",
+    "late",
+    "exits",
+    "judge exits",
+    "nothing",
+    "maps",
 )
 
 
@@ -204,6 +210,13 @@ def text_of(tokens: Any, model: Any) -> str:
         ("rewrites", RolloutFailedError, "its conversation was rewritten: the trace has 2 branches"),
         ("twice", RolloutFailedError, r"one trained agent run \(got 2: agent, agent\)"),
         ("episode", RolloutFailedError, "EnvError: .* the episode broke"),
+        ("exits", RuntimeError, "SystemExit: 0"),
+        (
+            "nothing",
+            RolloutFailedError,
+            "NoRatingError: the reward function reward must return a number, or a map",
+        ),
+        ("judge exits", RolloutFailedError, "TaskError: .* SystemExit: 3"),
         ("changes", InvalidGroupError, "turn 0 was not sampled by the policy, or was changed afterwards"),
     ],
 )
@@ -211,11 +224,20 @@ async def test_what_cannot_be_trained_on_costs_the_rollout(
     trainer: Any, way: str, kind: type[Exception], problem: str
 ) -> None:
     environment = mishaps()
+    contain_exits(asyncio.get_running_loop())  # as a worker does
     async with served(trainer, environment) as policy:
         with pytest.raises(kind, match=problem):
             await rolled_out(environment, policy, WAYS.index(way), 2)
         group = await rolled_out(environment, policy, 0, 2)  # the worker goes on
     assert list(group.scores) == [1.0, 1.0]
+
+
+async def test_each_key_of_a_map_is_a_rater(trainer: Any) -> None:
+    environment = mishaps()
+    async with served(trainer, environment) as policy:
+        group = await rolled_out(environment, policy, WAYS.index("maps"), 2)
+    assert group["raters"] == [{"first": 2.0, "reward": 1.0, "second": 2.0}] * 2
+    assert list(group.scores) == [4.0, 4.0]
 
 
 async def test_an_agent_that_is_not_trained_adds_no_sequence(trainer: Any) -> None:
@@ -230,7 +252,7 @@ async def test_a_scoring_that_takes_too_long_costs_the_rollout(trainer: Any) -> 
     environment = mishaps(options={"agent": {**HERE, "timeout": {"scoring": 0.2}}})
     async with served(trainer, environment) as policy:
         with pytest.raises(RolloutFailedError, match="reward reward was not computed"):
-            await rolled_out(environment, policy, len(WAYS), 1)
+            await rolled_out(environment, policy, WAYS.index("late"), 1)
 
 
 async def test_a_hang_ends_with_the_rollout(trainer: Any) -> None:

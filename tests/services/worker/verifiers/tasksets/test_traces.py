@@ -99,6 +99,11 @@ def test_a_branch_that_does_not_train_is_none() -> None:
     assert trajectory_of(episode(trace(branches=branches)), SAMPLED, POLICIES).score == 0.75
 
 
+def test_a_trace_without_a_reward_fails_the_rollout() -> None:
+    with pytest.raises(RolloutFailedError, match="it has no reward"):
+        trajectory_of(episode(trace(*TURNS, rewards={}, reward=0.0)), SAMPLED, POLICIES)
+
+
 def test_other_agents_add_no_sequence() -> None:
     judge = trace(agent=SimpleNamespace(name="judge", trainable=True))  # with a client of its own
     fixed = trace(agent=SimpleNamespace(name="agent", trainable=False))

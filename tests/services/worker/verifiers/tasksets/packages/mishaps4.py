@@ -22,6 +22,10 @@ WAYS = (
     "episode",
     "changes",
     "late",
+    "exits",
+    "judge exits",
+    "nothing",
+    "maps",
 )
 
 
@@ -43,12 +47,20 @@ class Mishap(vf.Task[MishapData, vf.State, vf.TaskConfig]):  # type: ignore[misc
         return response.model_copy(update={"message": vf.AssistantMessage(content="1")})
 
     @vf.reward
-    async def reward(self, task: MishapData) -> float:
+    async def reward(self, task: MishapData) -> float | dict[str, float]:
         if task.way == "rewards":
             raise ZeroDivisionError("in the reward")
+        if task.way == "judge exits":
+            raise SystemExit(3)
+        if task.way == "nothing":
+            return {}
         if task.way == "late":
             await asyncio.sleep(60)
         return float("nan") if task.way == "nan" else 1.0
+
+    @vf.reward(weight=2.0)
+    async def various(self, task: MishapData) -> float | dict[str, float]:
+        return {"first": 1.0, "second": 0.5} if task.way == "maps" else 0.0
 
 
 class MishapsConfig(vf.TasksetConfig):  # type: ignore[misc]
@@ -76,6 +88,8 @@ class OddHarness(OneCall):  # type: ignore[misc]
         way = getattr(trace.task.data, "way", "")
         if way == "harness":
             return vf.ProgramResult(exit_code=3, stdout="", stderr="no program")
+        if way == "exits":
+            raise SystemExit(0)
         if way == "silent":
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
         result = await super().launch(ctx, trace, *more)
