@@ -11,22 +11,16 @@ from rolloutmq.services.orchestrator.simulation.series import constant, lines, s
 
 NORMAL_S: Final = 20.0
 SEEDS: Final = 3
-BROKEN: Final = {
-    "bursts": "starved",
-    "epochs": "waste",
-    "shared engines": "knee, where the demand is exactly the capacity",
-}
-"""Scenarios that the law does not keep, with the bounds."""
-UNKNOWN: Final = "not all bounds are kept at this start"
+BROKEN: Final = {("dark 60 s", 2.0): "starved: the queue is empty once telemetry is back"}
+"""Scenarios and starts at which the law does not keep a bound."""
 
 
 def cases() -> Iterator[Any]:
     for start_s in STARTS_S:
         for one in all_scenarios(start_s):
             marks = [] if start_s == NORMAL_S else [pytest.mark.extended]
-            bounds = BROKEN.get(one.name) if start_s == NORMAL_S else BROKEN.get(one.name, UNKNOWN)
-            if bounds:
-                marks.append(pytest.mark.xfail(strict=False, reason=bounds))
+            if reason := BROKEN.get((one.name, start_s)):
+                marks.append(pytest.mark.xfail(strict=True, reason=reason))
             yield pytest.param(one, id=f"{one.name}-{start_s:g}", marks=marks)
 
 
