@@ -131,6 +131,21 @@ class RunConfig(Section):
     """Directory of the configuration file; `file.py:Class` entries are relative to it. Set by the loader."""
 
     @model_validator(mode="after")
+    def _check_packages(self) -> Self:
+        """Refuse packages of several owners that are installed as one module: only one can be there."""
+        named: dict[str, str] = {}
+        for name, section in self.environment.items():
+            module = section.verifiers.rpartition("/")[2].replace("-", "_")
+            first = named.setdefault(module, section.verifiers)
+            if "/" in first and "/" in section.verifiers and first != section.verifiers:
+                raise ValueError(
+                    f"environment.{name}.verifiers: must not be another package of the name {module} than {first}, "
+                    f"because both are the same module (got {section.verifiers}); give each a run and a Python "
+                    "environment of its own"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _agree(self) -> Self:
         shares = sum(env.min_share for env in self.environment.values())
         if shares > 1.0:

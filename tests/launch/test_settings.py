@@ -194,6 +194,17 @@ def test_shares_above_one_contradict(file: Path) -> None:
         load(file, environ={}, assignments=shares + other)
 
 
+def test_packages_of_two_owners_with_one_name_contradict() -> None:
+    def packages(*named: str) -> dict[str, Any]:
+        sections = {f"e{number}": {"verifiers": one} for number, one in enumerate(named)}
+        return {"environment": sections}
+
+    with pytest.raises(ConfigError, match=r"e1\.verifiers: must not be another package .*\(got bob/ca-lc\)"):
+        validate(packages("alice/ca_lc", "bob/ca-lc"))
+    for fine in (("alice/calc", "alice/calc"), ("alice/calc", "calc"), ("alice/calc", "alice/words")):
+        assert validate(packages(*fine)).environment["e1"].verifiers == fine[1]
+
+
 def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.toml: cannot be read"):
         load(tmp_path / "none.toml", environ={})

@@ -90,7 +90,12 @@ class VerifiersEnvironment(RowEnvironment[Row]):
             made = cls(
                 theirs,
                 split=config.split,
-                sampling=sampling_of(f"{section}.sampling", theirs.sampling_args, config.sampling),
+                sampling=sampling_of(
+                    f"{section}.sampling",
+                    theirs.sampling_args,
+                    config.sampling,
+                    trains=config.split == "train",
+                ),
                 patience_s=PATIENCE * config.rollout_timeout_s,
             )
         except ConfigError:

@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from rolloutmq.bus.lifecycle import without_secrets
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, install_remedy
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ TASKSETS: Final = (0, 4)
 """First version with tasksets in place of `load_environment`."""
 BEYOND: Final = (0, 5)
 """First version that no adapter knows."""
-INSTALL: Final = "pip install 'rolloutmq[verifiers]'"
+INSTALL: Final = install_remedy("verifiers")
 SEED: Final = 0
 """Seed of the shared generators while a package loads."""
 LOADER: Final = "load_environment"

@@ -55,6 +55,7 @@ from rolloutmq.trainer.integrations.trl.settings import (
     generation_of,
     require_same_groups,
     require_whole_generations,
+    unused_sampling,
 )
 from rolloutmq.trainer.integrations.trl.training import SCORE, STALENESS, Training, from_all
 from rolloutmq.trainer.policy.model import policy_positions, policy_vocabulary
@@ -231,6 +232,11 @@ class BusRollouts:
         generation = self.check(args)
         require_whole_generations(args, state, generation)
         leads = args.process_index == 0
+        if leads and (unused := unused_sampling(args)):
+            logger.warning(
+                "settings of GRPOConfig do not reach the workers; set them in the environment settings=%s",
+                ", ".join(unused),
+            )
         counted = next_life(self._where, args.output_dir, "output_dir") if leads else 0
         version = PolicyVersion(max(from_all([counted])), step or 0)
         demand = Demand(

@@ -16,6 +16,16 @@ NEEDED: Final = (
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "off_policy_mask_threshold"),
 )
 """Fields of `GRPOConfig` that the adapter reads."""
+SAMPLING: Final = {
+    "max_completion_length": 512,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "generation_kwargs": None,
+    "chat_template_kwargs": None,
+}
+"""Fields of `GRPOConfig` for TRL's own generation, with their defaults."""
 CORRECTED_BY_TOKEN: Final = ("token_truncate", "token_mask")
 
 
@@ -127,6 +137,16 @@ def require_same_groups(args: Any, run: RunConfig, *, launched: bool) -> None:
                 f"environment.{name}.group_size",
                 f"must be num_generations of the GRPOConfig, {args.num_generations} (got {environment.group_size})",
             )
+
+
+def unused_sampling(args: Any) -> list[str]:
+    """Return the settings of TRL's own sampling that differ from their defaults, as text: no worker reads them."""
+    found = []
+    for name, default in SAMPLING.items():
+        given = getattr(args, name, default)
+        if given != default:
+            found.append(f"{name}={given!r}")
+    return found
 
 
 def ignores_logprobs(args: Any) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rolloutmq.schemas.config.environment import EnvironmentConfig, SamplingConfig
+from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.worker.verifiers.package import (
     LOADER,
@@ -134,7 +134,7 @@ def _made(
         found = vf.resolve_env_config({**given, TASKSET: {**taskset, "id": package}})
     except (Exception, SystemExit) as error:
         raise _refused(options, error, {TASKSET: written}, _hint(package, given)) from error
-    found = _with_policy(section, found, given, config.sampling)
+    found = _with_policy(section, found, given, config)
     _check_runtimes(options, vf, found)
     try:
         return vf.load_environment(found)
@@ -193,13 +193,14 @@ def policies_of(config: Any) -> dict[str, Any]:
     return {name: spec for name, spec in agent_config_fields(config).items() if spec.client is None}
 
 
-def _with_policy(section: str, found: Any, given: Mapping[str, Any], ours: SamplingConfig) -> Any:
+def _with_policy(section: str, found: Any, given: Mapping[str, Any], config: EnvironmentConfig) -> Any:
     """Return their configuration with our sampling for the agents that the policy plays."""
     changed = {}
     for name, spec in policies_of(found).items():
         theirs = {} if spec.sampling is None else spec.sampling.model_dump(exclude_unset=True)
         keys = _sampling_keys(f"{section}.options.{name}.sampling", given.get(name))
-        fields = sampling_of(f"{section}.sampling", theirs, ours, keys)
+        trains = config.split == "train"
+        fields = sampling_of(f"{section}.sampling", theirs, config.sampling, keys, trains=trains)
         extra = fields.pop("extra_body")
         changed[name] = spec.model_copy(update={"sampling": _sampling({**fields, **extra}), "model": None})
     if not changed:

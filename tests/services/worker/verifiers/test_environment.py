@@ -130,7 +130,29 @@ def test_the_section_wins_over_the_environment() -> None:
         "extra_body": {"user": "a", "priority": 2},
     }
     assert sampling_of("s", {"n": 1, "extra_body": {}}, SamplingConfig())["temperature"] == 1.0
-    assert sampling_of("s", {}, SamplingConfig(temperature=0))["temperature"] == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "options", "key"),
+    [
+        ({}, {"temperature": 0}, {}, "s.temperature"),
+        ({"temperature": 0.0}, {}, {}, "s"),
+        ({"extra_body": {"temperature": 0}}, {}, {}, "s"),
+        (
+            {"temperature": 0.0},
+            {},
+            {"temperature": "o.agent.sampling.temperature"},
+            "o.agent.sampling.temperature",
+        ),
+    ],
+)
+def test_a_training_is_not_greedy(theirs: Any, ours: Any, options: Any, key: str) -> None:
+    """Without differences within a group there is nothing to learn."""
+    with pytest.raises(ConfigError, match="temperature must be above 0 in training") as caught:
+        sampling_of("s", theirs, SamplingConfig(**ours), options)
+    assert caught.value.path == key
+    assert sampling_of("s", theirs, SamplingConfig(**ours), options, trains=False)["temperature"] == 0
+    assert sampling_of("s", theirs, SamplingConfig(temperature=1))["temperature"] == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from rolloutmq.trainer.integrations.trl.settings import (
     ignores_logprobs,
     require_same_groups,
     require_whole_generations,
+    unused_sampling,
 )
 
 
@@ -103,3 +104,10 @@ def test_it_is_known_when_nothing_depends_on_the_logprobs() -> None:
     off = {"vllm_importance_sampling_correction": False}
     assert ignores_logprobs(args(**off))
     assert not ignores_logprobs(args(**off, off_policy_mask_threshold=0.5))
+
+
+def test_settings_of_trls_own_sampling_are_told() -> None:
+    assert unused_sampling(args()) == []
+    assert unused_sampling(args(top_p=1.0, top_k=0, max_completion_length=512)) == []
+    changed = args(top_p=0.9, top_k=5, max_completion_length=64)
+    assert unused_sampling(changed) == ["max_completion_length=64", "top_p=0.9", "top_k=5"]
