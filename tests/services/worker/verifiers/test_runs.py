@@ -54,16 +54,16 @@ def config(base_dir: Path, section: dict[str, Any], **sections: Any) -> RunConfi
             "top_k must not change the distribution",
         ),
         (
-            {"verifiers": "mishaps", "task_count": 10},
+            {"verifiers": "mishaps", "task_count": 12},
             {},
             "environment.mine.task_count",
-            r"must not exceed the number of rows of mishaps, 9 \(got 10\)",
+            r"must not exceed the number of rows of mishaps, 11 \(got 12\)",
         ),
         (
             {"verifiers": "mishaps"},
-            {"evaluation": {"enabled": True, "tasks": 10}},
+            {"evaluation": {"enabled": True, "tasks": 12}},
             "evaluation.tasks",
-            "has no task 9",
+            "has no task 11",
         ),
         (
             {"verifiers": "mishaps", "options": {"train": False}},
