@@ -74,11 +74,11 @@ EMPTY: Final = 1.0
 SPARE: Final = 1.05
 """Factor on the mean demand of cycles, so that the queue fills up."""
 RESTS: Final = 2.0
-"""Factor on the time a worker needs before it is needed again from which it is not kept between two bursts."""
+"""Workers are kept between two bursts only if the next one comes within this factor of the time of a start."""
 TREND_S, TREND_STEPS = 30.0, 8.0
 """Time in which a demand must rise to be expected to go on, in seconds and in trainer steps; or one start."""
 SEEN_LATE_S: Final = 5.0
-"""Age of the measured demand: it is a mean of about twice of that."""
+"""Age of the measured demand, a mean over about twice this time."""
 MOST_AHEAD: Final = 0.25
 """Most that is expected beyond the demand of now, relative to it."""
 STARVED_PART: Final = 0.5
@@ -201,11 +201,7 @@ class PressureController:
         demand, per_worker = state.rates.demand, state.rates.per_worker
         if demand is None or per_worker is None:
             return None
-        if (steady := self._steady(state, sample, demand)) is not None:
-            demand = steady
-        else:
-            demand += self._ahead(state, demand)
-        need = demand / per_worker
+        need = self._planned(state, sample, demand)[0] / per_worker
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
         band = self._band(need)
         want = need + min(max(lack + state.trim, -LESS * (band - 1.0)), MORE * band)
@@ -213,16 +209,23 @@ class PressureController:
         # Some more, since at times fewer are ready than on average.
         return (want + math.sqrt(want * (1.0 - available))) / available
 
+    def _planned(self, state: ControllerState, sample: PressureSample, demand: float) -> tuple[float, str]:
+        """Return the demand to plan for, and in words how it differs from that of now."""
+        if (steady := self._steady(state, sample, demand)) is not None:
+            return SPARE * steady, f", {steady:.1f}/s as the mean of its cycles"
+        ahead = self._ahead(state, demand)
+        return demand + ahead, f", rising by {ahead:.1f}/s within a start" if ahead else ""
+
     def _steady(self, state: ControllerState, sample: PressureSample, demand: float) -> float | None:
         """Return the mean demand of a trainer that consumes an epoch at once, if that fills the queue in time."""
         cycles = state.cycles
         if not cycles.is_known:
             return None
-        mean = SPARE * cycles.mean
+        mean = cycles.mean
         if not cycles.is_burst:
-            return mean if mean > demand and not cycles.filled else None
+            return mean if SPARE * mean > demand and not cycles.filled else None
         spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
-        return mean if mean < demand and spare >= cycles.left > 0 else None
+        return mean if SPARE * mean < demand and spare >= cycles.left > 0 else None
 
     @staticmethod
     def _trend_s(state: ControllerState) -> float:
@@ -235,18 +238,19 @@ class PressureController:
 
     def _window_s(self, state: ControllerState) -> float:
         """Return the time for which the peak want counts: a worker sent away too early costs a start."""
-        if state.cycles.rests_s > RESTS * self._lead_s(state):
+        if self._rests(state):
             return self.scaling.confirm_down_s
         return max(self.scaling.down_window_s, state.start_s)
 
-    def _calm_from(self, state: ControllerState) -> float:
-        return state.calm_from if self._window_s(state) > self.scaling.confirm_down_s else -math.inf
+    def _rests(self, state: ControllerState) -> bool:
+        """Return whether the next burst is so far away that a worker kept for it costs more than a start."""
+        return state.cycles.rests_s > RESTS * self._lead_s(state)
 
     def _band(self, workers: float) -> float:
         return max(WHOLE, self.scaling.band_part * workers)
 
     def _error(self, state: ControllerState, sample: PressureSample) -> float:
-        """Return the sequences missing from the queue; negative if it exceeds twice its setpoint."""
+        """Return the sequences missing from the queue; negative beyond twice its setpoint, unless a burst is due."""
         setpoint = self.scaling.setpoint_batches
         if state.cycles.is_known and sample.pressure > setpoint:
             return 0.0  # the queue holds the next burst
@@ -304,7 +308,7 @@ class PressureController:
             return self._up(state, sample, wanted, why, now, at_once=starving)
         most = state.wants[0][1]
         last = target == 1 and most <= ROUND and sample.pressure >= self.scaling.setpoint_batches
-        if (target - most >= band or last) and now >= self._calm_from(state):
+        if (target - most >= band or last) and (now >= state.calm_from or self._rests(state)):
             return self._down(state, math.ceil(most - ROUND), why, now)
         return self._hold(state, why)
 
@@ -425,10 +429,9 @@ class PressureController:
 
     def _why(self, state: ControllerState, sample: PressureSample, want: float) -> str:
         demand, per_worker = state.rates.demand or 0.0, state.rates.per_worker or 0.0
-        steady = self._steady(state, sample, demand)
-        mean = "" if steady is None else f", {steady:.1f}/s as the mean of its cycles"
+        planned = self._planned(state, sample, demand)[1]
         return (
-            f"want {want:.1f}: demand {demand:.1f}/s{mean}, per worker {per_worker:.2f}/s, "
+            f"want {want:.1f}: demand {demand:.1f}/s{planned}, per worker {per_worker:.2f}/s, "
             f"pressure {sample.pressure:.2f}"
         )
 

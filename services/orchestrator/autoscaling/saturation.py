@@ -8,6 +8,10 @@ tell how fast the workers are. If they are about as fast as fewer were, their si
 free. If they are clearly slower, they share a full server: its capacity is their throughput, and the environments scale
 back to it, each to its share. If throughput then drops, there was no saturation.
 
+Longer rollouts look the same: the fleet grows, and its throughput stays. A fleet that makes what the trainer demands is
+not full. Once rollouts seem to have become `LONGER` times longer, the next growth is tested with fewer workers. Another
+engine is expected to feed as many as each of the others.
+
 A pace that changes while the fleet stays is a change of the rollouts, and the baseline follows it. After a hold time,
 which doubles, one more worker is tried at the capacity; if that helps two more, then four: the server may have become
 faster. A worker that crashed and starts again counts as a worker.
@@ -297,7 +301,9 @@ class SaturationDetector:
                 return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
             # They make what is demanded: it seems that rollouts became longer.
             return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
-        if self.longer >= LONGER and seen.size > MORE * self.proven:
+        if (
+            self.longer >= LONGER and seen.size > MORE * self.proven
+        ):  # if fewer make less, they did become longer
             based = replace(seen, size=seen.total)
             return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
         return new._followed(seen, now - self.since)
