@@ -1,5 +1,6 @@
 """Consumers: registrations, liveness, and the pulls that wait for a batch."""
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
@@ -15,6 +16,10 @@ CONSUMERS_LIMIT: Final = 1 << 16
 """Most remembered consumers; a step has at most as many ranks."""
 POLL_S: Final = 10.0
 """A consumer that polls, instead of waiting, counts as wanting a batch this long after an empty answer."""
+GREEDY_S: Final = 0.25
+"""A consumer that polls in vain this soon after a batch has that batch to train on: it asks for all that is there."""
+SLEEP_S: Final = 2.0
+"""A consumer that polls because it waits looks again this soon after a batch came."""
 
 
 class Consumer(msgspec.Struct, eq=False):
@@ -35,6 +40,8 @@ class Consumer(msgspec.Struct, eq=False):
     """Last training step settled by all ranks with this one, in its present life; -1 before the first."""
     mismatch_since: float | None = None
     """Since when its pulls name a step that the other ranks have settled."""
+    served_at: float = -math.inf
+    """When it last got a batch."""
 
 
 class WaitingPull(msgspec.Struct, eq=False):
@@ -48,13 +55,32 @@ class WaitingPull(msgspec.Struct, eq=False):
     wait: Wait = Wait.NO_BATCH
 
 
+class VainPoll(msgspec.Struct, eq=False):
+    """A poll of a trainer that got no batch and does not wait.
+
+    Nobody knows what the trainer does until it polls again. If it waits, it soon finds a batch that came meanwhile.
+    """
+
+    pull: Pull
+    at: float
+    waits: bool
+    """Whether it has no batch to train on."""
+    ready_at: float = math.inf
+    """When the queue held a batch of this size again."""
+
+    def waited_s(self, now: float, *, served: bool) -> float:
+        """Return for how long the trainer waited until it polled again, and was `served` or not."""
+        until = min(self.ready_at + SLEEP_S, now) if served else now
+        return max(0.0, until - self.at) if self.waits else 0.0
+
+
 class Consumers:
     """Registered consumers by name, and at most one waiting pull of each."""
 
     def __init__(self) -> None:
         self._consumers: dict[str, Consumer] = {}
         self._waiting: dict[str, WaitingPull] = {}
-        self._polled: dict[str, float] = {}
+        self._polled: dict[str, VainPoll] = {}
         self._resumed: dict[str, tuple[PolicyVersion, set[str]]] = {}
         self._settled: dict[str, PolicyVersion] = {}
 
@@ -165,21 +191,34 @@ class Consumers:
         """Whether a trainer waits for a batch, or polled in vain a moment ago; a consumer of split `eval` is none."""
         return bool(self._polled) or any(one.pull.split is Split.TRAIN for one in self._waiting.values())
 
-    def polled(self, name: str, now: float) -> None:
+    def polled(self, pull: Pull, now: float) -> None:
         """Note that a trainer got no batch and does not wait."""
-        self._polled[name] = now
+        consumer = self._consumers.get(pull.consumer)
+        is_greedy = consumer is not None and now - consumer.served_at <= GREEDY_S
+        waits = pull.consumer in self._polled or not is_greedy
+        self._polled[pull.consumer] = VainPoll(pull, now, waits)
 
-    def unserved_since(self, name: str) -> float | None:
-        """Return when a polling consumer last got no batch; None if it got one since."""
+    def vain_poll(self, name: str) -> VainPoll | None:
+        """Return the last poll of a consumer, if it got no batch and has got none since."""
         return self._polled.get(name)
 
-    def served(self, name: str) -> None:
-        """Note that a consumer got a batch, or returned its batch."""
+    def vain_polls(self) -> Iterator[VainPoll]:
+        """Yield the last poll of each trainer that got no batch and has got none since."""
+        return iter(self._polled.values())
+
+    def served(self, name: str, now: float) -> None:
+        """Note that a consumer got a batch."""
+        self.forget_poll(name)
+        if (consumer := self._consumers.get(name)) is not None:
+            consumer.served_at = now
+
+    def forget_poll(self, name: str) -> None:
+        """Note that a consumer wants no batch now."""
         self._polled.pop(name, None)
 
     def forget_polls(self, moment: float) -> None:
         """Forget consumers that polled in vain until `moment` and not since."""
-        for name in [name for name, at in self._polled.items() if at <= moment]:
+        for name in [name for name, poll in self._polled.items() if poll.at <= moment]:
             del self._polled[name]
 
     def stop_waiting(self, consumer: str) -> WaitingPull | None:

@@ -153,8 +153,11 @@ class ConsumerRequests:
             self._rebatch()
         self._dismiss(pull.consumer, now)
         waiting = WaitingPull(route, pull, (pull.group, pull.split), now + pull.wait_s, now)
-        self._count_poll(pull, now)
-        if self._answered(waiting, now, wall):
+        poll = state.consumers.vain_poll(pull.consumer) if pull.split is Split.TRAIN else None
+        served = self._answered(waiting, now, wall)
+        if poll is not None:
+            state.starved_s += poll.waited_s(now, served=served) / pull.world_size
+        if served:
             return
         self._note_policy(waiting)
         if pull.wait_s > 0 and waiting.wait is not Wait.END_OF_REPLAY:
@@ -173,12 +176,6 @@ class ConsumerRequests:
             return
         if state.leases.of(waiting.stream) is None and state.run.advanced(pull.version):
             self._rebatch()
-
-    def _count_poll(self, pull: Pull, now: float) -> None:
-        """Count the time since a polling trainer last got no batch."""
-        since = self._state.consumers.unserved_since(pull.consumer)
-        if since is not None and pull.split is Split.TRAIN:
-            self._state.starved_s += (now - since) / pull.world_size
 
     def _fenced(self, request: Pull | Release | ConsumerBeat) -> ErrorReply | None:
         """Refuse a process whose name another one has taken over: it must neither get nor release its batches."""
@@ -426,7 +423,7 @@ class ConsumerRequests:
             moments=lease.moments,
         )
         self._state.outbox.reply(waiting.route, batch, contents.frames, durable=True)
-        self._state.consumers.served(pull.consumer)
+        self._state.consumers.served(pull.consumer, now)
         for group in part.groups:
             group.body.spare()
 
@@ -434,7 +431,7 @@ class ConsumerRequests:
         state = self._state
         self._count(waiting, now)
         if waiting.pull.split is Split.TRAIN:
-            state.consumers.polled(waiting.pull.consumer, now)
+            state.consumers.polled(waiting.pull, now)
         queued = state.lanes.queued_sequences(waiting.pull.split)
         state.outbox.reply(waiting.route, NoBatch(wait=waiting.wait, queued_sequences=queued))
 
@@ -523,7 +520,7 @@ class ConsumerRequests:
         if self._state.consumers.heard(request.consumer, now) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
         self._dismiss(request.consumer, now)
-        self._state.consumers.served(request.consumer)
+        self._state.consumers.forget_poll(request.consumer)
         self._release(request.consumer, wall, failed=False, why=f"given back: {request.reason}")
         self.serve(now, wall)
         return Ok()
@@ -562,12 +559,21 @@ class ConsumerRequests:
         self._expire_steps(now, wall)
         self._windows.expire(now, wall)
         self._state.consumers.forget_polls(now - POLL_S)
+        self._note_ready(now)
         self.serve(now, wall)
         moment = now - self._state.config.broker.silence_s
         for waiting in self._state.consumers.waiting():
             name = waiting.pull.consumer
             if waiting.deadline <= now or self._state.consumers.silent_since(name, moment):
                 self._dismiss(name, now)
+
+    def _note_ready(self, now: float) -> None:
+        """Note for trainers that poll when a batch is there: what they do from then on is no wait for groups."""
+        queued = self._state.lanes.queued_sequences(Split.TRAIN)
+        for poll in self._state.consumers.vain_polls():
+            batch = 1 if poll.pull.groups else poll.pull.sequences or self._state.run.batch_sequences
+            if now < poll.ready_at and queued >= batch:
+                poll.ready_at = now
 
     def _expire_steps(self, now: float, wall: float) -> None:
         state = self._state

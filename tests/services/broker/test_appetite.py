@@ -6,7 +6,8 @@ from tests.services.broker.bench import Bench, config
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, WorkerBeat, WorkerBeatReply, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.schemas.wire.replies import Rejected
+from rolloutmq.schemas.wire.replies import Batch, Rejected
+from rolloutmq.services.broker.batches.consumers import SLEEP_S
 
 
 def lane(bench: Bench) -> LaneStatus:
@@ -108,6 +109,51 @@ def test_a_trainer_that_polls_starves_between_two_polls_but_not_for_ever() -> No
         bench.send_beat()
     bench.pull(1)
     assert bench.pressure().starved_s == pytest.approx(3.0)
+
+
+def test_a_trainer_that_polls_waits_until_soon_after_a_batch_is_there() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    bench.consumer()
+    bench.pull(0)
+    bench.tick(2.0)
+    peer.send(2)
+    bench.tick(0.0)
+    bench.tick(5.0)
+    bench.train(0)
+    assert bench.pressure().starved_s == pytest.approx(2.0 + SLEEP_S), (
+        "the rest of five seconds was no wait for groups"
+    )
+
+
+def test_a_trainer_that_polls_in_vain_although_sequences_are_queued_waits_the_whole_time() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    bench.consumer()
+    bench.pull(0, 6)
+    bench.tick(1.0)
+    peer.send(2, sequences=4)
+    bench.tick(0.0)
+    bench.tick(2.0)
+    assert not isinstance(bench.pull(0, 6), Batch), "two groups of four are no six"
+    assert bench.pressure().starved_s == pytest.approx(3.0)
+
+
+def test_a_trainer_that_takes_all_there_is_and_polls_once_more_does_not_wait() -> None:
+    bench = Bench()
+    peer = bench.producer()
+    bench.consumer()
+    peer.send(4)
+    for step in range(2):
+        bench.train(step)
+        bench.tick(0.1)
+    bench.pull(2)
+    bench.tick(9.0)
+    bench.pull(2)
+    assert bench.pressure().starved_s == 0.0, "it trained on two batches"
+    bench.tick(1.0)
+    bench.pull(2)
+    assert bench.pressure().starved_s == pytest.approx(1.0)
 
 
 def test_a_trainer_counts_while_it_lives() -> None:
