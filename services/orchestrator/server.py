@@ -229,7 +229,8 @@ class Orchestrator:
         config = self._bounds.config
         path = self._layout.decisions
         # What another run of this directory measured says nothing about this one.
-        resumed = await asyncio.to_thread(resume, path, time.monotonic(), time.time()) if ours else {}
+        number, now, at = len(config.environment), time.monotonic(), time.time()
+        resumed = await asyncio.to_thread(resume, path, number, now, at) if ours else {}
         self._scaling = Autoscaler(
             config.environment, config.orchestrator, alive_now, DecisionLog(path), resumed
         )

@@ -26,11 +26,11 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, Press
 logger = logging.getLogger(__name__)
 
 FILE_BYTES: Final = 32 << 20
-"""About a day of one environment at one decision a second."""
+"""About half a day of one environment at one decision a second: 0.8 kB each, with its part of the headers."""
 HEADERS_EVERY: Final = 100
 """Decisions of each environment between two headers."""
-TAIL_BYTES: Final = 2 << 20
-"""End of the file that `resume` reads: the last headers of about 30 environments."""
+TAIL_BYTES: Final = 192 << 10
+"""End of the file that `resume` reads, for each environment: more than twice what lies between two headers."""
 RESUME_S: Final = 120.0
 """Longest absence after which the measurements still hold."""
 CLOCKS_S: Final = 5.0
@@ -177,21 +177,22 @@ class Resumed:
     """What the inference servers allowed then, and their number."""
 
 
-def resume(path: Path, now: float, at: float) -> dict[str, Resumed]:
+def resume(path: Path, environments: int, now: float, at: float) -> dict[str, Resumed]:
     """Return the states that an orchestrator left, by environment; none if it left them long ago or before a reboot.
 
     It recomputes the decisions after the last headers. An environment without a whole record is left out. Blocks; reads
-    at most `TAIL_BYTES`.
+    at most `TAIL_BYTES` for each environment.
 
     Args:
         path: The file; it may be absent.
+        environments: Number of environments.
         now: Seconds, monotonic.
         at: Seconds, wall clock.
     """
     found: dict[str, Resumed] = {}
     laws: dict[str, PressureController] = {}
     try:
-        lines = _tail(path)
+        lines = _tail(path, environments * TAIL_BYTES)
     except OSError as error:
         logger.warning("measures anew, the decisions cannot be read path=%s error=%s", path, error)
         return {}
@@ -215,15 +216,15 @@ def _is_recent(last: Resumed, now: float, at: float) -> bool:
     return 0.0 <= away_s <= RESUME_S and abs(at - last.at - away_s) <= CLOCKS_S
 
 
-def _tail(path: Path) -> list[bytes]:
+def _tail(path: Path, nbytes: int) -> list[bytes]:
     """Return the whole lines at the end of a file."""
     if not path.exists():
         return []
     with open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
-        start = max(0, size - TAIL_BYTES)
+        start = max(0, size - nbytes)
         file.seek(start)
-        lines = file.read(TAIL_BYTES).split(b"\n")[:-1]
+        lines = file.read(nbytes).split(b"\n")[:-1]
     return [line for line in lines[1 if start else 0 :] if line]
 
 

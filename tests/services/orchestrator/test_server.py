@@ -460,7 +460,7 @@ def test_the_workers_of_a_killed_orchestrator_are_adopted(run_dir: Path) -> None
         first.kill()
         first.wait()
     assert living(layout) == workers
-    measured = resume(layout.decisions, time.monotonic(), time.time())["env"].state
+    measured = resume(layout.decisions, 1, time.monotonic(), time.time())["env"].state
     with running(run_dir, DRAINABLE) as second:
         assert second.stderr is not None
         while "adopted name=env-0" not in second.stderr.readline():

@@ -1,5 +1,6 @@
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.autoscaling import decision_log
 from rolloutmq.services.orchestrator.autoscaling.control_law import ControllerState, PressureController
 from rolloutmq.services.orchestrator.autoscaling.decision_log import (
+    HEADERS_EVERY,
     DecisionLog,
     DecisionLogHeader,
     LoggedDecision,
@@ -168,7 +170,7 @@ def test_a_line_of_other_bytes_is_named(tmp_path: Path, line: bytes) -> None:
 
 
 def resumed(path: Path, now: float, booted: float = BOOTED) -> ControllerState | None:
-    found = resume(path, now, booted + now).get("e")
+    found = resume(path, 1, now, booted + now).get("e")
     return None if found is None else found.state
 
 
@@ -209,9 +211,9 @@ def test_it_measures_anew_after_a_long_absence_or_a_reboot(tmp_path: Path) -> No
 )
 def test_it_measures_anew_without_a_record(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "decisions.jsonl"
-    assert resume(path, 0.0, 0.0) == {}
+    assert resume(path, 1, 0.0, 0.0) == {}
     path.write_bytes(data)
-    assert resume(path, 0.0, 0.0) == {}
+    assert resume(path, 1, 0.0, 0.0) == {}
 
 
 def test_only_the_end_of_a_long_record_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +226,27 @@ def test_only_the_end_of_a_long_record_is_read(tmp_path: Path, monkeypatch: pyte
     assert resumed(path, life.now) is None
 
 
+def test_forty_environments_continue_from_a_kill_before_the_next_headers(tmp_path: Path) -> None:
+    path, environments = tmp_path / "decisions.jsonl", [f"environment-{number}" for number in range(40)]
+    life = Life(tmp_path / "life.jsonl")
+    life.live(60)
+    log = DecisionLog(path)
+    log.begin(
+        [DecisionLogHeader(env, 1, 40, life.law.scaling.model_dump(), life.state) for env in environments]
+    )
+    made = [one for one in read(tmp_path / "life.jsonl") if isinstance(one, LoggedDecision)][-1]
+    for second in range(1, HEADERS_EVERY):
+        sample = replace(made.sample, number=made.sample.number + second, heard_at=life.now + second)
+        now_made = replace(made, at=made.at + second, now=life.now + second, sample=sample)
+        for env in environments:
+            log.add(replace(now_made, env=env))
+    now = life.now + HEADERS_EVERY
+    assert list(resume(path, len(environments), now, BOOTED + now)) == environments
+
+
 def test_a_record_that_is_no_file_costs_the_measurements_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "decisions.jsonl").mkdir()
-    assert resume(tmp_path / "decisions.jsonl", 0.0, 0.0) == {}
+    assert resume(tmp_path / "decisions.jsonl", 1, 0.0, 0.0) == {}
     assert "measures anew" in caplog.text
