@@ -146,14 +146,16 @@ class ScaleTarget:
         self.state = replace(self.state, target=target)
         return True
 
-    def resume(self, last: Resumed) -> None:
-        """Continue from what an earlier orchestrator measured, unless its configuration was another."""
+    def resume(self, last: Resumed) -> bool:
+        """Continue from what an earlier orchestrator measured; return False if its configuration was another."""
         header = self.beginning()
-        if replace(last.header, state=header.state) == header:
-            self.state = last.state
-            self.decision = Decision(last.state.target, "continues from the earlier orchestrator")
-            self.want = last.state.wants[-1][1] if last.state.wants else None
-            logger.info("measurements kept env=%s target=%d", self.env, last.state.target)
+        if replace(last.header, state=header.state) != header:
+            return False
+        self.state = last.state
+        self.decision = Decision(last.state.target, "continues from the earlier orchestrator")
+        self.want = last.state.wants[-1][1] if last.state.wants else None
+        logger.info("measurements kept env=%s target=%d", self.env, last.state.target)
+        return True
 
     def beginning(self) -> DecisionLogHeader:
         """Return the log header that later decisions follow from."""
@@ -203,12 +205,11 @@ class Autoscaler:
         self.scales = [
             ScaleTarget(name, env, limits, alive_now.get(name, 0)) for name, env in environments.items()
         ]
-        for scale in self.scales:
-            if resumed and scale.env in resumed:
-                scale.resume(resumed[scale.env])
         self._saturation = SaturationDetector()
-        for last in (resumed or {}).values():
-            self._saturation = self._saturation.resumed(last.header.env, last.server, last.engines)
+        for scale in self.scales:
+            last = (resumed or {}).get(scale.env)
+            if last is not None and scale.resume(last):
+                self._saturation = self._saturation.resumed(scale.env, last.server, last.engines)
         self._budget = limits.max_processes
         self._log = log
         self._shared_at = -math.inf

@@ -2,6 +2,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -20,6 +21,7 @@ from rolloutmq.services.orchestrator.autoscaling.decision_log import (
 from rolloutmq.services.orchestrator.autoscaling.pressure import (
     Decision,
     PressureSample,
+    ServerLimit,
     WorkerCounts,
     WorkerRoom,
 )
@@ -239,6 +241,20 @@ def test_a_tick_without_news_changes_no_division_and_no_bound(tmp_path: Path) ->
     for news in (False, False, True, False, True):
         assert site.tick(news=news) == {"a": 3, "b": 3}
         assert [(scale.decision.want, scale.decision.bound) for scale in site.scaling.scales] == said
+
+
+SERVER: Final = ServerLimit(capacity=20.0, proven=20.0, best=1.0)
+"""Two environments whose workers make 1/s each share inference servers of 20/s."""
+
+
+def test_the_capacity_is_kept_with_the_measurements_and_not_without(tmp_path: Path) -> None:
+    earlier = Site(tmp_path, 0).scaling.scales[0]
+    header = earlier.beginning()
+    for most_workers, known in ((20, True), (19, False)):
+        last = Resumed(replace(header, max_workers=most_workers), header.state, server=SERVER)
+        site = Site(tmp_path, 0, resumed={"a": last})
+        site.tick()
+        assert bool(site.scaling.scales[0].server.most) is known
 
 
 def test_the_next_orchestrator_keeps_the_division_of_the_budget(tmp_path: Path) -> None:
