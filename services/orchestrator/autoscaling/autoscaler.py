@@ -105,7 +105,7 @@ class ScaleTarget:
             rates.rollout_s,
             self.group_size,
             self.weight,
-            self.decision.want,
+            self._wanted(),
             max(rates.available, LEAST_AVAILABLE),
             rates.demand,
             0.0 if rates.last is None else rates.last.starved_s,
@@ -124,17 +124,27 @@ class ScaleTarget:
         Args:
             by_want: Its weight is that number, and no longer the configured weight.
         """
-        decision, law = self.decision, self.law
-        want, wanted = decision.target, decision.want if self.is_pinned else self.want
-        if wanted is not None:
-            want = max(want, math.ceil(wanted - ROUND))
-        weight = max(self.want or 0.0, ROUND) if by_want else self.weight
-        usable = law.max_workers
+        law, usable = self.law, self._usable()
         if self.server.most:
             usable = min(usable, self.server.most)
-        if self.outer is not None:
-            usable = min(usable, self.outer.workers)
-        return WorkerClaim(law.min_workers, max(law.min_workers, usable, decision.target), weight, want)
+        most = max(law.min_workers, usable, self.decision.target)
+        weight = max(self.want or 0.0, ROUND) if by_want else self.weight
+        return WorkerClaim(law.min_workers, most, weight, self._wanted())
+
+    def _wanted(self) -> int:
+        """Return the workers it decided on, or those it needs if they are more and allowed.
+
+        The decision fluctuates less than the need: what is divided among environments changes with it.
+        """
+        wanted = self.decision.want if self.is_pinned else self.want
+        if wanted is None:
+            return self.decision.target
+        return max(self.decision.target, min(math.ceil(wanted - ROUND), self._usable()))
+
+    def _usable(self) -> int:
+        """Return the most workers that the environment and the GPUs allow, whatever the others want."""
+        most = self.law.max_workers
+        return most if self.outer is None else min(most, self.outer.workers)
 
     def rebound(self, env: EnvironmentConfig) -> bool:
         """Take other bounds; return whether they are others."""
@@ -253,13 +263,14 @@ class Autoscaler:
             self._log.begin([scale.beginning() for scale in self.scales])
         lanes = pressure.lanes if pressure is not None else ()
         weights = {(lane.env, lane.split): lane.weight for lane in lanes}
+        for scale in self.scales:
+            scale.outer = (rooms or {}).get(scale.env)
         uses = [scale.use() for scale in self.scales]
         self._saturation = self._saturation.looked(uses, engines, now)
         for scale, use in zip(self.scales, uses, strict=True):
             scale.server = self._saturation.limit(use, uses)
             scale.weight = weights.get((scale.env, scale.split), scale.weight)
             sample = sample_of(scale.env, scale.split, scale.slots, scale.group_size, pressure, heard_at)
-            scale.outer = (rooms or {}).get(scale.env)
             scale.bound = _narrowest(scale.room, scale.outer)
             sample = replace(
                 sample, crew=crews[scale.env], room=scale.bound, engines=engines, server=scale.server

@@ -91,7 +91,7 @@ class ServerUse:
         rollout_s: Mean duration of a rollout.
         group_sequences: Sequences of one group.
         weight: Its share, relative to the others.
-        want: Workers it wants; None while unknown.
+        want: Workers it would run if the servers fed them all.
         available: Part of their time in which its workers are ready; the others crashed and start again.
         demand: Sequences per second the trainer would consume; None while unknown.
         starved_s: Time in which the trainer waited, in total.
@@ -107,7 +107,7 @@ class ServerUse:
     rollout_s: float = 0.0
     group_sequences: int = 1
     weight: float = 1.0
-    want: float | None = None
+    want: float = 0.0
     available: float = 1.0
     demand: float | None = None
     starved_s: float = 0.0
@@ -224,7 +224,7 @@ class SaturationDetector:
         """Return the part of a size for one environment, by weights; what others do not want is divided again."""
         if len(uses) == 1:
             return size
-        wants = [(self.bests.get(one.env) or one.pace or 0.0) * (one.want or one.workers) for one in uses]
+        wants = [one.want * one.available * (self.bests.get(one.env) or one.pace or 0.0) for one in uses]
         return divide(size, [one.weight for one in uses], wants)[uses.index(use)]
 
     def _with_engines(self, engines: int, now: float) -> "SaturationDetector":

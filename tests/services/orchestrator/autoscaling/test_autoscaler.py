@@ -28,11 +28,12 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import (
 
 
 class Measured(PressureController):
-    """Wants a number of workers whenever it hears something."""
+    """Wants a number of workers whenever it hears something; decides on as many, or on `target`."""
 
-    def __init__(self, law: PressureController, want: float) -> None:
+    def __init__(self, law: PressureController, want: float, target: int | None = None) -> None:
         super().__init__(law.min_workers, law.max_workers, law.scaling)
         self.want = want
+        self.target = target
 
     def decide(
         self, state: ControllerState, sample: PressureSample, now: float
@@ -41,7 +42,7 @@ class Measured(PressureController):
         if news == state.news:
             return state, Decision(state.target, "hold: no news")
         most = self.max_workers if sample.room is None else sample.room.workers
-        target = min(math.ceil(self.want), most)
+        target = min(math.ceil(self.want) if self.target is None else self.target, most)
         bound = BUDGET if target < self.want else ""
         state = replace(state, news=news, target=target, wants=((now, self.want),))
         return state, Decision(target, "as measured", self.want, bound)
@@ -245,6 +246,69 @@ def test_a_tick_without_news_changes_no_division_and_no_bound(tmp_path: Path) ->
 
 SERVER: Final = ServerLimit(capacity=20.0, proven=20.0, best=1.0)
 """Two environments whose workers make 1/s each share inference servers of 20/s."""
+
+
+def shared(tmp_path: Path, budget: int = 0) -> Site:
+    """Return a site that knows the capacity of its servers, from an earlier orchestrator."""
+    earlier = Site(tmp_path, budget).scaling.scales
+    resumed = {scale.env: Resumed(scale.beginning(), scale.state, server=SERVER) for scale in earlier}
+    return Site(tmp_path, budget, resumed=resumed)
+
+
+def most(site: Site) -> dict[str, int]:
+    """Return how many workers the inference servers feed."""
+    return {scale.env: scale.server.most for scale in site.scaling.scales}
+
+
+def ticks(site: Site, rooms: Mapping[str, WorkerRoom] | None = None) -> None:
+    for _ in range(3):
+        site.tick(rooms)
+        site.crews = {env: replace(crew, draining=0) for env, crew in site.crews.items()}
+
+
+@pytest.mark.parametrize("why", ["no_gpu", "given_up"])
+def test_who_may_have_few_workers_leaves_its_share_of_the_servers(tmp_path: Path, why: str) -> None:
+    site = shared(tmp_path)
+    site.measure(a=50.0, b=50.0)
+    ticks(site)
+    assert most(site) == {"a": 5, "b": 15}, "by weight"
+    ticks(site, {"b": WorkerRoom(2, why)})
+    assert most(site) == {"a": 18, "b": 2}
+
+
+def test_who_is_at_max_workers_leaves_its_share_of_the_servers(tmp_path: Path) -> None:
+    site = shared(tmp_path)
+    environments = dict(site.config.environment)
+    environments["b"] = environments["b"].model_copy(update={"max_workers": 3})
+    site.scaling.rebound(environments, 0)
+    site.measure(a=50.0, b=50.0)
+    ticks(site)
+    assert most(site) == {"a": 17, "b": 3}
+
+
+def test_an_earlier_division_of_the_budget_bounds_no_share_of_the_servers(tmp_path: Path) -> None:
+    """Otherwise an environment that wanted little once could never have more: each would confirm the other."""
+    site = shared(tmp_path, budget=20)
+    site.measure(a=2.0, b=20.0)
+    ticks(site)
+    assert most(site) == {"a": 2, "b": 18}
+    site.measure(a=20.0, b=20.0)
+    ticks(site)
+    ticks(site)
+    assert most(site) == {"a": 5, "b": 15}
+    assert site.tick() == {"a": 5, "b": 15}
+
+
+def test_a_want_that_fluctuates_moves_no_worker_of_another(tmp_path: Path) -> None:
+    site = shared(tmp_path)
+    scale = site.scaling.scales[0]
+    site.measure(b=50.0)
+    found = set()
+    for want in (3.6, 2.8, 4.1, 3.2, 2.9):
+        scale.law = Measured(scale.law, want, target=4)
+        ticks(site)
+        found.add(most(site)["b"])
+    assert found == {16}
 
 
 def test_the_capacity_is_kept_with_the_measurements_and_not_without(tmp_path: Path) -> None:

@@ -32,10 +32,11 @@ class Site:
         self.detector = SaturationDetector()
         self.totals = {env: (0.0, 0.0) for env in self.paces}
         self.weights: dict[str, float] = {}
+        self.wants: dict[str, float] = {}
         self.demand: float | None = None
 
     def run(self, seconds: int, *, available: float = 1.0, **workers: int) -> dict[str, ServerLimit]:
-        """Let so many workers of each environment run; all of them want as many more as they can get."""
+        """Let so many workers of each environment run; without other `wants`, they want as many as they can get."""
         uses: list[ServerUse] = []
         for _ in range(seconds):
             self.now += 1.0
@@ -58,13 +59,23 @@ class Site:
                         pace,
                         self.rollout_s,
                         weight=weight,
-                        want=500.0,
+                        want=self.wants.get(env, 500.0),
                         available=available,
                         demand=self.demand,
                     )
                 )
             self.detector = self.detector.looked(uses, self.engines, self.now)
         return {use.env: self.detector.limit(use, uses) for use in uses}
+
+    def grow(self, most: Mapping[str, int], rounds: int = 12) -> dict[str, int]:
+        """Let each environment grow as far as it may, and no further than `most`; return its workers."""
+        workers = dict.fromkeys(most, 1)
+        for _ in range(rounds):
+            limits = self.run(SHOWN_S, **workers)
+            workers = {
+                env: min(limit.most or limit.reach, limit.reach, most[env]) for env, limit in limits.items()
+            }
+        return workers
 
 
 def test_a_full_server_is_found_and_gone_back_to() -> None:
@@ -255,6 +266,25 @@ def test_an_environment_that_slows_another_is_not_longer_rollouts() -> None:
     site.run(SHOWN_S, a=6, b=6)
     limits = site.run(SHOWN_S, a=24, b=6)
     assert sum(limit.most for limit in limits.values()) in (21, 22)
+
+
+def test_an_environment_that_wants_nothing_leaves_the_whole_capacity() -> None:
+    site = Site(shared=40.0, paces={"a": 2.0, "b": 2.0})
+    site.run(SHOWN_S, a=7, b=7)
+    site.run(SHOWN_S, a=14, b=14)
+    limits = site.run(SURE, a=11, b=11)
+    assert limits["a"].most == limits["b"].most == 11
+    site.wants = {"a": 0.0}
+    assert site.run(1, a=11, b=11)["b"].most == 21
+
+
+def test_crashing_workers_leave_to_others_what_they_do_not_make() -> None:
+    detector = SaturationDetector(capacity=40.0, proven=40.0, top=40.0, bests={"a": 1.0, "b": 1.0})
+    uses = [
+        ServerUse(env, 10, 0.0, 0.0, 0.0, 0.0, 1.0, want=want, available=0.5)
+        for env, want in (("a", 10.0), ("b", 500.0))
+    ]
+    assert [detector.limit(use, uses).most for use in uses] == [10, 70]
 
 
 def test_crashed_workers_that_start_again_count() -> None:
