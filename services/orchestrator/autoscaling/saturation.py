@@ -3,6 +3,9 @@
 All environments sample from the same servers, so they are judged together. The measure is sequences per second: the
 `size` of a fleet is what its workers would make if none slowed another down; their throughput is what they make.
 
+An environment that makes a small part of all is measured over a longer time than the others. Until its own pace is
+known, what it makes counts all the same.
+
 Growth needs evidence. At most twice the proven size may run, or a few workers more, until enough groups have arrived to
 tell how fast the workers are. If they are about as fast as fewer were, their size is proven, and the next doubling is
 free. If they are clearly slower, they share a full server: its capacity is their throughput, and the environments scale
@@ -18,7 +21,7 @@ faster. A worker that crashed and starts again counts as a worker.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -114,6 +117,48 @@ class ServerUse:
 
 
 @dataclass(frozen=True, slots=True)
+class _Span:
+    """What one environment did since some time: sequences and groups made, time without waits, and mean workers."""
+
+    made: float
+    groups: float
+    busy_s: float
+    workers: float
+
+    @classmethod
+    def of(cls, then: ServerUse, now: ServerUse) -> "_Span":
+        made = now.made - then.made
+        workers = (now.present_s - then.present_s) / max(now.counted_s - then.counted_s, 1e-3)
+        return cls(made, made / max(1, now.group_sequences), now.busy_s - then.busy_s, workers)
+
+    def pace(self, least: int) -> float | None:
+        """Return the sequences per second of one worker; None with fewer groups than `least`."""
+        return self.made / self.busy_s if self.busy_s > 0.0 and self.groups >= least else None
+
+
+@dataclass(slots=True)
+class _Rest:
+    """The environments without a pace of their own in a measurement, taken together."""
+
+    size: float = 0.0
+    made: float = 0.0
+    expected: float = 0.0
+    """What they would have made if none slowed another down."""
+    groups: float = 0.0
+
+    def add(self, span: _Span, best: float) -> None:
+        self.size += span.workers * best
+        self.made += span.made
+        self.expected += span.busy_s * best
+        self.groups += span.groups
+
+    def total(self, usual: float) -> float:
+        """Return their throughput: of their size, the part that they made; the `usual` part with too few groups."""
+        is_told = self.groups >= OWN_GROUPS and self.expected > 0.0
+        return self.size * (self.made / self.expected if is_told else usual)
+
+
+@dataclass(frozen=True, slots=True)
 class _Measured:
     """One measurement: paces by environment, size and throughput, and whether the trainer got what it demands."""
 
@@ -163,6 +208,8 @@ class SaturationDetector:
     """That beginning."""
     begun: Mapping[str, ServerUse] = field(default_factory=dict)
     """What was known of each environment then."""
+    earlier: Mapping[str, ServerUse] = field(default_factory=dict)
+    """The same of environments whose own measurement began earlier: the last one had too few groups of theirs."""
     engines: int = 0
     """Inference servers; a change of their number discards the capacity."""
 
@@ -175,8 +222,7 @@ class SaturationDetector:
         like = 0.0 if new.known else LIKE * new.size
         present = {one.env for one in uses if one.workers}
         if abs(size - new.size) > like + 1e-9 or present != new.begun.keys():
-            begun = {one.env: one for one in uses if one.workers}
-            new = replace(new, size=size, since=now, begun=begun)
+            new = new._anew(uses, now, {env for env in new.begun if env not in new.bests})
         measured = new._measured(uses, now)
         return new if measured is None else new._judged(measured, uses, now)
 
@@ -237,35 +283,40 @@ class SaturationDetector:
             return new
         return replace(new, capacity=known * engines / self.engines, until=now + FIRST_HOLD_S)
 
+    def _anew(self, uses: Sequence[ServerUse], now: float, left: Collection[str]) -> "SaturationDetector":
+        """Return the state at the beginning of a measurement; the own one of those that are `left` out goes on."""
+        begun = {one.env: one for one in uses if one.workers}
+        earlier = {env: self.earlier.get(env, self.begun[env]) for env in left if env in begun}
+        return replace(self, size=self._size(uses), since=now, begun=begun, earlier=earlier)
+
     def _measured(self, uses: Sequence[ServerUse], now: float) -> _Measured | None:
         """Return the measurement since its beginning; None while it tells too little."""
         paces: dict[str, float] = {}
-        groups, size, total, took_s = 0.0, 0.0, 0.0, now - self.since
-        whole = self._size(uses)
-        few = sum(one.workers for one in uses)
+        groups, size, total, rest, took_s = 0.0, 0.0, 0.0, _Rest(), now - self.since
+        whole, present = self._size(uses), [one for one in uses if one.workers]
+        few = sum(one.workers for one in present)
         is_slow = took_s >= max(SLOW_S, SLOW_CYCLES * max((one.rollout_s for one in uses), default=0.0))
-        for one in uses:
-            if not one.workers:
-                continue
+        for one in present:
             least = min(OWN_GROUPS, one.workers) if is_slow else OWN_GROUPS
-            then = self.begun[one.env]
-            made, busy_s = one.made - then.made, one.busy_s - then.busy_s
-            own = made / max(1, one.group_sequences)
-            best = self.bests.get(one.env)
-            large = one.workers * (best or one.pace or 0.0) >= LARGE * whole
-            if took_s < CYCLES * one.rollout_s or (large and own < least):
+            span, best = _Span.of(self.begun[one.env], one), self.bests.get(one.env)
+            is_large = one.workers * (best or one.pace or 0.0) >= LARGE * whole
+            if took_s < CYCLES * one.rollout_s or (is_large and span.groups < least):
                 return None
-            groups += own
-            if busy_s <= 0.0 or own < least:
-                continue
-            paces[one.env] = made / busy_s
-            workers = (one.present_s - then.present_s) / max(one.counted_s - then.counted_s, 1e-3)
-            size += workers * (best or paces[one.env])
-            total += workers * paces[one.env]
+            groups += span.groups
+            pace = span.pace(least)
+            own = pace or _Span.of(self.earlier.get(one.env, self.begun[one.env]), one).pace(least)
+            if own is not None:
+                paces[one.env] = own
+            if pace is not None:
+                size += span.workers * (best or pace)
+                total += span.workers * pace
+            else:
+                rest.add(span, best or own or one.pace or 0.0)
         if groups < (few if is_slow else GROUPS) or not paces:
             return None
+        total += rest.total(total / size if size else 1.0)
         is_sure = groups >= SURE_GROUPS and took_s >= SURE_S
-        return _Measured(paces, size, total, is_sure, self._is_enough(uses, total, took_s))
+        return _Measured(paces, size + rest.size, total, is_sure, self._is_enough(uses, total, took_s))
 
     def _is_enough(self, uses: Sequence[ServerUse], total: float, took_s: float) -> bool:
         demands = [one.demand for one in uses]
@@ -279,8 +330,7 @@ class SaturationDetector:
         )
 
     def _judged(self, seen: _Measured, uses: Sequence[ServerUse], now: float) -> "SaturationDetector":
-        begun = {one.env: one for one in uses if one.workers}
-        new = replace(self, size=self._size(uses), since=now, begun=begun)
+        new = self._anew(uses, now, self.begun.keys() - seen.paces.keys())
         if unknown := {env: pace for env, pace in seen.paces.items() if env not in self.bests}:
             new = replace(new, bests={**self.bests, **unknown})
         if not self.proven:

@@ -268,6 +268,12 @@ def test_an_environment_that_slows_another_is_not_longer_rollouts() -> None:
     assert sum(limit.most for limit in limits.values()) in (21, 22)
 
 
+def test_an_environment_at_its_maximum_holds_back_no_other() -> None:
+    site = Site(shared=1e9, paces={"a": 1.0, "b": 1.0})
+    site.weights, site.wants = {"a": 3.0, "b": 1.0}, {"a": 4.0}
+    assert site.grow({"a": 4, "b": 60}) == {"a": 4, "b": 60}
+
+
 def test_an_environment_that_wants_nothing_leaves_the_whole_capacity() -> None:
     site = Site(shared=40.0, paces={"a": 2.0, "b": 2.0})
     site.run(SHOWN_S, a=7, b=7)
@@ -276,6 +282,73 @@ def test_an_environment_that_wants_nothing_leaves_the_whole_capacity() -> None:
     assert limits["a"].most == limits["b"].most == 11
     site.wants = {"a": 0.0}
     assert site.run(1, a=11, b=11)["b"].most == 21
+
+
+EIGHT: Final = {name: 0.1 - 0.01 * number for number, name in enumerate("abcdefgh")}
+"""Paces of eight environments: each makes a small part of all, and none delivers its groups when another does."""
+
+
+def test_many_environments_grow_as_far_as_few() -> None:
+    site = Site(shared=1e9, paces=EIGHT)
+    most = dict.fromkeys(EIGHT, 20)
+    assert site.grow(most) == most
+    assert site.detector.bests == pytest.approx(EIGHT, rel=0.02)
+    assert site.detector.proven == pytest.approx(20 * sum(EIGHT.values()), rel=0.02)
+
+
+def test_many_environments_find_the_capacity_of_their_server() -> None:
+    site = Site(shared=4.0, paces=EIGHT)
+    workers = site.grow(dict.fromkeys(EIGHT, 100))
+    size = sum(workers[env] * pace for env, pace in EIGHT.items())
+    assert 4.0 <= size <= 4.0 * 1.05 + sum(EIGHT.values())
+    assert all(0.45 < workers[env] * pace < 0.65 for env, pace in EIGHT.items()), "each has an eighth"
+
+
+def test_an_environment_of_small_weight_grows_beside_a_large_one() -> None:
+    site = Site(shared=40.0, paces={"a": 1.0, "b": 1.0, "c": 1.0})
+    site.weights = {"a": 8.0}
+    workers = site.grow({"a": 200, "b": 200, "c": 200})
+    assert 32 <= workers["a"] <= 34
+    assert 4 <= workers["b"] == workers["c"] <= 5
+
+
+def test_an_environment_with_few_groups_is_measured_between_those_with_many() -> None:
+    """They deliver 24 groups in a second, and its first twelve take a minute."""
+    site = Site(shared=1e9, paces={"a": 2.0, "b": 2.0, "c": 0.05})
+    assert site.run(SHOWN_S // 2, a=10, b=10, c=4)["c"] == ServerLimit(reach=4)
+    assert site.run(SHOWN_S, a=10, b=10, c=4)["c"].best == pytest.approx(0.05)
+
+
+def test_growth_of_others_does_not_begin_a_first_measurement_anew() -> None:
+    site = Site(shared=1e9, paces={"a": 2.0, "b": 2.0, "c": 0.05})
+    for number in (10, 12, 15, 18, 22, 27):
+        limits = site.run(SHOWN_S // 4, a=number, b=number, c=4)
+    assert limits["c"].best == pytest.approx(0.05)
+
+
+def test_a_known_pace_is_measured_at_one_size_of_the_fleet() -> None:
+    """The measurement of `c` would end with the first one after a growth, and most of it would be from before."""
+    site = Site(shared=1e9, paces={"a": 2.0, "b": 2.0, "c": 0.05})
+    while "c" not in site.detector.bests:
+        site.run(1, a=10, b=10, c=4)
+    site.run(SHOWN_S - 1, a=10, b=10, c=4)
+    site.paces = {"a": 0.3, "b": 0.3, "c": 0.025}
+    limits = site.run(4, a=19, b=19, c=4)
+    assert limits["a"].best == pytest.approx(0.3), "a new pace"
+    assert limits["c"].best == pytest.approx(0.05), "not known yet"
+
+
+@pytest.mark.parametrize(("workers", "is_full"), [(8, True), (5, False)])
+def test_small_environments_are_judged_together_once_they_delivered_enough(
+    workers: int, is_full: bool
+) -> None:
+    """Four of them slow down to the half: sixteen groups tell that, and ten do not."""
+    small = dict.fromkeys("bcde", 1.0)
+    site = Site(shared=1e9, paces={"a": 2.0, **small})
+    site.run(SHOWN_S, a=10, **dict.fromkeys(small, 4))
+    site.paces |= dict.fromkeys(small, 0.5)
+    limits = site.run(2, a=20 if is_full else 15, **dict.fromkeys(small, workers))
+    assert bool(limits["a"].most) is is_full
 
 
 def test_crashing_workers_leave_to_others_what_they_do_not_make() -> None:
