@@ -345,7 +345,7 @@ class PressureController:
         since, base = state.up_from
         if now - since >= scaling.up_every_s:
             since, base = now, target
-        most = max(math.floor(base * scaling.up_factor), base + scaling.up_least, self._proven(sample))
+        most = max(math.floor(base * scaling.up_factor), base + scaling.up_least, sample.server.tried)
         if most <= target:
             return state, Decision(target, f"{why}; at most {most} within {scaling.up_every_s:g} s")
         state = replace(state, up_from=(since, base))
@@ -365,12 +365,6 @@ class PressureController:
     def _lead_s(state: ControllerState) -> float:
         """Return the time before workers are needed at which they must start."""
         return LEAD_STARTS * state.start_s + state.rates.rollout_s + LEAD_S
-
-    @staticmethod
-    def _proven(sample: PressureSample) -> int:
-        """Return the workers that were tried before: they need no steps."""
-        server = sample.server
-        return math.floor(server.proven / server.best + ROUND) if server.best else 0
 
     def _down(
         self, state: ControllerState, wanted: int, why: str, now: float

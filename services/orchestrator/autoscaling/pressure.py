@@ -51,18 +51,20 @@ class ServerLimit:
     Attributes:
         most: Workers beyond which throughput does not grow; 0 while unknown.
         reach: Largest number to try until the present workers are measured.
+        tried: Its part of the workers that were not slower than fewer; they need no steps.
         slow: A worker makes clearly less than among fewer; whether the servers are full is not confirmed yet.
-        capacity: Sequences per second that the servers can feed all environments; 0 while unknown.
-        proven: The largest that was tried without a slower worker.
         best: Sequences per second of one worker of this environment alone; 0 while unknown.
+        capacity: Sequences per second that the servers can feed all environments; 0 while unknown.
+        proven: Sequences per second of all environments that were tried without a slower worker.
     """
 
     most: int = 0
     reach: int = 1_000_000
+    tried: int = 0
     slow: bool = False
+    best: float = 0.0
     capacity: float = 0.0
     proven: float = 0.0
-    best: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rolloutmq.services.orchestrator.autoscaling.budget import divide
+from rolloutmq.services.orchestrator.autoscaling.control_law import ROUND
 from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
 
 GROUPS: Final = 24
@@ -234,12 +235,13 @@ class SaturationDetector:
         most = math.ceil(self._share(self.capacity, use, uses) / best - 1e-9) if self.capacity else 0
         reach = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
         return ServerLimit(
-            max(1, most) if most else 0,
-            max(FEW, math.floor(reach + 1e-9), most),
-            self._is_slow(use, uses),
-            self.capacity,
-            self.proven,
-            best,
+            most=max(1, most) if most else 0,
+            reach=max(FEW, math.floor(reach + 1e-9), most),
+            tried=math.floor(self._share(self.proven, use, uses) / best + ROUND),
+            slow=self._is_slow(use, uses),
+            best=best,
+            capacity=self.capacity,
+            proven=self.proven,
         )
 
     def resumed(self, env: str, limit: ServerLimit, engines: int) -> "SaturationDetector":

@@ -48,7 +48,8 @@ class Loop:
                 made=before.made + round(per_worker * before.crew.ready),
                 **changes,
             )
-            self.sample = replace(self.sample, server=self._server())
+            if "server" not in changes:
+                self.sample = replace(self.sample, server=self._server())
             self.state, self.last = self.law.decide(self.state, self.sample, self.now)
         return self.last
 
@@ -335,6 +336,14 @@ def starve(loop: Loop, seconds: int, **changes: Any) -> Decision:
     for _ in range(seconds):
         loop.tick(pressure=0.0, starved_s=loop.sample.starved_s + 0.6, **changes)
     return loop.last
+
+
+@pytest.mark.parametrize(("tried", "target"), [(0, 20), (35, 35)])
+def test_as_many_as_ran_before_start_in_one_step(tried: int, target: int) -> None:
+    loop = Loop()
+    loop.tick(60)
+    starve(loop, 4, eats=40.0, server=ServerLimit(tried=tried))
+    assert loop.last.target == target
 
 
 def test_without_a_trainer_everybody_stays() -> None:

@@ -360,6 +360,13 @@ def test_crashing_workers_leave_to_others_what_they_do_not_make() -> None:
     assert [detector.limit(use, uses).most for use in uses] == [10, 70]
 
 
+def test_the_workers_tried_are_those_of_the_environment() -> None:
+    site = Site(shared=1e9, paces={"a": 2.0, "b": 1.0})
+    limits = site.run(SHOWN_S, a=6, b=12)
+    assert (limits["a"].tried, limits["b"].tried) == (6, 12)
+    assert limits["a"].proven == limits["b"].proven == pytest.approx(24.0)
+
+
 def test_crashed_workers_that_start_again_count() -> None:
     """Forty places of which half are ready at a time have the throughput of twenty."""
     site = Site(shared=1000.0)
