@@ -426,7 +426,8 @@ class ScaleDecision(Message, tag="scale_decision", frozen=True, kw_only=True):
         target: Number of workers from now on.
         reason: Reason of the decision.
         want: Number of workers without any limit; None while unknown.
-        bound: Limit that keeps the target below `want`: `inference_bound`, `max_workers`, `budget`, `no_gpu`.
+        bound: Limit that keeps the target below `want`: `inference_bound`, `unmeasured`, `max_workers`, `no_gpu`,
+            `given_up`, `budget`.
         eats_per_s: Demand: sequences a second that the trainer would consume without waiting; None while unknown.
         makes_per_s: Throughput of one worker without waiting, in sequences a second; None while unknown.
         starved: Fraction of the last seconds in which the trainer waited.

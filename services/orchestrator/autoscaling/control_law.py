@@ -52,6 +52,8 @@ from rolloutmq.services.orchestrator.autoscaling.trend import DemandTrend
 
 INFERENCE_BOUND: Final = "inference_bound"
 """Bound reported when the workers share a saturated server."""
+UNMEASURED: Final = "unmeasured"
+"""Bound reported until it is known how fast the present workers are: more might only share a full server."""
 TEACHER_AWAY: Final = "teacher_away"
 """Reason reported while workers wait for the teacher: more workers would wait too, and fewer would not help."""
 FIRST_BATCH_S: Final = 15.0
@@ -324,9 +326,8 @@ class PressureController:
     ) -> tuple[ControllerState, Decision]:
         scaling, target, (limit, bound) = self.scaling, state.target, self._limit(sample)
         if sample.server.slow:
-            return self._hold(
-                state, f"{why}; throughput per worker fell: no scale-up until saturation is ruled out"
-            )
+            said = "throughput per worker fell: no scale-up until saturation is ruled out"
+            return self._hold(state, f"{why}; {said}", UNMEASURED)
         if state.rates.silent:
             return self._hold(state, f"{why}; no group arrives from the workers: more would not help")
         if state.rates.idle > IDLE_PART and target:
@@ -335,7 +336,8 @@ class PressureController:
             return self._hold(state, f"{why}; {_bounded(sample, limit, bound)}", bound)
         reach = sample.server.reach
         if target >= reach:
-            return self._hold(state, f"{why}; at most {reach} until their throughput is measured")
+            said = f"at most {reach} until their throughput is measured"
+            return self._hold(state, f"{why}; {said}", UNMEASURED)
         state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
         is_large = wanted - target > LARGE_STEP * target
         if is_large and not at_once and (lasts := self._lasts(state, sample)):

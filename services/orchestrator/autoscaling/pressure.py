@@ -127,7 +127,8 @@ class Decision:
         target: Workers.
         reason: Explanation with the numbers.
         want: Unbounded number of workers needed, as a real number; None while unknown.
-        bound: Keyword of the limit that keeps the target lower: `inference_bound`, `max_workers`, or that of the room.
+        bound: Keyword of the limit that keeps the target lower: `inference_bound`, `unmeasured`, `max_workers`, or that
+            of the room.
     """
 
     target: int

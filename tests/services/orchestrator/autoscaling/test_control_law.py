@@ -338,6 +338,18 @@ def starve(loop: Loop, seconds: int, **changes: Any) -> Decision:
     return loop.last
 
 
+@pytest.mark.parametrize(
+    ("server", "target"),
+    [(ServerLimit(reach=12), 12), (ServerLimit(reach=3), 10), (ServerLimit(slow=True), 10)],
+)
+def test_what_is_not_measured_yet_is_a_bound(server: ServerLimit, target: int) -> None:
+    loop = Loop()
+    loop.tick(60)
+    starve(loop, 20, eats=40.0, server=server)
+    assert (loop.last.target, loop.last.bound) == (target, "unmeasured")
+    assert loop.last.short > 0.0
+
+
 @pytest.mark.parametrize(("tried", "target"), [(0, 20), (35, 35)])
 def test_as_many_as_ran_before_start_in_one_step(tried: int, target: int) -> None:
     loop = Loop()
