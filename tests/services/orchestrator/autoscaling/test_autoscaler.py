@@ -9,7 +9,7 @@ import pytest
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.services.orchestrator.autoscaling.autoscaler import BUDGET, Autoscaler
+from rolloutmq.services.orchestrator.autoscaling.autoscaler import BUDGET, SHARE_S, Autoscaler
 from rolloutmq.services.orchestrator.autoscaling.control_law import ControllerState, PressureController
 from rolloutmq.services.orchestrator.autoscaling.decision_log import (
     DecisionLog,
@@ -242,6 +242,19 @@ def test_a_tick_without_news_changes_no_division_and_no_bound(tmp_path: Path) ->
     for news in (False, False, True, False, True):
         assert site.tick(news=news) == {"a": 3, "b": 3}
         assert [(scale.decision.want, scale.decision.bound) for scale in site.scaling.scales] == said
+
+
+def test_a_division_that_takes_one_worker_in_use_must_last(tmp_path: Path) -> None:
+    site = Site(tmp_path, budget=6)
+    site.measure(a=6.0, b=6.0)
+    for _ in range(3):
+        site.tick()
+    site.measure(a=9.0, b=5.0)
+    for _ in range(int(SHARE_S) - 5):
+        assert site.tick() == {"a": 3, "b": 3}
+    for _ in range(10):
+        targets = site.tick()
+    assert targets == {"a": 4, "b": 2}
 
 
 SERVER: Final = ServerLimit(capacity=20.0, proven=20.0, best=1.0)

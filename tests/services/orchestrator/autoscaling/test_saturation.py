@@ -367,6 +367,49 @@ def test_the_workers_tried_are_those_of_the_environment() -> None:
     assert limits["a"].proven == limits["b"].proven == pytest.approx(24.0)
 
 
+def test_more_workers_that_make_less_than_fewer_did_have_longer_rollouts() -> None:
+    """A full server would feed them as much as before."""
+    site = Site(shared=1e9)
+    site.run(SHOWN_S, a=15)
+    site.paces["a"] = 0.8
+    limit = site.run(3, a=28)["a"]
+    assert not limit.most
+    assert limit.best == pytest.approx(0.8)
+
+
+def test_fewer_workers_that_make_a_little_less_were_taken_for_faster_than_they_are() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    found = site.run(SHOWN_S, a=28)["a"].most
+    site.shared = 37.0
+    limit = site.run(SURE, a=found)["a"]
+    assert limit.best == pytest.approx(1.9)
+    assert limit.most == found + 2
+
+
+def test_a_small_difference_moves_no_number_at_a_known_capacity() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    site.run(SURE, a=21)
+    site.paces["a"] = 1.94
+    assert site.run(10 * SHOWN_S, a=10)["a"].best == 2.0
+    site.paces["a"] = 1.84
+    assert site.run(10 * SHOWN_S, a=10)["a"].best < 1.95
+
+
+def test_one_slow_measurement_discards_no_capacity() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    found = site.run(SURE, a=21)["a"].most
+    for shared in (30.0, 40.0, 30.0, 40.0):
+        site.shared = shared
+        assert site.run(1, a=21)["a"].most == found
+    site.shared = 30.0
+    assert not site.run(2, a=21)["a"].most
+
+
 def test_crashed_workers_that_start_again_count() -> None:
     """Forty places of which half are ready at a time have the throughput of twenty."""
     site = Site(shared=1000.0)
