@@ -57,7 +57,7 @@ def test_a_full_server_is_found_in_a_fresh_start_and_another_engine_brings_more_
     staffed: Staffed, run_dir: Path
 ) -> None:
     """The trainer wants three times what the engine can answer; without a bound all 40 workers would start."""
-    knee, answers_per_s = 5, 12.0  # five workers with two rollouts of 0.75 s and a turn of 0.08 s
+    full, answers_per_s = 5, 12.0  # five workers with two rollouts of 0.75 s and a turn of 0.08 s
     served = slow(0.75, max_workers=40) | {"entry": "envs.py:Served"}
     inference = {"kind": "tiny", "max_engines": 2, "engine_confirm_s": 5.0}
     layout = RunLayout(run_dir)
@@ -74,9 +74,9 @@ def test_a_full_server_is_found_in_a_fresh_start_and_another_engine_brings_more_
         assert known.target == 2
         wait_until(lambda: engines(layout) == 2, "that it counts")
         alone = [one for one in decisions(layout) if one.sample.engines == 1]
-        assert peak(alone) <= 2 * knee
+        assert peak(alone) <= 2 * full
         assert alone[-1].decision.bound == INFERENCE_BOUND
-        assert alone[-1].decision.target <= 1.25 * knee + 1
+        assert alone[-1].decision.target <= 1.25 * full + 1
         most = alone[-1].sample.crew.ready
         wait_until(lambda: ready(layout) > most + 1, "more workers")
 

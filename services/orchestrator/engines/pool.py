@@ -120,7 +120,7 @@ class EnginePool:
 
     @property
     def serving(self) -> int:
-        """Return the number of engines for the saturation detector, which discards its knee when it changes.
+        """Return the number of engines for the saturation detector, which discards the capacity when it changes.
 
         An engine that is briefly silent or restarts changes nothing. The number grows when a new engine is ready, and
         falls when the target does.

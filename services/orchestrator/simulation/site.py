@@ -14,7 +14,7 @@ from rolloutmq.services.orchestrator.simulation.series import Series, constant
 GROUP: Final = 8
 """Sequences of one group, for the controllers: in the plant, sequences are a fluid."""
 FOUND_STARTS, FOUND_S = 10.0, 10.0
-"""Time to find the knee of a shared server: so many times a start and so many seconds."""
+"""Time to find the capacity of a shared server: so many times a start and so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class Scenario:
 
     @property
     def found_by_s(self) -> float:
-        """Return the time by which the knee of a shared server is found."""
+        """Return the time by which the capacity of a shared server is found."""
         return FOUND_STARTS * (self.start_s + FOUND_S)
 
     @property

@@ -80,7 +80,7 @@ class Outcome:
         made: Sequences made.
         downs_in_the_dark: Removals without telemetry.
         outside: Decisions outside the bounds, or beyond the process budget.
-        made_late: Sequences made once the knee is to be found: `Scenario.found_by_s` after that.
+        made_late: Sequences made once the capacity is to be found: `Scenario.found_by_s` after that.
         engines: Most engines.
         moments: One for each `TICK_S`.
     """

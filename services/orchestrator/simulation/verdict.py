@@ -26,8 +26,8 @@ NEAR: Final = 0.1
 """Distance of that path from the need, relative to it; at least one worker."""
 CRASHING, CRASHING_PART = 1.3, 0.01
 """Starvation allowed with crashes: this factor of that without them, and a part of the time."""
-KNEE, TWICE, THROUGHPUT = 1.25, 2.0, 0.97
-"""Workers of a shared server after the search, and at any time, relative to those at the knee; and throughput then."""
+SATURATED, TWICE, THROUGHPUT = 1.25, 2.0, 0.97
+"""Workers of a shared server after the search, and at any time, relative to those for its capacity; throughput then."""
 SETTLES, SETTLES_S = 3.0, 30.0
 """Settling time allowed: so many starts with their confirmation, and so many seconds."""
 CONFIRM_S: Final = 2.0
@@ -172,7 +172,7 @@ def _judged(law: str, trials: _Trials) -> Verdict:
         "starved": scenario.is_fresh or verdict.starved_s.within(_starves_s(trials)),
     }
     if scenario.site.environments[trials.env].server:
-        checks |= _at_the_knee(trials)
+        checks |= _at_capacity(trials)
     elif not scenario.has_crashes:
         checks["settle"] = all(
             figure.within(_settles_s(scenario, change, trials.env))
@@ -181,15 +181,15 @@ def _judged(law: str, trials: _Trials) -> Verdict:
     return replace(verdict, broken=tuple(name for name, held in checks.items() if not held))
 
 
-def _at_the_knee(trials: _Trials) -> dict[str, bool]:
-    """Check the search for the knee of a shared server, which begins at the first change or at the start."""
+def _at_capacity(trials: _Trials) -> dict[str, bool]:
+    """Check the search for the capacity of a shared server, which begins at the first change or at the start."""
     scenario, own = trials.scenario, trials.own
     since = scenario.counts_from_s + scenario.found_by_s
     until = scenario.changes[1] if len(scenario.changes) > 1 else scenario.lasts_s
     site, server = scenario.site, scenario.site.environments[trials.env].server
     needed = max(site.engines(server, moment.at) for moment in own[0].moments)
     checks = {
-        "twice the knee": all(one.peak <= TWICE * one.peak_need + 1e-9 for one in own),
+        "twice the capacity": all(one.peak <= TWICE * one.peak_need + 1e-9 for one in own),
         "engines": all(one.engines >= needed for one in own),
     }
     late = [
@@ -199,7 +199,7 @@ def _at_the_knee(trials: _Trials) -> dict[str, bool]:
         )
         for each in own
     ]
-    checks["knee"] = median(late) <= KNEE and max(late) <= WORST * KNEE
+    checks["capacity"] = median(late) <= SATURATED and max(late) <= WORST * SATURATED
     if needed == 1:
         made = median(one.made_late for one in own)
         checks["throughput"] = made >= THROUGHPUT * trials.referred(lambda one: one.made_late)

@@ -198,7 +198,7 @@ def test_from_nobody_there_is_a_way_up() -> None:
     assert starve(went, 10, eats=0.0).target == 1
 
 
-def test_what_is_away_for_all_of_them_brings_nobody_and_is_no_knee() -> None:
+def test_what_is_away_for_all_of_them_brings_nobody_and_is_no_saturation() -> None:
     loop = Loop()
     loop.tick(60, group_sequences=4, rollout_s=1.0)
     for _ in range(60):
@@ -391,7 +391,7 @@ def test_it_goes_no_further_than_there_is_room() -> None:
     assert loop.tick(60, eats=80.0, wanted=None, room=None).target > 14
 
 
-def test_another_engine_is_another_knee() -> None:
+def test_another_engine_is_another_capacity() -> None:
     loop = Loop()
     loop.tick(60, engines=1)
     for _ in range(300):

@@ -151,7 +151,7 @@ def test_engines_follow_their_targets() -> None:
     assert busy == pytest.approx(3.0, abs=0.01)
 
 
-def test_throughput_counts_once_the_knee_is_to_be_found() -> None:
+def test_throughput_counts_once_the_capacity_is_to_be_found() -> None:
     scenario = replace(STEADY, lasts_s=200.0)
     assert scenario.found_by_s == 120.0
     out = tried(scenario)

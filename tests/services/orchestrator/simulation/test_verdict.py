@@ -159,8 +159,8 @@ def test_crashes_are_judged_beside_workers_that_do_not_crash() -> None:
         verdict(crashing, outcome())
 
 
-def test_the_knee_of_a_shared_server() -> None:
-    """An engine has capacity for twenty workers; the knee is to be found after 300 s."""
+def test_the_capacity_of_a_shared_server() -> None:
+    """An engine has capacity for twenty workers; which is to be found after 300 s."""
     shared = single(constant(100.0), replace(WORKER, server="engine"))
     site = Site(shared.trainer, shared.environments, {"engine": ServerSite(constant(40.0))})
     scenario = Scenario("shared", site, lasts_s=600.0, is_fresh=True)
@@ -175,8 +175,8 @@ def test_the_knee_of_a_shared_server() -> None:
     )
     reference = outcome(made_late=1000.0)
     assert verdict(scenario, good, reference=reference).broken == ()
-    assert verdict(scenario, late, reference=reference).broken == ("knee",)
-    assert verdict(scenario, replace(good, peak=41), reference=reference).broken == ("twice the knee",)
+    assert verdict(scenario, late, reference=reference).broken == ("capacity",)
+    assert verdict(scenario, replace(good, peak=41), reference=reference).broken == ("twice the capacity",)
     assert verdict(scenario, replace(good, made_late=969.0), reference=reference).broken == ("throughput",)
     assert verdict(replace(scenario, lasts_s=200.0), late, reference=reference).broken == (), (
         "too short to tell"
