@@ -15,15 +15,15 @@ TELL_S: Final = 30.0
 
 
 class DrainWatch:
-    """The workers that drain, and the end of each that was told."""
+    """Knows which of the present drains were told."""
 
     def __init__(self) -> None:
-        self._told: dict[str, float] = {}
+        self._told: set[str] = set()
 
     def look(
         self, views: Mapping[str, ProcessView], heard: Mapping[str, WorkerStatus], now: float
     ) -> list[str]:
-        """Return a log line for each drain that is about to abandon rollouts, and was not told of this end.
+        """Return a log line for each drain that is about to abandon rollouts, once for each drain.
 
         Args:
             views: The supervisor's view.
@@ -35,14 +35,14 @@ class DrainWatch:
             for name, view in views.items()
             if view.phase is Phase.STOPPING and view.ends is not None
         }
-        self._told = {name: ends for name, ends in self._told.items() if name in ending}
+        self._told &= ending.keys()
         lines = []
         for name, ends in ending.items():
             status = heard.get(name)
-            is_due = ends - now <= TELL_S and self._told.get(name) is None
+            is_due = ends - now <= TELL_S and name not in self._told
             if status is None or not status.in_hand or not is_due:
                 continue
-            self._told[name] = ends
+            self._told.add(name)
             lines.append(
                 f"worker={name} in_hand={status.in_hand} draining_s={now - views[name].since:.0f} "
                 f"abandoned_in_s={max(0.0, ends - now):.0f}"

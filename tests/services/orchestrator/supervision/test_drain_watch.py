@@ -16,7 +16,7 @@ def draining(ends: float | None, phase: Phase = Phase.STOPPING) -> dict[str, Pro
     return {"e-0": ProcessView("e-0", Role.WORKER, phase, 100.0, 0.0, 0, 0, "", ends=ends)}
 
 
-def test_it_is_told_once_before_the_end_and_again_if_the_end_moves(
+def test_a_drain_is_told_once_before_its_end_and_so_is_the_next_one(
     make_worker: Callable[..., WorkerStatus],
 ) -> None:
     watch = DrainWatch()
