@@ -151,6 +151,52 @@ def test_an_operator_is_obeyed_within_the_bounds() -> None:
     assert loop.tick(wanted=0).target == 1
 
 
+def test_a_released_pin_keeps_the_workers_for_a_window() -> None:
+    """The law did not see the demand of before the pin: a pause would look like all there is."""
+    loop = Loop(PressureController(1, 50, ScalingConfig(down_window_s=120.0)), workers=40)
+    loop.tick(60, eats=80.0)
+    loop.tick(200, eats=80.0, wanted=40)
+    loop.tick(20, eats=0.0, pressure=3.0, wanted=40)
+    assert {loop.tick(eats=0.0, pressure=3.0, wanted=None).target for _ in range(110)} == {40}
+    assert loop.tick(60, eats=0.0, pressure=3.0).target < 40
+
+
+def test_an_outage_that_ends_while_there_are_no_workers_is_forgotten() -> None:
+    loop = Loop(PressureController(0, 50, ScalingConfig()))
+    loop.tick(60, group_sequences=4, rollout_s=1.0)
+    for _ in range(60):
+        starve(loop, 1, eats=0.0, per_worker=0.0)
+    outage = loop.state.rates.silent
+    for _ in range(30):
+        starve(loop, 1, eats=0.0, wanted=0)
+        loop.follow()
+    assert (outage, loop.state.rates.silent) == (True, False)
+    assert starve(loop, 5, eats=0.0, wanted=None).target >= 1
+
+
+def test_an_environment_without_a_share_gets_the_fewest_workers() -> None:
+    loop = Loop()
+    loop.tick(60)
+    for _ in range(300):
+        starve(loop, 1, share=0.0)
+        loop.follow()
+    assert loop.last.target == 1
+
+
+def test_a_given_up_worker_does_not_hold_the_others_back_before_the_first_batch() -> None:
+    loop = Loop(workers=4)
+    for _ in range(90):
+        starve(loop, 1, eats=0.0, batch_sequences=1200, crew=WorkerCounts(ready=3, failed=1))
+    assert loop.last.target == 7
+
+
+@pytest.mark.parametrize("queued", [1.5, 6.0, 60.0])
+def test_a_full_queue_never_raises_the_want(queued: float) -> None:
+    loop = Loop(workers=4)
+    loop.tick(60, eats=8.0)
+    assert loop.tick(300, eats=8.0, pressure=queued).want == pytest.approx(4.0, abs=0.05)
+
+
 def test_the_fewest_stay_and_that_is_the_reason() -> None:
     loop = Loop(PressureController(5, 50, ScalingConfig()), workers=5)
     decision = loop.tick(200, eats=2.0)
