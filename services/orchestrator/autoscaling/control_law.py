@@ -204,7 +204,8 @@ class PressureController:
         need = self._planned(state, sample, demand)[0] / per_worker
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
         band = self._band(need)
-        want = need + min(max(lack + state.trim, -LESS * max(0.0, band - 1.0)), MORE * band)
+        # With few workers the lower limit is above 0: some spare stays, since growth from few takes more steps.
+        want = need + min(max(lack + state.trim, LESS * (1.0 - band)), MORE * band)
         available = max(state.rates.available, LEAST_AVAILABLE)
         # Some more, since at times fewer are ready than on average.
         return (want + math.sqrt(want * (1.0 - available))) / available

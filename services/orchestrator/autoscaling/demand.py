@@ -223,10 +223,11 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             if seen.crew.draining > LEAVING * workers:
                 workers = 0.0  # what arrives is theirs, too
         fades = math.exp(-elapsed / IDLE_S)
-        if not workers or elapsed > SAMPLES_S:
-            new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0, away=False, silent=False)
-            return replace(new, idle=new.idle * fades)
         made = max(0, seen.made - last.made)
+        if not workers or elapsed > SAMPLES_S:
+            if made or not seen.crew.ready or elapsed > SAMPLES_S:
+                new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0, away=False, silent=False)
+            return replace(new, idle=new.idle * fades)
         away = not made and 0 < seen.untaught >= AWAY_PART * seen.crew.ready
         new = replace(new, away=away)
         blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
@@ -259,9 +260,10 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             blocked_s=self.blocked_s * kept + begun_blocked_s,
             vain_s=0.0 if made else self.vain_s * kept + elapsed * workers - begun_blocked_s,
         )
-        if made:
-            new = new._changed(max(1, seen.group_sequences))
-        new = new._paced()
+        if (
+            made
+        ):  # while nothing arrives the throughput stays: it may be an outage, and more workers would not help
+            new = new._changed(max(1, seen.group_sequences))._paced()
         if new.per_worker:
             new = replace(new, group_s=max(1, seen.group_sequences) / (new.per_worker * workers))
         return new
