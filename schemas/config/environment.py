@@ -200,6 +200,10 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 f"min_workers must not exceed max_workers {self.max_workers} (got {self.min_workers})"
             )
+        if self.split == "eval" and not self.min_workers:
+            raise ValueError(
+                'min_workers must be at least 1 with split = "eval" (got 0): an evaluation starts no worker; raise it'
+            )
         if self.min_group_size > self.group_size:
             raise ValueError(
                 f"min_group_size must not exceed group_size {self.group_size} (got {self.min_group_size})"

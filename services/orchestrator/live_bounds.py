@@ -28,7 +28,7 @@ class LiveBounds:
     def __init__(self, config: RunConfig) -> None:
         self.settings: Mapping[str, Setting] = {}
         self.config = self._configured = config
-        self._refused: Mapping[str, Setting] = {}
+        self._refused: Mapping[str, Setting] | None = None
 
     def apply(self, settings: Mapping[str, Setting]) -> bool:
         """Put settings in force; return whether anything changed.

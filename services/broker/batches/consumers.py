@@ -67,11 +67,15 @@ class VainPoll(msgspec.Struct, eq=False):
     """Whether it has no batch to train on."""
     ready_at: float = math.inf
     """When the queue held a batch of this size again."""
+    counted_s: float = 0.0
+    """Waiting time that was counted so far."""
 
-    def waited_s(self, now: float, *, served: bool) -> float:
-        """Return for how long the trainer waited until it polled again, and was `served` or not."""
-        until = min(self.ready_at + SLEEP_S, now) if served else now
-        return max(0.0, until - self.at) if self.waits else 0.0
+    def waited_s(self, now: float, *, in_vain: bool = False) -> float:
+        """Return the waiting time that was not counted yet; the next poll tells whether all of it was `in_vain`."""
+        until = now if in_vain else min(self.ready_at + SLEEP_S, now)
+        waited_s = max(0.0, until - self.at - self.counted_s) if self.waits else 0.0
+        self.counted_s += waited_s
+        return waited_s
 
 
 class Consumers:

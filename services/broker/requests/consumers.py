@@ -156,7 +156,7 @@ class ConsumerRequests:
         poll = state.consumers.vain_poll(pull.consumer) if pull.split is Split.TRAIN else None
         served = self._answered(waiting, now, wall)
         if poll is not None:
-            state.starved_s += poll.waited_s(now, served=served) / pull.world_size
+            state.starved_s += poll.waited_s(now, in_vain=not served) / pull.world_size
         if served:
             return
         self._note_policy(waiting)
@@ -558,8 +558,8 @@ class ConsumerRequests:
         """Expire the leases of dead and hung consumers, serve waiting pulls, and end those past their deadline."""
         self._expire_steps(now, wall)
         self._windows.expire(now, wall)
+        self._count_polls(now)
         self._state.consumers.forget_polls(now - POLL_S)
-        self._note_ready(now)
         self.serve(now, wall)
         moment = now - self._state.config.broker.silence_s
         for waiting in self._state.consumers.waiting():
@@ -567,13 +567,14 @@ class ConsumerRequests:
             if waiting.deadline <= now or self._state.consumers.silent_since(name, moment):
                 self._dismiss(name, now)
 
-    def _note_ready(self, now: float) -> None:
-        """Note for trainers that poll when a batch is there: what they do from then on is no wait for groups."""
+    def _count_polls(self, now: float) -> None:
+        """Count the waits of trainers that poll, which end soon after a batch is there."""
         queued = self._state.lanes.queued_sequences(Split.TRAIN)
         for poll in self._state.consumers.vain_polls():
             batch = 1 if poll.pull.groups else poll.pull.sequences or self._state.run.batch_sequences
             if now < poll.ready_at and queued >= batch:
                 poll.ready_at = now
+            self._state.starved_s += poll.waited_s(now) / poll.pull.world_size
 
     def _expire_steps(self, now: float, wall: float) -> None:
         state = self._state

@@ -164,7 +164,7 @@ class PressureController:
             # Some of the workers alive at the start were already draining.
             state = replace(state, target=self._within(state.target - sample.crew.draining))
         if sample.wanted is not None:
-            return self._asked(self._look(state, sample, now) if is_news else state, sample)
+            return self._asked(self._look(state, sample, now) if is_news else state, sample, now)
         if now - sample.heard_at > self.scaling.stale_s:
             return state, Decision(state.target, f"hold: {_silence(now - sample.heard_at)}")
         if not is_news:
@@ -192,8 +192,8 @@ class PressureController:
         cycles = state.cycles if sample.epoch == state.news[0] else DemandCycles()
         if sample.trainers and not rates.away:
             is_full = rates.idle > FULL_PART
-            cycles = cycles.looked(now, sample.eaten, rates.demand, rates.starved, is_full=is_full)
-        trend = state.trend.looked(now, rates.demand, self._trend_s(state))
+            cycles = cycles.looked(now, sample.eaten, rates.pace, rates.starved, is_full=is_full)
+        trend = state.trend.looked(now, rates.pace, self._trend_s(state))
         news = sample.epoch, sample.number
         state = replace(state, news=news, rates=rates, cycles=cycles, trend=trend)
         return replace(state, level=sample.pressure, slope=slope)
@@ -206,7 +206,8 @@ class PressureController:
         need = self._planned(state, sample, demand)[0] / per_worker
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
         band = self._band(need)
-        want = need + min(max(lack + state.trim, -LESS * (band - 1.0)), MORE * band)
+        # With few workers the lower limit is above 0: some spare stays, since growth from few takes more steps.
+        want = need + min(max(lack + state.trim, LESS * (1.0 - band)), MORE * band)
         available = max(state.rates.available, LEAST_AVAILABLE)
         # Some more, since at times fewer are ready than on average.
         return (want + math.sqrt(want * (1.0 - available))) / available
@@ -215,7 +216,7 @@ class PressureController:
         """Return the demand to plan for, and in words how it differs from that of now."""
         if (steady := self._steady(state, sample, demand)) is not None:
             return SPARE * steady, f", {steady:.1f}/s as the mean of its cycles"
-        ahead = self._ahead(state, demand)
+        ahead = self._ahead(state, sample.share, demand)
         return demand + ahead, f", rising by {ahead:.1f}/s within a start" if ahead else ""
 
     def _steady(self, state: ControllerState, sample: PressureSample, demand: float) -> float | None:
@@ -223,19 +224,19 @@ class PressureController:
         cycles = state.cycles
         if not cycles.is_known:
             return None
-        mean = cycles.mean
+        mean = cycles.mean * sample.share
         if not cycles.is_burst:
             return mean if SPARE * mean > demand and not cycles.filled else None
         spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
-        return mean if SPARE * mean < demand and spare >= cycles.left > 0 else None
+        return mean if SPARE * mean < demand and spare >= cycles.left * sample.share > 0 else None
 
     @staticmethod
     def _trend_s(state: ControllerState) -> float:
         return max(TREND_S, state.start_s, TREND_STEPS * state.rates.step_s)
 
-    def _ahead(self, state: ControllerState, demand: float) -> float:
+    def _ahead(self, state: ControllerState, share: float, demand: float) -> float:
         """Return what a rising demand will have risen by when workers that start now deliver."""
-        rise_per_s = state.trend.rise_per_s(self._trend_s(state))
+        rise_per_s = share * state.trend.rise_per_s(self._trend_s(state))
         return min(rise_per_s * (state.start_s + state.rates.rollout_s + SEEN_LATE_S), MOST_AHEAD * demand)
 
     def _window_s(self, state: ControllerState) -> float:
@@ -394,7 +395,7 @@ class PressureController:
         if (enough := self._enough(state)) is not None and now >= state.calm_from:
             part = f"the workers wait {state.rates.idle:.0%} of their time"
             return self._down(state, enough, f"{part}: {enough} suffice", now)
-        if not self._starving(state, sample) or sample.crew.ready < state.target:
+        if not self._starving(state, sample) or sample.crew.ready < state.target - sample.crew.failed:
             return self._hold(state, "no measurement yet")
         if not state.target:
             return self._up(state, sample, 1, "starving, no batch consumed yet", now, at_once=False)
@@ -433,9 +434,13 @@ class PressureController:
 
     @staticmethod
     def _starving(state: ControllerState, sample: PressureSample) -> bool:
-        return sample.pressure < EMPTY and state.rates.starved > STARVED_PART
+        return sample.share > 0.0 and sample.pressure < EMPTY and state.rates.starved > STARVED_PART
 
-    def _asked(self, state: ControllerState, sample: PressureSample) -> tuple[ControllerState, Decision]:
+    def _asked(
+        self, state: ControllerState, sample: PressureSample, now: float
+    ) -> tuple[ControllerState, Decision]:
+        # Once the law decides again, the demand of a window must have been seen before it scales down.
+        state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
         wanted = sample.wanted or 0
         within, why = self._within(wanted), f"pinned to {wanted}"
         if within != wanted:

@@ -23,6 +23,8 @@ CYCLES: Final = 2
 """Whole cycles from which the mean is known."""
 LONGEST_S: Final = 3.0
 """Longest time one sample counts for."""
+FIRST_S: Final = 1800.0
+"""Before that, the mean is of so much time, or up to twice as much: a steady demand of long ago says nothing."""
 OVERDUE: Final = 2.0
 """Factor on the longest cycle after which a burst that did not come ends the knowledge."""
 
@@ -46,7 +48,9 @@ class DemandCycles(msgspec.Struct, frozen=True):
     missed: float = 0.0
     """Sequences consumed until then, and those that the trainer would have consumed while it waited."""
     since: tuple[float, float] = (-math.inf, 0.0)
-    """Time of the first sample, and the sequences consumed until then."""
+    """Time from which the mean counts before cycles are known, and the sequences consumed until then."""
+    later: tuple[float, float] = (-math.inf, 0.0)
+    """The next such time."""
     filled: bool = False
     """The queue has been full since the last burst began."""
 
@@ -63,12 +67,14 @@ class DemandCycles(msgspec.Struct, frozen=True):
             is_full: The workers wait, since the queue is at one of its limits.
         """
         if eaten < self.eaten or math.isinf(self.since[0]):
-            return DemandCycles(at=now, eaten=eaten, since=(now, eaten))
+            return DemandCycles(at=now, eaten=eaten, since=(now, eaten), later=(now, eaten))
         missed = self.missed + waits * (demand or 0.0) * min(now - self.at, LONGEST_S)
         new = replace(self, at=now, eaten=eaten, missed=missed, filled=self.filled or is_full)
         wanted = eaten + missed
         if new.is_known and now - new.bursts[-1].at > OVERDUE * max(new._lengths_s):
-            return DemandCycles(at=now, eaten=eaten, since=(now, eaten))
+            return DemandCycles(at=now, eaten=eaten, since=(now, eaten), later=(now, eaten))
+        if now - new.later[0] >= FIRST_S:
+            new = replace(new, since=new.later, later=(now, wanted))
         since, before = (new.bursts[0].at, new.bursts[0].before) if new.is_known else new.since
         if demand is None or now <= since:
             return new

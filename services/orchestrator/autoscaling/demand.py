@@ -83,6 +83,8 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     open_s: float = 0.0
     """Time without trainer waits since the last settlement."""
     settled_at: float = -math.inf
+    was_away: bool = False
+    """The trainer was away since the last settlement, so the exact time of the next one includes its absence."""
     step_s: float = 0.0
     """Mean time between two settlements; 0 before the first."""
     made: float = 0.0
@@ -132,11 +134,16 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         return min(max(MEMORY_S, STEPS * self.step_s), LONGEST_S)
 
     @property
-    def demand(self) -> float | None:
+    def pace(self) -> float | None:
         """Return the sequences per second a trainer without waits would consume; None while unknown."""
         if self.last_at - self.first_at < FIRST_S:
             return None
         return self.settlements.now(self.open_s)
+
+    @property
+    def demand(self) -> float | None:
+        """Return the part of the pace that this environment should deliver; None while unknown."""
+        return None if self.pace is None or self.last is None else self.pace * self.last.share
 
     @property
     def per_worker_least(self) -> float | None:
@@ -157,7 +164,7 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         """Return the means with one more sample."""
         last, elapsed = self.last, now - self.last_at
         if last is None or not 0.0 < elapsed < GAP_S or seen.epoch != last.epoch or not seen.trainers:
-            return self._anew(seen, now)
+            return replace(self._anew(seen, now), was_away=self.was_away or not seen.trainers)
         waited = _part(seen.starved_s - last.starved_s, elapsed)
         settled_at = self.settled_at
         if math.isinf(settled_at) and waited > ASLEEP_PART:
@@ -173,8 +180,11 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         )
         if seen.eaten > last.eaten:
             # Not positive where two trainers that wait count twice: then the samples' own times have to do.
-            exact_s = seen.settled_busy_s - last.settled_busy_s if last.settled_busy_s else 0.0
-            new = new._settled(seen.eaten - last.eaten, now, exact_s, min(elapsed, SAMPLES_S))
+            is_exact = last.settled_busy_s > 0.0 and not self.was_away
+            exact_s = seen.settled_busy_s - last.settled_busy_s if is_exact else 0.0
+            new = replace(new, was_away=False)._settled(
+                seen.eaten - last.eaten, now, exact_s, min(elapsed, SAMPLES_S)
+            )
         new = new._made(seen, last, elapsed)
         if new.away and new.silent:  # the duration of this batch depends on the teacher
             return replace(new, open_s=0.0, settled_at=-math.inf)
@@ -213,10 +223,11 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             if seen.crew.draining > LEAVING * workers:
                 workers = 0.0  # what arrives is theirs, too
         fades = math.exp(-elapsed / IDLE_S)
-        if not workers or elapsed > SAMPLES_S:
-            new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0, away=False)
-            return replace(new, idle=new.idle * fades)
         made = max(0, seen.made - last.made)
+        if not workers or elapsed > SAMPLES_S:
+            if made or not seen.crew.ready or elapsed > SAMPLES_S:
+                new = replace(new, made_at=new.last_at, quiet_s=0.0, vain_s=0.0, away=False, silent=False)
+            return replace(new, idle=new.idle * fades)
         away = not made and 0 < seen.untaught >= AWAY_PART * seen.crew.ready
         new = replace(new, away=away)
         blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
@@ -249,9 +260,10 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             blocked_s=self.blocked_s * kept + begun_blocked_s,
             vain_s=0.0 if made else self.vain_s * kept + elapsed * workers - begun_blocked_s,
         )
-        if made:
-            new = new._changed(max(1, seen.group_sequences))
-        new = new._paced()
+        if (
+            made
+        ):  # while nothing arrives the throughput stays: it may be an outage, and more workers would not help
+            new = new._changed(max(1, seen.group_sequences))._paced()
         if new.per_worker:
             new = replace(new, group_s=max(1, seen.group_sequences) / (new.per_worker * workers))
         return new

@@ -79,8 +79,9 @@ class PressureSample:
         pressure: Queued sequences over the share of a batch from this environment.
         batch_sequences: The share of a batch from this environment, in sequences.
         trainers: Connected trainers.
-        eaten: Sequences settled by trainers: this environment's share of all, since what it may deliver depends on how
-            many workers it may have.
+        eaten: Sequences settled by trainers, from all environments: how many came from this one depends on how many
+            workers it may have. For an evaluation, those from it alone.
+        share: The part of them that this environment should deliver.
         made: Sequences accepted from its workers.
         starved_s: Time in which trainers waited without a batch.
         settled_busy_s: Time in which they trained, until the last settlement, from any origin; 0 while unknown.
@@ -104,6 +105,7 @@ class PressureSample:
     batch_sequences: float = 1.0
     trainers: int = 1
     eaten: int = 0
+    share: float = 1.0
     made: int = 0
     starved_s: float = 0.0
     settled_busy_s: float = 0.0
@@ -188,28 +190,31 @@ def sample_of(
     lane = next((lane for lane in pressure.lanes if lane.env == env and lane.split is split), None)
     if lane is None:
         return sample
-    batch = max(1.0, pressure.batch_sequences * _share(lane, pressure))
+    share = _share(lane, pressure)
+    batch = max(1.0, pressure.batch_sequences * share)
     return replace(
         sample,
         pressure=lane.queued_sequences / batch,
         batch_sequences=batch,
-        eaten=_appetite(lane, pressure),
+        eaten=_consumed(lane, pressure),
+        share=share if split is Split.TRAIN else 1.0,
         made=lane.accepted_sequences,
         wait=lane.wait,
         rollout_s=lane.rollout_s,
     )
 
 
-def _appetite(lane: LaneStatus, pressure: Pressure) -> int:
-    """Return an environment's share of what trainers consumed; for an evaluation, what they consumed of it."""
+def _consumed(lane: LaneStatus, pressure: Pressure) -> int:
+    """Return the sequences that trainers consumed; for an evaluation, those of this environment."""
     if lane.split is not Split.TRAIN:
         return lane.settled_sequences
-    whole = sum(other.settled_sequences for other in pressure.lanes if other.split is lane.split)
-    return round(whole * _share(lane, pressure))
+    return sum(other.settled_sequences for other in pressure.lanes if other.split is lane.split)
 
 
 def _share(lane: LaneStatus, pressure: Pressure) -> float:
-    """Return the expected share of a batch from one environment; the whole batch if no share is expected."""
-    weights = sum(other.weight for other in pressure.lanes if other.split is lane.split)
-    share = lane.weight / weights if weights > 0.0 else 0.0
-    return max(share, lane.min_share) or 1.0
+    """Return the expected share of a batch from one environment; the whole batch if nobody's share is known."""
+    others = [other for other in pressure.lanes if other.split is lane.split]
+    weights = sum(other.weight for other in others)
+    if not weights and not any(other.min_share for other in others):
+        return 1.0
+    return max(lane.weight / weights if weights else 0.0, lane.min_share)

@@ -2,14 +2,16 @@
 
 A trainer consumes a batch at once and trains on it, so its pace shows at settlements only. The last few are compared
 with those before: if they clearly differ, the pace has changed, and the older ones are forgotten. Clearly is more than
-the grain of the samples: a window of four seconds, seen once a second, is not precise. One settlement that took far
+the grain of the samples: a window of four seconds, seen once a second, is not precise. It is also more than chance:
+batches of unlike size differ without a change. One settlement that took far
 longer than usual is a pause, for an evaluation or a checkpoint, and says nothing about the pace; two in a row are a
 slower trainer. Until the next one comes, it counts.
 """
 
 import math
 from dataclasses import dataclass, replace
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Final
 
 CHANGED: Final = 0.15
@@ -24,6 +26,15 @@ LONG_S, LONG_STEPS = 10.0, 4
 """The long window."""
 GRAIN: Final = 1.0
 """Samples by which the ends of a window are uncertain."""
+CHANCE: Final = 2.5
+"""Factor on the spread of the earlier settlements, over the square root of those in the window."""
+SPREAD_OF: Final = 16
+LEAST_SPREAD: Final = 4
+"""Most and fewest earlier settlements from which the spread is measured."""
+PRECISE: Final = 0.03
+"""Relative precision of the pace that a longer window is to reach where settlements differ by chance."""
+OF_NEIGHBOURS: Final = 2.0 / math.sqrt(math.pi)
+"""Mean difference of two values of a normal distribution, in standard deviations."""
 KEPT: Final = 64
 """Settlements remembered."""
 PAUSE, PAUSE_S = 3.0, 4.0
@@ -48,6 +59,8 @@ class Settlements:
     last: tuple[Settlement, ...] = ()
     pace: float | None = None
     """Sequences per second; None before the first settlement whose beginning was observed."""
+    noise: float = 0.0
+    """Relative standard deviation of the pace of one settlement; known after a few, and remembered over a change."""
 
     def added(self, sequences: int, awake_s: float, grain_s: float) -> "Settlements":
         """Return the settlements with one more; the last samples came `grain_s` seconds apart."""
@@ -56,16 +69,18 @@ class Settlements:
         if long[-1] and len(last) > 1 and not long[-2]:  # until the next one tells whether it was a pause
             return replace(self, last=last, pace=sequences / max(awake_s, 1e-3))
         sound = _without_pauses(last, long)
-        usual = _window(sound, LONG_S, LONG_STEPS)
+        noise = _spread(sound[:SPREAD_OF]) if len(sound) >= LEAST_SPREAD else self.noise
+        usual = _window(sound, LONG_S, min(max(LONG_STEPS, math.ceil((noise / PRECISE) ** 2)), SPREAD_OF))
         shorts = [(_window(sound, least_s, least, LONE_S), usual, CHANGED) for least_s, least in WINDOWS]
         large = _window(sound, LARGE_S, LARGE_STEPS, LONE_S)
         if earlier := _window(sound[len(large) :], LONG_S, LONG_STEPS):
             shorts.insert(0, (large, earlier, LARGE))
         for short, long_window, changed in shorts:
             spread = changed + GRAIN * max(one.grain_s for one in short) / _awake_s(short)
+            spread += CHANCE * noise / math.sqrt(len(short))
             if abs(_pace(short) / _pace(long_window) - 1.0) > spread:
-                return replace(self, last=tuple(reversed(short)), pace=_pace(short))
-        return replace(self, last=last, pace=_pace(usual))
+                return replace(self, last=tuple(reversed(short)), pace=_pace(short), noise=self.noise)
+        return replace(self, last=last, pace=_pace(usual), noise=noise)
 
     @property
     def usual_s(self) -> float:
@@ -106,6 +121,13 @@ def _window(
         if awake_s >= lone_s or (awake_s >= least_s and count >= least):
             return newest[:count]
     return newest
+
+
+def _spread(settlements: list[Settlement]) -> float:
+    """Return the relative standard deviation of the paces, from the differences of neighbours: a trend is no spread."""
+    paces = [one.sequences / max(one.awake_s, 1e-3) for one in settlements]
+    differences = [abs(late - early) for late, early in pairwise(paces)]
+    return fmean(differences) / OF_NEIGHBOURS / fmean(paces)
 
 
 def _awake_s(window: list[Settlement]) -> float:

@@ -121,6 +121,8 @@ def test_an_evaluated_environment_keeps_a_worker() -> None:
     with pytest.raises(ConfigError, match="min_workers: must be at least 1 with evaluation"):
         validate(tree(environment=none))
     validate({"environment": none})
+    with pytest.raises(ConfigError, match='min_workers: must be at least 1 with split = "eval"'):
+        validate({"environment": {"e": CLASS | {"min_workers": 0, "split": "eval"}}})
     validate(tree(environment=none, orchestrator={"enabled": False}))
 
 

@@ -7,7 +7,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, WorkerBeat, WorkerBeatReply, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Batch, Rejected
-from rolloutmq.services.broker.batches.consumers import SLEEP_S
+from rolloutmq.services.broker.batches.consumers import POLL_S, SLEEP_S
 
 
 def lane(bench: Bench) -> LaneStatus:
@@ -104,11 +104,12 @@ def test_a_trainer_that_polls_starves_between_two_polls_but_not_for_ever() -> No
     bench.now += 3.0
     bench.pull(1)
     assert bench.pressure().starved_s == pytest.approx(3.0)
-    for _ in range(60):
+    for seconds in range(60):
+        assert bench.pressure().starved_s == pytest.approx(3.0 + min(seconds, POLL_S))
         bench.tick(1.0)
         bench.send_beat()
     bench.pull(1)
-    assert bench.pressure().starved_s == pytest.approx(3.0)
+    assert bench.pressure().starved_s == pytest.approx(3.0 + POLL_S)
 
 
 def test_a_trainer_that_polls_waits_until_soon_after_a_batch_is_there() -> None:

@@ -152,6 +152,52 @@ def test_an_operator_is_obeyed_within_the_bounds() -> None:
     assert loop.tick(wanted=0).target == 1
 
 
+def test_a_released_pin_keeps_the_workers_for_a_window() -> None:
+    """The law did not see the demand of before the pin: a pause would look like all there is."""
+    loop = Loop(PressureController(1, 50, ScalingConfig(down_window_s=120.0)), workers=40)
+    loop.tick(60, eats=80.0)
+    loop.tick(200, eats=80.0, wanted=40)
+    loop.tick(20, eats=0.0, pressure=3.0, wanted=40)
+    assert {loop.tick(eats=0.0, pressure=3.0, wanted=None).target for _ in range(110)} == {40}
+    assert loop.tick(60, eats=0.0, pressure=3.0).target < 40
+
+
+def test_an_outage_that_ends_while_there_are_no_workers_is_forgotten() -> None:
+    loop = Loop(PressureController(0, 50, ScalingConfig()))
+    loop.tick(60, group_sequences=4, rollout_s=1.0)
+    for _ in range(60):
+        starve(loop, 1, eats=0.0, per_worker=0.0)
+    outage = loop.state.rates.silent
+    for _ in range(30):
+        starve(loop, 1, eats=0.0, wanted=0)
+        loop.follow()
+    assert (outage, loop.state.rates.silent) == (True, False)
+    assert starve(loop, 5, eats=0.0, wanted=None).target >= 1
+
+
+def test_an_environment_without_a_share_gets_the_fewest_workers() -> None:
+    loop = Loop()
+    loop.tick(60)
+    for _ in range(300):
+        starve(loop, 1, share=0.0)
+        loop.follow()
+    assert loop.last.target == 1
+
+
+def test_a_given_up_worker_does_not_hold_the_others_back_before_the_first_batch() -> None:
+    loop = Loop(workers=4)
+    for _ in range(90):
+        starve(loop, 1, eats=0.0, batch_sequences=1200, crew=WorkerCounts(ready=3, failed=1))
+    assert loop.last.target == 7
+
+
+@pytest.mark.parametrize(("workers", "least"), [(4, 4.13), (40, 37.3)])
+def test_a_full_queue_lowers_the_want_of_many_and_leaves_few_a_spare(workers: int, least: float) -> None:
+    loop = Loop(workers=workers)
+    loop.tick(60, eats=2.0 * workers)
+    assert loop.tick(300, eats=2.0 * workers, pressure=60.0).want == pytest.approx(least, abs=0.1)
+
+
 def test_the_fewest_stay_and_that_is_the_reason() -> None:
     loop = Loop(PressureController(5, 50, ScalingConfig()), workers=5)
     decision = loop.tick(200, eats=2.0)
@@ -164,6 +210,7 @@ def test_what_workers_cannot_do_anything_about_is_not_added_up() -> None:
     assert at_the_limit.state.trim == 0.0
     on_the_way = Loop()
     on_the_way.tick(60, crew=WorkerCounts(ready=10, starting=1), pressure=0.5)
+    on_the_way.tick(60, crew=WorkerCounts(ready=10, draining=1), pressure=0.5)
     assert on_the_way.state.trim == 0.0
     on_the_way.tick(60, crew=WorkerCounts(ready=10), pressure=0.5)
     assert on_the_way.state.trim > 0.0
@@ -196,6 +243,74 @@ def test_from_nobody_there_is_a_way_up() -> None:
         went.follow()
     assert went.last.target == 0
     assert starve(went, 10, eats=0.0).target == 1
+
+
+def test_an_outage_of_less_than_a_rollout_brings_nobody() -> None:
+    """Nothing arrives for the time of a rollout, which may be chance, and the trainer starves."""
+    loop = Loop()
+    loop.tick(300, group_sequences=4, rollout_s=60.0)
+    for _ in range(80):
+        starve(loop, 1, eats=0.0, per_worker=0.0)
+        loop.follow()
+    assert loop.last.target <= 11
+    assert loop.state.rates.per_worker == pytest.approx(2.0, rel=0.05)
+
+
+def test_workers_that_drain_do_not_hide_an_outage() -> None:
+    loop = Loop(workers=20)
+    loop.tick(60, group_sequences=4, rollout_s=0.5)
+    for second in range(120):
+        crew = WorkerCounts(ready=20 - 3 * (second % 20 < 5), draining=3 * (second % 20 < 5))
+        starve(loop, 1, eats=0.0, per_worker=0.0, crew=crew)
+        assert second < 20 or loop.state.rates.silent
+
+
+def test_crashing_workers_are_more_by_their_availability_and_a_margin() -> None:
+    loop = Loop()
+    loop.tick(60, eats=16.0)
+    crew = WorkerCounts(ready=8, starting=2, restarting=2)
+    want = loop.tick(600, eats=16.0, crew=crew).want
+    assert want == pytest.approx((8.1 + math.sqrt(8.1 * 0.2)) / 0.8, rel=0.03)
+
+
+def test_a_known_number_of_workers_comes_back_in_one_step() -> None:
+    loop = Loop(workers=40)
+    loop.tick(120, eats=80.0)
+    for _ in range(400):
+        loop.tick(eats=10.0)
+        loop.follow()
+    assert loop.last.target <= 6
+    for _ in range(12):
+        starve(loop, 1, eats=80.0)
+    assert loop.last.target >= 38
+
+
+def test_cycles_of_an_earlier_broker_are_forgotten() -> None:
+    loop = Loop()
+    for _ in range(3):
+        loop.tick(20, eats=80.0, pressure=90.0)
+        loop.tick(100, eats=0.5, pressure=70.0)
+    loop.tick(5, eats=80.0, pressure=85.0)
+    known = loop.state.cycles.is_known
+    loop.tick(epoch=1)
+    assert (known, loop.state.cycles.is_known) == (True, False)
+
+
+@pytest.mark.parametrize(("start_s", "window_s"), [(10.0, 60), (200.0, 200), (900.0, 300)])
+def test_no_worker_goes_within_the_time_of_a_start(start_s: float, window_s: int) -> None:
+    loop = Loop(workers=40)
+    loop.tick(60, eats=80.0, crew=WorkerCounts(ready=40, start_s=start_s))
+    loop.tick(window_s, eats=80.0)
+    assert loop.tick(window_s - 5, eats=40.0).target == 40
+    assert loop.tick(60, eats=40.0).target < 40
+
+
+def test_no_worker_goes_within_a_window_after_the_teacher_was_away() -> None:
+    loop = Loop(workers=40)
+    loop.tick(60, eats=80.0, group_sequences=4, rollout_s=1.0)
+    loop.tick(100, eats=0.0, per_worker=0.0, untaught=40)
+    assert loop.tick(55, eats=20.0, untaught=0).target == 40
+    assert loop.tick(60, eats=20.0).target < 40
 
 
 def test_what_is_away_for_all_of_them_brings_nobody_and_is_no_saturation() -> None:

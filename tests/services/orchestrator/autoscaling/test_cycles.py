@@ -1,6 +1,6 @@
 import pytest
 
-from rolloutmq.services.orchestrator.autoscaling.cycles import OVERDUE, DemandCycles
+from rolloutmq.services.orchestrator.autoscaling.cycles import FIRST_S, OVERDUE, DemandCycles
 
 
 class Trainer:
@@ -38,6 +38,16 @@ def test_two_whole_cycles_tell_the_mean(trainer: Trainer) -> None:
     assert trainer.eats(400.0, 2).is_known
     assert trainer.cycles.mean == pytest.approx(40.0)
     assert trainer.cycle(5).mean == pytest.approx(40.0)
+
+
+def test_a_steady_demand_of_hours_ago_does_not_hide_cycles() -> None:
+    trainer = Trainer()
+    trainer.eats(100.0, 5 * 3600)
+    seconds = 0
+    while not trainer.cycles.is_known:
+        trainer.eats(100.0 if seconds % 200 < 40 else 0.5, 1)
+        seconds += 1
+    assert seconds <= FIRST_S + 200
 
 
 def test_what_a_waiting_trainer_would_have_consumed_counts(trainer: Trainer) -> None:

@@ -28,6 +28,10 @@ class Watch:
         rollout_s: float = 0.0,
         epoch: int = 0,
         settled_busy_s: float = 0.0,
+        share: float = 1.0,
+        trainers: int = 1,
+        untaught: int = 0,
+        draining: int = 0,
     ) -> None:
         self.at += after
         self.eaten += eats
@@ -35,7 +39,8 @@ class Watch:
         self.trainer_s += trainer_waits
         self.workers_s += workers_wait
         seen = PressureSample(
-            crew=WorkerCounts(ready=ready),
+            crew=WorkerCounts(ready=ready, draining=draining),
+            untaught=untaught,
             eaten=self.eaten,
             made=self.made,
             starved_s=self.trainer_s,
@@ -44,6 +49,8 @@ class Watch:
             rollout_s=rollout_s,
             epoch=epoch,
             settled_busy_s=settled_busy_s,
+            share=share,
+            trainers=trainers,
         )
         self.rates = self.rates.looked(seen, self.at)
 
@@ -62,6 +69,66 @@ def test_a_time_of_settlements_that_runs_backwards_is_not_believed() -> None:
     for second in range(60):
         watch.second(eats=40, trainer_waits=0.0, settled_busy_s=1000.0 - second)
     assert watch.rates.demand == pytest.approx(40.0, rel=0.05)
+
+
+def test_the_exact_times_of_settlements_count_more_than_the_samples() -> None:
+    """A step of 1.6 s is seen after one second or two."""
+    watch, settled_s = Watch(), 0.0
+    for second in range(1, 121):
+        eats = int(second / 1.6) - int((second - 1) / 1.6)
+        settled_s += 1.6 * eats
+        watch.second(eats=64 * eats, settled_busy_s=settled_s)
+        if second > 30:
+            assert watch.rates.demand == pytest.approx(40.0)
+
+
+def test_the_absence_of_a_trainer_is_no_step() -> None:
+    watch = Watch()
+    for second in range(1, 481):
+        watch.second(eats=600 * (second % 60 == 0), settled_busy_s=100.0 + 60.0 * (second // 60))
+    for _ in range(600):
+        watch.second(trainers=0, settled_busy_s=580.0)
+    watch.second(trainer_waits=1.0, settled_busy_s=580.0)
+    for second in range(1, 121):
+        watch.second(
+            eats=600 * (second % 60 == 0),
+            settled_busy_s=580.0 if second < 60 else 1180.0 + 60.0 * (second // 60),
+        )
+        assert watch.rates.demand == pytest.approx(10.0)
+
+
+def test_the_first_batch_of_a_trainer_that_waited_counts() -> None:
+    watch = Watch()
+    for second in range(1, 14):
+        watch.second(eats=60 * (second == 10), trainer_waits=float(second <= 6))
+    assert watch.rates.demand == pytest.approx(60 / 4, rel=0.3)
+
+
+def test_a_batch_that_waits_for_the_teacher_is_no_slow_step() -> None:
+    watch = Watch()
+    for second in range(120):
+        watch.second(eats=60 * (second % 4 == 3), makes=15)
+    for _ in range(100):
+        watch.second(untaught=4)
+    assert watch.rates.demand == pytest.approx(15.0)
+
+
+def test_arrivals_of_draining_workers_are_not_those_of_the_others() -> None:
+    watch = Watch()
+    for _ in range(60):
+        watch.second(makes=8)
+    for _ in range(30):
+        watch.second(makes=16, draining=4)
+    assert watch.rates.per_worker == pytest.approx(2.0)
+
+
+def test_a_changed_share_changes_no_pace() -> None:
+    watch = Watch()
+    fed(watch, 120, busy=4)
+    for share in (0.5, 0.0, 1.0):
+        watch.second(share=share)
+        assert watch.rates.pace == pytest.approx(15.0)
+        assert watch.rates.demand == pytest.approx(15.0 * share)
 
 
 @pytest.mark.parametrize("waits", [0, 4, 36])

@@ -73,7 +73,7 @@ def pressure(*lanes: LaneStatus, batch: int = 256) -> Pressure:
 
 
 def test_a_sample_has_what_concerns_its_environment() -> None:
-    """Of what trainers consumed, 500 of each environment, it has three quarters: its share."""
+    """Trainers consumed 500 of each environment, and its share is three quarters."""
     both = pressure(lane("a", 256, 3.0), lane("b", 512, 1.0))
     assert sample_of("a", Split.TRAIN, 8, 4, both, 42.0) == PressureSample(
         heard_at=42.0,
@@ -82,7 +82,8 @@ def test_a_sample_has_what_concerns_its_environment() -> None:
         pressure=256 / (256 * 0.75),
         batch_sequences=256 * 0.75,
         trainers=2,
-        eaten=750,
+        eaten=1000,
+        share=0.75,
         made=900,
         starved_s=4.5,
         blocked_s=7.5,
@@ -112,6 +113,13 @@ def test_a_minimum_share_is_a_share_and_who_has_none_is_alone() -> None:
     both = pressure(lane("a", 128, 0.0, min_share=0.5), lane("b", 0))
     assert sample_of("a", Split.TRAIN, 1, 4, both, 0.0).pressure == 1.0
     assert sample_of("a", Split.TRAIN, 1, 4, pressure(lane("a", 128, 0.0)), 0.0).pressure == 0.5
+
+
+def test_an_environment_without_weight_beside_others_has_no_share() -> None:
+    both = pressure(lane("a", 128, 0.0), lane("b", 0, 1.0))
+    assert sample_of("a", Split.TRAIN, 1, 4, both, 0.0).share == 0.0
+    assert sample_of("b", Split.TRAIN, 1, 4, both, 0.0).share == 1.0
+    assert sample_of("a", Split.EVAL, 1, 4, both, 0.0).share == 1.0
 
 
 def test_without_a_lane_or_a_batch_the_pressure_of_all_counts() -> None:

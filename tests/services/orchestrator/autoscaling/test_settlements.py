@@ -1,3 +1,6 @@
+import random
+from statistics import fmean, stdev
+
 import pytest
 
 from rolloutmq.services.orchestrator.autoscaling.settlements import KEPT, LATE, Settlements
@@ -47,6 +50,19 @@ def test_a_late_settlement_lowers_the_pace_before_it_comes() -> None:
     usual = eaten(Settlements(), *[1.6] * 30)
     assert usual.now(LATE * 1.6) == pytest.approx(40.0)
     assert usual.now(20.0) == pytest.approx(64 / (1.6 + 20.0 - LATE * 1.6))
+
+
+def test_batches_of_unlike_size_are_no_change_of_pace() -> None:
+    rng = random.Random(0)
+    settlements = Settlements()
+    paces: list[float] = []
+    for place in range(400):
+        settlements = settlements.added(round(480 * rng.uniform(0.65, 1.35)), 12.0, 0.0)
+        if place > 20:
+            paces.append(settlements.pace or 0.0)
+    assert fmean(paces) == pytest.approx(40.0, rel=0.03)
+    assert stdev(paces) < 2.5
+    assert eaten(settlements, *[6.0] * 6, sequences=480).pace == pytest.approx(80.0, rel=0.15), "that is one"
 
 
 def test_the_grain_of_the_samples_is_no_change() -> None:
