@@ -76,6 +76,10 @@ LONGER: Final = 1.6
 """Factor by which rollouts may seem to become longer before a growth is tested with fewer workers."""
 TESTED: Final = 0.79
 """Largest size to scale back to, relative to the present one, so that the throughputs can be told apart."""
+CRASHES: Final = 0.08
+"""Difference in availability that moves no limit: with twenty workers one crash is 0.05."""
+LARGE_PROBE: Final = 0.25
+"""Workers of a large probe, relative to the present ones: their pace changed, and it may be that more help now."""
 LOST: Final = 0.95
 """Throughput after scaling back, relative to that before, from which the capacity is not too low."""
 
@@ -199,6 +203,8 @@ class SaturationDetector:
     """Throughput before scaling back to the capacity; 0 once the result is known."""
     above: float = 0.0
     """Size that made it; during a probe, the size before it."""
+    tests_fewer: bool = False
+    """Workers at the capacity changed their pace, and fewer of them are tried."""
     longer: float = 1.0
     """Factor by which rollouts seem to have become longer since that was last tested."""
     doubted: bool = False
@@ -211,6 +217,8 @@ class SaturationDetector:
     """What was known of each environment then."""
     earlier: Mapping[str, ServerUse] = field(default_factory=dict)
     """The same of environments whose own measurement began earlier: the last one had too few groups of theirs."""
+    ready: Mapping[str, float] = field(default_factory=dict)
+    """Availability that the limit of each environment counts with: each crash would move the limit to and fro."""
     engines: int = 0
     """Inference servers; a change of their number discards the capacity."""
 
@@ -224,6 +232,7 @@ class SaturationDetector:
         present = {one.env for one in uses if one.workers}
         if abs(size - new.size) > like + 1e-9 or present != new.begun.keys():
             new = new._anew(uses, now, {env for env in new.begun if env not in new.bests})
+        new = replace(new, ready={one.env: new._ready(one) for one in uses})
         measured = new._measured(uses, now)
         return new if measured is None else new._judged(measured, uses, now)
 
@@ -231,7 +240,7 @@ class SaturationDetector:
         """Return what the servers allow one environment."""
         if use.env not in self.bests:
             return ServerLimit(reach=max(FEW, use.workers))
-        best = self.bests[use.env] * use.available
+        best = self.bests[use.env] * self.ready.get(use.env, use.available)
         most = math.ceil(self._share(self.capacity, use, uses) / best - 1e-9) if self.capacity else 0
         reach = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
         return ServerLimit(
@@ -243,6 +252,11 @@ class SaturationDetector:
             capacity=self.capacity,
             proven=self.proven,
         )
+
+    def _ready(self, use: ServerUse) -> float:
+        """Return the availability to count with: the former one until it has clearly changed."""
+        former = self.ready.get(use.env, 0.0)
+        return former if abs(use.available - former) <= CRASHES else use.available
 
     def resumed(self, env: str, limit: ServerLimit, engines: int) -> "SaturationDetector":
         """Return the state with what an earlier orchestrator had told one environment."""
@@ -338,7 +352,9 @@ class SaturationDetector:
         if not self.proven:
             return replace(new, proven=seen.size, top=seen.total)
         if self.capacity and seen.size > self._fits(uses):
-            return self  # scale-down in progress
+            return new  # scale-down in progress
+        if self.tests_fewer:
+            return self._fewer(new, seen, now) if seen.is_sure else self
         if self.made:
             return self._verified(new, seen)
         if self.known:
@@ -367,15 +383,12 @@ class SaturationDetector:
     def _at_capacity(
         self, new: "SaturationDetector", seen: _Measured, uses: Sequence[ServerUse], now: float
     ) -> "SaturationDetector":
-        """Wait for the time of the next probe; follow workers that are far below the capacity.
-
-        As many workers as before that become clearly slower have longer rollouts, or a slower server: both are to be
-        measured anew.
-        """
+        """Wait for the time of the next probe; follow workers that are far below the capacity."""
         if seen.size <= CLOSE * self.capacity:
             return new._followed(seen, now - self.since)
-        if seen.total < SLOWER * min(seen.size, self.capacity / ROOM):
-            return replace(new._based(seen), capacity=0.0) if self.doubted else replace(new, doubted=True)
+        change = seen.total / min(seen.size, self.capacity / ROOM)
+        if not SLOWER <= change <= 1.0 / SLOWER:
+            return new._changed(seen, now) if self.doubted else replace(new, doubted=True)
         new = replace(new, doubted=False)
         if now < self.until:
             return new
@@ -385,6 +398,42 @@ class SaturationDetector:
         more = self.capacity + self.step * unit
         new = replace(new, capacity=more, known=self.capacity, unit=unit, until=now + self.hold_s)
         return replace(new, usual=seen.total, above=seen.size)
+
+    def _changed(self, seen: _Measured, now: float) -> "SaturationDetector":
+        """Measure the capacity anew, since as many workers as before became clearly slower or faster.
+
+        Slower workers have longer rollouts, or the server became slower: neither makes more workers useful if the
+        server is full, so fewer are tried. Faster ones are joined by some more.
+        """
+        new = replace(self._based(seen), known=0.0, hold_s=FIRST_HOLD_S)
+        if seen.total < self.capacity:
+            return replace(
+                new, capacity=TESTED * seen.total, made=seen.total, above=seen.total, tests_fewer=True
+            )
+        return replace(new, capacity=seen.total, until=now, step=self._some(seen))
+
+    def _some(self, seen: _Measured) -> int:
+        """Return the workers of a large probe."""
+        return max(1, round(LARGE_PROBE * seen.total / max(seen.paces.values())))
+
+    def _fewer(self, new: "SaturationDetector", seen: _Measured, now: float) -> "SaturationDetector":
+        """Judge a test with fewer workers: as long as they make as much, even fewer are tried."""
+        based = replace(new._based(seen), tests_fewer=False, made=0.0, until=now)
+        if (
+            seen.total < self.made * (1.0 + seen.size / self.above) / 2.0
+        ):  # they were needed; some more may be, too
+            return replace(
+                based,
+                capacity=min(ROOM * self.made, seen.total * self.above / seen.size),
+                step=self._some(seen),
+            )
+        return replace(
+            based,
+            capacity=TESTED * seen.total,
+            made=max(seen.total, self.made),
+            above=seen.total,
+            tests_fewer=True,
+        )
 
     def _probed(self, new: "SaturationDetector", seen: _Measured, now: float) -> "SaturationDetector":
         """Judge a probe: one more worker, or a few."""

@@ -219,16 +219,58 @@ def test_workers_that_make_what_is_demanded_are_not_saturated() -> None:
         assert not site.run(SHOWN_S, a=workers)["a"].most
 
 
-def test_workers_at_the_capacity_that_become_slower_are_measured_anew() -> None:
-    site = Site(shared=40.0)
+def at_capacity(site: Site) -> int:
+    """Let the detector find and verify the capacity, and return the workers."""
     site.run(SHOWN_S, a=15)
     site.run(SHOWN_S, a=28)
-    found = site.run(SURE, a=21)["a"].most
-    assert found
+    return site.run(SURE, a=21)["a"].most
+
+
+def test_longer_rollouts_at_the_capacity_ask_for_fewer_workers_and_then_for_some_more() -> None:
+    """They took longer elsewhere, not on the server: fewer make less, and more make more."""
+    site = Site(shared=40.0)
+    number = found = at_capacity(site)
     site.paces["a"], site.shared = 1.0, 1000.0
-    limit = site.run(3 * SHOWN_S, a=found)["a"]
-    assert not limit.most
-    assert limit.best == pytest.approx(1.0)
+    numbers = []
+    for _ in range(12):
+        number = site.run(SURE, a=number)["a"].most
+        numbers.append(number)
+    assert min(numbers) >= 0.75 * found
+    assert max(numbers) > 3 * found
+
+
+def test_longer_sequences_on_a_full_server_bring_no_more_workers() -> None:
+    """Its throughput and the pace of a worker fall together, so as many workers fill it as before."""
+    site = Site(shared=40.0)
+    number = at_capacity(site)
+    numbers = []
+    for _ in range(60):
+        site.shared, site.paces["a"] = 0.97 * site.shared, 0.97 * site.paces["a"]
+        number = site.run(SURE, a=number)["a"].most
+        numbers.append(number)
+    assert max(numbers) <= 28
+    assert 18 <= sum(numbers) / len(numbers) <= 22
+
+
+@pytest.mark.parametrize(("shared", "enough"), [(20.0, 10), (12.0, 6)])
+def test_a_slower_server_is_left_with_the_workers_that_fill_it(shared: float, enough: int) -> None:
+    site = Site(shared=40.0)
+    number = at_capacity(site)
+    site.shared = shared
+    for _ in range(14):
+        number = site.run(SURE, a=number)["a"].most
+    assert enough <= number <= 1.25 * enough + 1
+
+
+def test_a_server_that_lets_the_present_workers_go_faster_gets_more_at_once() -> None:
+    site = Site(shared=40.0)
+    number = found = at_capacity(site)
+    site.shared, site.paces["a"] = 80.0, 4.0
+    site.run(SURE, a=number)
+    site.shared = 400.0
+    for _ in range(8):
+        number = site.run(SURE, a=number)["a"].most
+    assert number > 2 * found
 
 
 def test_fewer_engines_are_measured_anew() -> None:
@@ -407,7 +449,7 @@ def test_one_slow_measurement_discards_no_capacity() -> None:
         site.shared = shared
         assert site.run(1, a=21)["a"].most == found
     site.shared = 30.0
-    assert not site.run(2, a=21)["a"].most
+    assert site.run(2, a=21)["a"].most < 0.85 * found
 
 
 def test_crashed_workers_that_start_again_count() -> None:
@@ -416,6 +458,14 @@ def test_crashed_workers_that_start_again_count() -> None:
     limit = site.run(SHOWN_S, a=40, available=0.5)["a"]
     assert limit.best == pytest.approx(1.0)
     assert limit.reach == 76
+
+
+def test_a_crash_moves_no_limit_and_many_do() -> None:
+    site = Site(shared=40.0)
+    found = at_capacity(site)
+    for available in (0.95, 1.0, 0.93, 1.0):
+        assert site.run(1, a=21, available=available)["a"].most == found
+    assert site.run(1, a=21, available=0.8)["a"].most > found
 
 
 def test_a_restarted_orchestrator_knows_the_capacity() -> None:
