@@ -44,7 +44,7 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.schemas.process import ProcessIdentity
+from rolloutmq.schemas.process import ProcessIdentity, Step
 from rolloutmq.schemas.wire.envelope import Count, PolicyVersion, Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.telemetry import GpuSample
@@ -315,6 +315,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Time since which it is supervised, also by earlier orchestrators."""
     ends: float | None = None
     """While it is being ended, the time of SIGTERM: rollouts unfinished by then are abandoned."""
+    rungs: tuple[tuple[float, Step], ...] = ()
+    """While it is being ended, the remaining steps with their times, soonest first."""
+    failing: bool = False
+    """It is given up, or will be once it has ended."""
+    returns: bool = False
+    """It is being ended for a failure, and starts again."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

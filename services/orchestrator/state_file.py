@@ -165,6 +165,9 @@ class StateFile:
             was_ready=view.was_ready,
             born=view.born,
             ends=view.ends,
+            rungs=view.rungs if view.phase is Phase.STOPPING else (),
+            failing=view.failing,
+            returns=view.returns,
         )
 
     def _next(self, view: ProcessView) -> float | None:
