@@ -77,6 +77,8 @@ class RunState:
         """Worker states from the orchestrator's file; the owner of this object reads it."""
         self.orchestrator = ""
         """Since when the orchestrator has not been heard, and what does not work; read from a file, too."""
+        self.record = ""
+        """Since when no event is recorded, and why; read from a file, too."""
         self.outside = ""
         """Reason why the trainer does not ask the broker now, see `waits.outside`; read from a file, too."""
         self.unserved = ""

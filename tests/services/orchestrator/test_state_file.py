@@ -196,3 +196,21 @@ async def test_what_was_learned_and_who_is_replaced_is_there(run_dir: Path) -> N
         stage.record.write(stage.supervisor)
         assert stage.worker("env-0").due == 77.0
         assert stage.told().environments == (learned,)
+
+
+async def test_a_file_that_cannot_be_written_is_told_once(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = Stage(run_dir)
+    async with stage.supervisor as supervisor:
+        stage.layout.supervision.mkdir()
+        for name in ("env-0", "env-1"):
+            stage.start(name, PATIENT)
+            stage.record.write(supervisor)
+        stage.layout.supervision.rmdir()
+        stage.record.write(supervisor)
+        assert len(stage.told().workers) == 2
+    assert [line.split(" path")[0] for line in caplog.messages if "supervision" in line] == [
+        "supervision not written",
+        "supervision written again",
+    ]
