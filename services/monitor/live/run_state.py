@@ -69,6 +69,8 @@ class RunState:
         self.processes: dict[str, ProcessSample] = {}
         self.decisions: dict[str, ScaleDecision] = {}
         self.engine_decision: EngineDecision | None = None
+        self.decided_at: float | None = None
+        """Time of the last event of the orchestrator."""
         self._findings: dict[tuple[str, str], tuple[HealthFinding, float]] = {}
         self.evaluation: EvaluationDone | None = None
         self._engines: dict[str, tuple[EngineSample, float]] = {}
@@ -124,10 +126,12 @@ class RunState:
                 self._take_finding(event, now)
             case ScaleDecision():
                 self.decisions[event.env] = event
+                self.decided_at = now
             case EngineSample():
                 self._engines[event.name] = event, now
             case EngineDecision():
                 self.engine_decision = event
+                self.decided_at = now
             case _:
                 self._take_machine(event)
 

@@ -190,8 +190,9 @@ async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.E
         while not until.is_set():
             if time.monotonic() >= look_at:
                 known = live.board.supervision = supervision_of(layout)
-                live.board.orchestrator = problem(layout, known, time.monotonic(), time.time())
-                live.board.record = record_view.problem(layout, time.monotonic(), time.time())
+                now, wall = time.monotonic(), time.time()
+                live.board.orchestrator = problem(layout, known, now, wall, live.board.decided_at)
+                live.board.record = record_view.problem(layout, now, wall)
                 live.board.outside = waits.outside(layout)
                 live.board.unserved = waits.unserved(layout)
                 live.board.left_out = Evaluations.read(layout).left_out.text()

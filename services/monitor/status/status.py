@@ -61,7 +61,7 @@ class RunDetails:
 
 
 def status(where: Path, as_json: bool) -> int:
-    """Print the status of a run directory's broker; return the exit code. Blocks for at most three seconds."""
+    """Print the status of a run directory's broker; return the exit code. Blocks for at most six seconds."""
     if not where.is_dir():
         return complain(f"{where}: no run directory; start a run with `rolloutmq up CONFIG`", USAGE)
     layout = RunLayout(where)
@@ -77,6 +77,7 @@ def status(where: Path, as_json: bool) -> int:
     if not isinstance(reply, StatusReply):
         return complain("unexpected reply from the broker to a status request", FAILED)
     known, book = supervision_of(layout), read_gpus(layout)
+    heard_at = orchestrator_view.listen(layout, known)
     now, wall = time.monotonic(), time.time()
     crew = joined(known, reply.pressure.workers, now)
     has_workers = known is not None or _configures_workers(layout)
@@ -89,11 +90,11 @@ def status(where: Path, as_json: bool) -> int:
         has_workers,
         read_curricula(layout),
         Evaluations.read(layout),
-        orchestrator_view.problem(layout, known, now, wall),
+        orchestrator_view.problem(layout, known, now, wall, heard_at),
         record_view.problem(layout, now, wall),
     )
     if as_json:
-        orchestrator = orchestrator_view.fields(layout, known, now, wall)
+        orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
         supervision = {"orchestrator": orchestrator, **fields(known, also.crew)}
         plain = status_json(reply, also, supervision=supervision, life=fate.life)
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
