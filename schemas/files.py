@@ -298,6 +298,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """0 if it has no live process."""
     started: float | None = None
     """Start of the process."""
+    start_ticks: int = 0
+    """Start ticks of the process, which tell it from a later one of its pid; 0 if unknown."""
     due: float | None = None
     """Time of the restart it waits for, or of its replacement if it was given up."""
     crashes: int = 0

@@ -162,6 +162,7 @@ class StateFile:
             since=view.since,
             pid=identity.pid if identity is not None else 0,
             started=started_at(identity) if identity is not None else None,
+            start_ticks=identity.start_ticks if identity is not None else 0,
             due=self._next(view),
             crashes=view.crashes,
             restarts=view.restarts,

@@ -59,6 +59,7 @@ async def test_a_worker_that_lives_is_there_with_its_process(run_dir: Path) -> N
         identity = supervisor.identity("env-2")
         assert identity is not None
         assert (one.pid, one.phase, one.env, one.last_lines) == (identity.pid, "running", "env", ())
+        assert one.start_ticks == identity.start_ticks
         assert one.started is not None
         assert abs(time.monotonic() - one.started) < 10.0
         assert abs(time.monotonic() - one.since) < 10.0
