@@ -38,9 +38,9 @@ def full_disk(directory: Path) -> str:
     free = found.f_bavail * found.f_frsize
     if free < SCARCE_BYTES:
         whole = found.f_blocks * found.f_frsize
-        return f"the disk of the run directory is full ({format.amount(free)} of {format.amount(whole)} free)"
+        return f"the disk of the run directory is full, {format.amount(free)} of {format.amount(whole)} free"
     if found.f_files and not found.f_favail:
-        return "the disk of the run directory takes no more files (no inode is free)"
+        return "the disk of the run directory takes no more files, no inode is free"
     return ""
 
 

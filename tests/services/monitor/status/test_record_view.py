@@ -49,7 +49,7 @@ def test_a_record_that_ends_while_telemetry_runs_is_told(layout: RunLayout) -> N
 def test_a_full_disk_is_named(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(layout.processes, [ME])
     disk(monkeypatch, 12 << 10)
-    full = "the disk of the run directory is full (12.0 KiB of 32.0 MiB free)"
+    full = "the disk of the run directory is full, 12.0 KiB of 32.0 MiB free"
     assert full in said(layout, BEGAN + 1000.0)
 
 
