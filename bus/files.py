@@ -137,6 +137,28 @@ def write_private(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def append_whole(path: Path, data: bytes) -> None:
+    """Append to a file of a run, all or nothing. See `private_file`. Only one process may append to it.
+
+    Raises:
+        OSError: The file cannot be written, for example because the disk is full. It is as before; if that fails too,
+            it ends with a part of the data.
+    """
+    with private_file(path, "ab", buffering=0) as file:
+        before, left = file.seek(0, os.SEEK_END), memoryview(data)
+        try:
+            while left:
+                # On a full disk a raw write writes what fits, and only the next one raises.
+                written = file.write(left)
+                if not written:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
+                left = left[written:]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise
+
+
 def copy_private(source: Path, target: Path) -> None:
     """Copy the contents of a file to a file of a run. See `private_file`."""
     with source.open("rb") as read, private_file(target, "wb") as written:

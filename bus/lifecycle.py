@@ -9,17 +9,19 @@ line. Secrets that were hidden before (`hide`) are in neither.
 """
 
 import gc
+import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import indent
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
+from rolloutmq.bus.files import private_file
 from rolloutmq.schemas.errors import (
     ConfigError,
     DamagedJournalError,
@@ -157,13 +159,59 @@ class LogFormatter(logging.Formatter):
         return indent(printable_lines(super().formatException(ei)), "  ")
 
 
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes the log. A record that cannot be written, for example because the disk is full, is dropped.
+
+    The first record after that is followed by the number of the dropped ones.
+
+    Args:
+        stream: Where it writes.
+        closes: Whether it closes the stream.
+    """
+
+    def __init__(self, stream: TextIO, *, closes: bool = False) -> None:
+        super().__init__(stream)
+        self.setFormatter(LogFormatter())
+        self._closes = closes
+        self.dropped = 0
+        """Records dropped since the last one that was written."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before = self.dropped
+        super().emit(record)
+        if before and self.dropped == before:
+            text = "records dropped, the log could not be written count=%d"
+            super().emit(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (before,), None))
+            self.dropped = 0 if self.dropped == before else self.dropped
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - a name of the base class
+        if isinstance(sys.exception(), OSError):
+            self.dropped += 1
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        super().close()
+        if self._closes:
+            self.stream.close()
+
+
 def set_up_logging(path: Path | None = None) -> None:
-    """Log to standard error, or to a file. Does nothing if handlers are installed."""
+    """Log to standard error, or to a file. Does nothing if handlers are installed.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
     if logging.root.handlers:
         return
-    handler = logging.StreamHandler(sys.stderr) if path is None else logging.FileHandler(path)
-    handler.setFormatter(LogFormatter())
+    handler = LogHandler(sys.stderr) if path is None else LogHandler(_unbuffered(path), closes=True)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _unbuffered(path: Path) -> TextIO:
+    """Open a log without a buffer: one that cannot be written would hold back the records after it."""
+    file = private_file(path, "ab", buffering=0)
+    return io.TextIOWrapper(file, "utf-8", "backslashreplace", write_through=True)
 
 
 def log_failure(name: str, error: BaseException) -> int:
@@ -176,8 +224,9 @@ def log_failure(name: str, error: BaseException) -> int:
     ours = all(isinstance(leaf, RolloutMQError) for leaf in leaves)
     logger.error("failed process=%s", name, exc_info=None if ours else error)
     reason = without_secrets("; ".join(dict.fromkeys(map(_one_line, leaves))))
-    sys.stderr.write(f"error: {reason}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # the exit code tells the rest
+        sys.stderr.write(f"error: {reason}\n")
+        sys.stderr.flush()
     if any(isinstance(leaf, _HOPELESS) for leaf in leaves):
         return PERMANENT_FAILURE
     return IN_USE if any(isinstance(leaf, RunDirInUseError) for leaf in leaves) else FAILED

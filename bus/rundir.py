@@ -5,7 +5,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -80,14 +80,22 @@ def write_json(path: Path, value: Any) -> None:
 
     Readers see the old file or the new one, whole. That holds if this process dies, but not after a power cut: nothing
     is synced to disk. Only this user may read it.
+
+    Raises:
+        OSError: It cannot be written, for example because the disk is full; the old file is as it was.
     """
     if isinstance(value, BaseModel):
         data = value.model_dump_json(indent=1).encode()
     else:
         data = msgspec.json.format(msgspec.json.encode(value), indent=1)
     written = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    write_private(written, data + b"\n")
-    written.replace(path)
+    try:
+        write_private(written, data + b"\n")
+        written.replace(path)
+    except OSError:
+        with suppress(OSError):  # on a full disk it would keep the last room
+            written.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path: Path, kind: type[_T]) -> _T | None:

@@ -44,7 +44,7 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.schemas.process import ProcessIdentity
+from rolloutmq.schemas.process import ProcessIdentity, Step
 from rolloutmq.schemas.wire.envelope import Count, PolicyVersion, Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.telemetry import GpuSample
@@ -298,6 +298,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """0 if it has no live process."""
     started: float | None = None
     """Start of the process."""
+    start_ticks: int = 0
+    """Start ticks of the process, which tell it from a later one of its pid; 0 if unknown."""
     due: float | None = None
     """Time of the restart it waits for, or of its replacement if it was given up."""
     crashes: int = 0
@@ -315,6 +317,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Time since which it is supervised, also by earlier orchestrators."""
     ends: float | None = None
     """While it is being ended, the time of SIGTERM: rollouts unfinished by then are abandoned."""
+    rungs: tuple[tuple[float, Step], ...] = ()
+    """While it is being ended, the remaining steps with their times, soonest first."""
+    failing: bool = False
+    """It is given up, or will be once it has ended."""
+    returns: bool = False
+    """It is being ended for a failure, and starts again."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):

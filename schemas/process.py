@@ -37,6 +37,15 @@ class Restart(StrEnum):
     """Every end restarts it, exit code 0 as well."""
 
 
+class Step(StrEnum):
+    """A step of the end of a process, from the mildest to the hardest."""
+
+    DRAIN = "drain"
+    USR1 = "SIGUSR1"
+    TERM = "SIGTERM"
+    KILL = "SIGKILL"
+
+
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Specification of one process.
 

@@ -14,17 +14,16 @@ A curriculum that was configured anew leaves the files as they are until its cal
 them: killed before, it finds these tasks again.
 """
 
-import errno
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import msgspec
 
-from rolloutmq.bus.files import PRIVATE_DIRECTORY, decode_json, private_file, read_regular, write_private
+from rolloutmq.bus.files import PRIVATE_DIRECTORY, append_whole, decode_json, read_regular, write_private
 from rolloutmq.schemas.errors import DamagedFileError, UnusablePathError
 from rolloutmq.services.curriculum.core import Curriculum, CurriculumState, Event
 
@@ -100,8 +99,8 @@ class EventLog:
         """
         line = msgspec.json.encode(event) + b"\n"
         self._curriculum.apply(event)
-        with _usable(self._log), private_file(self._log, "ab", buffering=0) as file:
-            _append_whole(file, line)
+        with _usable(self._log):
+            append_whole(self._log, line)
         self._log_bytes += len(line)
         if self._log_bytes >= max(self._least, GROWTH * self._state_bytes):
             self.begin()
@@ -158,19 +157,3 @@ def _usable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UnusablePathError(f"state of the curriculum {path}", error.strerror or str(error)) from error
-
-
-def _append_whole(file: BinaryIO, line: bytes) -> None:
-    """Append a line to a raw file, or leave the file as it was. OSError: There is no room for the whole line."""
-    before, left = file.seek(0, os.SEEK_END), memoryview(line)
-    try:
-        while left:
-            # On a full disk a raw write writes what fits, and only the next one raises.
-            written = file.write(left)
-            if not written:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            left = left[written:]
-    except OSError:
-        with suppress(OSError):  # what remains is a torn last line
-            file.truncate(before)
-        raise

@@ -30,7 +30,7 @@ from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
-from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision
+from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision, WorkerRecord
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler, ScaleTarget
@@ -48,6 +48,7 @@ from rolloutmq.services.orchestrator.supervision.core import (
     OVER,
     Backoff,
     EarlierLife,
+    EarlierStop,
     Ladder,
     Phase,
     ProcessView,
@@ -207,7 +208,8 @@ class Orchestrator:
         for env, record in known.items():
             if record.proven:
                 self._workers.prove(env)
-        adopted = self._workers.adopt(ours, _lives(earlier))
+        lives = _lives(earlier, {identity.name: identity.pid for identity, _ in ours})
+        adopted = self._workers.adopt(ours, lives)
         self._keep_given_up(earlier)
         for identity, spec in ours:
             if spec.name in adopted:
@@ -454,7 +456,8 @@ class Orchestrator:
         for name in self._tables[scale.env].surplus(views, heard, scale.decision.target):
             if views[name].phase is Phase.FATAL:
                 self._workers.forget(name)
-            else:
+            elif self._client.pressure is not None:
+                # Before the first, one of the others may be drained by an order that only the broker knows.
                 self._workers.retire(name, self._drain_ladder(name), scale.decision.reason)
 
     def _look_at_engines(self, now: float) -> None:
@@ -483,15 +486,31 @@ class Orchestrator:
         return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log, kind=env_of(name))
 
 
-def _lives(earlier: Supervision | None) -> dict[str, EarlierLife]:
-    """Return what an earlier orchestrator knew of each worker."""
+def _lives(earlier: Supervision | None, pids: Mapping[str, int] = {}) -> dict[str, EarlierLife]:
+    """Return what an earlier orchestrator knew of each worker.
+
+    Args:
+        earlier: Its last report.
+        pids: Process of each worker; a report of how another process of it was ended says nothing about this one.
+    """
     workers = earlier.workers if earlier is not None else ()
     return {
         one.worker: EarlierLife(
-            one.ready, one.was_ready, one.crashes, math.inf if one.born is None else one.born
+            one.ready,
+            one.was_ready,
+            one.crashes,
+            math.inf if one.born is None else one.born,
+            _stop_of(one) if pids.get(one.worker) == one.pid else None,
         )
         for one in workers
     }
+
+
+def _stop_of(record: WorkerRecord) -> EarlierStop | None:
+    """Return how an earlier orchestrator was ending a worker; None if it was not."""
+    if record.phase != Phase.STOPPING:
+        return None
+    return EarlierStop(record.since, record.reason, record.rungs, record.failing, record.returns)
 
 
 def _ladder(limits: OrchestratorConfig, deadline_s: float) -> Ladder:

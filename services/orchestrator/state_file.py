@@ -59,6 +59,7 @@ class StateFile:
         self._settings: dict[str, Setting] = {}
         self._restarts: dict[str, RestartOutcome] = {}
         self._written_at = self._reason_at = float("-inf")
+        self._failed = ""
 
     def soon(self, workers: Supervisor) -> None:
         """Write after all events of this moment."""
@@ -136,8 +137,13 @@ class StateFile:
         try:
             write_json(self._layout.supervision, msgspec.structs.replace(found, at=now))
         except OSError as error:
-            logger.error("supervision not written path=%s error=%s", self._layout.supervision, error)
+            if str(error) != self._failed:
+                logger.error("supervision not written path=%s error=%s", self._layout.supervision, error)
+            self._failed = str(error)
             return
+        if self._failed:
+            logger.warning("supervision written again path=%s", self._layout.supervision)
+        self._failed = ""
         self._written, self._written_at = found, now
 
     def _workers(self, workers: Supervisor) -> tuple[WorkerRecord, ...]:
@@ -156,6 +162,7 @@ class StateFile:
             since=view.since,
             pid=identity.pid if identity is not None else 0,
             started=started_at(identity) if identity is not None else None,
+            start_ticks=identity.start_ticks if identity is not None else 0,
             due=self._next(view),
             crashes=view.crashes,
             restarts=view.restarts,
@@ -165,6 +172,9 @@ class StateFile:
             was_ready=view.was_ready,
             born=view.born,
             ends=view.ends,
+            rungs=view.rungs if view.phase is Phase.STOPPING else (),
+            failing=view.failing,
+            returns=view.returns,
         )
 
     def _next(self, view: ProcessView) -> float | None:

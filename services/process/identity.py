@@ -76,10 +76,15 @@ def started_at(identity: ProcessIdentity) -> float:
     return round(identity.start_ticks / _TICKS - slept, 2)
 
 
-def runs(pid: int) -> bool:
-    """Return whether some process has this pid; without its start it need not be the one that is meant."""
+def runs(pid: int, start_ticks: int = 0) -> bool:
+    """Return whether a process of this boot runs under this pid.
+
+    Args:
+        pid: Process id.
+        start_ticks: Its start; without it, 0, the process need not be the one that is meant.
+    """
     found = _stat(pid)
-    return found is not None and found[0] not in _DEAD
+    return found is not None and found[0] not in _DEAD and start_ticks in {0, found[1]}
 
 
 def settled(identity: ProcessIdentity) -> bool:

@@ -3,7 +3,8 @@
 A line is `{"t": wall clock at arrival, "topic": ..., ...fields of the event}`. Acks and drains have one receiver and
 are not recorded. `pressure` is thinned out in a long run. It carries `worker_states`, the number of workers by state,
 which stays when a line is trimmed to its limit. Events are written once a second: a killed recorder loses the last
-second, and the next one cuts off a torn line.
+second, and the next one cuts off a torn line. While the file cannot be written, for example because the disk is full,
+events are dropped and counted.
 """
 
 import logging
@@ -15,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.encoding import codec, topics
-from rolloutmq.bus.files import private_file
+from rolloutmq.bus.files import append_whole, private_file
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.telemetry import Event
@@ -48,7 +49,15 @@ class Recorder:
         self._pressure_at = 0.0
         self.malformed = 0
         """Events that failed to decode."""
-        _cut_torn_line(path)
+        self.lost = 0
+        """Events that could not be written."""
+        self._why = ""
+        self._lost_before = 0
+        try:
+            if cut := _cut_torn_line(path):
+                logger.warning("torn line cut path=%s bytes=%d", path, cut)
+        except OSError as error:
+            self._lose(0, str(error))
 
     def record(self, topic: bytes, payload: bytes, now: float) -> None:
         """Record one event at wall clock `now`; count and log one that does not decode."""
@@ -72,12 +81,27 @@ class Recorder:
         return True
 
     def flush(self) -> None:
-        """Append the events since the last flush, in one write of whole lines."""
+        """Append the events since the last flush as whole lines, or drop and count them. Raises nothing."""
         if not self._lines:
             return
-        data, self._lines = b"".join(self._lines), []
-        with private_file(self._path, "ab", buffering=0) as file:
-            file.write(data)
+        lines, self._lines = self._lines, []
+        try:
+            if self._why:
+                _cut_torn_line(self._path)
+            append_whole(self._path, b"".join(lines))
+        except OSError as error:
+            self._lose(len(lines), str(error))
+            return
+        if self._why:
+            logger.warning("events recorded again path=%s lost=%d", self._path, self.lost - self._lost_before)
+            self._why, self._lost_before = "", self.lost
+
+    def _lose(self, events: int, why: str) -> None:
+        """Count dropped events; log each reason once."""
+        self.lost += events
+        if why != self._why:
+            logger.warning("events not recorded, they are dropped path=%s error=%s", self._path, why)
+        self._why = why
 
 
 def line_of(topic: bytes, event: Event, now: float) -> bytes:
@@ -99,10 +123,10 @@ def line_of(topic: bytes, event: Event, now: float) -> bytes:
     return line + b"\n"
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Truncate the file after its last newline: a killed writer may have left a torn line."""
+def _cut_torn_line(path: Path) -> int:
+    """Truncate the file after its last newline, and return the cut bytes: a killed writer may have left a torn line."""
     if not path.exists():
-        return
+        return 0
     with private_file(path, "rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -113,5 +137,5 @@ def _cut_torn_line(path: Path) -> None:
             if newline >= 0:
                 break
         if end < size:
-            logger.warning("torn line cut path=%s bytes=%d", path, size - end)
             file.truncate(end)
+        return size - end

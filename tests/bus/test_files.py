@@ -2,6 +2,7 @@
 
 import grp
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from tests.descriptors import opened
 
 from rolloutmq.bus.encoding.codec import checksum
 from rolloutmq.bus.files import (
+    append_whole,
     copy_private,
     decode_json,
     force,
@@ -196,3 +198,18 @@ def test_a_regular_file_is_read(tmp_path: Path) -> None:
 def test_json_that_cannot_be_read_is_one_error(text: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_json(text, dict[str, str])
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_data_that_does_not_fit_is_not_appended(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "log"
+    append_whole(path, b"first\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6 + left, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_whole(path, b"second\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    append_whole(path, b"third\n")
+    assert path.read_bytes() == b"first\nthird\n"

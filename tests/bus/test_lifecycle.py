@@ -1,16 +1,23 @@
 """Signals are handled during the block; a failure logs its reason, and its exit code tells whether to restart."""
 
+import errno
 import gc
+import io
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
+from itertools import count
+from pathlib import Path
 
 import pytest
 
 from rolloutmq.bus import lifecycle
 from rolloutmq.bus.lifecycle import (
     LogFormatter,
+    LogHandler,
     gc_paused,
     hide,
     log_failure,
@@ -140,3 +147,67 @@ def test_garbage_collection_is_paused_and_then_as_before(was_on: bool) -> None:
         assert gc.isenabled() == was_on
     finally:
         (gc.enable if is_on else gc.disable)()
+
+
+class FullAtTimes(io.StringIO):
+    """A stream on a disk that is full at times."""
+
+    is_full = False
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(text)
+
+
+def test_records_that_a_full_disk_drops_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = FullAtTimes()
+    handler = LogHandler(stream)
+    records = (
+        logging.LogRecord("n", logging.INFO, __file__, 1, f"line {number}", (), None) for number in count()
+    )
+    stream.is_full = True
+    handler.handle(next(records))
+    handler.handle(next(records))
+    assert handler.dropped == 2
+    stream.is_full = False
+    handler.handle(next(records))
+    handler.handle(next(records))
+    said = [line.split(" ", 3)[-1] for line in stream.getvalue().splitlines()]
+    dropped = "rolloutmq.bus.lifecycle records dropped, the log could not be written count=2"
+    assert said == ["n line 2", dropped, "n line 3"]
+    assert (handler.dropped, capsys.readouterr().err) == (0, "")
+
+
+def test_a_wrong_log_call_is_still_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = LogHandler(io.StringIO())
+    handler.handle(logging.LogRecord("n", logging.INFO, __file__, 1, "%d", ("one",), None))
+    assert handler.dropped == 0
+    assert "--- Logging error ---" in capsys.readouterr().err
+
+
+def test_a_log_file_without_room_loses_records_and_nothing_else(tmp_path: Path) -> None:
+    """As a process of its own: the limit holds for all of its files."""
+    log = tmp_path / "up.log"
+    code = f"""
+import logging, resource
+from pathlib import Path
+from rolloutmq.bus.lifecycle import set_up_logging
+set_up_logging(Path({str(log)!r}))
+for limit in (0, resource.RLIM_INFINITY):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    logging.getLogger("n").info("limit=%d", limit)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert told.stderr == ""
+    assert "count=1" in log.read_text().splitlines()[-1]
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_a_failure_ends_with_its_code_though_no_line_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = FullAtTimes()
+    stream.is_full = True
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert log_failure("test", ConfigError("x", "y")) == PERMANENT_FAILURE

@@ -1,6 +1,7 @@
 """Files of a run directory are read whole or not at all."""
 
 import asyncio
+import resource
 from pathlib import Path
 
 import msgspec
@@ -49,3 +50,17 @@ async def test_a_file_of_another_process_is_waited_for(run_dir: Path) -> None:
     assert not waiting.done()
     write_json(path, [1])
     assert await waiting == [1]
+
+
+def test_json_that_does_not_fit_leaves_the_old_file_and_no_other(run_dir: Path) -> None:
+    path = run_dir / "x.json"
+    write_json(path, {"a": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_json(path, {"a": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert read_json(path, dict[str, int]) == {"a": 1}
+    assert [entry.name for entry in run_dir.iterdir()] == ["x.json"]

@@ -69,6 +69,8 @@ class RunState:
         self.processes: dict[str, ProcessSample] = {}
         self.decisions: dict[str, ScaleDecision] = {}
         self.engine_decision: EngineDecision | None = None
+        self.decided_at: float | None = None
+        """Time of the last event of the orchestrator."""
         self._findings: dict[tuple[str, str], tuple[HealthFinding, float]] = {}
         self.evaluation: EvaluationDone | None = None
         self._engines: dict[str, tuple[EngineSample, float]] = {}
@@ -77,6 +79,8 @@ class RunState:
         """Worker states from the orchestrator's file; the owner of this object reads it."""
         self.orchestrator = ""
         """Since when the orchestrator has not been heard, and what does not work; read from a file, too."""
+        self.record = ""
+        """Since when no event is recorded, and why; read from a file, too."""
         self.outside = ""
         """Reason why the trainer does not ask the broker now, see `waits.outside`; read from a file, too."""
         self.unserved = ""
@@ -122,10 +126,12 @@ class RunState:
                 self._take_finding(event, now)
             case ScaleDecision():
                 self.decisions[event.env] = event
+                self.decided_at = now
             case EngineSample():
                 self._engines[event.name] = event, now
             case EngineDecision():
                 self.engine_decision = event
+                self.decided_at = now
             case _:
                 self._take_machine(event)
 

@@ -30,7 +30,7 @@ from rolloutmq.services.monitor.live.progress import Progress
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report.evaluation import Evaluations
-from rolloutmq.services.monitor.status import waits
+from rolloutmq.services.monitor.status import record_view, waits
 from rolloutmq.services.monitor.status.orchestrator_view import problem
 from rolloutmq.services.monitor.status.worker_view import supervision_of
 from rolloutmq.services.monitor.text.exit_codes import (
@@ -190,7 +190,9 @@ async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.E
         while not until.is_set():
             if time.monotonic() >= look_at:
                 known = live.board.supervision = supervision_of(layout)
-                live.board.orchestrator = problem(layout, known, time.monotonic(), time.time())
+                now, wall = time.monotonic(), time.time()
+                live.board.orchestrator = problem(layout, known, now, wall, live.board.decided_at)
+                live.board.record = record_view.problem(layout, now, wall)
                 live.board.outside = waits.outside(layout)
                 live.board.unserved = waits.unserved(layout)
                 live.board.left_out = Evaluations.read(layout).left_out.text()

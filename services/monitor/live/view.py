@@ -224,10 +224,12 @@ def _trainer_line(board: RunState, pressure: Pressure) -> Text:
 
 
 def notice_lines(board: RunState) -> list[Text]:
-    """Return the notice, and that of a silent orchestrator, if there is one."""
+    """Return the notice, and those of a silent orchestrator and of a record that is not written, if there are any."""
     rows = [_row("run", Text(board.notice, style="bold red"))] if board.notice else []
     if board.orchestrator:
         rows.append(_row("orch", Text(f"orchestrator {board.orchestrator}", style="bold red")))
+    if board.record:
+        rows.append(_row("metrics", Text(board.record, style="bold red")))
     return rows
 
 

@@ -57,7 +57,8 @@ def _is_enabled(layout: RunLayout) -> bool:
 def unconfirmed(layout: RunLayout, order: str, kept: str = "kept") -> int:
     """Print that an order is kept, and not confirmed, with the reason; return the exit code."""
     known = supervision_of(layout)
-    silence = orchestrator_view.problem(layout, known, time.monotonic(), time.time())
+    heard_at = orchestrator_view.listen(layout, known)
+    silence = orchestrator_view.problem(layout, known, time.monotonic(), time.time(), heard_at)
     if silence:
         why = f"the orchestrator is {silence}"
     elif not _is_expected(layout, known):

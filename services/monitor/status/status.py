@@ -23,7 +23,7 @@ from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluations
-from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, waits
+from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, record_view, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
 from rolloutmq.services.monitor.status.gpus import read_gpus
 from rolloutmq.services.monitor.status.worker_view import (
@@ -44,8 +44,8 @@ _LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
 @dataclass(frozen=True)
 class RunDetails:
     """State beside the broker's reply: workers, engines, GPUs, the waits of the trainer and of the workers outside the
-    broker, whether the run has workers by design, the curricula, the points of the evaluation, and the problem of the
-    orchestrator.
+    broker, whether the run has workers by design, the curricula, the points of the evaluation, and the problems of the
+    orchestrator and of the record.
     """
 
     crew: Sequence[WorkerRow] = ()
@@ -57,10 +57,11 @@ class RunDetails:
     curricula: tuple[CurriculumProgress, ...] = ()
     evaluations: Evaluations = NO_EVALUATIONS
     orchestrator: str = ""
+    record: str = ""
 
 
 def status(where: Path, as_json: bool) -> int:
-    """Print the status of a run directory's broker; return the exit code. Blocks for at most three seconds."""
+    """Print the status of a run directory's broker; return the exit code. Blocks for at most six seconds."""
     if not where.is_dir():
         return complain(f"{where}: no run directory; start a run with `rolloutmq up CONFIG`", USAGE)
     layout = RunLayout(where)
@@ -76,6 +77,7 @@ def status(where: Path, as_json: bool) -> int:
     if not isinstance(reply, StatusReply):
         return complain("unexpected reply from the broker to a status request", FAILED)
     known, book = supervision_of(layout), read_gpus(layout)
+    heard_at = orchestrator_view.listen(layout, known)
     now, wall = time.monotonic(), time.time()
     crew = joined(known, reply.pressure.workers, now)
     has_workers = known is not None or _configures_workers(layout)
@@ -88,10 +90,11 @@ def status(where: Path, as_json: bool) -> int:
         has_workers,
         read_curricula(layout),
         Evaluations.read(layout),
-        orchestrator_view.problem(layout, known, now, wall),
+        orchestrator_view.problem(layout, known, now, wall, heard_at),
+        record_view.problem(layout, now, wall),
     )
     if as_json:
-        orchestrator = orchestrator_view.fields(layout, known, now, wall)
+        orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
         supervision = {"orchestrator": orchestrator, **fields(known, also.crew)}
         plain = status_json(reply, also, supervision=supervision, life=fate.life)
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
@@ -118,7 +121,8 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
     """Return the reply as JSON objects, with `why`, one line on the reasons of waits, and with the other details.
 
     `gpus` carry their standings; `limits` says why an environment has fewer workers than its target; `curriculum` has
-    the progress of each curriculum, by environment; `evaluation` has the points so far, as in `summary.json`.
+    the progress of each curriculum, by environment; `evaluation` has the points so far, as in `summary.json`; `metrics`
+    says why no event is recorded, if so.
     """
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
@@ -129,6 +133,7 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
         "limits": also.book.limits,
         "curriculum": curricula.figures(also.curricula),
         "evaluation": evaluation.figures(also.evaluations),
+        "metrics": {"problem": also.record},
         **plain,
         **more,
     }
@@ -171,6 +176,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         *(("eval", line) for line in _evaluated(also.evaluations)),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
         *([("orch", f"orchestrator {also.orchestrator}")] if also.orchestrator else []),
+        *([("metrics", also.record)] if also.record else []),
         ("workers", _workers(reply, also.crew)),
         *(line for row in also.crew if row.is_unwell for line in _unwell(row)),
         *(("engine", _engine(one, wall)) for one in also.engines),

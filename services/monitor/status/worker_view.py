@@ -35,7 +35,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         state: State reported by the worker, else `waiting` for its next start, `stopping` or `fatal`; `running` if no
-            broker replies.
+            broker replies; `gone` if its process has ended and the orchestrator has not reported it.
         age_s: Seconds since the start of its process.
         phase_s: Seconds in its phase of supervision.
         crashes: Crashes in a row, without being ready for `orchestrator.stable_s` in between.
@@ -102,7 +102,11 @@ def joined(known: Supervision | None, heard: Iterable[WorkerStatus] | None, now:
     rows = []
     for record in known.workers if known is not None else ():
         status = statuses.get(record.worker)
-        if status is not None and record.pid in {0, status.pid}:
+        if status is not None and record.pid not in {0, status.pid}:
+            status = None
+        if _has_died(record, status):
+            rows.append(_gone(record))
+        elif status is not None:
             rows.append(_row(record, status, now))
         elif heard is None and record.phase == Phase.RUNNING:
             rows.append(msgspec.structs.replace(_row(record, None, now), state=Phase.RUNNING.value))
@@ -171,6 +175,24 @@ def _row(record: WorkerRecord, status: WorkerStatus | None, now: float) -> Worke
         ends_s=None if record.ends is None else max(0.0, record.ends - now),
     )
     return row if status is None else _with_work(row, status, is_living=record.pid > 0)
+
+
+def _has_died(record: WorkerRecord, status: WorkerStatus | None) -> bool:
+    """Return whether the process of a worker has ended, unreported: the report may be old, or the last of a run."""
+    is_heard = status is not None and status.silent_s <= SILENT_S
+    return bool(record.start_ticks) and not is_heard and not runs(record.pid, record.start_ticks)
+
+
+def _gone(record: WorkerRecord) -> WorkerRow:
+    return WorkerRow(
+        worker=record.worker,
+        env=record.env,
+        state=WorkerState.GONE,
+        pid=record.pid,
+        crashes=record.crashes,
+        restarts=record.restarts,
+        reason="its process has ended; the orchestrator has not reported how",
+    )
 
 
 def _state(record: WorkerRecord, status: WorkerStatus | None) -> str:

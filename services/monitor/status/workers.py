@@ -45,7 +45,7 @@ _HEAD: Final = (
 
 
 def workers(where: Path, as_json: bool) -> int:
-    """Print the workers of a run; return the exit code. Blocks for at most three seconds."""
+    """Print the workers of a run; return the exit code. Blocks for at most six seconds."""
     layout = RunLayout(where)
     fate = fate_of(layout)
     if not where.is_dir():
@@ -53,18 +53,20 @@ def workers(where: Path, as_json: bool) -> int:
     known, heard = supervision_of(layout), _heard(layout)
     if known is None and heard is None:
         return complain(fate.say(layout), FAILED)
-    rows = joined(known, heard, time.monotonic())
+    heard_at = orchestrator_view.listen(layout, known)
+    now, wall = time.monotonic(), time.time()
+    rows = joined(known, heard, now)
     over = (
         [fate.say(layout)]
         if fate.life in {RunLiveness.ENDED, RunLiveness.DEAD} and not fate.elsewhere
         else []
     )
-    now, wall = time.monotonic(), time.time()
     if as_json:
-        plain = {"orchestrator": orchestrator_view.fields(layout, known, now, wall), **fields(known, rows)}
+        orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
+        plain = {"orchestrator": orchestrator, **fields(known, rows)}
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
     else:
-        silent = orchestrator_view.problem(layout, known, now, wall)
+        silent = orchestrator_view.problem(layout, known, now, wall, heard_at)
         over += [f"orchestrator: {silent}"] if silent else []
         text = "\n".join([*over, *_lines(known, heard, rows)])
     with reader_may_leave():

@@ -29,7 +29,7 @@ from rolloutmq.bus.engine_registry import (
 from rolloutmq.schemas.config.orchestrator import END_S
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout, Target
-from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.process import ProcessSpec, Role, Step
 from rolloutmq.schemas.wire.telemetry import EngineDecision
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound, EngineScalingRule, PoolSample
@@ -40,7 +40,6 @@ from rolloutmq.services.orchestrator.supervision.core import (
     Phase,
     ProcessView,
     Rung,
-    Step,
     term_ladder,
 )
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of

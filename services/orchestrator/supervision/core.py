@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from rolloutmq.schemas.process import MISSED_FELLOW, ProcessSpec, Restart, Role
+from rolloutmq.schemas.process import MISSED_FELLOW, ProcessSpec, Restart, Role, Step
 
 JITTER: Final = 0.25
 """Random part taken off a back-off, so that processes that died together restart apart."""
@@ -59,15 +59,6 @@ class Phase(StrEnum):
 OVER: Final = frozenset({Phase.ENDED, Phase.FATAL})
 
 
-class Step(StrEnum):
-    """A rung of the stop ladder."""
-
-    DRAIN = "drain"
-    USR1 = "SIGUSR1"
-    TERM = "SIGTERM"
-    KILL = "SIGKILL"
-
-
 @dataclass(frozen=True, slots=True)
 class Rung:
     """Stop action, and its delay in seconds after the request."""
@@ -77,6 +68,8 @@ class Rung:
 
 
 Ladder = tuple[Rung, ...]
+Schedule = tuple[tuple[float, Step], ...]
+"""Remaining steps of a ladder with their absolute times, soonest first."""
 
 KILL_LADDER: Final[Ladder] = (Rung(0.0, Step.KILL),)
 
@@ -153,7 +146,7 @@ class ProcessView:
         was_ready: This life or an earlier one was ready.
         adopted: Its present life began under an earlier supervisor.
         returns: It is being ended for a failure, and starts again.
-        ends: Time of its SIGTERM, or else of its SIGKILL, if it is being ended.
+        rungs: Remaining steps, if it is being ended.
     """
 
     name: str
@@ -170,17 +163,43 @@ class ProcessView:
     was_ready: bool = False
     adopted: bool = False
     returns: bool = False
-    ends: float | None = None
+    rungs: Schedule = ()
+
+    @property
+    def ends(self) -> float | None:
+        """Return the time of its SIGTERM, or else of its SIGKILL, if it is being ended."""
+        return next((at for at, step in self.rungs if step in {Step.TERM, Step.KILL}), None)
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierStop:
+    """How an earlier supervisor was ending a process.
+
+    Attributes:
+        since: Time of the request.
+        reason: Reason of the request.
+        rungs: Remaining steps.
+        failing: It is FATAL once it has ended.
+        returns: Its end is a crash.
+    """
+
+    since: float
+    reason: str
+    rungs: Schedule = ()
+    failing: bool = False
+    returns: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierLife:
-    """What an earlier supervisor knew of a process: was it ready, now or before, its crashes in a row, its birth."""
+    """What an earlier supervisor knew of a process: was it ready, now or before, its crashes in a row, its birth, and
+    how it was being ended."""
 
     ready: bool = False
     was_ready: bool = False
     crashes: int = 0
     born: float = math.inf
+    stop: EarlierStop | None = None
 
 
 @dataclass(slots=True)
@@ -233,7 +252,7 @@ class _Slot:
             self.was_ready,
             self.adopted,
             bool(self.failed),
-            next((at for at, step in self.rungs if step in {Step.TERM, Step.KILL}), None),
+            tuple(self.rungs),
         )
 
 
@@ -255,12 +274,14 @@ class SupervisorCore:
         self._open(spec, Phase.WAITING, now).due = now
 
     def adopt(self, spec: ProcessSpec, now: float, earlier: EarlierLife = EarlierLife()) -> None:
-        """Supervise a process that already runs."""
+        """Supervise a process that already runs; one that was being ended is ended at the times of before."""
         slot = self._open(spec, Phase.RUNNING, now)
         slot.starts, slot.adopted, slot.born = 1, True, min(earlier.born, now)
         slot.ready_at = now if earlier.ready else None
         slot.was_ready = earlier.ready or earlier.was_ready
         slot.crashes = min(earlier.crashes, self._backoff.crash_limit - 1)
+        if earlier.stop is not None:
+            self._go_on_stopping(slot, earlier.stop, now)
 
     def keep_fatal(self, spec: ProcessSpec, since: float, reason: str, earlier: EarlierLife) -> None:
         """Remember a process that an earlier supervisor gave up at that time."""
@@ -426,6 +447,16 @@ class SupervisorCore:
             raise ValueError(f"process {spec.name} is {old.phase}")
         self._slots[spec.name] = slot = _Slot(spec, phase, now, now)
         return slot
+
+    def _go_on_stopping(self, slot: _Slot, stop: EarlierStop, now: float) -> None:
+        self._enter(slot, Phase.STOPPING, stop.reason, min(stop.since, now))
+        # A step that was taken may not have arrived: an order to drain ends with its sender.
+        steps = {step for _, step in stop.rungs}
+        again = Step.DRAIN if Step.TERM in steps else Step.KILL
+        repeated = [] if again in steps else [(now, again)]
+        slot.rungs = sorted([*repeated, *stop.rungs], key=lambda rung: rung[0])
+        slot.doomed = stop.reason if stop.failing else ""
+        slot.failed = stop.reason if stop.returns else ""
 
     def _suspect_fellows(self, accuser: _Slot, now: float) -> None:
         """Mark the processes of a crew that one of them may have waited for; young ones are excluded."""

@@ -22,7 +22,7 @@ from typing import Self
 import msgspec
 
 from rolloutmq.bus.rundir import read_json, write_json
-from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
+from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Step
 from rolloutmq.services.orchestrator.supervision.core import (
     KILL_LADDER,
     OVER,
@@ -34,7 +34,6 @@ from rolloutmq.services.orchestrator.supervision.core import (
     ProcessView,
     SignalProcess,
     StartProcess,
-    Step,
     SupervisorCore,
 )
 from rolloutmq.services.process.child import Process, adopt, end_marked, spawn

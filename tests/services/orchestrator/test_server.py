@@ -58,6 +58,10 @@ def records(layout: RunLayout) -> tuple[WorkerRecord, ...]:
     return found.workers if found is not None else ()
 
 
+def phases(layout: RunLayout) -> list[str]:
+    return [one.phase for one in records(layout)]
+
+
 async def test_workers_come_and_go_as_it_is_decided(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     async with broker(layout) as fake, orchestrator(layout, config()):
@@ -471,3 +475,44 @@ def test_the_workers_of_a_killed_orchestrator_are_adopted(run_dir: Path) -> None
         second.send_signal(signal.SIGTERM)
         assert second.wait(timeout=10) == 0
     assert living(layout) == {}
+
+
+def report_of(layout: RunLayout, pid: int) -> Supervision | None:
+    """Return the report of this orchestrator, once it has decided something."""
+    found = read_json(layout.supervision, Supervision)
+    return found if found is not None and found.orchestrator.pid == pid and found.targets else None
+
+
+@pytest.mark.parametrize("reported", [True, False], ids=["reported", "killed before its report"])
+async def test_the_next_orchestrator_drains_none_but_the_draining(run_dir: Path, reported: bool) -> None:
+    """Also before it hears the broker: more workers run than are wanted, since one of them drains."""
+    layout = RunLayout(run_dir)
+    settings = config(drain_deadline_s=600.0, end_deadline_s=0.05, term_grace_s=0.05)
+    write_json(layout.config, settings)
+    async with broker(layout) as fake:
+        fake.wanted = {"env": 2}
+        with running(run_dir, SLOW_TO_GO):
+            await until(lambda: len(living(layout)) == 2)
+            await asyncio.to_thread(wait_up, layout.log("env-0"))
+            fake.told.add("env-0")
+            await until(lambda: phases(layout) == ["stopping", "running", "running"])
+    layout.endpoints.unlink()
+    before = read_json(layout.supervision, Supervision)
+    assert before is not None
+    drained, *others = before.workers
+    if not reported:
+        unknown = msgspec.structs.replace(drained, phase="running", ends=None, rungs=())
+        write_json(layout.supervision, msgspec.structs.replace(before, workers=(unknown, *others)))
+    with running(run_dir, SLOW_TO_GO) as second:
+        await until(lambda: report_of(layout, second.pid) is not None)
+        assert phases(layout) == ["stopping" if reported else "running", "running", "running"]
+        async with broker(layout) as fake:
+            fake.wanted, fake.told = {"env": 2}, {"env-0"}
+            await until(lambda: any("pinned to 2" in one.reason for one in fake.decisions))
+            assert phases(layout) == ["stopping", "running", "running"]
+            assert fake.drained == ["env-0"]
+        again = records(layout)[0]
+        second.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(second.wait, 20) == 0
+    if reported:
+        assert (again.since, again.ends, again.reason) == (drained.since, drained.ends, drained.reason)

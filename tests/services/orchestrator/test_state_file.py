@@ -59,6 +59,7 @@ async def test_a_worker_that_lives_is_there_with_its_process(run_dir: Path) -> N
         identity = supervisor.identity("env-2")
         assert identity is not None
         assert (one.pid, one.phase, one.env, one.last_lines) == (identity.pid, "running", "env", ())
+        assert one.start_ticks == identity.start_ticks
         assert one.started is not None
         assert abs(time.monotonic() - one.started) < 10.0
         assert abs(time.monotonic() - one.since) < 10.0
@@ -196,3 +197,21 @@ async def test_what_was_learned_and_who_is_replaced_is_there(run_dir: Path) -> N
         stage.record.write(stage.supervisor)
         assert stage.worker("env-0").due == 77.0
         assert stage.told().environments == (learned,)
+
+
+async def test_a_file_that_cannot_be_written_is_told_once(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = Stage(run_dir)
+    async with stage.supervisor as supervisor:
+        stage.layout.supervision.mkdir()
+        for name in ("env-0", "env-1"):
+            stage.start(name, PATIENT)
+            stage.record.write(supervisor)
+        stage.layout.supervision.rmdir()
+        stage.record.write(supervisor)
+        assert len(stage.told().workers) == 2
+    assert [line.split(" path")[0] for line in caplog.messages if "supervision" in line] == [
+        "supervision not written",
+        "supervision written again",
+    ]

@@ -1,8 +1,13 @@
 """The record holds what was published, in whole lines of bounded length."""
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from rolloutmq.bus.encoding import codec
 from rolloutmq.schemas.wire.control import LedgerCounts, Pressure, StepDone, WorkerState, WorkerStatus
@@ -189,3 +194,50 @@ def test_file_that_is_one_torn_line_becomes_empty(tmp_path: Path) -> None:
 
 def test_acks_and_drains_are_not_asked_for() -> None:
     assert not any(b"ack.w/".startswith(topic) or b"control.w/".startswith(topic) for topic in RECORDED)
+
+
+@contextmanager
+def room(nbytes: int) -> Iterator[None]:
+    """Let files of this process grow to a size, as on a disk that is full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("left", [0, 1, 100], ids=["none", "a byte", "a part of a line"])
+def test_a_full_disk_costs_events_and_leaves_no_torn_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, left: int
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = Recorder(path)
+    recorder.record(b"step", codec.encode(STEP), 1.0)
+    recorder.flush()
+    for now in (2.0, 3.0):
+        recorder.record(b"step", codec.encode(STEP), now)
+        with room(path.stat().st_size + left):
+            recorder.flush()
+        assert path.read_bytes().endswith(b"\n")
+    assert (recorder.lost, [line["t"] for line in lines(path)]) == (2, [1.0])
+    recorder.record(b"step", codec.encode(STEP), 4.0)
+    recorder.flush()
+    assert [line["t"] for line in lines(path)] == [1.0, 4.0]
+    told, again = caplog.messages
+    assert told.startswith(f"events not recorded, they are dropped path={path} error=")
+    assert again == f"events recorded again path={path} lost=2"
+
+
+def test_a_file_that_cannot_be_opened_costs_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    recorder = Recorder(path)
+    recorder.record(b"step", codec.encode(STEP), 1.0)
+    recorder.flush()
+    assert recorder.lost == 1
+    assert caplog.text.count("events not recorded") == 1
+    path.rmdir()
+    recorder.record(b"step", codec.encode(STEP), 2.0)
+    recorder.flush()
+    assert [line["t"] for line in lines(path)] == [2.0]

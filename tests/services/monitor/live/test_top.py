@@ -18,7 +18,7 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout, SentAddress, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.wire.control import Pressure, StepDone
+from rolloutmq.schemas.wire.control import Pressure, ScaleDecision, StepDone
 from rolloutmq.services.monitor.live import top
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
@@ -237,6 +237,24 @@ async def test_what_the_orchestrator_knows_is_shown(plain: RunLayout) -> None:
         await watching
     assert "e: target 2, current 2; hold: no pressure received yet" in out.getvalue()
     assert "e-0: fatal; no such dataset" in out.getvalue()
+
+
+async def test_an_orchestrator_that_is_heard_is_at_work_though_its_report_is_old(plain: RunLayout) -> None:
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+    write_json(plain.supervision, Supervision(orchestrator=me, at=time.monotonic() - 60.0))
+    until, board = asyncio.Event(), RunState.of(CONFIG)
+    decision = ScaleDecision(env="e", at=0.0, rollout_pressure=1.0, current=1, target=1, reason="hold")
+    for heard in (False, True):
+        if heard:
+            board.feed(decision, time.monotonic() + 3600.0)
+        until.clear()
+        watching = asyncio.create_task(watch(plain, PlainView(board, lambda _: None), until))
+        async with asyncio.timeout(10):
+            while board.orchestrator.startswith("at work") != heard or not board.orchestrator:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        until.set()
+        await watching
+    assert "not been written for 1:0" in board.orchestrator
 
 
 async def test_a_trainer_whose_weights_nobody_takes_is_shown(

@@ -277,6 +277,11 @@ def test_gauge_is_filled_by_pressure_and_never_beyond(board: RunState) -> None:
     assert filled == [0, 4, 8, 16, 16]
 
 
+def test_a_record_that_is_not_written_is_said(busy: RunState) -> None:
+    busy.record = "no event recorded for 0:32"
+    assert drawn(busy, 80, 70)[1].strip() == "metrics no event recorded for 0:32"
+
+
 def test_a_silent_orchestrator_is_said_above_everything(busy: RunState) -> None:
     busy.orchestrator = "not heard for 1:02"
     assert drawn(busy, 80, 70)[1].strip() == "orch    orchestrator not heard for 1:02"

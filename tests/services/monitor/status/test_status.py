@@ -350,6 +350,13 @@ def test_an_orchestrator_that_is_not_heard_is_told(
     assert line.endswith(f"(process {os.getpid()} runs): {orchestrator_view.MEANWHILE}")
 
 
+def test_a_record_that_is_not_written_is_told(reply: StatusReply) -> None:
+    also = RunDetails(record="no event recorded for 0:32")
+    assert "metrics  no event recorded for 0:32\n" in status_text(reply, also)
+    assert status_json(reply, also)["metrics"] == {"problem": "no event recorded for 0:32"}
+    assert "metrics" not in status_text(reply)
+
+
 def test_a_dead_run_is_said_to_be_dead(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     killed = replace(identify("up", Role.LAUNCHER, os.getpid(), "t"), start_ticks=1)
     write_json(layout.owner, killed)

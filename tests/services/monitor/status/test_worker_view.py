@@ -171,3 +171,22 @@ def test_a_failed_worker_that_was_replaced_is_no_row(make_worker: MakeWorker) ->
     supervision = msgspec.structs.replace(known(worker("e-1", pid=8)), targets=(target,))
     assert [row.worker for row in joined(supervision, [failed], NOW)] == ["e-1"]
     assert [row.worker for row in joined(None, [failed], NOW)] == ["e-0"]
+
+
+@pytest.mark.parametrize("phase", ["running", "stopping"])
+def test_a_process_that_has_ended_is_gone_though_the_last_report_has_it(
+    phase: str, make_worker: MakeWorker
+) -> None:
+    me = identify("e-0", Role.WORKER, os.getpid(), "t/e-0")
+    lives = worker(phase=phase, pid=me.pid, started=NOW - 60.0, start_ticks=me.start_ticks)
+    died = msgspec.structs.replace(lives, start_ticks=me.start_ticks - 1)
+    silent = make_worker("e-0", pid=me.pid, silent_s=60.0)
+    assert [row.state for row in joined(known(lives), None, NOW)] == [phase]
+    for heard in (None, [], [silent]):
+        (row,) = joined(known(died), heard, NOW)
+        assert (row.state, row.pid, row.age_s, row.is_unwell) == ("gone", me.pid, None, False)
+        assert row.reason.startswith("its process has ended")
+    beats = make_worker("e-0", pid=me.pid, silent_s=0.1)
+    assert [row.state for row in joined(known(died), [beats], NOW)] != ["gone"], (
+        "it is heard, maybe from elsewhere"
+    )

@@ -109,3 +109,12 @@ def test_nobody_is_said_to_be_there(layout: RunLayout, capsys: pytest.CaptureFix
     write_json(layout.supervision, Supervision(orchestrator=ME))
     assert workers(layout.root, as_json=False) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "no workers"
+
+
+def test_dead_workers_of_an_ended_run_are_gone(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its processes were killed: the last report has them running."""
+    dead = msgspec.structs.replace(KNOWN.workers[0], start_ticks=1)
+    write_json(layout.supervision, msgspec.structs.replace(KNOWN, workers=(dead,)))
+    layout.summary.write_text('{"ended": "interrupted by SIGINT"}')
+    assert workers(layout.root, as_json=False) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["e-0", "gone", "7", "-"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutmq.schemas.process import MISSED_FELLOW, PERMANENT_FAILURE, ProcessSpec, Restart, Role
+from rolloutmq.schemas.process import MISSED_FELLOW, PERMANENT_FAILURE, ProcessSpec, Restart, Role, Step
 from rolloutmq.services.orchestrator.supervision.core import (
     FELLOW_S,
     JITTER,
@@ -15,11 +15,11 @@ from rolloutmq.services.orchestrator.supervision.core import (
     UNKILLABLE_S,
     Backoff,
     EarlierLife,
+    EarlierStop,
     GiveUp,
     Phase,
     SignalProcess,
     StartProcess,
-    Step,
     SupervisorCore,
     drain_ladder,
     term_ladder,
@@ -569,3 +569,63 @@ def test_a_hanging_process_that_is_retired_gets_no_longer_time(core: SupervisorC
     assert core.tick(6.0) == [SignalProcess("w", Step.KILL)]
     core.exited("w", -9, "killed", 6.0)
     assert phase(core) is Phase.ENDED
+
+
+def stopped(core: SupervisorCore, **life: Any) -> EarlierLife:
+    """Return what the next supervisor learns of a process that is being ended."""
+    view = core.views()["w"]
+    return EarlierLife(
+        stop=EarlierStop(view.since, view.reason, view.rungs, view.failing, view.returns), **life
+    )
+
+
+def test_an_adopted_process_that_was_draining_drains_at_the_times_of_before(core: SupervisorCore) -> None:
+    core.adopt(spec(), 0.0)
+    core.retire("w", DRAIN, "too many", 100.0)
+    core.tick(101.0)
+    following = SupervisorCore(BACKOFF)
+    following.adopt(spec(), 110.0, stopped(core))
+    view = following.views()["w"]
+    assert (view.phase, view.since, view.reason, view.ends) == (Phase.STOPPING, 100.0, "too many", 130.0)
+    # The order of before may not have left.
+    assert following.tick(110.0) == [SignalProcess("w", Step.DRAIN)]
+    assert following.tick(130.0) == [SignalProcess("w", Step.TERM)]
+    following.exited("w", 0, "exit code 0", 131.0)
+    assert following.views()["w"].phase is Phase.ENDED
+    following.validate()
+
+
+def test_an_adopted_process_that_was_killed_is_killed(core: SupervisorCore) -> None:
+    core.adopt(spec(), 0.0)
+    core.retire("w", KILL_LADDER, "enough", 1.0)
+    core.tick(1.0)
+    following = SupervisorCore(BACKOFF)
+    following.adopt(spec(), 2.0, stopped(core))
+    assert following.tick(2.0) == [SignalProcess("w", Step.KILL)]
+    assert following.tick(2.0 + UNKILLABLE_S) == [GiveUp("w", "survived SIGKILL")]
+
+
+def test_an_adopted_process_that_was_ended_for_a_failure_is_given_up(core: SupervisorCore) -> None:
+    core.adopt(spec(kind="e"), 0.0)
+    core.fail("w", term_ladder(5.0), "it always raises", 1.0)
+    core.tick(1.0)
+    following = SupervisorCore(BACKOFF)
+    following.adopt(spec(kind="e"), 2.0, stopped(core))
+    assert following.tick(2.0) == []
+    following.exited("w", 0, "exit code 0", 3.0)
+    assert following.views()["w"].phase is Phase.FATAL
+    assert following.views()["w"].reason == "it always raises"
+
+
+def test_an_adopted_process_that_was_ended_for_a_failure_of_a_proven_kind_comes_back(
+    core: SupervisorCore,
+) -> None:
+    core.prove("e")
+    core.adopt(spec(kind="e"), 0.0)
+    core.fail("w", term_ladder(5.0), "it always raises", 1.0)
+    following = SupervisorCore(BACKOFF)
+    following.adopt(spec(kind="e"), 2.0, stopped(core, crashes=1))
+    following.exited("w", 0, "exit code 0", 3.0)
+    view = following.views()["w"]
+    assert (view.phase, view.crashes, view.reason) == (Phase.WAITING, 2, "it always raises")
+    following.validate()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tests.services.monitor.conftest import make_worker
 
-from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.process import Role, Step
 from rolloutmq.schemas.wire.control import WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
 from rolloutmq.services.orchestrator.supervision.drain_watch import TELL_S, DrainWatch
@@ -13,7 +13,8 @@ __all__ = ["make_worker"]
 
 
 def draining(ends: float | None, phase: Phase = Phase.STOPPING) -> dict[str, ProcessView]:
-    return {"e-0": ProcessView("e-0", Role.WORKER, phase, 100.0, 0.0, 0, 0, "", ends=ends)}
+    rungs = () if ends is None else ((ends, Step.TERM),)
+    return {"e-0": ProcessView("e-0", Role.WORKER, phase, 100.0, 0.0, 0, 0, "", rungs=rungs)}
 
 
 def test_a_drain_is_told_once_before_its_end_and_so_is_the_next_one(
