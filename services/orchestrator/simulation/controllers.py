@@ -120,9 +120,9 @@ class OwnControllers:
         self.autoscaler.decide(seen.crews, seen.pressure, seen.heard_at, seen.now, None, serving)
         said = {scale.env: scale.decision for scale in self.autoscaler.scales}
         starts = self.autoscaler.starts(seen.crews)
-        targets = {
-            env: min(decision.target, seen.crews[env].current + starts[env]) for env, decision in said.items()
-        }
+        # A worker that failed for good keeps its place until it is replaced: nobody leaves in its stead.
+        held = {env: crew.current + crew.failed for env, crew in seen.crews.items()}
+        targets = {env: min(decision.target, held[env] + starts[env]) for env, decision in said.items()}
         for name, rule in self._engines.items():
             bounds = {
                 env: EngineBound(said[env].bound == INFERENCE_BOUND, said[env].short)
