@@ -80,7 +80,7 @@ class EnvironmentPlant(Section):
     start_s: Annotated[float, Field(ge=0.0, le=LONGEST_START_S)] = 20.0
     """Mean time from the start of a worker to its first rollout."""
     rollout_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
-    """Time from the start of a rollout to its arrival."""
+    """Time from the start of a rollout to its arrival; longer on a full server."""
     weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Share of a batch, relative to the other environments."""
     noise: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
@@ -92,7 +92,7 @@ class EnvironmentPlant(Section):
     lost: Annotated[tuple[tuple[Seconds, Workers], ...], Field(max_length=1000)] = ()
     """`[time, number]` of ready workers lost for good."""
     outages: Spans = ()
-    """Times `[from, to]` without output."""
+    """Times `[from, to]` without output; rollouts under way go on afterwards."""
     server: str = ""
     """Inference server, shared by its workers."""
     min_workers: Workers = 1

@@ -42,8 +42,8 @@ class EnvironmentSite:
 
     Attributes:
         per_worker: Sequences per second of one worker alone; above 0.
-        start_s: Mean time from the start of a worker to its first rollout.
-        rollout_s: Time from the start of a rollout to its arrival.
+        start_s: Longest mean time from the start of a worker to its first rollout.
+        rollout_s: Time from the start of a rollout to its arrival; longer on a full server.
         weight: Its share of a batch, relative to the others.
         noise: Standard deviation of a worker's output in one second, relative to the mean.
         failing_starts: Part of the starts that fail near their end and are repeated.
@@ -53,6 +53,7 @@ class EnvironmentSite:
         server: Inference server that its workers share, or empty.
         min_workers, max_workers: Bounds of its workers.
         ready: Ready workers at the start.
+        start_part: Part of `start_s` that a start takes, over time.
     """
 
     per_worker: Series = field(default_factory=lambda: constant(2.0))
@@ -68,6 +69,11 @@ class EnvironmentSite:
     min_workers: int = 1
     max_workers: int = 200
     ready: int = 0
+    start_part: Series = field(default_factory=lambda: constant(1.0))
+
+    def start_at(self, at: float) -> float:
+        """Return the mean time that a start takes at a time."""
+        return self.start_s * self.start_part.at(at)
 
     @property
     def begins(self) -> int:

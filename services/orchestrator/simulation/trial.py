@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
-from rolloutmq.services.orchestrator.simulation.plant import DT_S, Plant
+from rolloutmq.services.orchestrator.simulation.plant import Plant
 from rolloutmq.services.orchestrator.simulation.site import Scenario
 
 TICK_S: Final = 1.0
@@ -255,7 +255,7 @@ class _Trial:
                     queued_sequences=int(lane.level),
                     accepted_sequences=int(lane.made),
                     settled_sequences=int(lane.eaten),
-                    rollout_s=max(lane.site.rollout_s, DT_S),
+                    rollout_s=lane.rollout_s,
                 )
                 for name, lane in plant.lanes.items()
             ),

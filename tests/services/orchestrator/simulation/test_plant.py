@@ -111,6 +111,26 @@ def test_workers_take_time_to_start_and_those_that_start_go_first() -> None:
     assert (crew.counts.ready, crew.counts.draining, crew.moved) == (1, 0, 9)
 
 
+def test_the_start_time_is_measured_from_the_last_starts_and_those_under_way() -> None:
+    site = worker(ready=0, start_s=50.0, start_part=steps((0.0, 0.2), (100.0, 1.0)))
+    plant, (lane,) = plant_of(site)
+    lane.crew.scale(20, plant.now)
+    assert lane.crew.counts.start_s == 0.0, "nobody was ready yet"
+    run(plant, 100)
+    early_s = lane.crew.counts.start_s
+    assert early_s == pytest.approx(10.0, abs=2.0)
+    lane.crew.scale(40, plant.now)
+    run(plant, 9)
+    assert lane.crew.counts.start_s in (early_s, 9.0)
+    run(plant, 26)
+    assert lane.crew.counts.start_s == 35.0, "all of them take longer"
+    run(plant, 60)
+    assert lane.crew.counts.start_s == pytest.approx(50.0, abs=10.0), "the last nine"
+    full, (ready,) = plant_of(worker(ready=20))
+    run(full, 1)
+    assert 8.0 < ready.crew.counts.start_s < 12.0, "those ready at the start were started before"
+
+
 def test_failing_starts_are_repeated() -> None:
     plant, (lane,) = plant_of(worker(ready=0, failing_starts=0.5))
     lane.crew.scale(100, plant.now)
@@ -169,6 +189,43 @@ def test_a_shared_server_bounds_all_of_its_workers_and_no_others() -> None:
     assert first.waited_s == 0.0, "they wait for the server, not for room"
     run(plant, 50)
     assert first.made + second.made == pytest.approx(12.0 * 49.75 + 30.0 * 50.25)
+
+
+def test_rollouts_take_longer_on_a_full_server_and_their_measured_time_follows() -> None:
+    servers = {"engine": ServerSite(steps((0.0, 12.0), (500.0, 240.0)))}
+    shared = worker(ready=60, rollout_s=10.0, server="engine")
+    plant, (lane,) = plant_of(shared, servers=servers, queue=1_000_000)
+    assert lane.rollout_s == 10.0
+    run(plant, 400)
+    assert lane.rollout_s == pytest.approx(60 * 10.0 / 12.0, rel=0.02), "600 at once, 12 a second"
+    made = lane.made
+    run(plant, 99)
+    assert lane.made - made == pytest.approx(12.0 * 99.0, rel=0.02)
+    assert plant.servers["engine"].busy == pytest.approx(1.0, abs=0.01)
+    lane.crew.scale(10, plant.now)
+    run(plant, 11)
+    assert lane.crew.counts.draining == 50, "rollouts under way end before their worker"
+    run(plant, 90)
+    assert lane.rollout_s == pytest.approx(10.0, rel=0.02)
+    assert lane.made > made
+
+
+def test_an_outage_holds_the_rollouts_under_way() -> None:
+    plant, (lane,) = plant_of(worker(rollout_s=30.0, outages=((20.0, 80.0),)), queue=1000)
+    run(plant, 89)
+    assert lane.made == 0.0
+    run(plant, 20)
+    assert lane.made == pytest.approx(10 * 19.5, abs=5.0)
+    assert 30.0 < lane.rollout_s <= 90.0
+
+
+def test_the_rollout_time_is_unknown_before_the_first_group() -> None:
+    plant, (lane,) = plant_of(worker(ready=0, rollout_s=30.0))
+    lane.crew.scale(4, plant.now)
+    run(plant, 30)
+    assert lane.rollout_s == 0.0
+    run(plant, 30)
+    assert lane.rollout_s == pytest.approx(30.0)
 
 
 def test_engines_take_time_to_start_and_share_the_load() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rolloutmq.services.orchestrator.simulation.plant import DT_S
 from rolloutmq.services.orchestrator.simulation.scenarios import ENV, all_scenarios, single
 from rolloutmq.services.orchestrator.simulation.series import constant, steps
 from rolloutmq.services.orchestrator.simulation.site import (
@@ -118,6 +119,7 @@ def test_controllers_see_what_a_broker_publishes() -> None:
     try_out(replace(STEADY, site=site, lasts_s=61.0), script.begin, 0)
     pressure = script.seen[39].pressure
     assert pressure is not None
+    assert [lane.rollout_s for lane in pressure.lanes] == [DT_S, DT_S]
     made, settled = (
         sum(getattr(lane, f"{kind}_sequences") for lane in pressure.lanes) for kind in ("accepted", "settled")
     )
