@@ -34,6 +34,8 @@ BUSY_S: Final = 1.0
 """Time constant of the busy part of an inference server."""
 NEW_PART: Final = 0.1
 """Weight of a new group in the mean rollout time, as in the broker."""
+MANY: Final = 50.0
+"""Groups in a step from which their number is normally distributed."""
 NOTHING: Final = 1e-9
 """Sequences too few to count: they are rounding errors."""
 
@@ -236,10 +238,15 @@ class Lane:
         if site.noise:  # gamma: positive, with this mean and deviation however long a step is
             variance = site.noise**2 / (workers * DT_S)
             could *= self._chance.gammavariate(1.0 / variance, variance)
-        begun = min(could, max(0.0, self.room - self.level - self._begun))
-        if begun < could:
-            self.waited_s += crew.ready * DT_S * (1.0 - begun / could)
-        return begun
+        room = max(0.0, self.room - self.level - self._begun)
+        if site.group_sequences:
+            could, usual = site.group_sequences * _poisson(could / site.group_sequences, self._chance), could
+            tried = max(could, usual)  # without room, workers wait also while no group is due
+        else:
+            tried = could
+        if room < tried:
+            self.waited_s += crew.ready * DT_S * (1.0 - room / tried)
+        return min(could, room)
 
     def load(self, now: float, begun: float) -> float:
         """Return the sequences per second that would arrive if its running rollouts and those begun were not slowed."""
@@ -270,7 +277,8 @@ class Lane:
             return
         self.level += sequences
         self.made += sequences
-        part = 1.0 - (1.0 - NEW_PART) ** (sequences / GROUP) if self.rollout_s else 1.0
+        groups = sequences / (self.site.group_sequences or GROUP)
+        part = 1.0 - (1.0 - NEW_PART) ** groups if self.rollout_s else 1.0
         self.rollout_s += (took_s - self.rollout_s) * part
 
     def _is_out(self, now: float) -> bool:
@@ -459,6 +467,18 @@ class Plant:
         owed = max(lane.served for lane in self._lanes) - DEBT * batch
         for lane in self._lanes:
             lane.served = max(lane.served - owed, 0.0)
+
+
+def _poisson(mean: float, chance: random.Random) -> int:
+    """Return a number of independent events; for many, by the normal distribution."""
+    if mean > MANY:
+        return max(0, round(chance.gauss(mean, math.sqrt(mean))))
+    number, left = 0, math.exp(-mean)
+    product = chance.random()
+    while product > left:
+        number += 1
+        product *= chance.random()
+    return number
 
 
 def _is_within(spans: Sequence[tuple[float, float]], at: float) -> bool:

@@ -84,7 +84,10 @@ class EnvironmentPlant(Section):
     weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Share of a batch, relative to the other environments."""
     noise: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
-    """Standard deviation of a worker's output in one second, relative to the mean."""
+    """Standard deviation of a worker's output in one second, relative to the mean, which it does not change."""
+    group_sequences: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Sequences of a group: groups are whole and begin at random times (Poisson), in addition to `noise`. Without it,
+    sequences come evenly, and controllers take 8 of them for a group."""
     failing_starts: Part = 0.0
     """Part of the starts to fail near their end; each is repeated."""
     life_s: Annotated[float, Field(ge=10.0, le=1e9)] | None = None
@@ -182,6 +185,7 @@ def _environment(key: str, one: EnvironmentPlant, folder: Path) -> EnvironmentSi
         rollout_s=one.rollout_s,
         weight=one.weight,
         noise=one.noise,
+        group_sequences=one.group_sequences or 0,
         failing_starts=one.failing_starts,
         life_s=math.inf if one.life_s is None else one.life_s,
         lost=one.lost,
@@ -234,6 +238,11 @@ def _check(plant: PlantFile) -> None:
     _check_trainer(trainer)
     for name, one in plant.environment.items():
         _check_environment(f"environment.{name}", one, plant.server)
+        if one.group_sequences and one.group_sequences > trainer.queue:
+            raise ConfigError(
+                f"environment.{name}.group_sequences",
+                f"must be at most trainer.queue {trainer.queue} (got {one.group_sequences})",
+            )
     least = sum(one.min_workers for one in plant.environment.values())
     if 0 < said.max_processes < least:
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Final
 from rolloutmq.services.orchestrator.simulation.series import Series, constant
 
 GROUP: Final = 8
-"""Sequences of one group, for the controllers: in the plant, sequences are a fluid."""
+"""Sequences of one group where sequences are a fluid: for the controllers, and for means over groups."""
 FOUND_STARTS, FOUND_S = 10.0, 10.0
 """Time to find the knee of a shared server: so many times a start and so many seconds."""
 
@@ -54,6 +54,7 @@ class EnvironmentSite:
         min_workers, max_workers: Bounds of its workers.
         ready: Ready workers at the start.
         start_part: Part of `start_s` that a start takes, over time.
+        group_sequences: Sequences of a group, begun whole and at random times; 0: sequences are a fluid.
     """
 
     per_worker: Series = field(default_factory=lambda: constant(2.0))
@@ -70,6 +71,7 @@ class EnvironmentSite:
     max_workers: int = 200
     ready: int = 0
     start_part: Series = field(default_factory=lambda: constant(1.0))
+    group_sequences: int = 0
 
     def start_at(self, at: float) -> float:
         """Return the mean time that a start takes at a time."""

@@ -1,7 +1,9 @@
 """The plant: workers, queues and the trainer, in exact numbers where nothing is random."""
 
 import math
+import statistics
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -285,7 +287,42 @@ def test_the_same_seed_gives_the_same() -> None:
     assert final(7) != final(8)
 
 
-def test_noise_does_not_change_the_mean() -> None:
-    plant, (lane,) = plant_of(worker(noise=0.5), queue=1_000_000)
+@pytest.mark.parametrize("noise", [0.5, 3.0])
+def test_noise_does_not_change_the_mean(noise: float) -> None:
+    plant, (lane,) = plant_of(worker(noise=noise), queue=1_000_000)
     run(plant, 1000)
-    assert lane.made == pytest.approx(10_000.0, abs=4.0 * 0.5 * math.sqrt(10_000.0))
+    assert lane.made == pytest.approx(10_000.0, abs=4.0 * noise * math.sqrt(10_000.0))
+
+
+@pytest.mark.parametrize(("noise", "ready"), [(3.0, 10), (0.5, 2)])
+def test_noise_has_the_deviation_that_is_given(noise: float, ready: int) -> None:
+    plant, (lane,) = plant_of(worker(noise=noise, ready=ready), queue=1_000_000)
+    made = [0.0]
+    for _ in range(4000):
+        run(plant, 1)
+        made.append(lane.made)
+    seconds = [after - before for before, after in pairwise(made)]
+    assert statistics.stdev(seconds) == pytest.approx(noise * math.sqrt(ready), rel=0.15)
+
+
+@pytest.mark.parametrize("rate", [1.0, 300.0])
+def test_groups_are_whole_and_come_at_random_times(rate: float) -> None:
+    site = worker(per_worker=constant(rate), group_sequences=8)
+    plant, (lane,) = plant_of(site, queue=10_000_000)
+    made = [0.0]
+    for _ in range(2000):
+        run(plant, 1)
+        made.append(lane.made)
+    groups = [(after - before) / 8.0 for before, after in pairwise(made)]
+    assert all(number == round(number) for number in groups)
+    assert statistics.mean(groups) == pytest.approx(10 * rate / 8.0, rel=0.1)
+    assert statistics.variance(groups) == pytest.approx(10 * rate / 8.0, rel=0.2), "as of a Poisson process"
+
+
+def test_workers_without_room_wait_also_while_no_group_is_due() -> None:
+    plant, (lane,) = plant_of(worker(ready=1, group_sequences=8), queue=64)
+    run(plant, 1000)
+    waited_s = lane.waited_s
+    assert lane.level == 64.0
+    run(plant, 100)
+    assert lane.waited_s - waited_s == pytest.approx(100.0)

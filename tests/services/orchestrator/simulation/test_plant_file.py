@@ -38,6 +38,7 @@ start_s = 30
 rollout_s = 5
 weight = 3
 noise = 0
+group_sequences = 4
 failing_starts = 0.1
 life_s = 900
 lost = [[100, 2]]
@@ -80,6 +81,7 @@ def test_everything_a_scenario_has_can_be_said(tmp_path: Path) -> None:
                     rollout_s=5.0,
                     weight=3.0,
                     noise=0.0,
+                    group_sequences=4,
                     failing_starts=0.1,
                     life_s=900.0,
                     lost=((100.0, 2),),
@@ -137,6 +139,14 @@ def test_the_defaults_are_those_of_a_scenario() -> None:
         ),
         (LEAST + "weight = 0", "environment.math.weight: must be "),
         (LEAST + "noise = nan", "environment.math.noise: must be "),
+        (
+            LEAST + "group_sequences = 0",
+            "environment.math.group_sequences: must be greater than or equal to 1",
+        ),
+        (
+            LEAST + "group_sequences = 1001",
+            "environment.math.group_sequences: must be at most trainer.queue 1000 (got 1001)",
+        ),
         (LEAST + "failing_starts = 1", "environment.math.failing_starts: must be "),
         (LEAST + "life_s = 0", "environment.math.life_s: must be "),
         (LEAST + "life_s = inf", "environment.math.life_s: must be "),
