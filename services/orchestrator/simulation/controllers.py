@@ -46,12 +46,11 @@ class ReferenceFleet:
         site, limit = self._scenario.site, self._scenario.max_processes
         wanted = {}
         for name, one in site.environments.items():
-            available = (
-                one.life_s / (one.life_s + CRASH_PAUSE_S + one.start_s) if one.life_s < math.inf else 1.0
-            )
+            down_s = CRASH_PAUSE_S + one.start_at(seen.now)
+            available = one.life_s / (one.life_s + down_s) if one.life_s < math.inf else 1.0
             wanted[name] = math.ceil(site.need(name, seen.now) / available - 1e-9)
         targets = {
-            name: min(self._peak(name, wanted[name], seen.now, one.start_s), one.max_workers)
+            name: min(self._peak(name, wanted[name], seen.now, one.start_at(seen.now)), one.max_workers)
             for name, one in site.environments.items()
         }
         if limit:

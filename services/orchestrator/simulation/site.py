@@ -14,7 +14,7 @@ from rolloutmq.services.orchestrator.simulation.series import Series, constant
 GROUP: Final = 8
 """Sequences of one group where sequences are a fluid: for the controllers, and for means over groups."""
 FOUND_STARTS, FOUND_S = 10.0, 10.0
-"""Time to find the knee of a shared server: so many times a start and so many seconds."""
+"""Time to find the knee of a shared server: so many times a start with the first rollout and so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,10 @@ class Scenario:
 
     @property
     def found_by_s(self) -> float:
-        """Return the time by which the knee of a shared server is found."""
-        return FOUND_STARTS * (self.start_s + FOUND_S)
+        """Return the time within which the knee of a shared server is found, by the starts of its beginning."""
+        at = self.counts_from_s
+        arrives_s = max(one.start_at(at) + one.rollout_s for one in self.site.environments.values())
+        return FOUND_STARTS * (arrives_s + FOUND_S)
 
     @property
     def start_s(self) -> float:

@@ -182,7 +182,10 @@ def _judged(law: str, trials: _Trials) -> Verdict:
 
 
 def _at_the_knee(trials: _Trials) -> dict[str, bool]:
-    """Check the search for the knee of a shared server, which begins at the first change or at the start."""
+    """Check the search for the knee of a shared server, which begins at the first change or at the start.
+
+    In a pause of the trainer the knee is not to be seen: workers stay for their window.
+    """
     scenario, own = trials.scenario, trials.own
     since = scenario.counts_from_s + scenario.found_by_s
     until = scenario.changes[1] if len(scenario.changes) > 1 else scenario.lasts_s
@@ -194,7 +197,11 @@ def _at_the_knee(trials: _Trials) -> dict[str, bool]:
     }
     late = [
         max(
-            (one.workers / one.need for one in each.moments if since <= one.at < until and one.need),
+            (
+                one.workers / one.need
+                for one in each.moments
+                if since <= one.at < until and one.need and site.trainer.demand.at(one.at)
+            ),
             default=0.0,
         )
         for each in own
@@ -278,9 +285,9 @@ def _flips(scenario: Scenario, turns: int) -> float:
 
 
 def _settles_s(scenario: Scenario, change: int, env: str) -> float:
-    """Return the settling time allowed."""
+    """Return the settling time allowed, by the starts of that time."""
     at, site = scenario.changes[change], scenario.site
-    start_s = site.environments[env].start_s
+    start_s = site.environments[env].start_at(at)
     before, after = site.need(env, at - 1.0), site.need(env, at + 1.0)
     window_s = max(WINDOW_S, start_s) if after < before else 0.0
     return SETTLES * (start_s + CONFIRM_S) + SETTLES_S + window_s + scenario.unseen_s

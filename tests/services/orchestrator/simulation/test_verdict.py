@@ -186,6 +186,37 @@ def test_the_knee_of_a_shared_server() -> None:
     assert verdict(replace(scenario, site=more), replace(good, engines=3), reference=reference).broken == ()
 
 
+def test_slow_rollouts_and_pauses_give_the_knee_more_time() -> None:
+    slow = replace(WORKER, start_s=40.0, start_part=constant(0.5), rollout_s=30.0, server="engine")
+    demand = steps((0.0, 100.0), (650.0, 0.0), (680.0, 100.0))
+    site = Site(single(demand, slow).trainer, {ENV: slow}, {"engine": ServerSite(constant(40.0))})
+    scenario = Scenario("shared", site, lasts_s=900.0, is_fresh=True)
+    assert scenario.found_by_s == 600.0
+    paused = outcome(
+        peak=40,
+        made_late=1000.0,
+        moments=[
+            Moment(float(at), 40 if at < 600 else 20, 1.0 if 650 <= at < 680 else 20.0, 0.0)
+            for at in range(900)
+        ],
+    )
+    reference = outcome(made_late=1000.0)
+    assert verdict(scenario, paused, reference=reference).broken == ()
+    later = replace(
+        paused, moments=[Moment(at, 40, need, 0.0) for at, _, need, _ in paused.moments if at < 602]
+    )
+    assert verdict(scenario, later, reference=reference).broken == ("knee",)
+
+
+def test_settling_has_the_starts_of_its_time() -> None:
+    slower = replace(WORKER, start_s=100.0, start_part=steps((0.0, 0.2), (1000.0, 1.0)))
+    scenario = replace(CHANGING, site=single(CHANGING.site.trainer.demand, slower))
+    kept = [3 * 22.0 + 30.0, 3 * 102.0 + 30.0 + 100.0]
+    assert verdict(scenario, outcome(settle_s=kept)).broken == ()
+    assert verdict(scenario, outcome(settle_s=[kept[0] + 0.1, 0.0])).broken == ("settle",)
+    assert verdict(scenario, outcome(settle_s=[0.0, kept[1] + 0.1])).broken == ("settle",)
+
+
 def test_the_worst_seed_has_half_as_much_again() -> None:
     assert Figure(10.0, 15.0).within(10.0)
     assert not Figure(10.0, 15.1).within(10.0)
