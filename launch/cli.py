@@ -365,6 +365,14 @@ def simulate(
         list[Path] | None,
         typer.Option(help="Simulate a plant described in a TOML file instead; repeatable."),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Set a key of orchestrator.scaling, or of the plants; repeatable.",
+        ),
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Plot the first seed to this file (.png).")] = None,
     replay: Annotated[
         Path | None,
@@ -385,7 +393,14 @@ def simulate(
     if replay is not None:
         raise typer.Exit(simulation.decide_again(replay, as_json=as_json))
     simulation.simulate(
-        start or [], seeds, scenario or [], trace, plants=plant or [], picture=picture, as_json=as_json
+        start or [],
+        seeds,
+        scenario or [],
+        trace,
+        plants=plant or [],
+        settings=settings or [],
+        picture=picture,
+        as_json=as_json,
     )
 
 

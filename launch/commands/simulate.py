@@ -9,18 +9,23 @@ pid         proportional, integral, derivative
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from rolloutmq.launch.settings import read_toml, validated
+from rolloutmq.launch.settings import assign, read_toml, validated
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.orchestrator.autoscaling.decision_log import Replay, read, replay
 from rolloutmq.services.orchestrator.simulation.comparison import compared, processors
 from rolloutmq.services.orchestrator.simulation.controllers import CONTROLLERS
 from rolloutmq.services.orchestrator.simulation.curves import LONGEST_S, csv_curve
-from rolloutmq.services.orchestrator.simulation.plant_file import LONGEST_START_S, PlantFile, scenario_of
+from rolloutmq.services.orchestrator.simulation.plant_file import (
+    LONGEST_START_S,
+    PlantFile,
+    SettingsPlant,
+    scenario_of,
+)
 from rolloutmq.services.orchestrator.simulation.plot import draw
 from rolloutmq.services.orchestrator.simulation.scenarios import MOST_DEMAND, all_scenarios, traced
 from rolloutmq.services.orchestrator.simulation.site import Scenario
@@ -36,6 +41,7 @@ def simulate(
     recorded: Path | None = None,
     *,
     plants: Sequence[Path] = (),
+    settings: Sequence[str] = (),
     picture: Path | None = None,
     as_json: bool = False,
 ) -> None:
@@ -47,6 +53,7 @@ def simulate(
         only: Names of scenarios; all if empty.
         recorded: Demand trace as CSV: seconds, and sequences consumed per second.
         plants: Plants as TOML files, in place of the scenarios.
+        settings: Texts `key=value`, such as `orchestrator.scaling.refill_s=30`; with plants, any of their keys.
         picture: File for a plot of the first seed.
         as_json: Print one JSON list instead of a table.
 
@@ -55,7 +62,7 @@ def simulate(
             format.
         MissingError: A picture needs matplotlib.
     """
-    scenarios = list(_chosen(starts_s, only, recorded, plants))
+    scenarios = list(_chosen(starts_s, only, recorded, plants, settings))
     if picture is not None:
         try:
             draw(scenarios, CONTROLLERS, picture)
@@ -106,7 +113,11 @@ def _replay_lines(again: Replay) -> Iterator[str]:
 
 
 def _chosen(
-    starts_s: Sequence[float], only: Sequence[str], recorded: Path | None, plants: Sequence[Path]
+    starts_s: Sequence[float],
+    only: Sequence[str],
+    recorded: Path | None,
+    plants: Sequence[Path],
+    settings: Sequence[str],
 ) -> Iterator[Scenario]:
     given = {"scenario": bool(only), "trace": recorded is not None, "plant": bool(plants)}
     several = [option for option, is_given in given.items() if is_given]
@@ -115,8 +126,17 @@ def _chosen(
     if plants:
         if starts_s:
             raise ConfigError("start", "must not be beside plant; set start_s of its environments")
-        yield from map(load_plant, plants)
+        for file in plants:
+            yield load_plant(file, settings)
         return
+    tree: dict[str, Any] = {}
+    assign(tree, settings)
+    scaling = validated(SettingsPlant, tree).orchestrator.scaling
+    for one in _shipped(starts_s, only, recorded):
+        yield replace(one, scaling=scaling)
+
+
+def _shipped(starts_s: Sequence[float], only: Sequence[str], recorded: Path | None) -> Iterator[Scenario]:
     for start_s in starts_s or (START_S,):
         if not 0.0 <= start_s <= LONGEST_START_S:
             raise ConfigError("start", f"must be 0 to {LONGEST_START_S:g} s (got {start_s:g})")
@@ -131,13 +151,19 @@ def _chosen(
         yield from (known[name] for name in only or known)
 
 
-def load_plant(file: Path) -> Scenario:
+def load_plant(file: Path, settings: Sequence[str] = ()) -> Scenario:
     """Return the scenario of a plant's file; its name is that of the file.
+
+    Args:
+        file: TOML file.
+        settings: Texts `key=value` in place of keys of the file.
 
     Raises:
         ConfigError: The file is unreadable, a key is unknown, a value is invalid, or two values contradict each other.
     """
-    return scenario_of(file.stem, validated(PlantFile, read_toml(file)), file.resolve().parent)
+    tree = read_toml(file)
+    assign(tree, settings)
+    return scenario_of(file.stem, validated(PlantFile, tree), file.resolve().parent)
 
 
 def _traced(recorded: Path, start_s: float) -> Scenario:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.inference import InferenceConfig
-from rolloutmq.schemas.config.orchestrator import OrchestratorConfig, ScalingConfig
+from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler
 from rolloutmq.services.orchestrator.autoscaling.budget import WorkerClaim, allot
@@ -99,12 +99,10 @@ class RuleControllers:
 class OwnControllers:
     """The orchestrator's autoscaler and its rule for engines."""
 
-    def __init__(
-        self, scenario: Scenario, running: Mapping[str, int], scaling: ScalingConfig | None = None
-    ) -> None:
+    def __init__(self, scenario: Scenario, running: Mapping[str, int]) -> None:
         site = scenario.site
         self._site = site
-        limits = OrchestratorConfig(scaling=scaling or ScalingConfig(), max_processes=scenario.max_processes)
+        limits = OrchestratorConfig(scaling=scenario.scaling, max_processes=scenario.max_processes)
         self.autoscaler = Autoscaler(
             {name: _environment(one) for name, one in site.environments.items()}, limits, running, _NoLog()
         )

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from rolloutmq.schemas.config.base import NameText, Section
+from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.orchestrator.simulation.curves import LONGEST_S, curve
 from rolloutmq.services.orchestrator.simulation.series import Series
@@ -133,7 +134,20 @@ class ControllerPlant(Section):
     """`[time, seconds]` of a jump of its clock."""
 
 
-class PlantFile(Section):
+class OrchestratorPlant(Section):
+    """`[orchestrator]`: keys of a configuration."""
+
+    scaling: ScalingConfig = Field(default_factory=ScalingConfig.default)
+    """Parameters of the autoscaler."""
+
+
+class SettingsPlant(Section):
+    """Keys that hold for every scenario."""
+
+    orchestrator: OrchestratorPlant = Field(default_factory=OrchestratorPlant.default)
+
+
+class PlantFile(SettingsPlant):
     """The whole file."""
 
     scenario: ScenarioPlant = Field(default_factory=ScenarioPlant.default)
@@ -173,7 +187,14 @@ def scenario_of(name: str, plant: PlantFile, folder: Path) -> Scenario:
         },
     )
     scenario = Scenario(
-        name, site, said.changes, said.lasts_s, said.since_s, said.max_processes, is_fresh=said.fresh
+        name,
+        site,
+        said.changes,
+        said.lasts_s,
+        said.since_s,
+        said.max_processes,
+        is_fresh=said.fresh,
+        scaling=plant.orchestrator.scaling,
     )
     return _troubled(scenario, plant.controller)
 

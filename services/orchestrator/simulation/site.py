@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
+from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.simulation.series import Series, constant
 
 GROUP: Final = 8
@@ -158,6 +159,7 @@ class Scenario:
         jump: Time and size of a jump of its clock.
         is_fresh: It is about the start itself: how long the trainer starves until the first workers are there has no
             bound, and does not count.
+        scaling: Parameters of the orchestrator's own controllers.
     """
 
     name: str
@@ -172,6 +174,7 @@ class Scenario:
     restart_at: float = math.inf
     jump: tuple[float, float] = (math.inf, 0.0)
     is_fresh: bool = False
+    scaling: ScalingConfig = field(default_factory=ScalingConfig.default)
 
     @property
     def without_crashes(self) -> "Scenario":

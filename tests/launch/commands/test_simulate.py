@@ -1,6 +1,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -132,6 +133,29 @@ def test_what_is_not_known_is_refused(tmp_path: Path, plant: Path) -> None:
         simulate([20.0], 1, plants=[plant])
     with pytest.raises(ConfigError, match="plant: must not be beside scenario"):
         simulate([], 1, ["step"], plants=[plant])
+
+
+def test_parameters_of_the_autoscaler_are_set_for_scenarios_and_plants(
+    capsys: pytest.CaptureFixture[str], plant: Path
+) -> None:
+    def wasted(**given: Any) -> tuple[float, float]:
+        simulate(**({"starts_s": [], "seeds": 1, "as_json": True} | given))
+        reference, own, *_ = json.loads(capsys.readouterr().out)
+        return reference["waste"]["median"], own["waste"]["median"]
+
+    window = "orchestrator.scaling.down_window_s"
+    few = {"starts_s": [2.0], "only": ["few"]}
+    usual, longer = wasted(**few), wasted(**few, settings=[f"{window}=600"])
+    assert longer[0] == usual[0]
+    assert longer[1] > usual[1] + 0.2
+    assert load_plant(plant, [f"{window}=600", "trainer.batch=32"]).site.trainer.batch == 32
+    plant.write_text(PLANT + "[orchestrator.scaling]\ndown_window_s = 500\nrefill_s = 30\n")
+    scaling = load_plant(plant, [f"{window}=600"]).scaling
+    assert (scaling.down_window_s, scaling.refill_s, scaling.up_least) == (600.0, 30.0, 4)
+    with pytest.raises(ConfigError, match=r"^orchestrator\.scaling\.refil_s: unknown key; did you mean"):
+        simulate([2.0], 1, ["few"], settings=["orchestrator.scaling.refil_s=3"])
+    with pytest.raises(ConfigError, match=r"^trainer: unknown key; allowed: orchestrator"):
+        simulate([2.0], 1, ["few"], settings=["trainer.batch=3"])
 
 
 def test_the_command_line_refuses_a_plant_by_its_key(plant: Path) -> None:
