@@ -240,8 +240,9 @@ class Lane:
             could *= self._chance.gammavariate(1.0 / variance, variance)
         room = max(0.0, self.room - self.level - self._begun)
         if site.group_sequences:
-            could, usual = site.group_sequences * _poisson(could / site.group_sequences, self._chance), could
-            tried = max(could, usual)  # without room, workers wait also while no group is due
+            drawn = float(site.group_sequences * _poisson(could / site.group_sequences, self._chance))
+            tried = max(drawn, could)  # without room, workers wait also while no group is due
+            could = drawn
         else:
             tried = could
         if room < tried:

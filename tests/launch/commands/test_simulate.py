@@ -1,7 +1,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -138,14 +137,13 @@ def test_what_is_not_known_is_refused(tmp_path: Path, plant: Path) -> None:
 def test_parameters_of_the_autoscaler_are_set_for_scenarios_and_plants(
     capsys: pytest.CaptureFixture[str], plant: Path
 ) -> None:
-    def wasted(**given: Any) -> tuple[float, float]:
-        simulate(**({"starts_s": [], "seeds": 1, "as_json": True} | given))
+    def wasted(*settings: str) -> tuple[float, float]:
+        simulate([2.0], 1, ["few"], settings=settings, as_json=True)
         reference, own, *_ = json.loads(capsys.readouterr().out)
         return reference["waste"]["median"], own["waste"]["median"]
 
     window = "orchestrator.scaling.down_window_s"
-    few = {"starts_s": [2.0], "only": ["few"]}
-    usual, longer = wasted(**few), wasted(**few, settings=[f"{window}=600"])
+    usual, longer = wasted(), wasted(f"{window}=600")
     assert longer[0] == usual[0]
     assert longer[1] > usual[1] + 0.2
     assert load_plant(plant, [f"{window}=600", "trainer.batch=32"]).site.trainer.batch == 32
