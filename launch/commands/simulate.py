@@ -25,6 +25,7 @@ from rolloutmq.services.orchestrator.simulation.plant_file import (
     PlantFile,
     SettingsPlant,
     scenario_of,
+    warnings_of,
 )
 from rolloutmq.services.orchestrator.simulation.plot import draw
 from rolloutmq.services.orchestrator.simulation.scenarios import MOST_DEMAND, all_scenarios, traced
@@ -63,6 +64,9 @@ def simulate(
         MissingError: A picture needs matplotlib.
     """
     scenarios = list(_chosen(starts_s, only, recorded, plants, settings))
+    for one in scenarios:
+        for text in warnings_of(one):
+            sys.stderr.write(f"rolloutmq: warning: {one.name}: {text}\n")
     if picture is not None:
         try:
             draw(scenarios, CONTROLLERS, picture)

@@ -102,7 +102,7 @@ def test_a_recorded_demand_is_tried_from_its_first_change(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "must be a number"),
+        ("", "has no rows"),
         ("1,2\n", "must span 1 to 43200 s"),
         ("1,2\n1,3\n", "seconds must increase"),
         ("1,-2\n3,4\n", "must be 0 to 400"),
@@ -154,6 +154,19 @@ def test_parameters_of_the_autoscaler_are_set_for_scenarios_and_plants(
         simulate([2.0], 1, ["few"], settings=["orchestrator.scaling.refil_s=3"])
     with pytest.raises(ConfigError, match=r"^trainer: unknown key; allowed: orchestrator"):
         simulate([2.0], 1, ["few"], settings=["trainer.batch=3"])
+
+
+def test_a_queue_that_holds_no_rollouts_is_warned_about(
+    capsys: pytest.CaptureFixture[str], plant: Path
+) -> None:
+    simulate([], 1, plants=[plant])
+    assert capsys.readouterr().err == ""
+    plant.write_text(PLANT + "rollout_s = 60\n")
+    simulate([], 1, plants=[plant])
+    assert capsys.readouterr().err == (
+        "rolloutmq: warning: mine: trainer.queue: 1000 sequences are too few: at 40 a second with "
+        "environment.code.rollout_s = 60, 2400 are under way, and workers wait for room; set at least 2464\n"
+    )
 
 
 def test_the_command_line_refuses_a_plant_by_its_key(plant: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rolloutmq.launch.settings import validated
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.services.orchestrator.simulation.plant_file import PlantFile, scenario_of
+from rolloutmq.services.orchestrator.simulation.plant_file import PlantFile, scenario_of, warnings_of
 from rolloutmq.services.orchestrator.simulation.series import Series
 from rolloutmq.services.orchestrator.simulation.site import (
     EnvironmentSite,
@@ -113,6 +113,20 @@ def test_the_defaults_are_those_of_a_scenario() -> None:
     assert read(LEAST).site.environments["math"].life_s == math.inf
 
 
+def test_a_full_server_bounds_the_rollouts_that_a_queue_must_hold() -> None:
+    shared = LEAST + 'rollout_s = 30\nserver = "engine"\n[server.engine]\ncapacity = '
+    assert list(warnings_of(read(shared + "20"))) == []
+    (text,) = warnings_of(read(shared + "50"))
+    assert text.startswith("trainer.queue: 1000 sequences are too few: at 40 a second")
+    assert text.endswith("1200 are under way, and workers wait for room; set at least 1264")
+
+
+def test_a_line_may_end_after_the_simulation_and_a_step_with_it() -> None:
+    read(LEAST + "per_worker = {points = [[0, 1], [3600, 3]], lines = true}")
+    read(LEAST + "per_worker = [[0, 1], [1800, 3]]")
+    read(LEAST + "per_worker = [[5000, 1]]")
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -150,7 +164,36 @@ def test_the_defaults_are_those_of_a_scenario() -> None:
         (LEAST + "failing_starts = 1", "environment.math.failing_starts: must be "),
         (LEAST + "life_s = 0", "environment.math.life_s: must be "),
         (LEAST + "life_s = inf", "environment.math.life_s: must be "),
-        (LEAST + "lost = [[1]]", "environment.math.lost.0.1: is required"),
+        (LEAST + "lost = [[1]]", "environment.math.lost.0: must be [time, number] (got [1])"),
+        (LEAST + "lost = [5, 1]", "environment.math.lost.0: must be [time, number] (got 5)"),
+        (
+            LEAST + "lost = [[9, 1], [5, 1]]",
+            "environment.math.lost: times must increase (got 5 after 9)",
+        ),
+        (
+            LEAST + "lost = [[1800, 1]]",
+            "environment.math.lost: must be before the end, 1800 s (got 1800); remove it, or raise scenario.lasts_s",
+        ),
+        (LEAST + "outages = [[1801, 1802]]", "environment.math.outages: must be before the end, 1800 s"),
+        (LEAST + 'start_s = "20"', "environment.math.start_s: must be a valid number (got '20')"),
+        (LEAST + "ready = true", "environment.math.ready: must be a valid integer (got True)"),
+        (LEAST + "[scenario]\nfresh = 1", "scenario.fresh: must be a valid boolean (got 1)"),
+        (
+            LEAST + "per_worker = [[0, 1], [1801, 2]]",
+            "environment.math.per_worker: must end with the simulation, 1800 s (got a point at 1801)",
+        ),
+        (
+            LEAST + "per_worker = {points = [[0, 1], [1800, 2], [3600, 3]], lines = true}",
+            "environment.math.per_worker: must end with the simulation, 1800 s (got a point at 3600)",
+        ),
+        (LEAST + "[controller]\nrestart_at_s = 1800", "controller.restart_at_s: must be before the end"),
+        (LEAST + "[controller]\njump = [1800, 5]", "controller.jump: must be before the end"),
+        (LEAST + "[controller]\ndark = [1800, 1900]", "controller.dark: must be before the end"),
+        (LEAST + "[controller]\njump = [5]", "controller.jump: must be [time, seconds] (got [5])"),
+        (
+            "[trainer]\ndemand = 1\naway = [[1800, 1900]]\n[environment.a]",
+            "trainer.away: must be before the end",
+        ),
         (LEAST + "lost = [[1, 2.5]]", "environment.math.lost.0.1: must be a valid integer"),
         (LEAST + "lost = [[nan, 2]]", "environment.math.lost.0.0: must be "),
         (LEAST + "outages = [[5, 5]]", "environment.math.outages: must end after it begins (got 5 to 5)"),
@@ -194,7 +237,7 @@ def test_the_defaults_are_those_of_a_scenario() -> None:
         ),
         (LEAST + "[controller]\nloss = 1", "controller.loss: must be "),
         (LEAST + "[controller]\ndark = [5, 4]", "controller.dark: must end after it begins"),
-        (LEAST + "[controller]\ndark = [5]", "controller.dark.1: is required"),
+        (LEAST + "[controller]\ndark = [5]", "controller.dark: must be [from, to] (got [5])"),
         (LEAST + "[controller]\njump = [5, inf]", "controller.jump.1: must be "),
         (LEAST + "[controller]\nrestart_at_s = nan", "controller.restart_at_s: must be "),
         (
