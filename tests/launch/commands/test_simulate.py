@@ -6,7 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from rolloutmq.launch.cli import app
-from rolloutmq.launch.commands.simulate import decide_again, load_plant, simulate
+from rolloutmq.launch.commands.simulate import (
+    decide_again,
+    load_plant,
+    print_decisions,
+    simulate,
+)
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.orchestrator.autoscaling.control_law import PressureController
@@ -154,6 +159,35 @@ def test_parameters_of_the_autoscaler_are_set_for_scenarios_and_plants(
         simulate([2.0], 1, ["few"], settings=["orchestrator.scaling.refil_s=3"])
     with pytest.raises(ConfigError, match=r"^trainer: unknown key; allowed: orchestrator"):
         simulate([2.0], 1, ["few"], settings=["trainer.batch=3"])
+
+
+def test_controllers_are_chosen_by_name(capsys: pytest.CaptureFixture[str], plant: Path) -> None:
+    simulate([], 1, plants=[plant], controllers=["pid", "rolloutmq"], as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["env"], one["law"]) for one in found] == [
+        (env, law) for env in ("math", "code") for law in ("rolloutmq", "pid")
+    ]
+    assert found[0]["peak"]["ratio"], "beside the reference fleet, which runs in any case"
+    with pytest.raises(ConfigError, match=r"^controller: unknown \(got 'pi'\); use one of 'reference'"):
+        simulate([], 1, plants=[plant], controllers=["pi"])
+
+
+def test_decisions_are_printed_where_target_or_reason_change(
+    capsys: pytest.CaptureFixture[str], plant: Path
+) -> None:
+    print_decisions([], plants=[plant])
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "mine, start 10 s"
+    assert all(re.match(r" +\d+ s  (math|code)  target +\d+  ready ", line) for line in lines)
+    assert lines[0].endswith("hold: no measurement yet")
+    print_decisions([], plants=[plant], as_json=True)
+    ((found,),) = (json.loads(capsys.readouterr().out),)
+    assert (found["scenario"], found["start_s"], len(found["decisions"])) == ("mine", 10.0, len(lines))
+    targets = [one["target"] for one in found["decisions"] if one["env"] == "math"]
+    assert targets[0] == 5
+    assert max(targets) >= 10
+    result = CliRunner().invoke(app, ["simulate", "--plant", str(plant), "--decisions"])
+    assert result.output.splitlines() == [title, *lines]
 
 
 def test_a_queue_that_holds_no_rollouts_is_warned_about(
