@@ -13,7 +13,7 @@ HEAD: Final = """\
 [autoscaling guide](../guides/autoscaling.md#simulation) has an example. Unknown keys are refused. Names have the unit,
 brackets the default.
 
-A value over time (`demand`, `per_worker`, `capacity`) is one of these:
+A value over time (`demand`, `batch`, `per_worker`, `start_s` of an environment, `capacity`) is one of these:
 
 ```toml
 demand = 40

@@ -426,13 +426,14 @@ class Plant:
                 continue
             if self._waits:
                 self._wait()
-            if self.level < trainer.batch - NOTHING:
+            batch = trainer.batch_at(self._busy_until)
+            if self.level < batch - NOTHING:
                 self._wait()
                 self._waits = True
                 return
             self._waits = False
-            self._take(trainer.batch)
-            self._busy_until += trainer.batch / rate
+            self._take(batch)
+            self._busy_until += batch / rate
 
     def _wait(self) -> None:
         self.trainer_waited_s += self.now - self._busy_until

@@ -17,7 +17,7 @@ from rolloutmq.schemas.config.base import NameText, Section
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.orchestrator.simulation.curves import LONGEST_S, curve
-from rolloutmq.services.orchestrator.simulation.series import Series
+from rolloutmq.services.orchestrator.simulation.series import Series, constant
 from rolloutmq.services.orchestrator.simulation.site import (
     EnvironmentSite,
     Scenario,
@@ -33,6 +33,8 @@ MOST_NAMES: Final = 8
 LEAST_RATE, MOST_RATE = 1e-3, 1e5
 """Sequences per second."""
 LEAST_BATCH_S: Final = 0.01
+MOST_BATCH: Final = 1e6
+"""Sequences."""
 
 
 def _pair(form: str) -> BeforeValidator:
@@ -80,8 +82,8 @@ class TrainerPlant(Section):
 
     demand: Curve
     """Sequences per second consumed without waits, over time. 0: a pause, as for an evaluation."""
-    batch: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] = 64
-    """Sequences of a batch; a training step takes `batch / demand` seconds."""
+    batch: Curve = 64
+    """Sequences of a batch, over time; a training step takes `batch / demand` seconds."""
     queue: Annotated[int, Field(strict=True, ge=1, le=10_000_000)] = 1000
     """Most sequences queued or under way, divided among the environments by weight. Beyond it, workers wait."""
     queued: Annotated[float, Field(strict=True, ge=0.0, le=1e7)] = 0.0
@@ -95,8 +97,8 @@ class EnvironmentPlant(Section):
 
     per_worker: Curve = 2.0
     """Sequences per second of one worker alone, over time."""
-    start_s: Annotated[float, Field(strict=True, ge=0.0, le=LONGEST_START_S)] = 20.0
-    """Mean time from the start of a worker to its first rollout."""
+    start_s: Curve = 20.0
+    """Mean time from the start of a worker to its first rollout, over time."""
     rollout_s: Annotated[float, Field(strict=True, ge=0.0, le=3600.0)] = 0.0
     """Time from the start of a rollout to its arrival; longer on a full server."""
     weight: Annotated[float, Field(strict=True, ge=1e-3, le=1e3)] = 1.0
@@ -207,13 +209,13 @@ def scenario_of(name: str, plant: PlantFile, folder: Path) -> Scenario:
     trainer, said = plant.trainer, plant.scenario
     curves = _Curves(folder, said.lasts_s)
     demand = curves.read("trainer.demand", trainer.demand, least=0.0)
-    if max(demand.values) * LEAST_BATCH_S > trainer.batch:
-        raise ConfigError(
-            "trainer.batch",
-            f"must last at least {LEAST_BATCH_S:g} s (got {trainer.batch}); use a larger batch",
-        )
+    batches = curves.read("trainer.batch", trainer.batch, 1.0, MOST_BATCH)
+    _check_batches(batches, demand, trainer.queue)
+    batch = round(max(batches.values))
     site = Site(
-        TrainerSite(demand, trainer.batch, trainer.queue, trainer.away, trainer.queued),
+        TrainerSite(
+            demand, batch, trainer.queue, trainer.away, trainer.queued, batch_part=batches.scaled(1.0 / batch)
+        ),
         {key: _environment(key, one, curves) for key, one in plant.environment.items()},
         {
             key: ServerSite(curves.read(f"server.{key}.capacity", one.capacity), one.max_engines, one.start_s)
@@ -234,9 +236,12 @@ def scenario_of(name: str, plant: PlantFile, folder: Path) -> Scenario:
 
 
 def _environment(key: str, one: EnvironmentPlant, curves: "_Curves") -> EnvironmentSite:
+    starts = curves.read(f"environment.{key}.start_s", one.start_s, 0.0, LONGEST_START_S)
+    longest_s = max(starts.values)
     return EnvironmentSite(
         per_worker=curves.read(f"environment.{key}.per_worker", one.per_worker),
-        start_s=one.start_s,
+        start_s=longest_s,
+        start_part=starts.scaled(1.0 / longest_s) if longest_s else constant(1.0),
         rollout_s=one.rollout_s,
         weight=one.weight,
         noise=one.noise,
@@ -272,10 +277,10 @@ class _Curves:
         self._folder = folder
         self._lasts_s = lasts_s
 
-    def read(self, key: str, given: object, least: float = LEAST_RATE) -> Series:
+    def read(self, key: str, given: object, least: float = LEAST_RATE, most: float = MOST_RATE) -> Series:
         """Return the curve of a key; ConfigError if it is invalid, or its last point has no effect."""
         try:
-            found = curve(given, self._folder, least, MOST_RATE)
+            found = curve(given, self._folder, least, most)
         except ValueError as error:
             raise ConfigError(key, str(error)) from None
         if len(found.times) < 2:
@@ -354,11 +359,22 @@ def _check_ends(plant: PlantFile) -> None:
 
 
 def _check_trainer(trainer: TrainerPlant) -> None:
-    if trainer.queue < trainer.batch:
-        raise ConfigError("trainer.queue", f"must hold a batch of {trainer.batch} (got {trainer.queue})")
     if trainer.queued > trainer.queue:
         raise ConfigError("trainer.queued", f"must be at most queue {trainer.queue} (got {trainer.queued:g})")
     _check_spans("trainer.away", trainer.away)
+
+
+def _check_batches(batches: Series, demand: Series, queue: int) -> None:
+    """Refuse batches that are no whole numbers, too short, or larger than the queue."""
+    if part := next((size for size in batches.values if size != round(size)), None):
+        raise ConfigError("trainer.batch", f"must be whole numbers (got {part:g})")
+    if max(demand.values) * LEAST_BATCH_S > min(batches.values):
+        raise ConfigError(
+            "trainer.batch",
+            f"must last at least {LEAST_BATCH_S:g} s (got {min(batches.values):g}); use a larger batch",
+        )
+    if queue < max(batches.values):
+        raise ConfigError("trainer.queue", f"must hold a batch of {max(batches.values):g} (got {queue})")
 
 
 def _check_environment(key: str, one: EnvironmentPlant, servers: Mapping[str, ServerPlant]) -> None:

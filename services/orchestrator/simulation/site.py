@@ -24,10 +24,11 @@ class TrainerSite:
 
     Attributes:
         demand: Sequences per second that it consumes while it does not wait. 0: it pauses, and waits for nothing.
-        batch: Sequences of a batch; it trains for `batch / demand` seconds on one.
+        batch: Sequences of the largest batch; it trains for `batch / demand` seconds on one.
         queue: Capacity of the queue in sequences, divided by the weights; beyond it workers wait.
         away: Times from which to which no trainer is connected; its batch returns to the queue.
         queued: Sequences in the queue at the start.
+        batch_part: Part of `batch` that a batch has, over time.
     """
 
     demand: Series
@@ -35,6 +36,11 @@ class TrainerSite:
     queue: int = 1000
     away: tuple[tuple[float, float], ...] = ()
     queued: float = 0.0
+    batch_part: Series = field(default_factory=lambda: constant(1.0))
+
+    def batch_at(self, at: float) -> int:
+        """Return the sequences of a batch at a time."""
+        return max(1, round(self.batch * self.batch_part.at(at)))
 
 
 @dataclass(frozen=True, slots=True)

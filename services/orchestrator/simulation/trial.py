@@ -200,7 +200,7 @@ class _Trial:
 
     def _note(self) -> None:
         plant, site = self._plant, self._scenario.site
-        pressure = plant.level / site.trainer.batch
+        pressure = plant.level / site.trainer.batch_at(plant.now)
         if not self._made_by and plant.now >= self._scenario.counts_from_s + self._scenario.found_by_s:
             self._made_by = {name: lane.made for name, lane in plant.lanes.items()}
         for name, lane in plant.lanes.items():
@@ -228,14 +228,14 @@ class _Trial:
 
     def _pressure(self) -> Pressure:
         plant, trainer = self._plant, self._scenario.site.trainer
-        level = int(plant.level)
+        level, batch = int(plant.level), trainer.batch_at(plant.now)
         return Pressure(
             epoch=1,
             number=self._number,
             at=plant.now,
-            rollout_pressure=plant.level / trainer.batch,
+            rollout_pressure=plant.level / batch,
             queued_sequences=level,
-            batch_sequences=trainer.batch,
+            batch_sequences=batch,
             queued_groups=0,
             queued_bytes=0,
             leased_bytes=0,

@@ -65,6 +65,17 @@ def test_a_trainer_takes_several_batches_in_one_step() -> None:
     assert plant.trainer_waited_s == 0.0
 
 
+def test_batches_change_over_time() -> None:
+    part = steps((0.0, 0.25), (40.0, 1.0))
+    plant, (lane,) = plant_of(worker(ready=0), demand=8.0, queued=900.0, batch=64, batch_part=part)
+    run(plant, 39)
+    assert (lane.held, lane.eaten % 16, plant.site.trainer.batch_at(39.0)) == (16.0, 0.0, 16)
+    assert lane.eaten == pytest.approx(39 * 8.0, abs=16.0)
+    run(plant, 9)
+    assert lane.held == 64.0
+    assert plant.trainer_waited_s == 0.0
+
+
 def test_a_trainer_in_a_pause_neither_takes_nor_waits() -> None:
     plant, (lane,) = plant_of(worker(ready=0), queued=100.0)
     run(plant, 60)

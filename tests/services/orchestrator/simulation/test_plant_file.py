@@ -27,14 +27,14 @@ max_processes = 9
 
 [trainer]
 demand = {csv = "demand.csv", lines = true}
-batch = 32
+batch = [[0, 16], [500, 32]]
 queue = 500
 queued = 50
 away = [[10, 20], [30, 40]]
 
 [environment.math]
 per_worker = [[0, 2], [600, 1]]
-start_s = 30
+start_s = [[0, 20], [600, 40]]
 rollout_s = 5
 weight = 3
 noise = 0
@@ -73,11 +73,19 @@ def test_everything_a_scenario_has_can_be_said(tmp_path: Path) -> None:
     assert read(WHOLE, tmp_path) == Scenario(
         "mine",
         Site(
-            TrainerSite(Series((0.0, 60.0), (10.0, 30.0), True), 32, 500, ((10.0, 20.0), (30.0, 40.0)), 50.0),
+            TrainerSite(
+                Series((0.0, 60.0), (10.0, 30.0), True),
+                32,
+                500,
+                ((10.0, 20.0), (30.0, 40.0)),
+                50.0,
+                Series((0.0, 500.0), (0.5, 1.0)),
+            ),
             {
                 "math": EnvironmentSite(
                     per_worker=Series((0.0, 600.0), (2.0, 1.0)),
-                    start_s=30.0,
+                    start_s=40.0,
+                    start_part=Series((0.0, 600.0), (0.5, 1.0)),
                     rollout_s=5.0,
                     weight=3.0,
                     noise=0.0,
@@ -145,7 +153,8 @@ def test_a_line_may_end_after_the_simulation_and_a_step_with_it() -> None:
         ),
         (LEAST + "per_workers = 1", "environment.math.per_workers: unknown key; did you mean `per_worker`?"),
         (LEAST + "start_s = nan", "environment.math.start_s: must be "),
-        (LEAST + "start_s = 3601", "environment.math.start_s: must be less than or equal to 3600 (got 3601)"),
+        (LEAST + "start_s = 3601", "environment.math.start_s: must be 0 to 3600 (got 3601)"),
+        (LEAST + "start_s = [[0, 1], [9, 3601]]", "environment.math.start_s: point 2 must be 0 to 3600"),
         (LEAST + "rollout_s = -1", "environment.math.rollout_s: must be greater than or equal to 0 (got -1)"),
         (
             LEAST + "rollout_s = inf",
@@ -175,7 +184,8 @@ def test_a_line_may_end_after_the_simulation_and_a_step_with_it() -> None:
             "environment.math.lost: must be before the end, 1800 s (got 1800); remove it, or raise scenario.lasts_s",
         ),
         (LEAST + "outages = [[1801, 1802]]", "environment.math.outages: must be before the end, 1800 s"),
-        (LEAST + 'start_s = "20"', "environment.math.start_s: must be a valid number (got '20')"),
+        (LEAST + 'start_s = "20"', "environment.math.start_s: must be a number, points"),
+        (LEAST + 'life_s = "20"', "environment.math.life_s: must be a valid number (got '20')"),
         (LEAST + "ready = true", "environment.math.ready: must be a valid integer (got True)"),
         (LEAST + "[scenario]\nfresh = 1", "scenario.fresh: must be a valid boolean (got 1)"),
         (
@@ -250,7 +260,15 @@ def test_a_line_may_end_after_the_simulation_and_a_step_with_it() -> None:
         ),
         (
             "[trainer]\ndemand = 1\nbatch = 0\n[environment.a]",
-            "trainer.batch: must be greater than or equal to 1",
+            "trainer.batch: must be 1 to 1e+06 (got 0)",
+        ),
+        (
+            "[trainer]\ndemand = 1\nbatch = [[0, 8], [9, 8.5]]\n[environment.a]",
+            "trainer.batch: must be whole numbers (got 8.5)",
+        ),
+        (
+            "[trainer]\ndemand = 1\nbatch = [[0, 8], [9, 1001]]\n[environment.a]",
+            "trainer.queue: must hold a batch of 1001 (got 1000)",
         ),
         ("[trainer]\ndemand = 1e4\n[environment.a]", "trainer.batch: must last at least 0.01 s (got 64)"),
         ("[trainer]\ndemand = 1\naway = [[3, 2]]\n[environment.a]", "trainer.away: must end after it begins"),

@@ -131,6 +131,17 @@ def test_controllers_see_what_a_broker_publishes() -> None:
     assert (trainers[48], trainers[49], trainers[58], trainers[59]) == (1, 0, 0, 1)
 
 
+def test_the_pressure_is_that_of_the_present_batch() -> None:
+    site = single(constant(10.0), WORKER, queued=500.0)
+    trainer = replace(site.trainer, batch_part=steps((0.0, 0.5), (50.0, 1.0)))
+    script = Script()
+    try_out(replace(STEADY, site=replace(site, trainer=trainer)), script.begin, 0)
+    told = [seen.pressure for seen in script.seen if seen.pressure is not None]
+    assert {one.batch_sequences for one in told[:48]} == {32}
+    assert {one.batch_sequences for one in told[50:]} == {64}
+    assert told[20].rollout_pressure == pytest.approx(told[20].queued_sequences / 32, abs=1 / 32)
+
+
 def test_more_than_the_process_budget_is_outside() -> None:
     site = Site(TrainerSite(constant(10.0)), {"a": WORKER, "b": WORKER})
     scenario = replace(STEADY, site=site, max_processes=21)
