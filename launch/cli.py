@@ -365,6 +365,25 @@ def simulate(
         list[Path] | None,
         typer.Option(help="Simulate a plant described in a TOML file instead; repeatable."),
     ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Set a key of orchestrator.scaling, or of the plants; repeatable.",
+        ),
+    ] = None,
+    controller: Annotated[
+        list[str] | None,
+        typer.Option(help="Run only this controller, such as rolloutmq; repeatable. Default: all."),
+    ] = None,
+    decisions: Annotated[
+        bool,
+        typer.Option(
+            "--decisions",
+            help="Print the decisions of the first seed where target or reason change, instead.",
+        ),
+    ] = False,
     picture: Annotated[Path | None, typer.Option(help="Plot the first seed to this file (.png).")] = None,
     replay: Annotated[
         Path | None,
@@ -384,8 +403,26 @@ def simulate(
 
     if replay is not None:
         raise typer.Exit(simulation.decide_again(replay, as_json=as_json))
+    if decisions:
+        simulation.print_decisions(
+            start or [],
+            scenario or [],
+            trace,
+            plants=plant or [],
+            settings=settings or [],
+            as_json=as_json,
+        )
+        return
     simulation.simulate(
-        start or [], seeds, scenario or [], trace, plants=plant or [], picture=picture, as_json=as_json
+        start or [],
+        seeds,
+        scenario or [],
+        trace,
+        plants=plant or [],
+        settings=settings or [],
+        controllers=controller or [],
+        picture=picture,
+        as_json=as_json,
     )
 
 

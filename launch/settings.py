@@ -44,9 +44,7 @@ def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable
         if name.startswith(ENV_PREFIX) and ENV_NESTING in name:
             path = name.removeprefix(ENV_PREFIX).lower().split(ENV_NESTING)
             _assign(tree, path, _value(text))
-    for assignment in assignments:
-        key, value = assigned(assignment)
-        _assign(tree, key.split("."), value)
+    assign(tree, assignments)
     if file is not None:
         tree["base_dir"] = str(file.resolve().parent)
     return validate(tree)
@@ -59,10 +57,23 @@ def overridden(config: RunConfig, assignments: Iterable[str]) -> RunConfig:
         ConfigError: As for `load`.
     """
     tree = config.model_dump()
+    assign(tree, assignments)
+    return validate(tree)
+
+
+def assign(tree: dict[str, Any], assignments: Iterable[str]) -> None:
+    """Put values into nested ones.
+
+    Args:
+        tree: Values by key; it is changed.
+        assignments: Texts `key=value` with dotted keys.
+
+    Raises:
+        ConfigError: A text has another form, or a key lies below a value.
+    """
     for assignment in assignments:
         key, value = assigned(assignment)
         _assign(tree, key.split("."), value)
-    return validate(tree)
 
 
 def assigned(assignment: str) -> tuple[str, Any]:

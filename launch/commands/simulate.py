@@ -8,19 +8,26 @@ pid         proportional, integral, derivative
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from rolloutmq.launch.settings import read_toml, validated
+from rolloutmq.launch.settings import assign, read_toml, validated
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.orchestrator.autoscaling.decision_log import Replay, read, replay
 from rolloutmq.services.orchestrator.simulation.comparison import compared, processors
 from rolloutmq.services.orchestrator.simulation.controllers import CONTROLLERS
 from rolloutmq.services.orchestrator.simulation.curves import LONGEST_S, csv_curve
-from rolloutmq.services.orchestrator.simulation.plant_file import LONGEST_START_S, PlantFile, scenario_of
+from rolloutmq.services.orchestrator.simulation.decisions import changed_decisions, decision_lines
+from rolloutmq.services.orchestrator.simulation.plant_file import (
+    LONGEST_START_S,
+    PlantFile,
+    SettingsPlant,
+    scenario_of,
+    warnings_of,
+)
 from rolloutmq.services.orchestrator.simulation.plot import draw
 from rolloutmq.services.orchestrator.simulation.scenarios import MOST_DEMAND, all_scenarios, traced
 from rolloutmq.services.orchestrator.simulation.site import Scenario
@@ -36,6 +43,8 @@ def simulate(
     recorded: Path | None = None,
     *,
     plants: Sequence[Path] = (),
+    settings: Sequence[str] = (),
+    controllers: Sequence[str] = (),
     picture: Path | None = None,
     as_json: bool = False,
 ) -> None:
@@ -47,28 +56,87 @@ def simulate(
         only: Names of scenarios; all if empty.
         recorded: Demand trace as CSV: seconds, and sequences consumed per second.
         plants: Plants as TOML files, in place of the scenarios.
+        settings: Texts `key=value`, such as `orchestrator.scaling.refill_s=30`; with plants, any of their keys.
+        controllers: Names of the controllers; all if empty.
         picture: File for a plot of the first seed.
         as_json: Print one JSON list instead of a table.
 
     Raises:
-        ConfigError: Unknown scenario, invalid trace or plant, options that exclude each other, or unsupported picture
-            format.
+        ConfigError: Unknown scenario or controller, invalid trace or plant, options that exclude each other, or
+            unsupported picture format.
         MissingError: A picture needs matplotlib.
     """
-    scenarios = list(_chosen(starts_s, only, recorded, plants))
+    if unknown := set(controllers) - CONTROLLERS.keys():
+        raise ConfigError(
+            "controller", f"unknown (got {min(unknown)!r}); use one of {', '.join(map(repr, CONTROLLERS))}"
+        )
+    laws = [law for law in CONTROLLERS if law in controllers or not controllers]
+    scenarios = _warned(_chosen(starts_s, only, recorded, plants, settings))
     if picture is not None:
         try:
-            draw(scenarios, CONTROLLERS, picture)
+            draw(scenarios, {law: CONTROLLERS[law] for law in laws}, picture)
         except (OSError, ValueError) as error:
             raise ConfigError("picture", f"{picture}: {error}") from None
-    verdicts = compared(scenarios, seeds, processes=processors())
+    verdicts = compared(scenarios, seeds, laws, processes=processors())
     if as_json:
-        json.dump([asdict(one) for one in verdicts], sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        _print_json([asdict(one) for one in verdicts])
         return
     for line in table(verdicts):
         sys.stdout.write(line)
         sys.stdout.flush()
+
+
+def print_decisions(
+    starts_s: Sequence[float],
+    only: Sequence[str] = (),
+    recorded: Path | None = None,
+    *,
+    plants: Sequence[Path] = (),
+    settings: Sequence[str] = (),
+    as_json: bool = False,
+) -> None:
+    """Print the decisions of the orchestrator's controllers on the first seed, where target or reason change.
+
+    Args:
+        starts_s: Start-up times of workers, in seconds; 20 if empty.
+        only: Names of scenarios; all if empty.
+        recorded: Demand trace as CSV: seconds, and sequences consumed per second.
+        plants: Plants as TOML files, in place of the scenarios.
+        settings: Texts `key=value`, as for `simulate`.
+        as_json: Print one JSON list, with an entry for each scenario.
+
+    Raises:
+        ConfigError: As for `simulate`.
+    """
+    scenarios = _warned(_chosen(starts_s, only, recorded, plants, settings))
+    if as_json:
+        found = [
+            {
+                "scenario": one.name,
+                "start_s": one.start_s,
+                "decisions": [asdict(change) for change in changed_decisions(one, 0)],
+            }
+            for one in scenarios
+        ]
+        _print_json(found)
+        return
+    for number, one in enumerate(scenarios):
+        sys.stdout.write(f"{chr(10) if number else ''}{one.name}, start {one.start_s:g} s\n")
+        sys.stdout.writelines(decision_lines(changed_decisions(one, 0)))
+
+
+def _print_json(found: object) -> None:
+    json.dump(found, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+def _warned(scenarios: Iterable[Scenario]) -> list[Scenario]:
+    """Return the scenarios, and warn on standard error of what they can hardly mean."""
+    found = list(scenarios)
+    for one in found:
+        for text in warnings_of(one):
+            sys.stderr.write(f"rolloutmq: warning: {one.name}: {text}\n")
+    return found
 
 
 def decide_again(recorded: Path, *, as_json: bool = False) -> int:
@@ -87,8 +155,7 @@ def decide_again(recorded: Path, *, as_json: bool = False) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError("replay", str(error)) from None
     if as_json:
-        json.dump(asdict(again), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        _print_json(asdict(again))
     else:
         sys.stdout.write("".join(_replay_lines(again)))
     return int(again.differences > 0)
@@ -106,7 +173,11 @@ def _replay_lines(again: Replay) -> Iterator[str]:
 
 
 def _chosen(
-    starts_s: Sequence[float], only: Sequence[str], recorded: Path | None, plants: Sequence[Path]
+    starts_s: Sequence[float],
+    only: Sequence[str],
+    recorded: Path | None,
+    plants: Sequence[Path],
+    settings: Sequence[str],
 ) -> Iterator[Scenario]:
     given = {"scenario": bool(only), "trace": recorded is not None, "plant": bool(plants)}
     several = [option for option, is_given in given.items() if is_given]
@@ -115,8 +186,17 @@ def _chosen(
     if plants:
         if starts_s:
             raise ConfigError("start", "must not be beside plant; set start_s of its environments")
-        yield from map(load_plant, plants)
+        for file in plants:
+            yield load_plant(file, settings)
         return
+    tree: dict[str, Any] = {}
+    assign(tree, settings)
+    scaling = validated(SettingsPlant, tree).orchestrator.scaling
+    for one in _shipped(starts_s, only, recorded):
+        yield replace(one, scaling=scaling)
+
+
+def _shipped(starts_s: Sequence[float], only: Sequence[str], recorded: Path | None) -> Iterator[Scenario]:
     for start_s in starts_s or (START_S,):
         if not 0.0 <= start_s <= LONGEST_START_S:
             raise ConfigError("start", f"must be 0 to {LONGEST_START_S:g} s (got {start_s:g})")
@@ -131,13 +211,19 @@ def _chosen(
         yield from (known[name] for name in only or known)
 
 
-def load_plant(file: Path) -> Scenario:
+def load_plant(file: Path, settings: Sequence[str] = ()) -> Scenario:
     """Return the scenario of a plant's file; its name is that of the file.
+
+    Args:
+        file: TOML file.
+        settings: Texts `key=value` in place of keys of the file.
 
     Raises:
         ConfigError: The file is unreadable, a key is unknown, a value is invalid, or two values contradict each other.
     """
-    return scenario_of(file.stem, validated(PlantFile, read_toml(file)), file.resolve().parent)
+    tree = read_toml(file)
+    assign(tree, settings)
+    return scenario_of(file.stem, validated(PlantFile, tree), file.resolve().parent)
 
 
 def _traced(recorded: Path, start_s: float) -> Scenario:

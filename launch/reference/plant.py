@@ -1,5 +1,6 @@
 """Page of all keys of a plant, `docs/reference/plant.md`, made of the models that check them."""
 
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from rolloutmq.launch.reference.configuration import sections
@@ -12,7 +13,7 @@ HEAD: Final = """\
 [autoscaling guide](../guides/autoscaling.md#simulation) has an example. Unknown keys are refused. Names have the unit,
 brackets the default.
 
-A value over time (`demand`, `per_worker`, `capacity`) is one of these:
+A value over time (`demand`, `batch`, `per_worker`, `start_s` of an environment, `capacity`) is one of these:
 
 ```toml
 demand = 40
@@ -20,6 +21,9 @@ demand = [[0, 40], [600, 80]]                            # each value holds unti
 demand = {points = [[0, 40], [600, 80]], lines = true}   # straight lines between the points
 demand = {csv = "demand.csv", lines = true}              # columns: seconds, value; beside the plant
 ```
+
+A file may also have `[orchestrator.scaling]`, with the keys of a [configuration](configuration.md#orchestratorscaling).
+`--set KEY=VALUE` replaces any key of the file, and `--set orchestrator.scaling.KEY=VALUE` works without a file too.
 
 The seconds of a CSV file count from its first row. The first value also holds before its point, the last one after it.
 
@@ -29,4 +33,14 @@ This page is generated from the models in `services/orchestrator/simulation/plan
 def page() -> str:
     """Return the page as Markdown."""
     defaults = PlantFile.default().model_copy(update={"trainer": TrainerPlant.default()})
-    return "\n\n".join([HEAD, *sections(defaults)]) + "\n"
+    return "\n\n".join([HEAD, *_own(sections(defaults))]) + "\n"
+
+
+def _own(paragraphs: Iterable[str]) -> Iterator[str]:
+    """Leave out the sections that the configuration reference has."""
+    is_own = True
+    for text in paragraphs:
+        if text.startswith("## "):
+            is_own = not text.startswith("## `[orchestrator")
+        if is_own:
+            yield text

@@ -15,7 +15,8 @@ DELIVERY_S: Final = 10.0
 class ScalingConfig(Section):
     """`[orchestrator.scaling]`: parameters of the autoscaler.
 
-    `docs/guides/autoscaling.md` describes the control law; `rolloutmq simulate` shows the effect of other values.
+    `docs/guides/autoscaling.md` describes the control law; `rolloutmq simulate --set orchestrator.scaling.KEY=VALUE`
+    shows the effect of other values.
     """
 
     setpoint_batches: PositiveFloat = 1.5

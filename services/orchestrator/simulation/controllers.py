@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.inference import InferenceConfig
-from rolloutmq.schemas.config.orchestrator import OrchestratorConfig, ScalingConfig
+from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler
 from rolloutmq.services.orchestrator.autoscaling.budget import WorkerClaim, allot
@@ -46,12 +46,11 @@ class ReferenceFleet:
         site, limit = self._scenario.site, self._scenario.max_processes
         wanted = {}
         for name, one in site.environments.items():
-            available = (
-                one.life_s / (one.life_s + CRASH_PAUSE_S + one.start_s) if one.life_s < math.inf else 1.0
-            )
+            down_s = CRASH_PAUSE_S + one.start_at(seen.now)
+            available = one.life_s / (one.life_s + down_s) if one.life_s < math.inf else 1.0
             wanted[name] = math.ceil(site.need(name, seen.now) / available - 1e-9)
         targets = {
-            name: min(self._peak(name, wanted[name], seen.now, one.start_s), one.max_workers)
+            name: min(self._peak(name, wanted[name], seen.now, one.start_at(seen.now)), one.max_workers)
             for name, one in site.environments.items()
         }
         if limit:
@@ -81,14 +80,16 @@ class RuleControllers:
         running: Mapping[str, int],
         rule: Callable[[EnvironmentSite], ScalingRule[Any]],
     ) -> None:
-        self._rules = {name: rule(one) for name, one in scenario.site.environments.items()}
+        environments = scenario.site.environments
+        self._rules = {name: rule(one) for name, one in environments.items()}
+        self._groups = {name: one.group_sequences or GROUP for name, one in environments.items()}
         self._states = {name: one.initial(running[name]) for name, one in self._rules.items()}
 
     def decide(self, seen: Telemetry) -> dict[str, int]:
         """See `Controllers`."""
         targets = {}
         for name, rule in self._rules.items():
-            sample = sample_of(name, Split.TRAIN, 1, GROUP, seen.pressure, seen.heard_at)
+            sample = sample_of(name, Split.TRAIN, 1, self._groups[name], seen.pressure, seen.heard_at)
             sample = replace(sample, crew=seen.crews[name])
             self._states[name], decision = rule.decide(self._states[name], sample, seen.now)
             targets[name] = decision.target
@@ -98,12 +99,10 @@ class RuleControllers:
 class OwnControllers:
     """The orchestrator's autoscaler and its rule for engines."""
 
-    def __init__(
-        self, scenario: Scenario, running: Mapping[str, int], scaling: ScalingConfig | None = None
-    ) -> None:
+    def __init__(self, scenario: Scenario, running: Mapping[str, int]) -> None:
         site = scenario.site
         self._site = site
-        limits = OrchestratorConfig(scaling=scaling or ScalingConfig(), max_processes=scenario.max_processes)
+        limits = OrchestratorConfig(scaling=scenario.scaling, max_processes=scenario.max_processes)
         self.autoscaler = Autoscaler(
             {name: _environment(one) for name, one in site.environments.items()}, limits, running, _NoLog()
         )
@@ -120,9 +119,9 @@ class OwnControllers:
         self.autoscaler.decide(seen.crews, seen.pressure, seen.heard_at, seen.now, None, serving)
         said = {scale.env: scale.decision for scale in self.autoscaler.scales}
         starts = self.autoscaler.starts(seen.crews)
-        targets = {
-            env: min(decision.target, seen.crews[env].current + starts[env]) for env, decision in said.items()
-        }
+        # A worker that failed for good keeps its place until it is replaced: nobody leaves in its stead.
+        held = {env: crew.current + crew.failed for env, crew in seen.crews.items()}
+        targets = {env: min(decision.target, held[env] + starts[env]) for env, decision in said.items()}
         for name, rule in self._engines.items():
             bounds = {
                 env: EngineBound(said[env].bound == INFERENCE_BOUND, said[env].short)
@@ -154,7 +153,7 @@ class _NoLog(DecisionLog):
 def _environment(one: EnvironmentSite) -> EnvironmentConfig:
     return EnvironmentConfig(
         entry="simulated.py:Simulated",
-        group_size=GROUP,
+        group_size=one.group_sequences or GROUP,
         concurrency=1,
         weight=one.weight,
         min_workers=one.min_workers,

@@ -69,7 +69,9 @@ def csv_curve(path: Path, low: float, high: float, *, is_linear: bool = False) -
         raise ValueError(f"{path}: is larger than {MOST_BYTES} bytes; thin it out")
     try:
         rows = list(_rows(text))
-        origin = rows[0][0] if rows else 0.0
+        if not rows:
+            raise ValueError("has no rows; give at least one of seconds and a value")
+        origin = rows[0][0]
         return _series([(at - origin, value) for at, value in rows], low, high, is_linear=is_linear)
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path}: {error}") from None

@@ -1,7 +1,8 @@
 """The plant: workers that start, crash and drain, queues that integrate, a trainer that consumes whole batches.
 
 The plant knows no controller. Time advances in steps of `DT_S`; the trainer takes and settles batches at exact times.
-Sequences are a fluid: real numbers, not groups. All randomness comes from one seed.
+Sequences are a fluid: real numbers, not groups. All randomness comes from one seed. A controller sees what a run would
+measure, not what the plant is made of: see `Crew.counts` and `Lane.rollout_s`.
 """
 
 import heapq
@@ -9,10 +10,12 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
+from statistics import median, median_low
 from typing import Final
 
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
-from rolloutmq.services.orchestrator.simulation.site import EnvironmentSite, ServerSite, Site
+from rolloutmq.services.orchestrator.simulation.site import GROUP, EnvironmentSite, ServerSite, Site
+from rolloutmq.services.orchestrator.supervision.worker_table import STARTS
 
 DT_S: Final = 0.25
 DRAIN_S: Final = 3.0
@@ -29,6 +32,10 @@ REPLACED_S: Final = 10.0
 """Time for which a worker that failed for good keeps its place."""
 BUSY_S: Final = 1.0
 """Time constant of the busy part of an inference server."""
+NEW_PART: Final = 0.1
+"""Weight of a new group in the mean rollout time, as in the broker."""
+MANY: Final = 50.0
+"""Groups in a step from which their number is normally distributed."""
 NOTHING: Final = 1e-9
 """Sequences too few to count: they are rounding errors."""
 
@@ -41,11 +48,16 @@ class Crew:
         self.ready = 0
         self.moved = 0
         """Workers started and removed, in total."""
+        self.rollout_s = site.rollout_s
+        """Time that a draining worker takes for its rollouts."""
         self._chance = chance
-        self._starting: list[float] = []
-        """Times at which starting workers are ready."""
-        self._restarting: list[float] = []
+        self._now = 0.0
+        self._starting: list[tuple[float, float]] = []
+        """Times at which starting workers are ready, and at which they were started."""
+        self._restarting: list[tuple[float, float]] = []
         """The same of workers that crashed."""
+        self._starts = deque((self._start_s(0.0) for _ in range(site.ready)), STARTS)
+        """Last times from a start until a worker was ready; those ready at the start were started before."""
         self._draining: list[float] = []
         self._failed: list[float] = []
         """Times at which the place of a failed worker is free."""
@@ -61,14 +73,14 @@ class Crew:
 
     @property
     def counts(self) -> WorkerCounts:
-        """Return the counts, as the supervisor has them."""
+        """Return the counts, and the time that starts take, as the supervisor measures them."""
         return WorkerCounts(
             ready=self.ready,
             starting=len(self._starting) + len(self._restarting),
             draining=len(self._draining),
             failed=len(self._failed),
             restarting=len(self._restarting),
-            start_s=self.site.start_s,
+            start_s=self._recent_start_s(),
         )
 
     @property
@@ -91,19 +103,20 @@ class Crew:
         change = target - self.current
         self.moved += abs(change)
         for _ in range(change):
-            self._starting.append(now + self._start_s())
+            self._starting.append((now + self._start_s(now), now))
         for _ in range(-change):
-            for waiting in (self._failed, self._restarting, self._starting):
-                if waiting:
-                    waiting.remove(max(waiting))
-                    break
+            if self._failed:
+                self._failed.remove(max(self._failed))
+            elif waiting := self._restarting or self._starting:
+                waiting.remove(max(waiting))
             else:
                 self._remove_ready()
-                ends_s = self.site.rollout_s + self._chance.expovariate(1.0 / DRAIN_S)
+                ends_s = self.rollout_s + self._chance.expovariate(1.0 / DRAIN_S)
                 self._draining.append(now + ends_s)
 
     def advance(self, now: float) -> int:
         """Start, crash and end what is due; return the number of crashed workers."""
+        self._now = now
         if self._starting:
             self._starting = self._begun(self._starting, now)
         if self._restarting:
@@ -117,7 +130,8 @@ class Crew:
             heapq.heappop(self._deaths)
             self.ready -= 1
             crashed += 1
-            self._restarting.append(now + CRASH_PAUSE_S + self._start_s())
+            again = now + CRASH_PAUSE_S
+            self._restarting.append((again + self._start_s(again), again))
         while self._lost and self._lost[0][0] <= now:
             lost = min(self._lost.popleft()[1], self.ready)
             for _ in range(lost):
@@ -126,12 +140,15 @@ class Crew:
             crashed += lost
         return crashed
 
-    def _begun(self, waiting: list[float], now: float) -> list[float]:
-        left = [at for at in waiting if at > now]
-        for _ in range(len(waiting) - len(left)):
-            if self._chance.random() < self.site.failing_starts:
-                left.append(now + self._start_s())
+    def _begun(self, waiting: list[tuple[float, float]], now: float) -> list[tuple[float, float]]:
+        left = []
+        for ready_at, since in waiting:
+            if ready_at > now:
+                left.append((ready_at, since))
+            elif self._chance.random() < self.site.failing_starts:
+                left.append((now + self._start_s(now), now))
             else:
+                self._starts.append(ready_at - since)
                 self._add_ready(1, now)
         return left
 
@@ -147,8 +164,16 @@ class Crew:
             self._deaths.remove(self._chance.choice(self._deaths))
             heapq.heapify(self._deaths)
 
-    def _start_s(self) -> float:
-        return self.site.start_s * self._chance.uniform(1.0 - SPREAD, 1.0 + SPREAD)
+    def _start_s(self, now: float) -> float:
+        return self.site.start_at(now) * self._chance.uniform(1.0 - SPREAD, 1.0 + SPREAD)
+
+    def _recent_start_s(self) -> float:
+        """Return the median of the last starts, longer while all present ones take longer; 0 while unknown."""
+        if not self._starts:
+            return 0.0
+        waiting = self._starting + self._restarting
+        under_way = [self._now - since for _, since in waiting if since <= self._now]
+        return max(median(self._starts), median_low(under_way) if under_way else 0.0)
 
 
 class Lane:
@@ -162,6 +187,7 @@ class Lane:
         made, eaten: Sequences that arrived, and those of settled batches.
         held: Sequences of the batch in training.
         waited_s: Time its workers waited for room, summed over them.
+        rollout_s: Mean rollout time of recent groups, as a broker measures it; 0 before the first one.
         served: Sequences taken by the trainer over the share, from a common origin: the least served is next.
     """
 
@@ -176,9 +202,14 @@ class Lane:
         self.made = self.eaten = self.held = 0.0
         self.waited_s = 0.0
         self.served = 0.0
+        self._takes_s = max(site.rollout_s, DT_S)
+        """Time of a rollout that nothing slows."""
+        self.rollout_s = self._takes_s if site.ready else 0.0
         self._chance = chance
-        self._under_way: deque[tuple[float, float]] = deque()
-        """Arrival times and sequences of running rollouts, over `_kept`."""
+        self._progress_s = 0.0
+        """Time that rollouts ran, less where a full server or an outage slowed them."""
+        self._under_way: deque[tuple[float, float, float]] = deque()
+        """Running rollouts: progress at their arrival, sequences over `_kept`, and time of their start."""
         self._kept = 1.0
         """Part of the rollouts under way that no crash has lost."""
         self._begun = 0.0
@@ -197,34 +228,62 @@ class Lane:
             self._under_way.clear()
             self._begun, self._kept = 0.0, 1.0
 
-    def offer(self, now: float) -> tuple[float, float]:
-        """Return the sequences its workers could begin in this step, and those there is room for."""
+    def offer(self, now: float) -> float:
+        """Return the sequences its workers could begin in this step and have room for; count their waits for it."""
         site, crew = self.site, self.crew
         workers = crew.ready if site.rollout_s else crew.ready + crew.drainers
-        if not workers or (site.outages and _is_within(site.outages, now)):
-            return 0.0, 0.0
+        if not workers or self._is_out(now):
+            return 0.0
         could = workers * site.per_worker.at(now) * DT_S
-        if site.noise:
-            could *= max(0.0, self._chance.gauss(1.0, site.noise / math.sqrt(workers * DT_S)))
-        return could, min(could, max(0.0, self.room - self.level - self._begun))
+        if site.noise:  # gamma: positive, with this mean and deviation however long a step is
+            variance = site.noise**2 / (workers * DT_S)
+            could *= self._chance.gammavariate(1.0 / variance, variance)
+        room = max(0.0, self.room - self.level - self._begun)
+        if site.group_sequences:
+            drawn = float(site.group_sequences * _poisson(could / site.group_sequences, self._chance))
+            tried = max(drawn, could)  # without room, workers wait also while no group is due
+            could = drawn
+        else:
+            tried = could
+        if room < tried:
+            self.waited_s += crew.ready * DT_S * (1.0 - room / tried)
+        return min(could, room)
 
-    def make(self, now: float, could: float, begun: float) -> None:
-        """Begin this many sequences where so many could be begun, and let those arrive that are due."""
-        if begun < could:
-            self.waited_s += self.crew.ready * DT_S * (1.0 - begun / could)
+    def load(self, now: float, begun: float) -> float:
+        """Return the sequences per second that would arrive if its running rollouts and those begun were not slowed."""
+        if self._is_out(now):
+            return 0.0
+        return self._begun / self._takes_s if self.site.rollout_s else begun / DT_S
+
+    def make(self, now: float, begun: float, pace: float = 1.0) -> None:
+        """Begin these sequences, and let those arrive that are due; rollouts run at a pace of 0 to 1."""
+        begun *= pace
         if not self.site.rollout_s:
-            self.level += begun
-            self.made += begun
+            self._arrive(begun, self._takes_s / pace)
             return
+        self._progress_s += 0.0 if self._is_out(now) else DT_S * pace
         under_way = self._under_way
         if begun:
-            under_way.append((now + self.site.rollout_s, begun / self._kept))
+            under_way.append((self._progress_s + self._takes_s, begun / self._kept, now))
             self._begun += begun
-        while under_way and under_way[0][0] <= now:
-            arrived = under_way.popleft()[1] * self._kept
+        while under_way and under_way[0][0] <= self._progress_s + NOTHING:
+            _, sequences, since = under_way.popleft()
+            arrived = sequences * self._kept
             self._begun = max(0.0, self._begun - arrived)
-            self.level += arrived
-            self.made += arrived
+            self._arrive(arrived, now - since)
+            self.crew.rollout_s = self.rollout_s
+
+    def _arrive(self, sequences: float, took_s: float) -> None:
+        if sequences <= 0.0:
+            return
+        self.level += sequences
+        self.made += sequences
+        groups = sequences / (self.site.group_sequences or GROUP)
+        part = 1.0 - (1.0 - NEW_PART) ** groups if self.rollout_s else 1.0
+        self.rollout_s += (took_s - self.rollout_s) * part
+
+    def _is_out(self, now: float) -> bool:
+        return bool(self.site.outages) and _is_within(self.site.outages, now)
 
     def take(self, size: float) -> None:
         """Give sequences to the trainer."""
@@ -279,14 +338,14 @@ class Server:
             self._starting = left
 
     def serve(self, now: float) -> None:
-        """Let its workers make what they can, divided alike where that exceeds its capacity."""
+        """Let its workers make what they can; rollouts beyond its capacity slow all of them alike."""
         offers = [lane.offer(now) for lane in self._lanes]
-        whole = sum(begun for _, begun in offers)
-        one = self.site.capacity.at(now) * DT_S
-        part = min(1.0, self.engines * one / whole) if whole > 0.0 else 1.0
-        self.busy += (part * whole / one - self.busy) * DT_S / BUSY_S
-        for lane, (could, begun) in zip(self._lanes, offers, strict=True):
-            lane.make(now, part * could, part * begun)
+        load = sum(lane.load(now, begun) for lane, begun in zip(self._lanes, offers, strict=True))
+        one = self.site.capacity.at(now)
+        pace = min(1.0, self.engines * one / load) if load > 0.0 else 1.0
+        self.busy += (pace * load / one - self.busy) * DT_S / BUSY_S
+        for lane, begun in zip(self._lanes, offers, strict=True):
+            lane.make(now, begun, pace)
 
 
 class Plant:
@@ -342,7 +401,7 @@ class Plant:
         for lane in self._lanes:
             lane.advance(now)
         for lane in self._alone:
-            lane.make(now, *lane.offer(now))
+            lane.make(now, lane.offer(now))
         for server in self.servers.values():
             server.advance(now)
             server.serve(now)
@@ -367,13 +426,14 @@ class Plant:
                 continue
             if self._waits:
                 self._wait()
-            if self.level < trainer.batch - NOTHING:
+            batch = trainer.batch_at(self._busy_until)
+            if self.level < batch - NOTHING:
                 self._wait()
                 self._waits = True
                 return
             self._waits = False
-            self._take(trainer.batch)
-            self._busy_until += trainer.batch / rate
+            self._take(batch)
+            self._busy_until += batch / rate
 
     def _wait(self) -> None:
         self.trainer_waited_s += self.now - self._busy_until
@@ -409,6 +469,18 @@ class Plant:
         owed = max(lane.served for lane in self._lanes) - DEBT * batch
         for lane in self._lanes:
             lane.served = max(lane.served - owed, 0.0)
+
+
+def _poisson(mean: float, chance: random.Random) -> int:
+    """Return a number of independent events; for many, by the normal distribution."""
+    if mean > MANY:
+        return max(0, round(chance.gauss(mean, math.sqrt(mean))))
+    number, left = 0, math.exp(-mean)
+    product = chance.random()
+    while product > left:
+        number += 1
+        product *= chance.random()
+    return number
 
 
 def _is_within(spans: Sequence[tuple[float, float]], at: float) -> bool:

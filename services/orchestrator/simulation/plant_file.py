@@ -4,18 +4,20 @@ Sizes are bounded, so that a trial ends in seconds.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from rolloutmq.schemas.config.base import NameText, Section
+from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.orchestrator.simulation.curves import LONGEST_S, curve
-from rolloutmq.services.orchestrator.simulation.series import Series
+from rolloutmq.services.orchestrator.simulation.series import Series, constant
 from rolloutmq.services.orchestrator.simulation.site import (
     EnvironmentSite,
     Scenario,
@@ -31,29 +33,47 @@ MOST_NAMES: Final = 8
 LEAST_RATE, MOST_RATE = 1e-3, 1e5
 """Sequences per second."""
 LEAST_BATCH_S: Final = 0.01
+MOST_BATCH: Final = 1e6
+"""Sequences."""
+
+
+def _pair(form: str) -> BeforeValidator:
+    """Return a validator that names the form of a pair: pydantic would ask for its second item."""
+
+    def checked(given: object) -> object:
+        if not isinstance(given, list | tuple) or len(given) != 2:
+            raise PydanticCustomError("pair", f"must be {form}")
+        return given
+
+    return BeforeValidator(checked)
+
 
 Curve = object
 """A number, points `[[seconds, value], ...]`, or a table with `points` or `csv`; see `curves`."""
-Seconds = Annotated[float, Field(ge=0.0, le=LONGEST_S)]
-Span = tuple[Seconds, Seconds]
+Seconds = Annotated[float, Field(strict=True, ge=0.0, le=LONGEST_S)]
+Span = Annotated[tuple[Seconds, Seconds], _pair("[from, to]")]
 Spans = Annotated[tuple[Span, ...], Field(max_length=1000)]
-Workers = Annotated[int, Field(ge=0, le=MOST_WORKERS)]
-Part = Annotated[float, Field(ge=0.0, le=0.95)]
+Workers = Annotated[int, Field(strict=True, ge=0, le=MOST_WORKERS)]
+Loss = Annotated[tuple[Seconds, Workers], _pair("[time, number]")]
+Jump = Annotated[
+    tuple[Seconds, Annotated[float, Field(strict=True, ge=-1e6, le=1e6)]], _pair("[time, seconds]")
+]
+Part = Annotated[float, Field(strict=True, ge=0.0, le=0.95)]
 
 
 class ScenarioPlant(Section):
     """`[scenario]`: duration, changes and limits."""
 
-    lasts_s: Annotated[float, Field(ge=10.0, le=LONGEST_S)] = 1800.0
+    lasts_s: Annotated[float, Field(strict=True, ge=10.0, le=LONGEST_S)] = 1800.0
     """Simulated seconds, times the environments at most 43200."""
     changes: Annotated[tuple[Seconds, ...], Field(max_length=1000)] = ()
     """Times of lasting changes of the need. Figures count from the first one; the settling time is measured after
     each."""
     since_s: Seconds = 0.0
     """Time from which figures count if there are no `changes`."""
-    fresh: bool = False
+    fresh: Annotated[bool, Field(strict=True)] = False
     """The start itself is simulated: the trainer's starvation has no bound."""
-    max_processes: Annotated[int, Field(ge=0, le=MOST_NAMES * MOST_WORKERS)] = 0
+    max_processes: Annotated[int, Field(strict=True, ge=0, le=MOST_NAMES * MOST_WORKERS)] = 0
     """Most workers of all environments; 0 without a limit."""
 
 
@@ -62,11 +82,11 @@ class TrainerPlant(Section):
 
     demand: Curve
     """Sequences per second consumed without waits, over time. 0: a pause, as for an evaluation."""
-    batch: Annotated[int, Field(ge=1, le=1_000_000)] = 64
-    """Sequences of a batch; a training step takes `batch / demand` seconds."""
-    queue: Annotated[int, Field(ge=1, le=10_000_000)] = 1000
+    batch: Curve = 64
+    """Sequences of a batch, over time; a training step takes `batch / demand` seconds."""
+    queue: Annotated[int, Field(strict=True, ge=1, le=10_000_000)] = 1000
     """Most sequences queued or under way, divided among the environments by weight. Beyond it, workers wait."""
-    queued: Annotated[float, Field(ge=0.0, le=1e7)] = 0.0
+    queued: Annotated[float, Field(strict=True, ge=0.0, le=1e7)] = 0.0
     """Sequences queued at the start."""
     away: Spans = ()
     """Times `[from, to]` without a connected trainer; its batch returns to the queue."""
@@ -77,27 +97,30 @@ class EnvironmentPlant(Section):
 
     per_worker: Curve = 2.0
     """Sequences per second of one worker alone, over time."""
-    start_s: Annotated[float, Field(ge=0.0, le=LONGEST_START_S)] = 20.0
-    """Mean time from the start of a worker to its first rollout."""
-    rollout_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
-    """Time from the start of a rollout to its arrival."""
-    weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
+    start_s: Curve = 20.0
+    """Mean time from the start of a worker to its first rollout, over time."""
+    rollout_s: Annotated[float, Field(strict=True, ge=0.0, le=3600.0)] = 0.0
+    """Time from the start of a rollout to its arrival; longer on a full server."""
+    weight: Annotated[float, Field(strict=True, ge=1e-3, le=1e3)] = 1.0
     """Share of a batch, relative to the other environments."""
-    noise: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
-    """Standard deviation of a worker's output in one second, relative to the mean."""
+    noise: Annotated[float, Field(strict=True, ge=0.0, le=10.0)] = 0.25
+    """Standard deviation of a worker's output in one second, relative to the mean, which it does not change."""
+    group_sequences: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] | None = None
+    """Sequences of a group: groups are whole and begin at random times (Poisson), in addition to `noise`. Without it,
+    sequences come evenly, and controllers take 8 of them for a group."""
     failing_starts: Part = 0.0
     """Part of the starts to fail near their end; each is repeated."""
-    life_s: Annotated[float, Field(ge=10.0, le=1e9)] | None = None
+    life_s: Annotated[float, Field(strict=True, ge=10.0, le=1e9)] | None = None
     """Mean time until a ready worker crashes and starts again. Without it, none crashes."""
-    lost: Annotated[tuple[tuple[Seconds, Workers], ...], Field(max_length=1000)] = ()
-    """`[time, number]` of ready workers lost for good."""
+    lost: Annotated[tuple[Loss, ...], Field(max_length=1000)] = ()
+    """A list of `[time, number]`: ready workers lost for good."""
     outages: Spans = ()
-    """Times `[from, to]` without output."""
+    """Times `[from, to]` without output; rollouts under way go on afterwards."""
     server: str = ""
     """Inference server, shared by its workers."""
     min_workers: Workers = 1
     """Fewest workers."""
-    max_workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] = 200
+    max_workers: Annotated[int, Field(strict=True, ge=1, le=MOST_WORKERS)] = 200
     """Most workers."""
     ready: Workers = 0
     """Ready workers at the start."""
@@ -108,9 +131,9 @@ class ServerPlant(Section):
 
     capacity: Curve
     """Sequences per second of one engine, over time."""
-    max_engines: Annotated[int, Field(ge=1, le=64)] = 1
+    max_engines: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
     """Most engines; one runs from the start."""
-    start_s: Annotated[float, Field(ge=0.0, le=LONGEST_START_S)] = 60.0
+    start_s: Annotated[float, Field(strict=True, ge=0.0, le=LONGEST_START_S)] = 60.0
     """Time until another engine serves."""
 
 
@@ -126,11 +149,24 @@ class ControllerPlant(Section):
     `dark`."""
     restart_at_s: Seconds | None = None
     """Time of a restart; it forgets everything."""
-    jump: tuple[Seconds, Annotated[float, Field(ge=-1e6, le=1e6)]] | None = None
+    jump: Jump | None = None
     """`[time, seconds]` of a jump of its clock."""
 
 
-class PlantFile(Section):
+class OrchestratorPlant(Section):
+    """`[orchestrator]`: keys of a configuration."""
+
+    scaling: ScalingConfig = Field(default_factory=ScalingConfig.default)
+    """Parameters of the autoscaler."""
+
+
+class SettingsPlant(Section):
+    """Keys that hold for every scenario."""
+
+    orchestrator: OrchestratorPlant = Field(default_factory=OrchestratorPlant.default)
+
+
+class PlantFile(SettingsPlant):
     """The whole file."""
 
     scenario: ScenarioPlant = Field(default_factory=ScenarioPlant.default)
@@ -138,6 +174,24 @@ class PlantFile(Section):
     environment: Annotated[dict[NameText, EnvironmentPlant], Field(min_length=1, max_length=MOST_NAMES)]
     server: Annotated[dict[NameText, ServerPlant], Field(max_length=MOST_NAMES)] = {}
     controller: ControllerPlant = Field(default_factory=ControllerPlant.default)
+
+
+def warnings_of(scenario: Scenario) -> Iterator[str]:
+    """Yield warnings in the form of an error: of a queue that cannot hold the rollouts under way."""
+    site, trainer = scenario.site, scenario.site.trainer
+    for name, one in site.environments.items():
+        most = max(trainer.demand.values)
+        if one.server:  # the whole server's, for the whole batch
+            server = site.servers[one.server]
+            most = min(most, max(server.capacity.values) * server.max_engines / site.served[one.server])
+        under_way = most * one.rollout_s
+        least = math.ceil(under_way + trainer.batch)
+        if one.rollout_s and trainer.queue < least:
+            yield (
+                f"trainer.queue: {trainer.queue} sequences are too few: at {most:g} a second with "
+                f"environment.{name}.rollout_s = {one.rollout_s:g}, {under_way:g} are under way, and workers wait for "
+                f"room; set at least {least}"
+            )
 
 
 def scenario_of(name: str, plant: PlantFile, folder: Path) -> Scenario:
@@ -153,35 +207,45 @@ def scenario_of(name: str, plant: PlantFile, folder: Path) -> Scenario:
     """
     _check(plant)
     trainer, said = plant.trainer, plant.scenario
-    demand = _curve("trainer.demand", trainer.demand, folder, least=0.0)
-    if max(demand.values) * LEAST_BATCH_S > trainer.batch:
-        raise ConfigError(
-            "trainer.batch",
-            f"must last at least {LEAST_BATCH_S:g} s (got {trainer.batch}); use a larger batch",
-        )
+    curves = _Curves(folder, said.lasts_s)
+    demand = curves.read("trainer.demand", trainer.demand, least=0.0)
+    batches = curves.read("trainer.batch", trainer.batch, 1.0, MOST_BATCH)
+    _check_batches(batches, demand, trainer.queue)
+    batch = round(max(batches.values))
     site = Site(
-        TrainerSite(demand, trainer.batch, trainer.queue, trainer.away, trainer.queued),
-        {key: _environment(key, one, folder) for key, one in plant.environment.items()},
+        TrainerSite(
+            demand, batch, trainer.queue, trainer.away, trainer.queued, batch_part=batches.scaled(1.0 / batch)
+        ),
+        {key: _environment(key, one, curves) for key, one in plant.environment.items()},
         {
-            key: ServerSite(
-                _curve(f"server.{key}.capacity", one.capacity, folder), one.max_engines, one.start_s
-            )
+            key: ServerSite(curves.read(f"server.{key}.capacity", one.capacity), one.max_engines, one.start_s)
             for key, one in plant.server.items()
         },
     )
     scenario = Scenario(
-        name, site, said.changes, said.lasts_s, said.since_s, said.max_processes, is_fresh=said.fresh
+        name,
+        site,
+        said.changes,
+        said.lasts_s,
+        said.since_s,
+        said.max_processes,
+        is_fresh=said.fresh,
+        scaling=plant.orchestrator.scaling,
     )
     return _troubled(scenario, plant.controller)
 
 
-def _environment(key: str, one: EnvironmentPlant, folder: Path) -> EnvironmentSite:
+def _environment(key: str, one: EnvironmentPlant, curves: "_Curves") -> EnvironmentSite:
+    starts = curves.read(f"environment.{key}.start_s", one.start_s, 0.0, LONGEST_START_S)
+    longest_s = max(starts.values)
     return EnvironmentSite(
-        per_worker=_curve(f"environment.{key}.per_worker", one.per_worker, folder),
-        start_s=one.start_s,
+        per_worker=curves.read(f"environment.{key}.per_worker", one.per_worker),
+        start_s=longest_s,
+        start_part=starts.scaled(1.0 / longest_s) if longest_s else constant(1.0),
         rollout_s=one.rollout_s,
         weight=one.weight,
         noise=one.noise,
+        group_sequences=one.group_sequences or 0,
         failing_starts=one.failing_starts,
         life_s=math.inf if one.life_s is None else one.life_s,
         lost=one.lost,
@@ -206,11 +270,30 @@ def _troubled(scenario: Scenario, said: ControllerPlant) -> Scenario:
     )
 
 
-def _curve(key: str, given: object, folder: Path, least: float = LEAST_RATE) -> Series:
-    try:
-        return curve(given, folder, least, MOST_RATE)
-    except ValueError as error:
-        raise ConfigError(key, str(error)) from None
+class _Curves:
+    """Reads the curves of a plant from a folder; each must tell of the simulated time alone."""
+
+    def __init__(self, folder: Path, lasts_s: float) -> None:
+        self._folder = folder
+        self._lasts_s = lasts_s
+
+    def read(self, key: str, given: object, least: float = LEAST_RATE, most: float = MOST_RATE) -> Series:
+        """Return the curve of a key; ConfigError if it is invalid, or its last point has no effect."""
+        try:
+            found = curve(given, self._folder, least, most)
+        except ValueError as error:
+            raise ConfigError(key, str(error)) from None
+        if len(found.times) < 2:
+            return found
+        # A straight line may end after the simulation; the value of a step may begin with its end.
+        decides_at = found.times[-2] if found.is_linear else found.times[-1]
+        if decides_at > self._lasts_s or (found.is_linear and decides_at == self._lasts_s):
+            raise ConfigError(
+                key,
+                f"must end with the simulation, {self._lasts_s:g} s (got a point at {found.times[-1]:g}); remove "
+                "later points, or raise scenario.lasts_s",
+            )
+        return found
 
 
 def _check(plant: PlantFile) -> None:
@@ -232,8 +315,14 @@ def _check(plant: PlantFile) -> None:
             "scenario.since_s", "must not be beside changes: figures count from the first change"
         )
     _check_trainer(trainer)
+    _check_ends(plant)
     for name, one in plant.environment.items():
         _check_environment(f"environment.{name}", one, plant.server)
+        if one.group_sequences and one.group_sequences > trainer.queue:
+            raise ConfigError(
+                f"environment.{name}.group_sequences",
+                f"must be at most trainer.queue {trainer.queue} (got {one.group_sequences})",
+            )
     least = sum(one.min_workers for one in plant.environment.values())
     if 0 < said.max_processes < least:
         raise ConfigError(
@@ -248,12 +337,44 @@ def _check(plant: PlantFile) -> None:
     _check_spans("controller.dark", [plant.controller.dark] if plant.controller.dark else [])
 
 
+def _check_ends(plant: PlantFile) -> None:
+    """Refuse what would happen after the end."""
+    trouble, lasts_s = plant.controller, plant.scenario.lasts_s
+    begins = {
+        "trainer.away": [begin for begin, _ in plant.trainer.away],
+        "controller.dark": [trouble.dark[0]] if trouble.dark else [],
+        "controller.restart_at_s": [] if trouble.restart_at_s is None else [trouble.restart_at_s],
+        "controller.jump": [trouble.jump[0]] if trouble.jump else [],
+    }
+    for name, one in plant.environment.items():
+        begins[f"environment.{name}.lost"] = [at for at, _ in one.lost]
+        begins[f"environment.{name}.outages"] = [begin for begin, _ in one.outages]
+    for key, times in begins.items():
+        for at in times:
+            if at >= lasts_s:
+                raise ConfigError(
+                    key,
+                    f"must be before the end, {lasts_s:g} s (got {at:g}); remove it, or raise scenario.lasts_s",
+                )
+
+
 def _check_trainer(trainer: TrainerPlant) -> None:
-    if trainer.queue < trainer.batch:
-        raise ConfigError("trainer.queue", f"must hold a batch of {trainer.batch} (got {trainer.queue})")
     if trainer.queued > trainer.queue:
         raise ConfigError("trainer.queued", f"must be at most queue {trainer.queue} (got {trainer.queued:g})")
     _check_spans("trainer.away", trainer.away)
+
+
+def _check_batches(batches: Series, demand: Series, queue: int) -> None:
+    """Refuse batches that are no whole numbers, too short, or larger than the queue."""
+    if part := next((size for size in batches.values if size != round(size)), None):
+        raise ConfigError("trainer.batch", f"must be whole numbers (got {part:g})")
+    if max(demand.values) * LEAST_BATCH_S > min(batches.values):
+        raise ConfigError(
+            "trainer.batch",
+            f"must last at least {LEAST_BATCH_S:g} s (got {min(batches.values):g}); use a larger batch",
+        )
+    if queue < max(batches.values):
+        raise ConfigError("trainer.queue", f"must hold a batch of {max(batches.values):g} (got {queue})")
 
 
 def _check_environment(key: str, one: EnvironmentPlant, servers: Mapping[str, ServerPlant]) -> None:
@@ -268,6 +389,9 @@ def _check_environment(key: str, one: EnvironmentPlant, servers: Mapping[str, Se
                 f"{key}.{field}", f"must not exceed max_workers {one.max_workers} (got {workers})"
             )
     _check_spans(f"{key}.outages", one.outages)
+    for (before, _), (after, _) in pairwise(one.lost):
+        if after <= before:
+            raise ConfigError(f"{key}.lost", f"times must increase (got {after:g} after {before:g})")
 
 
 def _check_spans(key: str, spans: Sequence[Span]) -> None:

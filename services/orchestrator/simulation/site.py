@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
+from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.simulation.series import Series, constant
 
 GROUP: Final = 8
-"""Sequences of one group, for the controllers: in the plant, sequences are a fluid."""
+"""Sequences of one group where sequences are a fluid: for the controllers, and for means over groups."""
 FOUND_STARTS, FOUND_S = 10.0, 10.0
-"""Time to find the capacity of a shared server: so many times a start and so many seconds."""
+"""Time to find the capacity of a shared server: so many times a start with the first rollout and so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,11 @@ class TrainerSite:
 
     Attributes:
         demand: Sequences per second that it consumes while it does not wait. 0: it pauses, and waits for nothing.
-        batch: Sequences of a batch; it trains for `batch / demand` seconds on one.
+        batch: Sequences of the largest batch; it trains for `batch / demand` seconds on one.
         queue: Capacity of the queue in sequences, divided by the weights; beyond it workers wait.
         away: Times from which to which no trainer is connected; its batch returns to the queue.
         queued: Sequences in the queue at the start.
+        batch_part: Part of `batch` that a batch has, over time.
     """
 
     demand: Series
@@ -34,6 +36,11 @@ class TrainerSite:
     queue: int = 1000
     away: tuple[tuple[float, float], ...] = ()
     queued: float = 0.0
+    batch_part: Series = field(default_factory=lambda: constant(1.0))
+
+    def batch_at(self, at: float) -> int:
+        """Return the sequences of a batch at a time."""
+        return max(1, round(self.batch * self.batch_part.at(at)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,8 @@ class EnvironmentSite:
 
     Attributes:
         per_worker: Sequences per second of one worker alone; above 0.
-        start_s: Mean time from the start of a worker to its first rollout.
-        rollout_s: Time from the start of a rollout to its arrival.
+        start_s: Longest mean time from the start of a worker to its first rollout.
+        rollout_s: Time from the start of a rollout to its arrival; longer on a full server.
         weight: Its share of a batch, relative to the others.
         noise: Standard deviation of a worker's output in one second, relative to the mean.
         failing_starts: Part of the starts that fail near their end and are repeated.
@@ -53,6 +60,8 @@ class EnvironmentSite:
         server: Inference server that its workers share, or empty.
         min_workers, max_workers: Bounds of its workers.
         ready: Ready workers at the start.
+        start_part: Part of `start_s` that a start takes, over time.
+        group_sequences: Sequences of a group, begun whole and at random times; 0: sequences are a fluid.
     """
 
     per_worker: Series = field(default_factory=lambda: constant(2.0))
@@ -68,6 +77,12 @@ class EnvironmentSite:
     min_workers: int = 1
     max_workers: int = 200
     ready: int = 0
+    start_part: Series = field(default_factory=lambda: constant(1.0))
+    group_sequences: int = 0
+
+    def start_at(self, at: float) -> float:
+        """Return the mean time that a start takes at a time."""
+        return self.start_s * self.start_part.at(at)
 
     @property
     def begins(self) -> int:
@@ -150,6 +165,7 @@ class Scenario:
         jump: Time and size of a jump of its clock.
         is_fresh: It is about the start itself: how long the trainer starves until the first workers are there has no
             bound, and does not count.
+        scaling: Parameters of the orchestrator's own controllers.
     """
 
     name: str
@@ -164,6 +180,7 @@ class Scenario:
     restart_at: float = math.inf
     jump: tuple[float, float] = (math.inf, 0.0)
     is_fresh: bool = False
+    scaling: ScalingConfig = field(default_factory=ScalingConfig.default)
 
     @property
     def without_crashes(self) -> "Scenario":
@@ -178,8 +195,10 @@ class Scenario:
 
     @property
     def found_by_s(self) -> float:
-        """Return the time by which the capacity of a shared server is found."""
-        return FOUND_STARTS * (self.start_s + FOUND_S)
+        """Return the time within which the capacity of a shared server is found, by the starts of its beginning."""
+        at = self.counts_from_s
+        arrives_s = max(one.start_at(at) + one.rollout_s for one in self.site.environments.values())
+        return FOUND_STARTS * (arrives_s + FOUND_S)
 
     @property
     def start_s(self) -> float:

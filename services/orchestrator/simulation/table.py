@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
-from rolloutmq.services.orchestrator.simulation.verdict import Figure, Verdict
+from rolloutmq.services.orchestrator.simulation.verdict import Bound, Figure, Verdict
 
 HEAD: Final = ("", "starved s", "waste %", "moves", "flips", "settle s", "peak")
 WIDTHS: Final = (10, 17, 15, 17, 14, 27, 14)
@@ -26,8 +26,11 @@ def table(verdicts: Iterable[Verdict]) -> Iterator[str]:
                 yield ("\n" if number else "") + _title(one)
                 yield _row(HEAD)
             yield _row(_cells(one))
-            if one.broken:
-                yield f"{'':{WIDTHS[0]}} breaks: {', '.join(one.broken)}\n"
+            if one.engines is not None:
+                yield f"{'':{WIDTHS[0]}} makes {_rate(one.throughput_per_s)}, engines {_cell(one.engines)}\n"
+            for bound in one.bounds:
+                if not bound.is_kept:
+                    yield f"{'':{WIDTHS[0]}} breaks: {_broken(bound)}\n"
 
 
 def _title(one: Verdict) -> str:
@@ -52,6 +55,20 @@ def _cells(one: Verdict) -> Sequence[str]:
 def _cell(figure: Figure, factor: float = 1.0) -> str:
     found = f"{factor * figure.median:.0f}/{factor * figure.worst:.0f}"
     return found if figure.ratio is None else f"{found} {_ratio(figure.ratio)}"
+
+
+def _rate(figure: Figure) -> str:
+    ratio = "" if figure.ratio is None else f" {_ratio(figure.ratio)}"
+    return f"{figure.median:.1f}/{figure.worst:.1f} sequences/s{ratio}"
+
+
+def _broken(one: Bound) -> str:
+    """Return a bound as `flips 7/9, at most 6/9`: median and worst, and their limits."""
+    factor, unit = (100.0, " %") if one.unit == "x" else (1.0, f" {one.unit}".rstrip())
+    found, limit = ((factor * one.median, factor * one.worst), (factor * one.limit, factor * one.worst_limit))
+    limits = "/".join(f"{value:.4g}" for value in limit if value or not one.is_least)
+    figures = "/".join(f"{value:.4g}" for value in found)
+    return f"{one.name} {figures}{unit}, at {'least' if one.is_least else 'most'} {limits}{unit}"
 
 
 def _ratio(ratio: float) -> str:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
-from rolloutmq.services.orchestrator.simulation.plant import DT_S, Plant
+from rolloutmq.services.orchestrator.simulation.plant import Plant
 from rolloutmq.services.orchestrator.simulation.site import Scenario
 
 TICK_S: Final = 1.0
@@ -200,7 +200,7 @@ class _Trial:
 
     def _note(self) -> None:
         plant, site = self._plant, self._scenario.site
-        pressure = plant.level / site.trainer.batch
+        pressure = plant.level / site.trainer.batch_at(plant.now)
         if not self._made_by and plant.now >= self._scenario.counts_from_s + self._scenario.found_by_s:
             self._made_by = {name: lane.made for name, lane in plant.lanes.items()}
         for name, lane in plant.lanes.items():
@@ -228,14 +228,14 @@ class _Trial:
 
     def _pressure(self) -> Pressure:
         plant, trainer = self._plant, self._scenario.site.trainer
-        level = int(plant.level)
+        level, batch = int(plant.level), trainer.batch_at(plant.now)
         return Pressure(
             epoch=1,
             number=self._number,
             at=plant.now,
-            rollout_pressure=plant.level / trainer.batch,
+            rollout_pressure=plant.level / batch,
             queued_sequences=level,
-            batch_sequences=trainer.batch,
+            batch_sequences=batch,
             queued_groups=0,
             queued_bytes=0,
             leased_bytes=0,
@@ -255,7 +255,7 @@ class _Trial:
                     queued_sequences=int(lane.level),
                     accepted_sequences=int(lane.made),
                     settled_sequences=int(lane.eaten),
-                    rollout_s=max(lane.site.rollout_s, DT_S),
+                    rollout_s=lane.rollout_s,
                 )
                 for name, lane in plant.lanes.items()
             ),

@@ -4,7 +4,7 @@ The bounds hold for the median of the seeds, and 1.5 times of them for the worst
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
@@ -30,6 +30,8 @@ SATURATED, TWICE, THROUGHPUT = 1.25, 2.0, 0.97
 """Workers of a shared server after the search, and at any time, relative to those for its capacity; throughput then."""
 SETTLES, SETTLES_S = 3.0, 30.0
 """Settling time allowed: so many starts with their confirmation, and so many seconds."""
+NOTHING: Final = 1e-9
+"""Difference by which rounding exceeds a bound."""
 CONFIRM_S: Final = 2.0
 WINDOW_S: Final = 60.0
 """Window of a step down, or one start if that is longer."""
@@ -48,9 +50,33 @@ class Figure:
     worst: float
     ratio: float | None = None
 
-    def within(self, bound: float) -> bool:
-        """Return whether the median keeps a bound, and the worst 1.5 times of it."""
-        return self.median <= bound + 1e-9 and self.worst <= WORST * bound + 1e-9
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound, and its figure over the seeds.
+
+    Attributes:
+        name: Its name, as in the guide.
+        median, worst: The figure; where the bound is a least one, the worst is the smallest.
+        limit, worst_limit: Bounds of both.
+        unit: `s`, or `x` for a ratio; empty for a number.
+        is_least: The figure must not be smaller; otherwise, not larger.
+    """
+
+    name: str
+    median: float
+    worst: float
+    limit: float
+    worst_limit: float
+    unit: str = ""
+    is_least: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether the figure keeps its bound."""
+        if self.is_least:
+            return self.median >= self.limit - NOTHING and self.worst >= self.worst_limit - NOTHING
+        return self.median <= self.limit + NOTHING and self.worst <= self.worst_limit + NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +86,17 @@ class Verdict:
     Attributes:
         peak_need: Largest need.
         starved_s: Time in which the trainer waited.
-        waste: Worker-seconds above the need, relative to the need.
+        waste: Worker-seconds above the need, as a part of the worker-seconds needed (0.25 is 25 %).
         moves: Workers started and removed.
         least_moves, turns: Moves and changes of direction of the path with the fewest moves near the need.
         flips: Changes of direction.
         settle_s: Settling time after each lasting change of the need.
         peak: Most workers.
         blocked_s: Time in which workers waited, summed over them.
-        broken: Bounds that are exceeded.
+        throughput_per_s: Sequences made per second.
+        engines: Most engines of its server; None without one.
+        bounds: All bounds that hold for it, with their figures.
+        broken: Names of those that are exceeded.
     """
 
     scenario: str
@@ -85,6 +114,9 @@ class Verdict:
     settle_s: tuple[Figure, ...]
     peak: Figure
     blocked_s: Figure
+    throughput_per_s: Figure
+    engines: Figure | None
+    bounds: tuple[Bound, ...]
     broken: tuple[str, ...]
 
 
@@ -102,10 +134,15 @@ class _Trials:
     reference: Sequence[Outcome]
     uncrashed: Sequence[Outcome]
 
-    def over(self, of: Callable[[Outcome], float]) -> Figure:
+    def over(self, of: Callable[[Outcome], float], worst: Callable[[Sequence[float]], float] = max) -> Figure:
         found = [of(one) for one in self.own]
         middle, referred = float(median(found)), self.referred(of)
-        return Figure(middle, float(max(found)), middle / referred if referred else None)
+        return Figure(middle, float(worst(found)), middle / referred if referred else None)
+
+    def most(self, name: str, of: Callable[[Outcome], float], limit: float, unit: str = "") -> Bound:
+        """Return an upper bound of a figure, and 1.5 times of it for the worst seed."""
+        figure = self.over(of)
+        return Bound(name, figure.median, figure.worst, limit, WORST * limit, unit)
 
     def referred(self, of: Callable[[Outcome], float]) -> float:
         return float(median(of(one) for one in self.reference))
@@ -145,11 +182,12 @@ def judged(
 
 def _judged(law: str, trials: _Trials) -> Verdict:
     scenario, own = trials.scenario, trials.own
+    site = scenario.site.environments[trials.env]
     turns, least = _fewest_moves(scenario, trials.env, [moment.need for moment in own[0].moments])
     verdict = Verdict(
         scenario=scenario.name,
         env=trials.env,
-        start_s=scenario.site.environments[trials.env].start_s,
+        start_s=site.start_s,
         law=law,
         seeds=len(own),
         peak_need=max(one.peak_need for one in own),
@@ -162,48 +200,68 @@ def _judged(law: str, trials: _Trials) -> Verdict:
         settle_s=tuple(trials.over(_settled(change)) for change in range(len(scenario.changes))),
         peak=trials.over(lambda one: one.peak),
         blocked_s=trials.over(lambda one: one.blocked_s),
+        throughput_per_s=trials.over(lambda one: one.made / (scenario.lasts_s - scenario.counts_from_s), min),
+        engines=trials.over(lambda one: one.engines) if site.server else None,
+        bounds=(),
         broken=(),
     )
-    checks = {
-        "bounds": not any(one.outside for one in own),
-        "down in the dark": not any(one.downs_in_the_dark for one in own),
-        "flips": verdict.flips.within(_flips(scenario, turns)),
-        "waste": verdict.waste.within(_wasted(trials.referred(_waste))),
-        "starved": scenario.is_fresh or verdict.starved_s.within(_starves_s(trials)),
-    }
-    if scenario.site.environments[trials.env].server:
-        checks |= _at_capacity(trials)
-    elif not scenario.has_crashes:
-        checks["settle"] = all(
-            figure.within(_settles_s(scenario, change, trials.env))
-            for change, figure in enumerate(verdict.settle_s)
-        )
-    return replace(verdict, broken=tuple(name for name, held in checks.items() if not held))
+    bounds = (*_always(trials, turns), *(_at_capacity(trials) if site.server else _settles(trials)))
+    return replace(verdict, bounds=bounds, broken=tuple(one.name for one in bounds if not one.is_kept))
 
 
-def _at_capacity(trials: _Trials) -> dict[str, bool]:
-    """Check the search for the capacity of a shared server, which begins at the first change or at the start."""
+def _always(trials: _Trials, turns: int) -> Iterator[Bound]:
+    """Yield the bounds of every environment."""
+    yield trials.most("bounds", lambda one: one.outside, 0.0)
+    yield trials.most("down in the dark", lambda one: one.downs_in_the_dark, 0.0)
+    yield trials.most("flips", lambda one: one.flips, _flips(trials.scenario, turns))
+    yield trials.most("waste", _waste, _wasted(trials.referred(_waste)), "x")
+    if not trials.scenario.is_fresh:
+        yield trials.most("starved", lambda one: one.starved_s, _starves_s(trials), "s")
+
+
+def _settles(trials: _Trials) -> Sequence[Bound]:
+    """Return the bound of the settling time of the change that comes nearest to it, or exceeds it most."""
+    scenario = trials.scenario
+    if scenario.has_crashes or not scenario.changes:
+        return ()
+    bounds = [
+        trials.most("settle", _settled(change), _settles_s(scenario, change, trials.env), "s")
+        for change in range(len(scenario.changes))
+    ]
+    return (max(bounds, key=lambda one: max(one.median / one.limit, one.worst / one.worst_limit)),)
+
+
+def _at_capacity(trials: _Trials) -> Iterator[Bound]:
+    """Check the search for the capacity of a shared server, which begins at the first change or at the start.
+
+    In a pause of the trainer the capacity is not to be seen: workers stay for their window.
+    """
     scenario, own = trials.scenario, trials.own
     since = scenario.counts_from_s + scenario.found_by_s
     until = scenario.changes[1] if len(scenario.changes) > 1 else scenario.lasts_s
     site, server = scenario.site, scenario.site.environments[trials.env].server
     needed = max(site.engines(server, moment.at) for moment in own[0].moments)
-    checks = {
-        "twice the capacity": all(one.peak <= TWICE * one.peak_need + 1e-9 for one in own),
-        "engines": all(one.engines >= needed for one in own),
-    }
+    peaks = [one.peak / one.peak_need for one in own if one.peak_need]
+    if peaks:
+        yield Bound("twice the capacity", median(peaks), max(peaks), TWICE, TWICE, "x")
+    engines = [one.engines for one in own]
+    yield Bound("engines", median(engines), min(engines), needed, needed, is_least=True)
     late = [
         max(
-            (one.workers / one.need for one in each.moments if since <= one.at < until and one.need),
+            (
+                one.workers / one.need
+                for one in each.moments
+                if since <= one.at < until and one.need and site.trainer.demand.at(one.at)
+            ),
             default=0.0,
         )
         for each in own
     ]
-    checks["capacity"] = median(late) <= SATURATED and max(late) <= WORST * SATURATED
-    if needed == 1:
-        made = median(one.made_late for one in own)
-        checks["throughput"] = made >= THROUGHPUT * trials.referred(lambda one: one.made_late)
-    return checks
+    yield Bound("capacity", median(late), max(late), SATURATED, WORST * SATURATED, "x")
+    referred = trials.referred(lambda one: one.made_late)
+    if needed == 1 and referred:
+        made = [one.made_late / referred for one in own]
+        yield Bound("throughput", median(made), min(made), THROUGHPUT, 0.0, "x", is_least=True)
 
 
 def fewest_moves(needs: Sequence[float], begins: int | None = None) -> tuple[int, int]:
@@ -278,9 +336,9 @@ def _flips(scenario: Scenario, turns: int) -> float:
 
 
 def _settles_s(scenario: Scenario, change: int, env: str) -> float:
-    """Return the settling time allowed."""
+    """Return the settling time allowed, by the starts of that time."""
     at, site = scenario.changes[change], scenario.site
-    start_s = site.environments[env].start_s
+    start_s = site.environments[env].start_at(at)
     before, after = site.need(env, at - 1.0), site.need(env, at + 1.0)
     window_s = max(WINDOW_S, start_s) if after < before else 0.0
     return SETTLES * (start_s + CONFIRM_S) + SETTLES_S + window_s + scenario.unseen_s

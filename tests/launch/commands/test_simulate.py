@@ -6,7 +6,12 @@ import pytest
 from typer.testing import CliRunner
 
 from rolloutmq.launch.cli import app
-from rolloutmq.launch.commands.simulate import decide_again, load_plant, simulate
+from rolloutmq.launch.commands.simulate import (
+    decide_again,
+    load_plant,
+    print_decisions,
+    simulate,
+)
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.orchestrator.autoscaling.control_law import PressureController
@@ -102,7 +107,7 @@ def test_a_recorded_demand_is_tried_from_its_first_change(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "must be a number"),
+        ("", "has no rows"),
         ("1,2\n", "must span 1 to 43200 s"),
         ("1,2\n1,3\n", "seconds must increase"),
         ("1,-2\n3,4\n", "must be 0 to 400"),
@@ -132,6 +137,70 @@ def test_what_is_not_known_is_refused(tmp_path: Path, plant: Path) -> None:
         simulate([20.0], 1, plants=[plant])
     with pytest.raises(ConfigError, match="plant: must not be beside scenario"):
         simulate([], 1, ["step"], plants=[plant])
+
+
+def test_parameters_of_the_autoscaler_are_set_for_scenarios_and_plants(
+    capsys: pytest.CaptureFixture[str], plant: Path
+) -> None:
+    def wasted(*settings: str) -> tuple[float, float]:
+        simulate([2.0], 1, ["few"], settings=settings, as_json=True)
+        reference, own, *_ = json.loads(capsys.readouterr().out)
+        return reference["waste"]["median"], own["waste"]["median"]
+
+    window = "orchestrator.scaling.down_window_s"
+    usual, longer = wasted(), wasted(f"{window}=600")
+    assert longer[0] == usual[0]
+    assert longer[1] > usual[1] + 0.2
+    assert load_plant(plant, [f"{window}=600", "trainer.batch=32"]).site.trainer.batch == 32
+    plant.write_text(PLANT + "[orchestrator.scaling]\ndown_window_s = 500\nrefill_s = 30\n")
+    scaling = load_plant(plant, [f"{window}=600"]).scaling
+    assert (scaling.down_window_s, scaling.refill_s, scaling.up_least) == (600.0, 30.0, 4)
+    with pytest.raises(ConfigError, match=r"^orchestrator\.scaling\.refil_s: unknown key; did you mean"):
+        simulate([2.0], 1, ["few"], settings=["orchestrator.scaling.refil_s=3"])
+    with pytest.raises(ConfigError, match=r"^trainer: unknown key; allowed: orchestrator"):
+        simulate([2.0], 1, ["few"], settings=["trainer.batch=3"])
+
+
+def test_controllers_are_chosen_by_name(capsys: pytest.CaptureFixture[str], plant: Path) -> None:
+    simulate([], 1, plants=[plant], controllers=["pid", "rolloutmq"], as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["env"], one["law"]) for one in found] == [
+        (env, law) for env in ("math", "code") for law in ("rolloutmq", "pid")
+    ]
+    assert found[0]["peak"]["ratio"], "beside the reference fleet, which runs in any case"
+    with pytest.raises(ConfigError, match=r"^controller: unknown \(got 'pi'\); use one of 'reference'"):
+        simulate([], 1, plants=[plant], controllers=["pi"])
+
+
+def test_decisions_are_printed_where_target_or_reason_change(
+    capsys: pytest.CaptureFixture[str], plant: Path
+) -> None:
+    print_decisions([], plants=[plant])
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == "mine, start 10 s"
+    assert all(re.match(r" +\d+ s  (math|code)  target +\d+  ready ", line) for line in lines)
+    assert lines[0].endswith("hold: no measurement yet")
+    print_decisions([], plants=[plant], as_json=True)
+    ((found,),) = (json.loads(capsys.readouterr().out),)
+    assert (found["scenario"], found["start_s"], len(found["decisions"])) == ("mine", 10.0, len(lines))
+    targets = [one["target"] for one in found["decisions"] if one["env"] == "math"]
+    assert targets[0] == 5
+    assert max(targets) >= 10
+    result = CliRunner().invoke(app, ["simulate", "--plant", str(plant), "--decisions"])
+    assert result.output.splitlines() == [title, *lines]
+
+
+def test_a_queue_that_holds_no_rollouts_is_warned_about(
+    capsys: pytest.CaptureFixture[str], plant: Path
+) -> None:
+    simulate([], 1, plants=[plant])
+    assert capsys.readouterr().err == ""
+    plant.write_text(PLANT + "rollout_s = 60\n")
+    simulate([], 1, plants=[plant])
+    assert capsys.readouterr().err == (
+        "rolloutmq: warning: mine: trainer.queue: 1000 sequences are too few: at 40 a second with "
+        "environment.code.rollout_s = 60, 2400 are under way, and workers wait for room; set at least 2464\n"
+    )
 
 
 def test_the_command_line_refuses_a_plant_by_its_key(plant: Path) -> None:

@@ -74,6 +74,14 @@ def test_the_orchestrators_controllers_start_no_more_processes_than_there_is_roo
     assert own.decide(at(1.0, a=WorkerCounts(), b=WorkerCounts(ready=1))) == {"a": 1, "b": 1}
 
 
+def test_lost_workers_are_no_scale_down_and_each_is_started_again_once() -> None:
+    lost = replace(WORKER, ready=20, lost=((600.0, 5), (900.0, 15)))
+    scenario = Scenario("x", single(constant(39.0), lost, queued=96.0), (600.0,), 1200.0)
+    for law in ("reference", "rolloutmq"):
+        out = try_out(scenario, CONTROLLERS[law], 0)[ENV]
+        assert (out.moves, out.flips) == (20, 0), law
+
+
 @pytest.mark.parametrize("law", ["ratio", "pid"])
 def test_the_usual_rules_waste_workers_or_move_them(law: str) -> None:
     demand = steps((0.0, 40.0), (100.0, 80.0), (300.0, 20.0))

@@ -55,7 +55,8 @@ def test_a_curve_that_makes_no_sense_is_refused(value: object, problem: str) -> 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "must be a number, points"),
+        ("", "has no rows; give at least one of seconds and a value"),
+        ("seconds,demand\n", "has no rows"),
         ("a,b\n1,x\n", r"line 2 must be seconds and a value \(got '1,x'\)"),
         ("1\n2\n", "line 1 must be"),
         ("1,2\nseconds,value\n", "line 2 must be"),

@@ -1,7 +1,9 @@
 """The plant: workers, queues and the trainer, in exact numbers where nothing is random."""
 
 import math
+import statistics
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -63,6 +65,17 @@ def test_a_trainer_takes_several_batches_in_one_step() -> None:
     assert plant.trainer_waited_s == 0.0
 
 
+def test_batches_change_over_time() -> None:
+    part = steps((0.0, 0.25), (40.0, 1.0))
+    plant, (lane,) = plant_of(worker(ready=0), demand=8.0, queued=900.0, batch=64, batch_part=part)
+    run(plant, 39)
+    assert (lane.held, lane.eaten % 16, plant.site.trainer.batch_at(39.0)) == (16.0, 0.0, 16)
+    assert lane.eaten == pytest.approx(39 * 8.0, abs=16.0)
+    run(plant, 9)
+    assert lane.held == 64.0
+    assert plant.trainer_waited_s == 0.0
+
+
 def test_a_trainer_in_a_pause_neither_takes_nor_waits() -> None:
     plant, (lane,) = plant_of(worker(ready=0), queued=100.0)
     run(plant, 60)
@@ -109,6 +122,26 @@ def test_workers_take_time_to_start_and_those_that_start_go_first() -> None:
     assert (crew.counts.draining, crew.holding, crew.alive) == (2, 3, 1)
     run(plant, 60)
     assert (crew.counts.ready, crew.counts.draining, crew.moved) == (1, 0, 9)
+
+
+def test_the_start_time_is_measured_from_the_last_starts_and_those_under_way() -> None:
+    site = worker(ready=0, start_s=50.0, start_part=steps((0.0, 0.2), (100.0, 1.0)))
+    plant, (lane,) = plant_of(site)
+    lane.crew.scale(20, plant.now)
+    assert lane.crew.counts.start_s == 0.0, "nobody was ready yet"
+    run(plant, 100)
+    early_s = lane.crew.counts.start_s
+    assert early_s == pytest.approx(10.0, abs=2.0)
+    lane.crew.scale(40, plant.now)
+    run(plant, 9)
+    assert lane.crew.counts.start_s in (early_s, 9.0)
+    run(plant, 26)
+    assert lane.crew.counts.start_s == 35.0, "all of them take longer"
+    run(plant, 60)
+    assert lane.crew.counts.start_s == pytest.approx(50.0, abs=10.0), "the last nine"
+    full, (ready,) = plant_of(worker(ready=20))
+    run(full, 1)
+    assert 8.0 < ready.crew.counts.start_s < 12.0, "those ready at the start were started before"
 
 
 def test_failing_starts_are_repeated() -> None:
@@ -171,6 +204,43 @@ def test_a_shared_server_bounds_all_of_its_workers_and_no_others() -> None:
     assert first.made + second.made == pytest.approx(12.0 * 49.75 + 30.0 * 50.25)
 
 
+def test_rollouts_take_longer_on_a_full_server_and_their_measured_time_follows() -> None:
+    servers = {"engine": ServerSite(steps((0.0, 12.0), (500.0, 240.0)))}
+    shared = worker(ready=60, rollout_s=10.0, server="engine")
+    plant, (lane,) = plant_of(shared, servers=servers, queue=1_000_000)
+    assert lane.rollout_s == 10.0
+    run(plant, 400)
+    assert lane.rollout_s == pytest.approx(60 * 10.0 / 12.0, rel=0.02), "600 at once, 12 a second"
+    made = lane.made
+    run(plant, 99)
+    assert lane.made - made == pytest.approx(12.0 * 99.0, rel=0.02)
+    assert plant.servers["engine"].busy == pytest.approx(1.0, abs=0.01)
+    lane.crew.scale(10, plant.now)
+    run(plant, 11)
+    assert lane.crew.counts.draining == 50, "rollouts under way end before their worker"
+    run(plant, 90)
+    assert lane.rollout_s == pytest.approx(10.0, rel=0.02)
+    assert lane.made > made
+
+
+def test_an_outage_holds_the_rollouts_under_way() -> None:
+    plant, (lane,) = plant_of(worker(rollout_s=30.0, outages=((20.0, 80.0),)), queue=1000)
+    run(plant, 89)
+    assert lane.made == 0.0
+    run(plant, 20)
+    assert lane.made == pytest.approx(10 * 19.5, abs=5.0)
+    assert 30.0 < lane.rollout_s <= 90.0
+
+
+def test_the_rollout_time_is_unknown_before_the_first_group() -> None:
+    plant, (lane,) = plant_of(worker(ready=0, rollout_s=30.0))
+    lane.crew.scale(4, plant.now)
+    run(plant, 30)
+    assert lane.rollout_s == 0.0
+    run(plant, 30)
+    assert lane.rollout_s == pytest.approx(30.0)
+
+
 def test_engines_take_time_to_start_and_share_the_load() -> None:
     servers = {"engine": ServerSite(constant(12.0), max_engines=3, start_s=20.0)}
     plant, (lane,) = plant_of(worker(ready=30, server="engine"), servers=servers, queue=100_000)
@@ -228,7 +298,42 @@ def test_the_same_seed_gives_the_same() -> None:
     assert final(7) != final(8)
 
 
-def test_noise_does_not_change_the_mean() -> None:
-    plant, (lane,) = plant_of(worker(noise=0.5), queue=1_000_000)
+@pytest.mark.parametrize("noise", [0.5, 3.0])
+def test_noise_does_not_change_the_mean(noise: float) -> None:
+    plant, (lane,) = plant_of(worker(noise=noise), queue=1_000_000)
     run(plant, 1000)
-    assert lane.made == pytest.approx(10_000.0, abs=4.0 * 0.5 * math.sqrt(10_000.0))
+    assert lane.made == pytest.approx(10_000.0, abs=4.0 * noise * math.sqrt(10_000.0))
+
+
+@pytest.mark.parametrize(("noise", "ready"), [(3.0, 10), (0.5, 2)])
+def test_noise_has_the_deviation_that_is_given(noise: float, ready: int) -> None:
+    plant, (lane,) = plant_of(worker(noise=noise, ready=ready), queue=1_000_000)
+    made = [0.0]
+    for _ in range(4000):
+        run(plant, 1)
+        made.append(lane.made)
+    seconds = [after - before for before, after in pairwise(made)]
+    assert statistics.stdev(seconds) == pytest.approx(noise * math.sqrt(ready), rel=0.15)
+
+
+@pytest.mark.parametrize("rate", [1.0, 300.0])
+def test_groups_are_whole_and_come_at_random_times(rate: float) -> None:
+    site = worker(per_worker=constant(rate), group_sequences=8)
+    plant, (lane,) = plant_of(site, queue=10_000_000)
+    made = [0.0]
+    for _ in range(2000):
+        run(plant, 1)
+        made.append(lane.made)
+    groups = [(after - before) / 8.0 for before, after in pairwise(made)]
+    assert all(number == round(number) for number in groups)
+    assert statistics.mean(groups) == pytest.approx(10 * rate / 8.0, rel=0.1)
+    assert statistics.variance(groups) == pytest.approx(10 * rate / 8.0, rel=0.2), "as of a Poisson process"
+
+
+def test_workers_without_room_wait_also_while_no_group_is_due() -> None:
+    plant, (lane,) = plant_of(worker(ready=1, group_sequences=8), queue=64)
+    run(plant, 1000)
+    waited_s = lane.waited_s
+    assert lane.level == 64.0
+    run(plant, 100)
+    assert lane.waited_s - waited_s == pytest.approx(100.0)

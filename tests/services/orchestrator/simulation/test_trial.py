@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rolloutmq.services.orchestrator.simulation.plant import DT_S
 from rolloutmq.services.orchestrator.simulation.scenarios import ENV, all_scenarios, single
 from rolloutmq.services.orchestrator.simulation.series import constant, steps
 from rolloutmq.services.orchestrator.simulation.site import (
@@ -118,6 +119,7 @@ def test_controllers_see_what_a_broker_publishes() -> None:
     try_out(replace(STEADY, site=site, lasts_s=61.0), script.begin, 0)
     pressure = script.seen[39].pressure
     assert pressure is not None
+    assert [lane.rollout_s for lane in pressure.lanes] == [DT_S, DT_S]
     made, settled = (
         sum(getattr(lane, f"{kind}_sequences") for lane in pressure.lanes) for kind in ("accepted", "settled")
     )
@@ -127,6 +129,17 @@ def test_controllers_see_what_a_broker_publishes() -> None:
     assert pressure.starved_s + pressure.settled_busy_s == pytest.approx(40.0, abs=4.0)
     trainers = [seen.pressure.trainers for seen in script.seen if seen.pressure is not None]
     assert (trainers[48], trainers[49], trainers[58], trainers[59]) == (1, 0, 0, 1)
+
+
+def test_the_pressure_is_that_of_the_present_batch() -> None:
+    site = single(constant(10.0), WORKER, queued=500.0)
+    trainer = replace(site.trainer, batch_part=steps((0.0, 0.5), (50.0, 1.0)))
+    script = Script()
+    try_out(replace(STEADY, site=replace(site, trainer=trainer)), script.begin, 0)
+    told = [seen.pressure for seen in script.seen if seen.pressure is not None]
+    assert {one.batch_sequences for one in told[:48]} == {32}
+    assert {one.batch_sequences for one in told[50:]} == {64}
+    assert told[20].rollout_pressure == pytest.approx(told[20].queued_sequences / 32, abs=1 / 32)
 
 
 def test_more_than_the_process_budget_is_outside() -> None:

@@ -14,7 +14,7 @@ from rolloutmq.services.orchestrator.simulation.scenarios import ENV, single
 from rolloutmq.services.orchestrator.simulation.series import constant, steps
 from rolloutmq.services.orchestrator.simulation.site import EnvironmentSite, Scenario, ServerSite, Site
 from rolloutmq.services.orchestrator.simulation.trial import Moment, Outcome
-from rolloutmq.services.orchestrator.simulation.verdict import Figure, Verdict, fewest_moves, judged
+from rolloutmq.services.orchestrator.simulation.verdict import Bound, Figure, Verdict, fewest_moves, judged
 
 WORKER = EnvironmentSite(start_s=20.0)
 STEADY = Scenario("steady", single(constant(40.0), WORKER), lasts_s=3600.0)
@@ -186,10 +186,67 @@ def test_the_capacity_of_a_shared_server() -> None:
     assert verdict(replace(scenario, site=more), replace(good, engines=3), reference=reference).broken == ()
 
 
+def test_slow_rollouts_and_pauses_give_the_search_more_time() -> None:
+    slow = replace(WORKER, start_s=40.0, start_part=constant(0.5), rollout_s=30.0, server="engine")
+    demand = steps((0.0, 100.0), (650.0, 0.0), (680.0, 100.0))
+    site = Site(single(demand, slow).trainer, {ENV: slow}, {"engine": ServerSite(constant(40.0))})
+    scenario = Scenario("shared", site, lasts_s=900.0, is_fresh=True)
+    assert scenario.found_by_s == 600.0
+    paused = outcome(
+        peak=40,
+        made_late=1000.0,
+        moments=[
+            Moment(float(at), 40 if at < 600 else 20, 1.0 if 650 <= at < 680 else 20.0, 0.0)
+            for at in range(900)
+        ],
+    )
+    reference = outcome(made_late=1000.0)
+    assert verdict(scenario, paused, reference=reference).broken == ()
+    later = replace(
+        paused, moments=[Moment(at, 40, need, 0.0) for at, _, need, _ in paused.moments if at < 602]
+    )
+    assert verdict(scenario, later, reference=reference).broken == ("capacity",)
+
+
+def test_settling_has_the_starts_of_its_time() -> None:
+    slower = replace(WORKER, start_s=100.0, start_part=steps((0.0, 0.2), (1000.0, 1.0)))
+    scenario = replace(CHANGING, site=single(CHANGING.site.trainer.demand, slower))
+    kept = [3 * 22.0 + 30.0, 3 * 102.0 + 30.0 + 100.0]
+    assert verdict(scenario, outcome(settle_s=kept)).broken == ()
+    assert verdict(scenario, outcome(settle_s=[kept[0] + 0.1, 0.0])).broken == ("settle",)
+    assert verdict(scenario, outcome(settle_s=[0.0, kept[1] + 0.1])).broken == ("settle",)
+
+
 def test_the_worst_seed_has_half_as_much_again() -> None:
-    assert Figure(10.0, 15.0).within(10.0)
-    assert not Figure(10.0, 15.1).within(10.0)
-    assert not Figure(10.1, 10.1).within(10.0)
+    assert Bound("flips", 10.0, 15.0, 10.0, 15.0).is_kept
+    assert not Bound("flips", 10.0, 15.1, 10.0, 15.0).is_kept
+    assert not Bound("flips", 10.1, 10.1, 10.0, 15.0).is_kept
+    assert Bound("engines", 3.0, 2.0, 3.0, 2.0, is_least=True).is_kept
+    assert not Bound("engines", 3.0, 1.0, 3.0, 2.0, is_least=True).is_kept
+
+
+def test_a_verdict_has_its_bounds_with_their_figures() -> None:
+    """An hour of steady need, whose reference fleet starves for 10 s and wastes a tenth."""
+    reference = outcome(starved_s=10.0, waste_s=100.0, made=3600.0)
+    own = [outcome(flips=one, starved_s=45.0, waste_s=300.0, made=7200.0) for one in (2, 3, 8)]
+    found = verdict(STEADY, *own, reference=reference)
+    assert found.broken == ("starved",)
+    bounds = {bound.name: bound for bound in found.bounds}
+    waste = bounds.pop("waste")
+    assert (waste.median, waste.limit, waste.worst_limit) == pytest.approx((0.3, 0.35, 0.525))
+    assert bounds == {
+        "bounds": Bound("bounds", 0.0, 0.0, 0.0, 0.0),
+        "down in the dark": Bound("down in the dark", 0.0, 0.0, 0.0, 0.0),
+        "flips": Bound("flips", 3.0, 8.0, 6.0, 9.0),
+        "starved": Bound("starved", 45.0, 45.0, 40.0, 60.0, "s"),
+    }
+    assert found.throughput_per_s == Figure(2.0, 2.0, 2.0)
+    assert found.engines is None
+
+
+def test_the_settling_time_shown_is_the_one_nearest_to_its_bound() -> None:
+    found = verdict(CHANGING, outcome(settle_s=[50.0, 160.0]))
+    assert found.bounds[-1] == Bound("settle", 160.0, 160.0, 156.0, 234.0, "s")
 
 
 def test_a_figure_has_median_worst_and_ratio() -> None:
