@@ -13,7 +13,6 @@ NORMAL_S: Final = 20.0
 SEEDS: Final = 3
 BROKEN: Final = {
     ("dark 60 s", 2.0): "starved: the queue is empty once telemetry is back",
-    ("few", 120.0): "waste: five workers instead of four, in two of three trials",
 }
 """Scenarios and starts at which the law does not keep a bound."""
 
