@@ -64,7 +64,7 @@ def describe(board: RunState, now: float) -> str:
 
 
 def _workers(board: RunState, now: float) -> str:
-    counts = Counter(worker.state for worker in board.crew(now))
+    counts = Counter(worker.counts_as for worker in board.crew(now))
     ready = counts.pop(WorkerState.READY, 0)
     return " ".join([str(ready), *(f"+{count} {state}" for state, count in counts.items())])
 

@@ -82,6 +82,14 @@ def test_line_has_what_a_person_asks_for(
     )
 
 
+def test_line_counts_silent_workers_apart(
+    board: RunState, make_pressure: MakePressure, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    workers = (make_worker("a"), make_worker("b", silent_s=14.0), make_worker("c", silent_s=14.0))
+    board.feed(make_pressure(workers=workers), 1.0)
+    assert "workers 1 +2 silent" in describe(board, 1.0)
+
+
 def test_line_says_that_workers_wait_for_weights(
     board: RunState, make_pressure: MakePressure, make_worker: Callable[..., WorkerStatus]
 ) -> None:
