@@ -57,6 +57,8 @@ def describe(board: RunState, now: float) -> str:
         f"staleness {board.step.staleness_max if board.step else 0}/{board.staleness_bound}",
         f"workers {_workers(board, now)}",
     ]
+    parts += ["the launcher was killed"] if board.is_dead else []
+    parts += ["the orchestrator is silent"] if board.orchestrator else []
     if silent := board.silent_s(now):
         return "  ".join([*parts, f"the broker is silent for {silent:.0f} s"])
     health = [f"{one.env}: {one.finding}" for one in board.findings(now)]

@@ -100,6 +100,13 @@ def test_line_says_that_workers_wait_for_weights(
     assert "workers wait" not in describe(board, 1.0)
 
 
+def test_line_says_who_is_dead_or_silent(board: RunState, make_pressure: MakePressure) -> None:
+    board.feed(make_pressure(), 1.0)
+    board.is_dead, board.orchestrator = True, "not heard for 0:07"
+    assert describe(board, 1.0).endswith("  the launcher was killed  the orchestrator is silent")
+    assert describe(board, 9.0).endswith("the orchestrator is silent  the broker is silent for 8 s")
+
+
 def test_line_before_anything_happened(board: RunState) -> None:
     assert Progress(board).line(0.0) == "[ 0:00] waiting for the broker"
 
