@@ -28,9 +28,10 @@ from rolloutmq.launch.rundir import (
     trim_journal,
 )
 from rolloutmq.launch.settings import assigned
+from rolloutmq.schemas.config.base import INTEGER_LIMIT, PROCESSES_LIMIT
 from rolloutmq.schemas.config.live_settings import split
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError, UsageError
+from rolloutmq.schemas.errors import ConfigError, RefusedError, UsageError
 from rolloutmq.schemas.files import RunLayout, Supervision, Target
 from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.control import (
@@ -45,6 +46,7 @@ from rolloutmq.schemas.wire.control import (
     ValuesSet,
     WorkerState,
 )
+from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.replies import Reply
 from rolloutmq.schemas.wire.requests import Request
 from rolloutmq.services.broker.journal.read.versions import require_own_records
@@ -190,13 +192,18 @@ def drain(run_dir: Path, worker: str) -> int:
     A worker that the orchestrator did not start drains by itself, and nobody confirms it.
 
     Raises:
-        UsageError: It has no process that could drain, or one that has not reported yet after a crash.
-        RefusedError: The broker does not know it.
+        UsageError: It has no process that could drain, or one that has not reported yet after a crash; or nobody knows
+            it.
     """
     layout = RunLayout(run_dir)
     known = supervision_of(layout)
     _require_process(run_dir, known, worker)
-    _ask(run_dir, Drain(worker=worker))
+    try:
+        _ask(run_dir, Drain(worker=worker))
+    except RefusedError as error:
+        if error.code is not ErrorCode.UNKNOWN:
+            raise
+        raise UsageError(f"{worker}: no such worker; `rolloutmq workers` lists the workers") from None
     if known is not None and any(one.worker == worker for one in known.workers):
         phase = confirmed(layout, lambda report: _phase_of(report, worker))
         if phase is None:
@@ -262,13 +269,16 @@ def scale(run_dir: Path, env: str, count: int | None) -> int:
     if it is another one.
 
     Raises:
-        ConfigError: Unknown environment, or the inference servers of this run cannot be scaled.
+        ConfigError: Unknown environment, a number above the limit, or the inference servers of this run cannot be
+            scaled.
     """
     config, _ = read_run(run_dir)
     if env == FIRST:
         _check_engines(config)
     elif env not in config.environment:
         raise ConfigError(env, f"unknown environment; this run has: {', '.join(config.environment)}")
+    if count is not None:
+        _require_at_most("count", count, PROCESSES_LIMIT)
     _ask(run_dir, SetWorkers(env=env, count=count))
     what = "inference servers" if env == FIRST else "workers"
     order = f"{env}: autoscaling" if count is None else f"{env}: pinned to {count} {what}"
@@ -279,6 +289,12 @@ def scale(run_dir: Path, env: str, count: int | None) -> int:
     is_other = count is not None and target.target != count
     _say(f"{env}: {target.target} {what}, not {count}: {target.reason}" if is_other else order)
     return 0
+
+
+def _require_at_most(name: str, value: int, limit: int) -> None:
+    if abs(value) > limit:
+        bound = f"must be at most {limit}" if value > 0 else f"must be at least {-limit}"
+        raise ConfigError(name, f"{bound} (got {value})")
 
 
 def _target_of(report: Supervision, env: str, count: int | None) -> Target | None:
@@ -307,7 +323,9 @@ def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
             raise ConfigError(key, "must be a number, a string, true or false")
         if key in values:
             raise ConfigError(key, "is given twice")
-        values[key] = value
+        if isinstance(value, int):
+            _require_at_most(key, value, INTEGER_LIMIT)
+        values[key] = str(value) if isinstance(value, str) else value
     reply = _ask(run_dir, SetValues(values=values))
     if isinstance(reply, ValueRefused):
         raise ConfigError(reply.key, reply.reason)

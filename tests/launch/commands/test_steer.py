@@ -19,7 +19,7 @@ from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch import rundir
 from rolloutmq.launch.commands import steer
 from rolloutmq.launch.settings import validate
-from rolloutmq.schemas.errors import ConfigError, RefusedError, RunDirInUseError, UsageError
+from rolloutmq.schemas.errors import ConfigError, RunDirInUseError, UsageError
 from rolloutmq.schemas.files import (
     EndNotice,
     RestartOutcome,
@@ -231,9 +231,23 @@ def test_a_drain_is_confirmed_by_the_orchestrator_of_the_worker(
 def test_names_that_the_run_does_not_know_are_refused(broker: Broker, run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"sort4: unknown environment; this run has: sort3"):
         steer.scale(run_dir, "sort4", 3)
-    with pytest.raises(RefusedError, match="worker sort3-9 is not known"):
+    with pytest.raises(UsageError, match=r"^sort3-9: no such worker; `rolloutmq workers` lists"):
         steer.drain(run_dir, "sort3-9")
     assert wanted(broker) == {}
+
+
+def test_numbers_beyond_every_limit_are_refused_by_their_name(broker: Broker, run_dir: Path) -> None:
+    most, largest, key = 10_000, 1 << 62, "env.sort3.max_workers"
+    with pytest.raises(ConfigError, match=rf"^count: must be at most {most} \(got {10**20}\)"):
+        steer.scale(run_dir, "sort3", 10**20)
+    for value, problem in {
+        10**18: rf"max_workers: must be less than or equal to {most}",
+        10**23: rf"max_workers: must be at most {largest}",
+        -(10**23): rf"max_workers: must be at least -{largest}",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{problem} \(got {value}\)"):
+            steer.set_values(run_dir, [f"{key}={value}"])
+    assert (wanted(broker), status(broker).settings) == ({}, {})
 
 
 def test_a_restart_is_for_the_process_that_the_orchestrator_reports(
