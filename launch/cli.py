@@ -151,12 +151,17 @@ def replay(
 
 
 @app.command(rich_help_panel=RUN)
-def down(run_dir: RunDir = None) -> None:
-    """Stop a run in order and save its queues."""
+def down(
+    run_dir: RunDir = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="Kill its processes, instead of ending them in order.")
+    ] = False,
+) -> None:
+    """Stop a run in order and save its queues; print what the end waits for."""
     from rolloutmq.launch.commands import steer
     from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(steer.down(find_run(run_dir)))
+    raise typer.Exit(steer.down(find_run(run_dir), at_once=now))
 
 
 @app.command(rich_help_panel=RUN)

@@ -7,6 +7,7 @@ the leftovers of dead processes, and makes the summary from the logs alone.
     first signal    stop everything in order
     second signal   kill everything, then clean up and report as usual
     SIGHUP          like the others, unless the run was started under nohup
+    SIGUSR1         stop everything in order, also the second time: from `rolloutmq down`
 """
 
 import asyncio
@@ -34,10 +35,10 @@ from rolloutmq.launch.end_notice import end_notice
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight.checks import check
 from rolloutmq.launch.results import conclude
-from rolloutmq.launch.rundir import claimed, clear, living, trim_journal
+from rolloutmq.launch.rundir import END_SIGNAL, claimed, clear, living, trim_journal
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import OutputFailedError, WireError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import EndNotice, RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
@@ -254,12 +255,14 @@ class Launcher:
         self._view.board.notice = ""
 
     async def _tell_end(self, grace_s: Mapping[Role, float]) -> None:
-        """Let the view say what the end waits for, once it lasts."""
+        """Let the view, and `down`, say what the end waits for, once it lasts."""
         drain_s = self._config.orchestrator.end_s
         await asyncio.sleep(END_TOLD_S)
         while True:
             views, board = self._supervisor.views().values(), self._view.board
             board.notice = end_notice(views, board.workers(), grace_s, drain_s, time.monotonic())
+            with contextlib.suppress(OSError):  # a full disk must not keep the run from its end
+                write_json(self._layout.ending, EndNotice(board.notice))
             await asyncio.sleep(END_AGAIN_S)
 
     def _kill(self) -> None:
@@ -290,16 +293,20 @@ def _signals(stop: Stop, kill: Callable[[], None]) -> Iterator[None]:
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
+    is_second = False
 
     def asked(number: signal.Signals) -> None:
-        if stop.reason is not None:
+        nonlocal is_second
+        if is_second:
             kill()
+        is_second = True
         stop.request(number.name)
 
     for number in numbers:
         loop.add_signal_handler(number, asked, number)
+    loop.add_signal_handler(END_SIGNAL, stop.request, "down")
     try:
         yield
     finally:
-        for number in numbers:
+        for number in (*numbers, END_SIGNAL):
             loop.remove_signal_handler(number)

@@ -7,6 +7,7 @@ moved aside, never mixed with a new run and never deleted, unless the new run re
 import fcntl
 import logging
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,7 +24,7 @@ from rolloutmq.bus.shm.segment_file import sweep
 from rolloutmq.bus.transport.bindings import bindings, claim
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import EndNotice, RunLayout
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.broker.journal.disk import Disk
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 RUNS: Final = Path("runs")
 """Directory that commands search for a run by default."""
+END_SIGNAL: Final = signal.SIGUSR1
+"""Asks the launcher for an orderly end, any number of times: it never counts as the second signal, which kills."""
 STRAY_GRACE_S: Final = 5.0
 """Time the processes of a killed launcher have to end."""
 
@@ -85,6 +88,7 @@ def _claim(root: Path, token: str, stack: ExitStack, *, resume: bool) -> RunLayo
         layout.root.mkdir(mode=PRIVATE_DIRECTORY)
         stack.enter_context(_locked(layout.root))
     layout.logs.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+    layout.ending.unlink(missing_ok=True)
     write_json(layout.owner, identify("up", Role.LAUNCHER, os.getpid(), token))
     stack.callback(layout.owner.unlink, missing_ok=True)
     return layout
@@ -165,11 +169,20 @@ def clear(config: RunConfig, layout: RunLayout) -> None:
 
     All processes of the run must have ended.
     """
+    layout.ending.unlink(missing_ok=True)
     sweep(layout.weights)
     address.sweep(layout.weights)
     socket_dir.clear(layout)
     with suppress(RolloutMQError), claim(layout), bindings(config.broker, layout):
         layout.endpoints.unlink(missing_ok=True)
+
+
+def end_waits(layout: RunLayout) -> str:
+    """Return what the end of a run waits for, as its launcher says; empty if it says nothing."""
+    with suppress(msgspec.DecodeError, OSError):
+        found = read_json(layout.ending, EndNotice)
+        return found.text if found is not None else ""
+    return ""
 
 
 def recorded(layout: RunLayout) -> list[ProcessIdentity]:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, require_private
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.config.base import problem_of
+from rolloutmq.schemas.config.base import Text, location_of, problem_of
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
@@ -103,7 +103,7 @@ def read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no TOML, no UTF-8, or a number with too many digits
         raise ConfigError(str(file), f"is not valid TOML: {error}") from None
 
 
@@ -130,9 +130,10 @@ def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
+        found = tomllib.loads(f"value = {text}")["value"]
+    except ValueError:  # also a number with too many digits
+        return Text(text)
+    return Text(found) if isinstance(found, str) else found
 
 
 def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
@@ -147,7 +148,7 @@ def _assign(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _explained(error: ErrorDetails, kind: type[BaseModel]) -> ConfigError:
-    parts = [str(part) for part in error["loc"]]
+    parts = location_of(error)
     location = _written(parts, kind)
     path = ".".join(location) or "configuration"
     if error["type"] == "extra_forbidden":

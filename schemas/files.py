@@ -3,6 +3,7 @@
 config.json          resolved configuration                             written by the launcher
 run.json             owner of the run directory (ProcessIdentity)       launcher
 lives.json           start and end of each life of the run (list of Life)    launcher
+ending.json          what the end of the run waits for                  launcher, while an end lasts
 processes.json       live processes (list of ProcessIdentity)           launcher; workers.json: orchestrator
 engines.json         live engines of the orchestrator                   orchestrator
 supervision.json     state of each worker                               orchestrator
@@ -61,6 +62,7 @@ class RunLayout:
         self.config = root / "config.json"
         self.owner = root / "run.json"
         self.lives = root / "lives.json"
+        self.ending = root / "ending.json"
         self.processes = root / "processes.json"
         self.workers = root / "workers.json"
         self.engines = root / "engines.json"
@@ -202,6 +204,12 @@ class PostponedPoint(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_
     """Seconds of all points before."""
     wall_s: float = 0.0
     """Seconds of the run until then."""
+
+
+class EndNotice(msgspec.Struct, frozen=True):
+    """`ending.json`: what the end of the run waits for, as one line."""
+
+    text: str
 
 
 class OpenPoint(msgspec.Struct, frozen=True):

@@ -17,12 +17,23 @@ from rolloutmq.bus.rundir import load_run, read_run
 from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch.results import conclude, rewrite_report
-from rolloutmq.launch.rundir import STRAY_GRACE_S, clear, in_use, owner, recorded, trim_journal
+from rolloutmq.launch.rundir import (
+    END_SIGNAL,
+    STRAY_GRACE_S,
+    clear,
+    end_waits,
+    in_use,
+    owner,
+    recorded,
+    trim_journal,
+)
 from rolloutmq.launch.settings import assigned
+from rolloutmq.schemas.config.base import INTEGER_LIMIT, PROCESSES_LIMIT
 from rolloutmq.schemas.config.live_settings import split
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError, UsageError
+from rolloutmq.schemas.errors import ConfigError, RefusedError, UsageError
 from rolloutmq.schemas.files import RunLayout, Supervision, Target
+from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.control import (
     Drain,
     GetStatus,
@@ -35,13 +46,14 @@ from rolloutmq.schemas.wire.control import (
     ValuesSet,
     WorkerState,
 )
+from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.replies import Reply
 from rolloutmq.schemas.wire.requests import Request
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 from rolloutmq.services.monitor.status.confirmation import confirmed, unconfirmed
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined, supervision_of, trouble_text
-from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
+from rolloutmq.services.monitor.text.exit_codes import FAILED, INTERRUPTED, complain, reader_may_leave
 from rolloutmq.services.orchestrator.supervision.core import Phase
 from rolloutmq.services.process.child import end_strays
 from rolloutmq.services.process.identity import alive
@@ -52,15 +64,24 @@ ANSWER_S: Final = 5.0
 START_S: Final = 120.0
 """Longest wait for the broker of a detached run. The trial of its environments may take half of it."""
 LOOK_S: Final = 0.05
+END_LOOK_S: Final = 0.5
+"""Interval between two looks at what the end of a run waits for."""
+KILL_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+"""Two signals that each end a launcher, so the second one kills; of the same one it might see only one."""
 NO_PROCESS: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value})
 """States of a worker without a process that does work."""
 
 
-def down(run_dir: Path) -> int:
+def down(run_dir: Path, *, at_once: bool = False) -> int:
     """Stop a run and wait for its end. If its launcher is dead, end its remaining processes and clean up.
 
     A run that has ended is said to have ended, with exit code 0; a run of nobody, or of a broker that was started by
-    hand, with exit code 1.
+    hand, with exit code 1. Blocks without limit, and prints what the end waits for once it lasts. A `down` of a run
+    that is ending waits with the first.
+
+    Args:
+        run_dir: Its directory.
+        at_once: Kill its processes, instead of ending them in order.
     """
     layout = RunLayout(run_dir.resolve())
     require_private(layout.root)  # its files name the processes to end
@@ -71,12 +92,28 @@ def down(run_dir: Path) -> int:
     try:
         # Compare the identity again while the pidfd is held: from here on the pid cannot be reused.
         if owner(layout) == launcher:
-            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
-        select.select([pidfd], [], [])
+            for number in KILL_SIGNALS if at_once else (END_SIGNAL,):
+                signal.pidfd_send_signal(pidfd, number)
+        _await_end(layout, pidfd)
+    except KeyboardInterrupt:
+        return complain(
+            f"run {layout.root} is still ending; to kill it: rolloutmq down {run_dir} --now", INTERRUPTED
+        )
     finally:
         os.close(pidfd)
     _say(f"ended {layout.root}")
     return 0
+
+
+def _await_end(layout: RunLayout, launcher: int) -> None:
+    """Wait until the process of a pidfd has ended, and print what it waits for."""
+    said = ""
+    while not select.select([launcher], [], [], END_LOOK_S)[0]:
+        text = end_waits(layout)
+        if text not in {"", said}:
+            with reader_may_leave():
+                _say(printable_lines(text))
+        said = text
 
 
 def _put_away(layout: RunLayout) -> int:
@@ -155,13 +192,18 @@ def drain(run_dir: Path, worker: str) -> int:
     A worker that the orchestrator did not start drains by itself, and nobody confirms it.
 
     Raises:
-        UsageError: It has no process that could drain, or one that has not reported yet after a crash.
-        RefusedError: The broker does not know it.
+        UsageError: It has no process that could drain, or one that has not reported yet after a crash; or nobody knows
+            it.
     """
     layout = RunLayout(run_dir)
     known = supervision_of(layout)
     _require_process(run_dir, known, worker)
-    _ask(run_dir, Drain(worker=worker))
+    try:
+        _ask(run_dir, Drain(worker=worker))
+    except RefusedError as error:
+        if error.code is not ErrorCode.UNKNOWN:
+            raise
+        raise UsageError(f"{worker}: no such worker; `rolloutmq workers` lists the workers") from None
     if known is not None and any(one.worker == worker for one in known.workers):
         phase = confirmed(layout, lambda report: _phase_of(report, worker))
         if phase is None:
@@ -227,13 +269,16 @@ def scale(run_dir: Path, env: str, count: int | None) -> int:
     if it is another one.
 
     Raises:
-        ConfigError: Unknown environment, or the inference servers of this run cannot be scaled.
+        ConfigError: Unknown environment, a number above the limit, or the inference servers of this run cannot be
+            scaled.
     """
     config, _ = read_run(run_dir)
     if env == FIRST:
         _check_engines(config)
     elif env not in config.environment:
         raise ConfigError(env, f"unknown environment; this run has: {', '.join(config.environment)}")
+    if count is not None:
+        _require_at_most("count", count, PROCESSES_LIMIT)
     _ask(run_dir, SetWorkers(env=env, count=count))
     what = "inference servers" if env == FIRST else "workers"
     order = f"{env}: autoscaling" if count is None else f"{env}: pinned to {count} {what}"
@@ -244,6 +289,12 @@ def scale(run_dir: Path, env: str, count: int | None) -> int:
     is_other = count is not None and target.target != count
     _say(f"{env}: {target.target} {what}, not {count}: {target.reason}" if is_other else order)
     return 0
+
+
+def _require_at_most(name: str, value: int, limit: int) -> None:
+    if abs(value) > limit:
+        bound = f"must be at most {limit}" if value > 0 else f"must be at least {-limit}"
+        raise ConfigError(name, f"{bound} (got {value})")
 
 
 def _target_of(report: Supervision, env: str, count: int | None) -> Target | None:
@@ -272,7 +323,9 @@ def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
             raise ConfigError(key, "must be a number, a string, true or false")
         if key in values:
             raise ConfigError(key, "is given twice")
-        values[key] = value
+        if isinstance(value, int):
+            _require_at_most(key, value, INTEGER_LIMIT)
+        values[key] = str(value) if isinstance(value, str) else value
     reply = _ask(run_dir, SetValues(values=values))
     if isinstance(reply, ValueRefused):
         raise ConfigError(reply.key, reply.reason)

@@ -24,7 +24,8 @@ HEAD: Final = """\
 # Configuration reference
 
 Set a key in a TOML file, by the variable `ROLLOUTMQ_SECTION__KEY`, or by `--set section.key=value`; the last wins.
-Unknown keys are refused. Names have the unit, brackets the default. `rolloutmq set` changes some keys of an active run.
+Unknown keys are refused, and values of another type in a file: neither `"4"` nor `true` is a number. Names have the
+unit, brackets the default. `rolloutmq set` changes some keys of an active run.
 
 This page is generated from the models in `schemas/config/` by `make reference`."""
 NOT_SAID: Final = frozenset({"base_dir"})

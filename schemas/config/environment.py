@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from rolloutmq.schemas.config.base import Fraction, NameText, Section
+from rolloutmq.schemas.config.base import PROCESSES_LIMIT, Fraction, NameText, Section
 from rolloutmq.schemas.config.command import problem_of_placeholders
 from rolloutmq.schemas.config.rewards import RewardsConfig
 
@@ -89,9 +89,9 @@ class EnvironmentConfig(Section):
     wait for that. 0: no mark."""
     split: Literal["train", "eval"] = "train"
     """Split of its groups. A batch has groups of one split only."""
-    min_workers: NonNegativeInt = 1
+    min_workers: Annotated[int, Field(ge=0, le=PROCESSES_LIMIT)] = 1
     """Fewest worker processes."""
-    max_workers: PositiveInt = 4
+    max_workers: Annotated[int, Field(gt=0, le=PROCESSES_LIMIT)] = 4
     """Most worker processes."""
     gpus: NonNegativeInt = 0
     """GPUs for each worker process; it sees no others. 0: the run assigns no GPU and hides none."""

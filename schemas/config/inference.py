@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from rolloutmq.schemas.address import problem_of_host
-from rolloutmq.schemas.config.base import MIB, Section
+from rolloutmq.schemas.config.base import MIB, PROCESSES_LIMIT, Section
 
 _ONE_READ: Final = (
     "scheduler and worker must be one process that takes one step under one read lock; for weights that are sent see "
@@ -164,9 +164,9 @@ class InferenceConfig(Section):
     """Most sequences generated together."""
     max_waiting: PositiveInt = 4096
     """Most waiting requests. Above it the server answers 503."""
-    min_engines: PositiveInt = 1
+    min_engines: Annotated[int, Field(gt=0, le=PROCESSES_LIMIT)] = 1
     """Fewest engines. All share one copy of the weights. The launcher runs the first, the orchestrator the others."""
-    max_engines: PositiveInt = 1
+    max_engines: Annotated[int, Field(gt=0, le=PROCESSES_LIMIT)] = 1
     """Most engines. Each uses a core, so it is 1 unless you raise it."""
     engine_confirm_s: PositiveFloat = 120.0
     """The orchestrator starts another engine after this time of saturation: more workers added no throughput. It

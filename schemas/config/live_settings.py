@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rolloutmq.schemas.config.base import problem_of
+from rolloutmq.schemas.config.base import Text, problem_of
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import Setting
 
@@ -138,6 +138,7 @@ def changed(config: RunConfig, values: Mapping[str, Setting], unconfigured: Coll
             raise LiveSettingError(key, f"must be a finite number (got {new!r})")
         if env and env not in config.environment and env not in unconfigured:
             raise LiveSettingError(key, f"this run has no environment {env}")
+        new = Text(new) if isinstance(new, str) else new  # it comes from a command line
         if env:
             tree["environment"].setdefault(env, config.unconfigured.model_dump())[field] = new
         else:
@@ -150,5 +151,11 @@ def changed(config: RunConfig, values: Mapping[str, Setting], unconfigured: Coll
 
 
 def _explained(error: ErrorDetails, keys: Mapping[tuple[str, ...], str]) -> LiveSettingError:
-    key = keys.get(tuple(str(part) for part in error["loc"]))
-    return LiveSettingError(key or ", ".join(keys.values()), problem_of(error))
+    problem = problem_of(error)
+    if (key := keys.get(tuple(str(part) for part in error["loc"]))) is not None:
+        return LiveSettingError(key, problem)
+    # A rule between sections begins its text with a dotted path.
+    named, _, rest = problem.partition(": ")
+    if (key := keys.get(tuple(named.split(".")))) is not None:
+        return LiveSettingError(key, rest)
+    return LiveSettingError(", ".join(keys.values()), problem)

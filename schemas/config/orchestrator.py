@@ -2,9 +2,9 @@
 
 from typing import Annotated, Final, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from rolloutmq.schemas.config.base import MIB, Fraction, Section
+from rolloutmq.schemas.config.base import MIB, PROCESSES_LIMIT, Fraction, Section
 
 END_S: Final = 30.0
 """Time for rollouts at the end of a run, unless configured."""
@@ -63,7 +63,7 @@ class OrchestratorConfig(Section):
     """Time between two decisions. Rates are measured over one tick, so it must be short."""
     scaling: ScalingConfig = ScalingConfig.default()
     """Parameters of the autoscaler."""
-    max_processes: NonNegativeInt = 0
+    max_processes: Annotated[int, Field(ge=0, le=PROCESSES_LIMIT)] = 0
     """Most worker processes of all environments, divided by their weights. 0: only the limits of each environment."""
     backoff_s: PositiveFloat = 0.5
     """Pause before the first restart of a crashed process. It doubles with each crash, with jitter."""

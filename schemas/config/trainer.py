@@ -15,6 +15,7 @@ from pydantic import (
 from rolloutmq.schemas.config.base import MIB, Fraction, Section
 from rolloutmq.schemas.config.distillation import DistillationConfig
 from rolloutmq.schemas.config.losses import DapoConfig, LossConfig
+from rolloutmq.schemas.wire.requests import RANKS_LIMIT
 
 
 class LoraConfig(Section):
@@ -110,7 +111,7 @@ class TrainerConfig(Section):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """Device of the policy: `cpu`, or a GPU of this host as torch numbers them, `cuda` or `cuda:1`. A GPU needs another
     `weights.backend` than the default."""
-    ranks: PositiveInt = 1
+    ranks: Annotated[int, Field(gt=0, le=RANKS_LIMIT)] = 1
     """Processes of the trainer on this host. They divide each step and shard the policy and its optimizer."""
     rank_patience_s: PositiveFloat = 600.0
     """Longest wait of one rank for another, for example for a pass or a checkpoint. After it the other rank counts as

@@ -1,7 +1,7 @@
 """Messages of the control plane: heartbeats of workers, orders of operators, and the broker's published state."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -21,6 +21,12 @@ class WorkerState(StrEnum):
     GONE = "gone"
     FAILED = "failed"
     """It cannot produce groups; `WorkerBeat.error` has the reason."""
+
+
+SILENT: Final = "silent"
+"""How a worker counts that has not been heard for `SILENT_S`: it died without a last heartbeat, or it hangs."""
+SILENT_S: Final = 3.0
+"""Silence from which a worker counts as silent; it sends a heartbeat every second."""
 
 
 class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
@@ -247,6 +253,16 @@ class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
     late_members: Count = 0
     untaught: Count = 0
     waits_for: str = ""
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether a worker that should be heard is not. `state` is the last one that it reported."""
+        return self.silent_s > SILENT_S and self.state not in {WorkerState.GONE, WorkerState.FAILED}
+
+    @property
+    def counts_as(self) -> str:
+        """Return the state under which the worker is counted: what it reported, or `SILENT`."""
+        return SILENT if self.is_silent else self.state.value
 
 
 class Pressure(Message, tag="pressure", frozen=True, kw_only=True):

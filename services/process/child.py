@@ -172,7 +172,7 @@ def end_marked(marker: str) -> int:
         finally:
             os.close(pidfd)
     if ended:
-        logger.warning("ended strays marker=%s count=%d", marker, ended)
+        logger.warning("ended remaining processes marker=%s count=%d", marker, ended)
     return ended
 
 
@@ -188,7 +188,7 @@ def end_strays(identities: Iterable[ProcessIdentity], grace_s: float) -> int:
     living = [process for identity in identities if (process := adopt(identity)) is not None]
     count = len(living)
     for process in living:
-        logger.warning("ending stray name=%s pid=%d", process.identity.name, process.identity.pid)
+        logger.warning("ending remaining process name=%s pid=%d", process.identity.name, process.identity.pid)
         process.send_group(signal.SIGTERM)
         process.send_group(signal.SIGCONT)
     living = _outlive(living, grace_s)

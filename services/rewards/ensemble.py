@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from rolloutmq.bus.log_throttle import LogThrottle, WaitLog
-from rolloutmq.schemas.config.base import problem_of
+from rolloutmq.schemas.config.base import location_of, problem_of
 from rolloutmq.schemas.config.rewards import RaterConfig, RewardsConfig
 from rolloutmq.schemas.errors import ConfigError, RatersMissingError, UnusablePathError, UsageError
 from rolloutmq.schemas.wire.health import HealthFinding
@@ -454,7 +454,7 @@ def _validated(name: str, tree: Mapping[str, Any]) -> RewardsConfig:
         return RewardsConfig.model_validate(tree)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path, problem = ".".join([name, *map(str, first["loc"])]), problem_of(first)
+        path, problem = ".".join([name, *location_of(first)]), problem_of(first)
         if first["type"] == "extra_forbidden":
             problem = "unknown key"
         elif first["type"] == "value_error":  # its text begins with the key

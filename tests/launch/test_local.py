@@ -172,6 +172,40 @@ def test_an_end_that_lasts_says_what_it_waits_for(run: Run, monkeypatch: pytest.
     assert view.board.notice == "", "the last frame stays on the terminal"
 
 
+def test_further_requests_of_down_join_the_first(run: Run) -> None:
+    run.add(
+        Role.BROKER,
+        "def again(*_):\n"
+        "    os.kill(launcher, signal.SIGUSR1)\n"
+        "    os.kill(launcher, signal.SIGTERM)  # the first one that is not of `down`\n"
+        "    (run_dir / 'saved.rmq').touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, again)\n"
+        "os.kill(launcher, signal.SIGUSR1)\n"
+        "while True: time.sleep(60)\n",
+    )
+    assert run.up() == 130
+    assert run.concluded == ["interrupted by down"]
+    assert run.layout.saved.exists()
+
+
+def test_down_can_read_what_a_lasting_end_waits_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "END_TOLD_S", 0.05)
+    run.add(
+        Role.BROKER,
+        "def slow(*_):\n"
+        "    while not (run_dir / 'ending.json').exists(): time.sleep(0.01)\n"
+        "    (run_dir / 'ending.json').rename(run_dir / 'read')\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, slow)\n"
+        "os.kill(launcher, signal.SIGUSR1)\n"
+        "while True: time.sleep(60)\n",
+    )
+    assert run.up() == 130
+    assert "waits for: broker saves the queued groups" in (run.layout.root / "read").read_text()
+    assert not run.layout.ending.exists()
+
+
 def test_a_hangup_ends_the_run_in_order(run: Run) -> None:
     run.add(Role.TRAINER, "os.kill(launcher, signal.SIGHUP)\ntime.sleep(60)\n")
     assert run.up() == 130

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from rolloutmq.schemas.config.base import PROCESSES_LIMIT
 from rolloutmq.schemas.wire.control import Drain, WorkerBeat, WorkerState, WorkerStatus
 
 GONE_S: Final = 30.0
@@ -17,7 +18,7 @@ SILENT_S: Final = 120.0
 FAILED_S: Final = 900.0
 """How long a failed worker stays in the table: longer than the pause before it is replaced, and not for ever, since a
 replacement that fails is another worker."""
-WORKERS_LIMIT: Final = 10_000
+WORKERS_LIMIT: Final = PROCESSES_LIMIT
 """Workers in the table: a status with so many is 3 MB."""
 
 _STAYS_S: Final = {WorkerState.GONE: GONE_S, WorkerState.FAILED: FAILED_S}

@@ -76,7 +76,7 @@ def global_status(gateway: "Gateway", status: StatusReply | None) -> dict[str, A
             "trainer_wait": pressure.trainer_wait,
             "ledger": msgspec.structs.asdict(pressure.ledger),
             "workers": [
-                {"name": one.worker, "env": one.env, "state": one.state, "in_hand": one.in_hand}
+                {"name": one.worker, "env": one.env, "state": one.counts_as, "in_hand": one.in_hand}
                 for one in pressure.workers
             ],
         }

@@ -57,6 +57,8 @@ def describe(board: RunState, now: float) -> str:
         f"staleness {board.step.staleness_max if board.step else 0}/{board.staleness_bound}",
         f"workers {_workers(board, now)}",
     ]
+    parts += ["the launcher was killed"] if board.is_dead else []
+    parts += ["the orchestrator is silent"] if board.orchestrator else []
     if silent := board.silent_s(now):
         return "  ".join([*parts, f"the broker is silent for {silent:.0f} s"])
     health = [f"{one.env}: {one.finding}" for one in board.findings(now)]
@@ -64,7 +66,7 @@ def describe(board: RunState, now: float) -> str:
 
 
 def _workers(board: RunState, now: float) -> str:
-    counts = Counter(worker.state for worker in board.crew(now))
+    counts = Counter(worker.counts_as for worker in board.crew(now))
     ready = counts.pop(WorkerState.READY, 0)
     return " ".join([str(ready), *(f"+{count} {state}" for state, count in counts.items())])
 

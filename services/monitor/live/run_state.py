@@ -89,6 +89,8 @@ class RunState:
         """Points of the evaluation that were left out, why, and what to set; read from a file, too."""
         self.notice = ""
         """Most important message for a person; empty if there is none."""
+        self.is_dead = False
+        """Whether the launcher was killed, though processes of the run may go on; read from files, too."""
         self.started_at: float | None = None
         self._pressure_at = 0.0
         self._rewards: deque[tuple[int, float]] = deque(maxlen=REWARDS_KEPT)

@@ -120,6 +120,7 @@ class PlainView:
         self._write = write
         self._now = now
         self._noticed = ""
+        self._is_unheard = False
 
     def __enter__(self) -> Self:
         return self
@@ -135,11 +136,14 @@ class PlainView:
             self.board.feed(event, self._now())
 
     def refresh(self) -> None:
-        """Print a line if one is due, and a new notice once."""
+        """Print a line if one is due, a new notice once, and whether the orchestrator is heard at each change."""
         if self.board.notice != self._noticed:
             self._noticed = self.board.notice
             if self._noticed:
                 self._write(self._noticed + "\n")
+        if bool(self.board.orchestrator) != self._is_unheard:
+            self._is_unheard = not self._is_unheard
+            self._write(f"orchestrator {self.board.orchestrator or 'is heard again'}\n")
         if (line := self._progress.line(self._now())) is not None:
             self._write(line + "\n")
 
@@ -221,7 +225,7 @@ def top(where: Path) -> int:
         return 0
     with reader_may_leave():
         sys.stdout.write(ended.say(layout) + "\n")
-    return 0 if ended.life is RunLiveness.ENDED else FAILED
+    return 0 if ended.life is RunLiveness.ENDED and not live.board.is_dead else FAILED
 
 
 async def _until_over(layout: RunLayout, live: LiveView | PlainView) -> Fate:
@@ -239,7 +243,10 @@ async def _over(layout: RunLayout, board: RunState) -> Fate:
     absent_at = time.monotonic()
     while True:
         fate = fate_of(layout)
-        board.notice = fate.say(layout) if fate.life is RunLiveness.DEAD and not fate.elsewhere else ""
+        is_killed = fate.life is RunLiveness.DEAD and not fate.elsewhere
+        board.notice = fate.say(layout) if is_killed else ""
+        # What `down` has put away since did not end in order; a new launcher starts over.
+        board.is_dead = is_killed or (board.is_dead and fate.life is not RunLiveness.LIVING)
         now = time.monotonic()
         if fate.life is not RunLiveness.ABSENT:
             absent_at = now

@@ -17,7 +17,7 @@ from rolloutmq.schemas.wire.telemetry import EngineSample, GpuSample
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.status import curricula, gpus, waits
-from rolloutmq.services.monitor.status.worker_view import SILENT_S, WorkerRow, target_text, trouble_text
+from rolloutmq.services.monitor.status.worker_view import WorkerRow, target_text, trouble_text
 from rolloutmq.services.monitor.text import format
 
 LABEL_WIDTH: Final = 9
@@ -209,7 +209,7 @@ def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
 
 
 def _activity(board: RunState, now: float) -> Text:
-    counts = Counter(worker.state for worker in board.crew(now))
+    counts = Counter(worker.counts_as for worker in board.crew(now))
     if counts[WorkerState.READY]:
         return Text("rolling out", style="green")
     return Text(", ".join(f"{count} {state}" for state, count in counts.items()) or "none", style=QUIET)
@@ -274,7 +274,7 @@ def worker_table(board: RunState, crew: Sequence[WorkerRow], rows: int, width: i
 
 def _worker_cells(board: RunState, row: WorkerRow) -> list[Text]:
     process = board.processes.get(row.worker) if row.pid else None
-    troubled = "bold red" if (row.silent_s or 0.0) > SILENT_S else ""
+    troubled = "bold red" if row.is_silent else ""
     return [
         Text(f" {row.worker}"),
         Text(row.state, style=STYLE_OF[row.state]),

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.wire.control import WorkerState
+from rolloutmq.schemas.wire.control import SILENT_S, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
@@ -45,10 +44,6 @@ def bounds_in_force(config: RunConfig, changes: Iterable[BoundChange]) -> list[t
         if not course or course[-1][1] != largest:
             course.append((change.t, largest))
     return course
-
-
-SILENT_S: Final = 3.0
-"""Silence after which a worker counts as dead; it sends a heartbeat every second."""
 
 
 class Line(msgspec.Struct, frozen=True):

@@ -17,7 +17,14 @@ from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import GpuBook, GpuRecord, InferenceAddress, RunLayout
 from rolloutmq.schemas.printable import printable_lines
-from rolloutmq.schemas.wire.control import GetStatus, JournalStatus, LaneStatus, StatusReply, WorkerState
+from rolloutmq.schemas.wire.control import (
+    SILENT,
+    GetStatus,
+    JournalStatus,
+    LaneStatus,
+    StatusReply,
+    WorkerState,
+)
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
@@ -38,7 +45,7 @@ from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, 
 
 PATIENCE_S: Final = 3.0
 """Longest wait for the broker, which normally replies in milliseconds."""
-_LIFE: Final = ("waiting", *WorkerState, "stopping", "fatal")
+_LIFE: Final = ("waiting", *WorkerState, SILENT, "stopping", "fatal")
 
 
 @dataclass(frozen=True)
@@ -269,7 +276,7 @@ def _journal(journal: JournalStatus) -> str:
 
 
 def _workers(reply: StatusReply, crew: Sequence[WorkerRow]) -> str:
-    states = Counter(row.state for row in crew) or Counter(str(one.state) for one in reply.pressure.workers)
+    states = Counter(one.counts_as for one in (crew or reply.pressure.workers))
     return ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=_by_life)) or "none"
 
 

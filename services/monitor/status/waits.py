@@ -17,7 +17,7 @@ from rolloutmq.bus.shm.segment_file import SegmentOwner
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import OpenPoint, RunLayout, SentAddress
 from rolloutmq.schemas.printable import printable
-from rolloutmq.schemas.wire.control import LaneStatus, Pressure, WorkerState
+from rolloutmq.schemas.wire.control import SILENT, LaneStatus, Pressure, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.services.monitor.text import format
@@ -54,13 +54,13 @@ def workers(pressure: Pressure, unserved: str = "") -> str:
 
 def before_start(pressure: Pressure, unserved: str) -> str:
     """Return `unserved` if workers wait for an inference server before they are ready; empty if none does."""
-    states = {worker.state for worker in pressure.workers}
+    states = {worker.counts_as for worker in pressure.workers}
     return unserved if WorkerState.STARTING in states and _READY not in states else ""
 
 
 def _outside(pressure: Pressure) -> str:
     """Return the first wait of a worker outside the broker."""
-    waiting = [worker for worker in pressure.workers if worker.waits_for]
+    waiting = [worker for worker in pressure.workers if worker.waits_for and not worker.is_silent]
     if not waiting:
         return ""
     first, others = waiting[0], len(waiting) - 1
@@ -96,7 +96,7 @@ def explain(pressure: Pressure, outside: str = "", *, unserved: str = "", has_wo
     if parts:
         return "; ".join(parts)
     expects = has_workers or bool(pressure.workers)
-    if expects and not any(worker.state is WorkerState.READY for worker in pressure.workers):
+    if expects and not any(worker.counts_as == _READY for worker in pressure.workers):
         return "no worker is ready"
     return "nobody waits"
 
@@ -113,9 +113,9 @@ def _no_batch(pressure: Pressure) -> str:
     producers = sum(lane.producers for lane in pressure.lanes)
     if producers and not pressure.workers:  # of one's own, or of the gateway: they send no heartbeats
         return f"{text}; {producers} producer{'s' * (producers != 1)}"
-    counts = Counter(worker.state for worker in pressure.workers)
-    ready = counts[WorkerState.READY]
-    others = [f", {counts[state]} {state}" for state in WorkerState if counts[state] and state is not _READY]
+    counts = Counter(worker.counts_as for worker in pressure.workers)
+    ready = counts.pop(_READY, 0)
+    others = [f", {counts[state]} {state}" for state in (*WorkerState, SILENT) if counts[state]]
     return f"{text}; {ready} worker{'s' * (ready != 1)} ready{''.join(others)}"
 
 

@@ -16,18 +16,18 @@ import msgspec
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.printable import printable
-from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.control import SILENT, SILENT_S, WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase
 from rolloutmq.services.process.identity import boot_id, runs
 
-SILENT_S: Final = 3.0
-"""Silence shown as trouble; workers send a heartbeat every second."""
 ABANDONS_S: Final = 30.0
 """Time before the end of a drain from which its unfinished rollouts are trouble."""
 REASON_CHARS: Final = 300
 _UNWELL: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value})
 _UP: Final = frozenset({Phase.RUNNING.value, WorkerState.STARTING.value})
 """States of a process that is not known to be ready."""
+_REPORTED: Final = frozenset({WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING})
+"""States that only the worker's heartbeat confirms."""
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +65,17 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_unwell(self) -> bool:
         """Return whether the worker needs attention."""
-        is_silent = (self.silent_s or 0.0) > SILENT_S
-        return self.state in _UNWELL or self.starts_again or is_silent or self.abandons
+        return self.state in _UNWELL or self.starts_again or self.is_silent or self.abandons
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether its heartbeat is overdue."""
+        return (self.silent_s or 0.0) > SILENT_S
+
+    @property
+    def counts_as(self) -> str:
+        """Return the state under which it is counted, see `WorkerStatus.counts_as`."""
+        return SILENT if self.is_silent and self.state in _REPORTED else self.state
 
     @property
     def starts_again(self) -> bool:
@@ -136,13 +145,8 @@ def target_text(target: Target) -> str:
 
 def trouble_text(row: WorkerRow) -> str:
     """Return the trouble of a worker as one line."""
-    if (
-        row.state not in _UNWELL
-        and not row.starts_again
-        and row.silent_s is not None
-        and row.silent_s > SILENT_S
-    ):
-        return f"silent for {row.silent_s:.0f} s"
+    if row.state not in _UNWELL and not row.starts_again and row.is_silent:
+        return f"silent for {row.silent_s or 0.0:.0f} s"
     if row.abandons:
         return (
             f"draining for {row.phase_s or 0.0:.0f} s; {row.in_hand} rollouts are abandoned within "
@@ -227,8 +231,7 @@ def _has_ended(status: WorkerStatus) -> bool:
     """Return whether a worker signed off; or was killed on this host, of which the broker hears nothing."""
     if status.state is WorkerState.GONE:
         return True
-    is_here = status.host == socket.gethostname() and status.silent_s > SILENT_S
-    return is_here and status.state is not WorkerState.FAILED and not runs(status.pid)
+    return status.is_silent and status.host == socket.gethostname() and not runs(status.pid)
 
 
 def _unsupervised(status: WorkerStatus) -> WorkerRow:

@@ -101,6 +101,7 @@ def _write_states(layout: RunLayout) -> None:
         layout.config: settings(),
         layout.owner: launcher,
         layout.lives: [Life(1.0, 2.0), Life(5.0)],
+        layout.ending: files.EndNotice("ending, waits for: broker"),
         layout.processes: [broker],
         layout.workers: [_identity(WORKER, Role.WORKER)],
         layout.engines: [_identity("inference-1", Role.INFERENCE)],

@@ -319,6 +319,7 @@ TABLE: Final = (
     Readers("run.json", (), (fate_of, lambda one: fate_of(one).say(one))),
     Readers("run.json", JSON, (rundir.owner,)),
     Readers("lives.json", (), (read_lives, rundir.ended_lives)),
+    Readers("ending.json", (), (rundir.end_waits,)),
     Readers("processes.json", (), (fate_of, processes_of, lambda one: identities_of(one.processes))),
     Readers("processes.json", JSON, (rundir.recorded,)),
     Readers("workers.json", (), (processes_of, lambda one: identities_of(one.workers))),

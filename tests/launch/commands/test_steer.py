@@ -1,9 +1,12 @@
 """Commands that steer a living run reach its broker, or say in one line what is wrong."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,54 @@ from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch import rundir
 from rolloutmq.launch.commands import steer
 from rolloutmq.launch.settings import validate
-from rolloutmq.schemas.errors import ConfigError, RefusedError, RunDirInUseError, UsageError
-from rolloutmq.schemas.files import RestartOutcome, RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.errors import ConfigError, RunDirInUseError, UsageError
+from rolloutmq.schemas.files import (
+    EndNotice,
+    RestartOutcome,
+    RunLayout,
+    Supervision,
+    Target,
+    WorkerRecord,
+)
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import GetStatus, Pressure, StatusReply, WorkerBeat, WorkerState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.monitor.status import confirmation, orchestrator_view
 from rolloutmq.services.monitor.text.exit_codes import FAILED, UNCONFIRMED
 from rolloutmq.services.process.identity import MARKER, identify
+
+LAUNCHER = """
+import signal, sys, time
+from pathlib import Path
+root, seen = Path(sys.argv[1]), []
+for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, _: seen.append(number))
+(root / "ready").touch()
+while not (root / "end").exists() and set(seen) != {signal.SIGTERM, signal.SIGINT}:
+    time.sleep(0.01)
+sys.exit(len({*seen} - {signal.SIGUSR1}))
+"""
+"""A launcher that ends at a file, or at once after two signals; its exit code is their number, without `down`'s."""
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def launcher(run_dir: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """The launcher of a run, as a process of its own."""
+    layout = RunLayout(run_dir)
+    write_json(layout.config, validate({}))
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(run_dir)]) as process:
+        wait_until((run_dir / "ready").exists)
+        write_json(layout.owner, identify("up", Role.LAUNCHER, process.pid, "t"))
+        yield process
+        process.kill()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -188,9 +231,23 @@ def test_a_drain_is_confirmed_by_the_orchestrator_of_the_worker(
 def test_names_that_the_run_does_not_know_are_refused(broker: Broker, run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"sort4: unknown environment; this run has: sort3"):
         steer.scale(run_dir, "sort4", 3)
-    with pytest.raises(RefusedError, match="worker sort3-9 is not known"):
+    with pytest.raises(UsageError, match=r"^sort3-9: no such worker; `rolloutmq workers` lists"):
         steer.drain(run_dir, "sort3-9")
     assert wanted(broker) == {}
+
+
+def test_numbers_beyond_every_limit_are_refused_by_their_name(broker: Broker, run_dir: Path) -> None:
+    most, largest, key = 10_000, 1 << 62, "env.sort3.max_workers"
+    with pytest.raises(ConfigError, match=rf"^count: must be at most {most} \(got {10**20}\)"):
+        steer.scale(run_dir, "sort3", 10**20)
+    for value, problem in {
+        10**18: rf"max_workers: must be less than or equal to {most}",
+        10**23: rf"max_workers: must be at most {largest}",
+        -(10**23): rf"max_workers: must be at least -{largest}",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"{problem} \(got {value}\)"):
+            steer.set_values(run_dir, [f"{key}={value}"])
+    assert (wanted(broker), status(broker).settings) == ({}, {})
 
 
 def test_a_restart_is_for_the_process_that_the_orchestrator_reports(
@@ -280,6 +337,50 @@ def test_down_says_that_there_was_nothing_to_stop(
         "has no launcher, so nothing was stopped: its broker was started by hand" in capsys.readouterr().err
     )
     assert wanted(broker) == {}
+
+
+def test_down_says_what_it_waits_for_and_a_second_one_joins(
+    launcher: "subprocess.Popen[bytes]",
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(steer, "_say", said.append)
+    monkeypatch.setattr(steer, "END_LOOK_S", 0.01)
+    write_json(RunLayout(run_dir).ending, EndNotice("ending, waits for: broker"))
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(steer.down, run_dir)
+        wait_until(lambda: len(said) == 1)
+        second = pool.submit(steer.down, run_dir)
+        wait_until(lambda: len(said) == 2)
+        (run_dir / "end").touch()
+        assert [first.result(WAIT_S), second.result(WAIT_S)] == [0, 0]
+    assert said == ["ending, waits for: broker"] * 2 + [f"ended {run_dir}"] * 2
+    assert launcher.wait(WAIT_S) == 0, "no request was a signal that kills"
+
+
+def test_down_now_kills(launcher: "subprocess.Popen[bytes]", run_dir: Path) -> None:
+    assert steer.down(run_dir, at_once=True) == 0
+    assert launcher.wait(WAIT_S) == 2
+
+
+def test_an_interrupted_down_says_that_the_end_goes_on(
+    launcher: "subprocess.Popen[bytes]",
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(_layout: RunLayout) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(steer, "END_LOOK_S", 0.01)
+    monkeypatch.setattr(steer, "end_waits", interrupted)
+    assert steer.down(run_dir) == 130
+    assert (
+        f"run {run_dir} is still ending; to kill it: rolloutmq down {run_dir} --now"
+        in capsys.readouterr().err
+    )
+    assert launcher.poll() is None
 
 
 def test_down_of_a_run_that_never_ran_fails(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,13 @@ def test_values_become_what_the_field_is() -> None:
     assert value(later, "env.e.pacing") is True
 
 
+def test_a_rule_between_sections_names_its_key_once() -> None:
+    with pytest.raises(LiveSettingError) as refusal:
+        changed(config(e={"min_workers": 2}), {"orchestrator.max_processes": 1}, ())
+    problem = "must be at least 2, the sum of environment.*.min_workers (got 1)"
+    assert str(refusal.value) == f"orchestrator.max_processes: {problem}"
+
+
 def test_an_environment_that_nobody_configured_has_the_defaults() -> None:
     later = changed(config(e={}), {"env.brought.max_staleness": 1}, {"brought"})
     assert (value(later, "env.brought.max_staleness"), value(later, "env.brought.weight")) == (1, 1.0)

@@ -482,7 +482,7 @@ def test_an_environment_without_score_and_rewards_says_so() -> None:
             "rewards.raters.a.options",
             "'by'; it is called as asked_by(task, answer)",
         ),
-        ({"raters": {"a b": same}}, "rewards.raters.a b", "match pattern"),
+        ({"raters": {"a b": same}}, "rewards.raters.a b", "must be 1 to 64 letters"),
         (
             {"raters": {"a": same, "b": same}, "agreement": {"act": "down_weight"}},
             "rewards.agreement.act",

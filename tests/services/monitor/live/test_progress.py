@@ -82,6 +82,14 @@ def test_line_has_what_a_person_asks_for(
     )
 
 
+def test_line_counts_silent_workers_apart(
+    board: RunState, make_pressure: MakePressure, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    workers = (make_worker("a"), make_worker("b", silent_s=14.0), make_worker("c", silent_s=14.0))
+    board.feed(make_pressure(workers=workers), 1.0)
+    assert "workers 1 +2 silent" in describe(board, 1.0)
+
+
 def test_line_says_that_workers_wait_for_weights(
     board: RunState, make_pressure: MakePressure, make_worker: Callable[..., WorkerStatus]
 ) -> None:
@@ -90,6 +98,13 @@ def test_line_says_that_workers_wait_for_weights(
     assert describe(board, 1.0).endswith("  workers wait: weights_missing")
     board.feed(make_pressure(workers=(make_worker("a"),)), 1.0)
     assert "workers wait" not in describe(board, 1.0)
+
+
+def test_line_says_who_is_dead_or_silent(board: RunState, make_pressure: MakePressure) -> None:
+    board.feed(make_pressure(), 1.0)
+    board.is_dead, board.orchestrator = True, "not heard for 0:07"
+    assert describe(board, 1.0).endswith("  the launcher was killed  the orchestrator is silent")
+    assert describe(board, 9.0).endswith("the orchestrator is silent  the broker is silent for 8 s")
 
 
 def test_line_before_anything_happened(board: RunState) -> None:

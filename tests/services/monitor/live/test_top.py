@@ -5,6 +5,7 @@ import io
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from rolloutmq.schemas.wire.control import Pressure, ScaleDecision, StepDone
 from rolloutmq.services.monitor.live import top
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
-from rolloutmq.services.monitor.liveness import RunLiveness
+from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.process.identity import identify
 
 CONFIG = RunConfig(environment={"e": EnvironmentConfig(entry="a:B")})
@@ -217,8 +218,35 @@ async def test_a_dead_run_that_still_speaks_is_shown_with_a_notice(
             await asyncio.sleep(0.01)
     assert not watching.done()
     assert sum("is dead" in line for line in said) == 1
+    assert board.is_dead, "every line says so"
     watching.cancel()
     await asyncio.wait({watching})
+
+
+def test_a_dead_run_that_was_put_away_since_did_not_end_in_order(
+    plain: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_launcher(plain)
+
+    def put_away(layout: RunLayout) -> Fate:
+        found = fate_of(layout)
+        plain.summary.write_text('{"ended": "its launcher was killed"}')
+        plain.owner.unlink(missing_ok=True)
+        return replace(found, broker=True)
+
+    monkeypatch.setattr(top, "fate_of", put_away)
+    assert top.top(plain.root) == 1
+
+
+def test_lines_say_once_that_the_orchestrator_is_not_heard_and_that_it_is_again() -> None:
+    said: list[str] = []
+    board = RunState.of(CONFIG)
+    with PlainView(board, said.append, now=lambda: 0.0) as lines:
+        for problem in ("", "not heard for 0:06", "not heard for 0:07", "", ""):
+            board.orchestrator = problem
+            lines.refresh()
+    told = [line for line in said if line.startswith("orchestrator")]
+    assert told == ["orchestrator not heard for 0:06\n", "orchestrator is heard again\n"]
 
 
 async def test_what_the_orchestrator_knows_is_shown(plain: RunLayout) -> None:

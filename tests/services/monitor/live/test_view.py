@@ -188,6 +188,14 @@ def test_workers_roll_out_only_once_one_is_ready(
     assert any(line.strip().startswith(shown) for line in drawn(board, now=1.0))
 
 
+def test_silent_workers_do_not_roll_out(
+    board: RunState, make_pressure: MakePressure, make_worker: MakeWorker
+) -> None:
+    workers = tuple(make_worker(f"w-{number}", silent_s=14.0) for number in range(2))
+    board.feed(make_pressure(workers=workers), 1.0)
+    assert any(line.strip().startswith("workers 2 silent") for line in drawn(board, now=1.0))
+
+
 def test_silent_broker_hides_old_reasons(busy: RunState) -> None:
     text = "\n".join(drawn(busy, now=30.0))
 

@@ -49,6 +49,7 @@ from rolloutmq.services.monitor.status import orchestrator_view
 from rolloutmq.services.monitor.status import status as command
 from rolloutmq.services.monitor.status.status import RunDetails, status, status_json, status_text
 from rolloutmq.services.monitor.status.waits import outside
+from rolloutmq.services.monitor.status.worker_view import joined
 from rolloutmq.services.process.identity import identify
 
 
@@ -325,6 +326,16 @@ def test_workers_that_the_broker_does_not_know_are_told_with_their_reason(
     assert "workers  2 ready, 1 fatal" in lines
     assert "         bad-0: fatal; crashed 5 times in a row; the last: exit code 1" in lines
     assert "           | error: no such dataset" in lines
+
+
+def test_silent_workers_are_counted_apart(
+    reply: StatusReply, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    """Killed ones stay in the broker's table with the last state that they reported."""
+    heard = (make_worker("a"), make_worker("b", silent_s=14.0), make_worker("c", silent_s=14.0))
+    silent = replace(reply, pressure=replace(reply.pressure, workers=heard))
+    for crew in ((), joined(None, heard, 0.0)):
+        assert "workers  1 ready, 2 silent" in status_text(silent, RunDetails(crew)).splitlines()
 
 
 def test_json_has_what_the_orchestrator_knows(

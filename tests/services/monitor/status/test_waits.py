@@ -99,6 +99,18 @@ def test_no_batch_tells_what_is_missing_and_who_works(
     assert waits.trainer(stuck) == "no_batch, 96 of 256 sequences queued; 0 workers ready"
 
 
+def test_silent_workers_count_as_silent_not_as_ready(
+    make_pressure: MakePressure, make_worker: MakeWorker
+) -> None:
+    dead = [make_worker(f"w-{number}", silent_s=14.0, waits_for="a teacher") for number in range(4)]
+    workers = (*dead, make_worker("w-4", state=WorkerState.STARTING), make_worker("w-5", silent_s=2.9))
+    waiting = make_pressure(trainer_wait="no_batch", queued_sequences=96, workers=workers)
+    assert waits.trainer(waiting).endswith("; 1 worker ready, 1 starting, 4 silent")
+    assert waits.workers(waiting, "weights_missing") == "", "one is ready; what the dead waited for is past"
+    assert waits.workers(make_pressure(workers=workers[:5]), "weights_missing") == "weights_missing"
+    assert waits.explain(make_pressure(workers=tuple(dead))) == "no worker is ready"
+
+
 def test_min_share_names_the_environment_that_is_missing(
     make_pressure: MakePressure, make_lane: MakeLane
 ) -> None:

@@ -112,6 +112,24 @@ def test_one_that_is_silent_is_not_well(make_worker: MakeWorker) -> None:
     assert trouble_text(row) == "silent for 12 s"
 
 
+@pytest.mark.parametrize(
+    ("phase", "state", "silent_s", "counted"),
+    [
+        ("running", WorkerState.READY, 12.0, "silent"),
+        ("running", WorkerState.DRAINING, 12.0, "silent"),
+        ("running", WorkerState.READY, 1.0, "ready"),
+        ("running", WorkerState.FAILED, 12.0, "failed"),
+        ("stopping", WorkerState.READY, 12.0, "stopping"),
+    ],
+)
+def test_a_silent_worker_counts_as_silent_unless_its_end_is_known(
+    make_worker: MakeWorker, phase: str, state: WorkerState, silent_s: float, counted: str
+) -> None:
+    heard = make_worker("e-0", pid=7, state=state, silent_s=silent_s)
+    (row,) = joined(known(worker(phase=phase, pid=7)), [heard], NOW)
+    assert row.counts_as == counted
+
+
 def test_workers_of_others_are_there_too_and_those_that_went_are_not(make_worker: MakeWorker) -> None:
     heard = [make_worker("far-0"), make_worker("e-1", state=WorkerState.GONE)]
     assert [row.worker for row in joined(None, heard, NOW)] == ["far-0"]
