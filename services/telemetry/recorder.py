@@ -111,7 +111,7 @@ def line_of(topic: bytes, event: Event, now: float) -> bytes:
     """
     fields: dict[str, Any] = msgspec.to_builtins(event)
     if isinstance(event, Pressure):
-        fields["worker_states"] = dict(Counter(worker.state.value for worker in event.workers))
+        fields["worker_states"] = dict(Counter(worker.counts_as for worker in event.workers))
     stamp = {"t": round(now, 4), "topic": topic[:TOPIC_LIMIT_BYTES].decode(errors="replace")}
     line = msgspec.json.encode(stamp | fields)
     trimmed: list[str] = []

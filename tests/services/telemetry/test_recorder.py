@@ -20,7 +20,7 @@ from rolloutmq.services.telemetry.recorder import (
 )
 
 
-def worker(name: str, state: WorkerState) -> WorkerStatus:
+def worker(name: str, state: WorkerState, silent_s: float = 0.0) -> WorkerStatus:
     return WorkerStatus(
         worker=name,
         env="e",
@@ -31,7 +31,7 @@ def worker(name: str, state: WorkerState) -> WorkerStatus:
         produced=0,
         abandoned=0,
         blocked_s=0.0,
-        silent_s=0.0,
+        silent_s=silent_s,
         draining=False,
         error="",
     )
@@ -241,3 +241,9 @@ def test_a_file_that_cannot_be_opened_costs_events(tmp_path: Path, caplog: pytes
     recorder.record(b"step", codec.encode(STEP), 2.0)
     recorder.flush()
     assert [line["t"] for line in lines(path)] == [2.0]
+
+
+def test_silent_workers_are_counted_apart() -> None:
+    workers = (worker("a", WorkerState.READY), worker("b", WorkerState.READY, 14.0))
+    fields = json.loads(line_of(b"pressure", pressure(*workers), 0.0))
+    assert fields["worker_states"] == {"ready": 1, "silent": 1}
