@@ -41,6 +41,7 @@ from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.io.data_plane import (
     EVENT_LIMIT_BYTES,
     REQUEST_LIMIT_BYTES,
+    BrokerLogs,
     BrokerSockets,
     DataPlane,
     Waker,
@@ -173,14 +174,18 @@ def _started(
         )
         stack.callback(core.close)
         journal = stack.enter_context(_persistent(core, config.broker, layout, ram, epoch, wake))
-    dropped = stack.enter_context(private_file(layout.dropped, "ab", buffering=0))
+    dropped, settled = (
+        stack.enter_context(private_file(path, "ab", buffering=0))
+        for path in (layout.dropped, layout.settled)
+    )
     dead = DeadLetterStore(
         layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
     )
     _reconcile(core, dead)
     accounts = MemoryAccounts(core, ram, journal)
     memory_guard = MemoryGuard(bound.all, config.broker.overhead_bytes, accounts) if alone else None
-    plane = DataPlane(core, bound, dropped, dead, config.broker.max_group_bytes, wake, journal, memory_guard)
+    logs = BrokerLogs(dropped, settled)
+    plane = DataPlane(core, bound, logs, dead, config.broker.max_group_bytes, wake, journal, memory_guard)
     broker = Broker(core, plane, endpoints, on_end)
     stack.callback(layout.endpoints.unlink, missing_ok=True)
     write_json(layout.endpoints, endpoints)
