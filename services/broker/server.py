@@ -24,7 +24,6 @@ from typing import Final
 import zmq
 
 from rolloutmq.bus.encoding import topics
-from rolloutmq.bus.files import private_file
 from rolloutmq.bus.lifecycle import gc_paused
 from rolloutmq.bus.rundir import load_run, usable, write_json
 from rolloutmq.bus.shm.arena import MappedArena
@@ -46,6 +45,7 @@ from rolloutmq.services.broker.io.data_plane import (
     DataPlane,
     Waker,
 )
+from rolloutmq.services.broker.io.line_log import LineLog
 from rolloutmq.services.broker.io.memory_guard import MemoryAccounts, MemoryGuard
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
 from rolloutmq.services.broker.journal.format.events import Began
@@ -174,10 +174,7 @@ def _started(
         )
         stack.callback(core.close)
         journal = stack.enter_context(_persistent(core, config.broker, layout, ram, epoch, wake))
-    dropped, settled = (
-        stack.enter_context(private_file(path, "ab", buffering=0))
-        for path in (layout.dropped, layout.settled)
-    )
+    dropped, settled = (stack.enter_context(LineLog.open(path)) for path in (layout.dropped, layout.settled))
     dead = DeadLetterStore(
         layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
     )
