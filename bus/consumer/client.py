@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ import msgspec
 from rolloutmq.bus.blocking import Facade, with_arguments_of
 from rolloutmq.bus.consumer.batch import Batch, StepSize, step_size
 from rolloutmq.bus.consumer.connection import ConsumerConnection
-from rolloutmq.bus.consumer.figures import Figure, FigureQueue, step_figures
+from rolloutmq.bus.consumer.figures import Figure, FigureQueue
 from rolloutmq.bus.consumer.prefetch import Prefetch
 from rolloutmq.bus.consumer.puller import BatchPuller, wrong_reply
 from rolloutmq.bus.encoding.codec import require_encodable
@@ -39,7 +39,6 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import RegisterConsumer, Release, Settle
-from rolloutmq.schemas.wire.training import StepFigures
 
 logger = logging.getLogger(__name__)
 
@@ -209,16 +208,7 @@ class Consumer:
         Raises:
             UsageError: A name is invalid, or a value is no number.
         """
-        self.put_figures(self.figures_of(step, figures))
-
-    def figures_of(self, step: int, figures: Mapping[str, Figure]) -> StepFigures:
-        """Return the checked figures of a step; see `log`."""
-        return step_figures(self.info.run, self.version, step, figures)
-
-    def put_figures(self, one: StepFigures) -> None:
-        """Queue checked figures."""
-        if self._link.register.rank == 0:
-            self._figures.put(one)
+        self._figures.put(self._figures.checked(self.version, step, figures))
 
     @overload
     async def pull(
@@ -498,8 +488,8 @@ class BlockingConsumer(Facade[Consumer]):
 
     def log(self, step: int, /, **figures: Figure) -> None:
         """See `Consumer.log`. Never waits."""
-        one = self._object.figures_of(step, figures)
-        self._post(partial(self._object.put_figures, one))
+        queue, version = self._object._figures, self._object.version
+        self._post(partial(queue.put, queue.checked(version, step, figures)))
 
     def __iter__(self) -> Self:
         return self

@@ -95,8 +95,16 @@ class FigureQueue:
         self._dropped = 0
         self._not_finite = LogThrottle()
 
+    def checked(self, version: PolicyVersion, step: int, figures: Mapping[str, Figure]) -> StepFigures:
+        """Return the figures of a step of a policy's incarnation; see `step_figures`. In any thread."""
+        known = self._link.registered
+        info = known.info if known else self._link.register.info
+        return step_figures(info.run, version, step, figures)
+
     def put(self, one: StepFigures) -> None:
-        """Queue the figures of a step. Never waits."""
+        """Queue the figures of a step; those of a rank but the first are dropped. Never waits."""
+        if self._link.register.rank:
+            return
         names = ",".join(one.not_finite)
         if self._not_finite.is_due(names, time.monotonic()):
             logger.warning("figures not finite step=%d names=%s", one.step, names)

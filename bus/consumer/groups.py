@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ import msgspec
 from rolloutmq.bus.blocking import Facade, with_arguments_of
 from rolloutmq.bus.consumer.batch import Batch, StepSize
 from rolloutmq.bus.consumer.connection import ConsumerConnection
-from rolloutmq.bus.consumer.figures import Figure, FigureQueue, step_figures
+from rolloutmq.bus.consumer.figures import Figure, FigureQueue
 from rolloutmq.bus.consumer.puller import BatchPuller, wrong_reply
 from rolloutmq.bus.encoding.codec import require_encodable
 from rolloutmq.bus.transport.endpoint import Where
@@ -44,7 +44,6 @@ from rolloutmq.schemas.wire.requests import (
     RegisterConsumer,
     SettleGroups,
 )
-from rolloutmq.schemas.wire.training import StepFigures
 
 logger = logging.getLogger(__name__)
 
@@ -241,16 +240,7 @@ class GroupConsumer:
         Raises:
             UsageError: A name is invalid, or a value is no number.
         """
-        self.put_figures(self.figures_of(step, figures))
-
-    def figures_of(self, step: int, figures: Mapping[str, Figure]) -> StepFigures:
-        """Return the checked figures of a step; see `log`."""
-        return step_figures(self.info.run, self.version, step, figures)
-
-    def put_figures(self, one: StepFigures) -> None:
-        """Queue checked figures."""
-        if self._link.register.rank == 0:
-            self._figures.put(one)
+        self._figures.put(self._figures.checked(self.version, step, figures))
 
     @overload
     async def get(self, wait_s: None = None, *, timeout_s: float | None = None) -> HeldGroup: ...
@@ -503,8 +493,8 @@ class BlockingGroupConsumer(Facade[GroupConsumer]):
 
     def log(self, step: int, /, **figures: Figure) -> None:
         """See `GroupConsumer.log`. Never waits."""
-        one = self._object.figures_of(step, figures)
-        self._post(partial(self._object.put_figures, one))
+        queue, version = self._object._figures, self._object.version
+        self._post(partial(queue.put, queue.checked(version, step, figures)))
 
     def __iter__(self) -> Self:
         return self
