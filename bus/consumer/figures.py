@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
-from typing import Final, SupportsFloat
+from typing import Any, Final, SupportsFloat
 
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.log_throttle import LogThrottle
@@ -71,8 +71,9 @@ def _number(name: str, value: Figure) -> float:
     if isinstance(value, str | bytes):
         raise UsageError(f"log.{name}: must be a number (got {value[:40]!r})")
     try:
-        # A tensor with a gradient warns of `float`.
-        return float(value.item() if hasattr(value, "item") else value)
+        item: Any = getattr(value, "item", None)  # a tensor with a gradient warns of `float`
+        number: Any = value if item is None else item()
+        return float(number)
     except OverflowError:
         return math.inf
     except Exception as error:  # noqa: BLE001 - a tensor of several elements raises whatever its library wants
