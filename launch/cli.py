@@ -170,11 +170,14 @@ def init(
     name: Annotated[
         str | None, typer.Option(help="Name of the environment.  [default: the directory's]")
     ] = None,
+    trainer: Annotated[
+        bool, typer.Option("--trainer", help="Also write a trainer and a test that kills and restarts it.")
+    ] = False,
 ) -> None:
     """Create a project: an environment, its configuration and a test."""
     from rolloutmq.launch.commands.init import write_project
 
-    for path in write_project(directory, name or directory.resolve().name):
+    for path in write_project(directory, name or directory.resolve().name, trainer=trainer):
         typer.echo(f"wrote {path}")
 
 

@@ -1,8 +1,9 @@
 """The launcher: start the processes of a run on this machine, watch them, stop them in order, report the result.
 
-The launcher keeps the services of the plan running (see `Supervisor`). A run ends when the trainer is done, when
-a signal asks for it, or when a process is given up. Then the launcher stops everything in the plan's order, removes
-the leftovers of dead processes, and makes the summary from the logs alone.
+The launcher keeps the services of the plan running (see `Supervisor`). A run ends when the trainer is done, also one of
+one's own that has taken `trainer.steps`, when a signal asks for it, or when a process is given up. Then the launcher
+stops everything in the plan's order, removes the leftovers of dead processes, and makes the summary from the logs
+alone.
 
     first signal    stop everything in order
     second signal   kill everything, then clean up and report as usual
@@ -19,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,6 +41,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import OutputFailedError, WireError
 from rolloutmq.schemas.files import EndNotice, RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
@@ -95,6 +97,9 @@ class Ending:
 
     code: int
     reason: str
+
+
+DONE: Final = Ending(EXIT_DONE, "the trainer is done")
 
 
 def up(config: RunConfig, options: UpOptions) -> int:
@@ -214,20 +219,29 @@ class Launcher:
         """Wait for the first reason to end the run."""
         asked = asyncio.create_task(stop.wait())
         over = asyncio.create_task(self._supervisor.until(lambda views: _verdict(views) is not None))
-        watched = asyncio.create_task(self._unhealthy()) if self._config.health.stop_on else None
+        watched = [asyncio.create_task(watch) for watch in self._watches()]
         try:
-            await asyncio.wait({asked, over, *filter(None, [watched])}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, over, *watched}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in filter(None, [asked, over, watched]):
+            for task in (asked, over, *watched):
                 task.cancel()
         if verdict := _verdict(self._supervisor.views()):
             return verdict
-        if stop.reason is None and watched is not None and watched.done():
-            return Ending(EXIT_FAILED, watched.result())
+        found = next((task.result() for task in watched if task.done()), None)
+        if stop.reason is None and found is not None:
+            return found
         return Ending(EXIT_INTERRUPTED, f"interrupted by {stop.reason}")
 
-    async def _unhealthy(self) -> str:
-        """Wait for a finding of `health.stop_on`, and return it as the reason to end the run."""
+    def _watches(self) -> Iterator[Coroutine[None, None, Ending]]:
+        """Yield what else may end this run."""
+        if self._config.health.stop_on:
+            yield self._unhealthy()
+        own = self._config.trainer
+        if own.steps and not own.enabled:
+            yield trained(self._layout, own.steps)
+
+    async def _unhealthy(self) -> Ending:
+        """Wait for a finding of `health.stop_on`, and return it as the end of the run."""
         names = self._config.health.stop_on
         async with EventFeed(self._layout, [topics.telemetry("health", "")]) as feed:
             while True:
@@ -235,9 +249,8 @@ class Launcher:
                 with contextlib.suppress(WireError):
                     found = codec.decode_event(event[1]) if event is not None else None
                     if isinstance(found, HealthFinding) and found.finding in names and not found.ended:
-                        return (
-                            f"health.stop_on: {found.finding} of {found.env}: {found.problem}; {found.remedy}"
-                        )
+                        what = f"{found.finding} of {found.env}: {found.problem}; {found.remedy}"
+                        return Ending(EXIT_FAILED, f"health.stop_on: {what}")
 
     async def _stop(self, reason: str) -> None:
         limits = self._config.orchestrator
@@ -280,11 +293,25 @@ def _verdict(views: Mapping[str, ProcessView]) -> Ending | None:
             return Ending(EXIT_FAILED, f"{view.name}: {view.reason}")
     trainers = [view for view in views.values() if view.role is Role.TRAINER]
     if trainers and all(view.phase in OVER for view in trainers):
-        return Ending(EXIT_DONE, "the trainer is done")
+        return DONE
     for view in views.values():
         if view.phase in OVER and view.role is not Role.TRAINER:
             return Ending(EXIT_FAILED, f"{view.name} ended: {view.reason}")
     return None
+
+
+async def trained(layout: RunLayout, steps: int) -> Ending:
+    """Wait until a trainer of one's own has settled so many steps and has left, and return that end.
+
+    A trainer that has died counts as gone after `broker.silence_s`.
+    """
+    async with EventFeed(layout, [topics.PRESSURE]) as feed:
+        while True:
+            event = await feed.next(LISTEN_S)
+            with contextlib.suppress(WireError):
+                seen = codec.decode_event(event[1]) if event is not None else None
+                if isinstance(seen, Pressure) and seen.step >= steps and not seen.trainers:
+                    return DONE
 
 
 @contextlib.contextmanager

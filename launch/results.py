@@ -1,6 +1,7 @@
 """Results of an ended run: `summary.json`, `report.png`, and a few lines on the terminal.
 
-The trainer's log says what became of the groups. A trainer of one's own writes none: then the broker's ledger says it.
+The trainer's log says what became of the groups. A trainer of one's own writes none: then the broker's ledger and its
+log of settled batches say it.
 
 The survey compares produced with trained groups. The ack logs describe most groups. The journal describes the rest:
 groups of a worker killed before it wrote, of a producer without a log, or of an earlier version. At durability
@@ -13,6 +14,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +29,7 @@ from rolloutmq.launch.rundir import ended_lives
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
-from rolloutmq.schemas.lives import Life, seconds_of
+from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
 from rolloutmq.services.broker.journal.format.events import Accepted, GroupSnapshot, GroupState
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
@@ -43,6 +46,7 @@ from rolloutmq.services.monitor.report.plot import bound_text, write_report
 from rolloutmq.services.monitor.report.summary import (
     LedgerFigures,
     read_acks,
+    read_settled,
     read_trainer_log,
     settle_accounts,
     summarise,
@@ -87,13 +91,20 @@ def ledger_figures(layout: RunLayout, *, is_ours: bool) -> LedgerFigures | None:
     as many groups as the ledger says were settled. Groups for evaluation, which no trainer gets, do not count.
 
     Blocks on the disk. At durability `memory` a broker that ended in order has left its ledger, and a running one is
-    asked for its counts.
+    asked for its counts. A broker that was killed forgot what an earlier life of it had settled, and only its log of
+    batches names that: then the logs count.
     """
     named = _logged(layout)
     if named and is_ours:
         return None
     figures = _ledger(layout)
-    return figures if figures is None or not named or _settled(figures, layout) > named else None
+    if figures is None:
+        return None
+    settled = _settled(figures, layout)
+    if named:
+        return figures if settled > named else None
+    log = read_trainer_log(read_whole_lines(layout.settled, SettledBatch, Counter()))
+    return figures if settled >= len(log.trained().keys() | log.filtered()) else None
 
 
 def _settled(figures: LedgerFigures, layout: RunLayout) -> int:
@@ -159,7 +170,7 @@ def survey(layout: RunLayout, saved: Iterable[str], ledger: LedgerFigures | None
     for path in sorted(layout.acks.glob("*.jsonl")):
         for line in read_whole_lines(path, AckedGroup, unreadable):
             acked[line.group_id] = described(line) or acked.get(line.group_id)
-    log = read_trainer_log(read_whole_lines(layout.trained, SettledBatch, unreadable))
+    log = read_settled(layout, partial(read_whole_lines, damaged=unreadable))
     dropped = list(read_whole_lines(layout.dropped, DroppedGroup, unreadable))
     accounts = settle_accounts(acked, log, dropped, saved, ledger)
     produced = {name: group for name, group in acked.items() if group is not None}
@@ -210,27 +221,12 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, *, picture: bool
         reason: Why the run ended.
         picture: Draw the picture.
     """
-    if config.gateway.enabled and not config.trainer.enabled:
-        _conclude_gateway(config, layout, reason)
-        return
     records = _read(layout, is_ours=config.trainer.enabled)
     found = survey(layout, records.saved, records.ledger)
     summary = _summary(config, layout, reason, None, records, found)
     drawn = _picture(config, layout, summary) if picture else None
     lines = _lines(config, layout, summary, drawn, found)
     sys.stdout.write("\n".join(lines) + "\n")
-
-
-def _conclude_gateway(config: RunConfig, layout: RunLayout, reason: str) -> None:
-    """Print how to continue. The trainer is not ours, and only it knows the learning result."""
-    lives = _lives(layout)
-    wall_s = round(seconds_of(lives, time.time()), 3) if lives else None
-    _write_summary(layout, {"ended": reason, "wall_s": wall_s})
-    sys.stdout.write(
-        f"ended      {reason}\n"
-        f"undelivered groups are kept: continue with `rolloutmq {_command(config, layout)}`\n"
-        f"check every group with `rolloutmq ledger verify {layout.root}`\n"
-    )
 
 
 def _command(config: RunConfig, layout: RunLayout) -> str:
@@ -353,6 +349,7 @@ def _lines(
         yield from _rewards(summary)
     for number, line in enumerate(evaluation.lines(Evaluations.read(layout), summary["wall_s"])):
         yield f"{'' if number else 'evaluation':<11}{line}"
+    yield from _learning(summary["learning"])
     yield from _groups(layout, summary)
     if summary["staleness_max"] is not None and summary["staleness_bound"] is not None:
         yield f"staleness  at most {summary['staleness_max']}, bound {bound_text(summary)}"
@@ -362,7 +359,8 @@ def _lines(
     if picture is not None:
         yield f"picture    {picture}"
     evaluated = summary["evaluation"]["last"]["step"] if summary["evaluation"] else 0
-    if max(summary["steps"], evaluated) < config.trainer.steps and summary["ended"] != UNENDED:
+    wanted = config.trainer.steps or inf
+    if max(summary["steps"], evaluated) < wanted and summary["ended"] != UNENDED:
         yield f"continue with `rolloutmq {_command(config, layout)}`"
 
 
@@ -372,6 +370,12 @@ def _rewards(summary: dict[str, Any]) -> Iterator[str]:
     together = ", all environments together" if several else ""
     yield f"reward     {_course(summary)} in {summary['steps']} steps{together}"
     yield from (f"           {env}: {_course(own)}" for env, own in several.items())
+
+
+def _learning(figures: dict[str, dict[str, float]]) -> Iterator[str]:
+    """Yield the first and last means of the figures of learning."""
+    for number, (name, own) in enumerate(figures.items()):
+        yield f"{'' if number else 'learning':<11}{name} {own['first']:.4g} -> {own['last']:.4g}"
 
 
 def _course(figures: dict[str, Any]) -> str:

@@ -110,7 +110,8 @@ def read_toml(file: Path) -> dict[str, Any]:
 def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]) -> None:
     """Configure a run directory for a service that runs without a launcher.
 
-    A configured directory stays unchanged unless a file or an assignment is given.
+    A configured directory stays unchanged unless a file or an assignment is given. Without a file the trainer is
+    somebody else's: nothing but the broker starts.
 
     Raises:
         NotPrivateError: The directory belongs to another user, or others may write in it.
@@ -125,7 +126,8 @@ def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]
     require_own_records(layout)
     run_dir.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     require_private(run_dir)
-    write_json(layout.config, load(file, environ=os.environ, assignments=assignments))
+    alone = () if file is not None else ("trainer.enabled=false",)
+    write_json(layout.config, load(file, environ=os.environ, assignments=(*alone, *assignments)))
 
 
 def _value(text: str) -> Any:

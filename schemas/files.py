@@ -25,6 +25,7 @@ trained.jsonl        settled batches, with the ids of their groups      trainer
 acks/<worker>.jsonl  acked groups                                       each producer
 evaluations.jsonl    points of the evaluation, and postponed ones       whoever evaluates
 evaluation.json      tasks of the point under way; evaluation.lock       the same
+settled.jsonl        settled batches, as the broker knows them           broker
 dropped.jsonl        groups that left the queue untrained               broker
 saved.rmq            final state with its groups, at durability `memory`    broker
 journal/             groups-00000001.rmq ..., events-00000001.rmq ..., quarantine/  broker
@@ -85,6 +86,7 @@ class RunLayout:
         self.evaluations = root / "evaluations.jsonl"
         self.evaluation = root / "evaluation.json"
         self.evaluation_lock = root / "evaluation.lock"
+        self.settled = root / "settled.jsonl"
         self.dropped = root / "dropped.jsonl"
         self.saved = root / "saved.rmq"
         self.journal = root / "journal"
@@ -252,11 +254,12 @@ class AckedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettledBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """`trained.jsonl`: one settled batch.
+    """`trained.jsonl` and `settled.jsonl`: one settled batch.
 
-    The trainer writes a line before it settles the batch. `version` is the policy after the step; a batch without a
-    learning signal is no step and repeats the version. A resumed trainer first writes a line with `resumed=True`: it
-    voids every earlier line with a higher step, because those weights are lost.
+    The shipped trainer writes a line of `trained.jsonl` before it settles the batch, the broker one of `settled.jsonl`
+    once the settlement is durable. `version` is the policy after the step; a batch without a learning signal is no step
+    and repeats the version. When a trainer resumes, a line with `resumed=True` voids every earlier line with a higher
+    step, because those weights are lost.
     """
 
     at: float

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, overload
 
 import msgspec
@@ -24,6 +25,7 @@ import msgspec
 from rolloutmq.bus.blocking import Facade, with_arguments_of
 from rolloutmq.bus.consumer.batch import Batch, StepSize, step_size
 from rolloutmq.bus.consumer.connection import ConsumerConnection
+from rolloutmq.bus.consumer.figures import Figure, FigureQueue
 from rolloutmq.bus.consumer.prefetch import Prefetch
 from rolloutmq.bus.consumer.puller import BatchPuller, wrong_reply
 from rolloutmq.bus.encoding.codec import require_encodable
@@ -71,6 +73,7 @@ class Consumer:
         """Policy after the last settled step; iteration continues from it. At first that of `resume`, or of the run."""
         self._link = ConsumerConnection(where, register)
         self._puller = BatchPuller(self._link, size, split)
+        self._figures = FigureQueue(self._link)
         self._leased: Batch | None = None
         self._before: PolicyVersion | None = None
         """Policy before the last settlement, if other ranks had yet to settle."""
@@ -153,6 +156,7 @@ class Consumer:
             beat.cancel()
             await asyncio.wait({beat})
         await self._ahead.cancel()
+        await self._figures.close()
         await self._link.close()
         self._puller.close()
 
@@ -189,6 +193,22 @@ class Consumer:
         too.
         """
         self._link.progress += 1
+
+    def log(self, step: int, /, **figures: Figure) -> None:
+        """Log figures of learning, such as `loss` or `kl`, for `top`, `metrics.jsonl` and the report. Never waits.
+
+        They leave in the background; without a broker the newest 1,024 steps are kept. Rewards, tokens, staleness and
+        settlements need no log: the broker reports them. Of several ranks, those of rank 0 count.
+
+        Args:
+            step: Optimizer step, for example `batch.step`.
+            figures: At most 64 numbers by name. One that is infinite or not a number is left out, and its name is
+                reported.
+
+        Raises:
+            UsageError: A name is invalid, or a value is no number.
+        """
+        self._figures.put(self._figures.checked(self.version, step, figures))
 
     @overload
     async def pull(
@@ -370,7 +390,9 @@ class Consumer:
         return self
 
     async def __anext__(self) -> LeasedBatch:
-        """Pull the batch of the next step, without a time limit; iteration ends only with a replay.
+        """Pull the batch of the next step, without a time limit.
+
+        Iteration ends after the last step of the run (`trainer.steps`, or `RunInfo.total_steps`), and with a replay.
 
         Raises:
             UsageError: The previous batch is not settled.
@@ -380,6 +402,8 @@ class Consumer:
                 f"batch: the one of step {self._leased.step} is not settled; "
                 "call its `ack()`, or `settle()` of the consumer, before the next"
             )
+        if 0 < self.info.total_steps <= self.version.step:
+            raise StopAsyncIteration
         try:
             return await self.pull(self.version.step + 1, self.version)
         except EndOfReplayError:
@@ -461,6 +485,11 @@ class BlockingConsumer(Facade[Consumer]):
     def progress(self) -> None:
         """See `Consumer.progress`. Never waits."""
         self._object.progress()
+
+    def log(self, step: int, /, **figures: Figure) -> None:
+        """See `Consumer.log`. Never waits."""
+        queue, version = self._object._figures, self._object.version
+        self._post(partial(queue.put, queue.checked(version, step, figures)))
 
     def __iter__(self) -> Self:
         return self

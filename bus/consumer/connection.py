@@ -295,7 +295,7 @@ class ConsumerConnection:
         """Release the leased batch and close the sockets. `beat` has ended before."""
         self._closed = True
         if self._sockets is not None and self._fenced is None:
-            release = self._stamped(Release(consumer=self.register.consumer, reason="closed"))
+            release = self._stamped(Release(consumer=self.register.consumer, reason="closed", leaves=True))
             try:
                 await self._sockets.client.request(release, RELEASE_S, REPEAT_S)
             except RolloutMQError as error:

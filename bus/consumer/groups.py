@@ -21,6 +21,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self, overload
 
 import msgspec
@@ -28,6 +29,7 @@ import msgspec
 from rolloutmq.bus.blocking import Facade, with_arguments_of
 from rolloutmq.bus.consumer.batch import Batch, StepSize
 from rolloutmq.bus.consumer.connection import ConsumerConnection
+from rolloutmq.bus.consumer.figures import Figure, FigureQueue
 from rolloutmq.bus.consumer.puller import BatchPuller, wrong_reply
 from rolloutmq.bus.encoding.codec import require_encodable
 from rolloutmq.bus.transport.endpoint import Where
@@ -105,6 +107,7 @@ class GroupConsumer:
         """Policy after the last settlement. At first that of `resume`, or of the run."""
         self._link = ConsumerConnection(where, register)
         self._puller = BatchPuller(self._link, StepSize(groups=groups), split, window)
+        self._figures = FigureQueue(self._link)
         self._ready: OrderedDict[Identity, HeldGroup] = OrderedDict()
         """Groups to return, none of them held; one that comes again replaces itself."""
         self._held: defaultdict[str, list[int]] = defaultdict(list)
@@ -185,6 +188,7 @@ class GroupConsumer:
                 if beat is not None:
                     beat.cancel()
                     await asyncio.wait({beat})
+                await made._figures.close()
                 await made._link.close()
                 made._puller.close()
 
@@ -221,6 +225,22 @@ class GroupConsumer:
         as progress too.
         """
         self._link.progress += 1
+
+    def log(self, step: int, /, **figures: Figure) -> None:
+        """Log figures of learning, such as `loss` or `kl`, for `top`, `metrics.jsonl` and the report. Never waits.
+
+        They leave in the background; without a broker the newest 1,024 steps are kept. Rewards, tokens, staleness and
+        settlements need no log: the broker reports them. Of several ranks, those of rank 0 count.
+
+        Args:
+            step: Optimizer step, for example `batch.step`.
+            figures: At most 64 numbers by name. One that is infinite or not a number is left out, and its name is
+                reported.
+
+        Raises:
+            UsageError: A name is invalid, or a value is no number.
+        """
+        self._figures.put(self._figures.checked(self.version, step, figures))
 
     @overload
     async def get(self, wait_s: None = None, *, timeout_s: float | None = None) -> HeldGroup: ...
@@ -413,7 +433,13 @@ class GroupConsumer:
         return self
 
     async def __anext__(self) -> HeldGroup:
-        """Return the next group, without a time limit; iteration ends only with a replay."""
+        """Return the next group, without a time limit.
+
+        Iteration ends once the last step of the run (`trainer.steps`, or `RunInfo.total_steps`) is settled, and with a
+        replay.
+        """
+        if 0 < self.info.total_steps <= self.version.step:
+            raise StopAsyncIteration
         try:
             return await self.get()
         except EndOfReplayError:
@@ -464,6 +490,11 @@ class BlockingGroupConsumer(Facade[GroupConsumer]):
     def progress(self) -> None:
         """See `GroupConsumer.progress`. Never waits."""
         self._object.progress()
+
+    def log(self, step: int, /, **figures: Figure) -> None:
+        """See `GroupConsumer.log`. Never waits."""
+        queue, version = self._object._figures, self._object.version
+        self._post(partial(queue.put, queue.checked(version, step, figures)))
 
     def __iter__(self) -> Self:
         return self

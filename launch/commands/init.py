@@ -1,4 +1,5 @@
-"""`rolloutmq init`: create a runnable project with an environment, its configuration and its test.
+"""`rolloutmq init`: create a runnable project with an environment, its configuration and its test, and a trainer if
+asked to.
 
 The project works in any directory and with an installed package. Existing files are never overwritten: if one is in
 the way, nothing is written.
@@ -13,6 +14,10 @@ from typing import Final
 from rolloutmq.schemas.errors import ConfigError
 
 FILES: Final = ("environment.py", "config.toml", "test_environment.py", "README.md")
+TRAINER_FILES: Final = ("trainer.py", "test_trainer.py")
+"""Further files of a project with a trainer."""
+_FOR_TRAINER: Final = {"config.toml": "config-trainer.toml", "README.md": "README-trainer.md"}
+"""Templates that differ in a project with a trainer."""
 _NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 """Narrower than the environment names a run allows: the name is a bare TOML key here, and worker names are longer."""
 
@@ -20,12 +25,13 @@ _TAKEN: Final = {"None", "True", "False", "Completion", "SingleTurn", "ScriptedP
 """Names the templates and Python already use."""
 
 
-def write_project(directory: Path, name: str) -> list[Path]:
+def write_project(directory: Path, name: str, *, trainer: bool = False) -> list[Path]:
     """Write the files of a new project and return their paths.
 
     Args:
         directory: Created if missing.
         name: Name of the environment.
+        trainer: Write a trainer and its test, too, and a configuration for them.
 
     Raises:
         ConfigError: The name is invalid, or a file exists; nothing was written.
@@ -33,13 +39,18 @@ def write_project(directory: Path, name: str) -> list[Path]:
     if not _NAME.fullmatch(name):
         allowed = "use a letter, then at most 47 letters, digits, `_` or `-`"
         raise ConfigError("--name", f"invalid environment name (got `{name}`); {allowed}")
-    paths = [directory / file for file in FILES]
+    names = {file: _FOR_TRAINER.get(file, file) if trainer else file for file in FILES}
+    names |= {file: file for file in TRAINER_FILES if trainer}
+    paths = [directory / file for file in names]
     for path in paths:
         if path.exists():
             raise ConfigError(str(path), "already exists; nothing was written")
     words = {"name": name, "title": class_name(name)}
     templates = files("rolloutmq.launch") / "templates"
-    texts = [Template((templates / f"{file}.tmpl").read_text("utf-8")).substitute(words) for file in FILES]
+    texts = [
+        Template((templates / f"{template}.tmpl").read_text("utf-8")).substitute(words)
+        for template in names.values()
+    ]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -84,8 +84,8 @@ def _advise_weights(config: RunConfig) -> tuple[str, ...]:
         return ()
     return (
         f'inference.kind: "{kind}" samples from the weights of a trainer, and trainer.enabled is false; no worker '
-        "starts before a trainer beside the run publishes its weights here (TRL's and SkyRL's adapters can, verl's "
-        'cannot). With engines of its own set kind = "external" and url',
+        "starts before a trainer beside it shares its weights (share_weights does; TRL's and SkyRL's adapters can, "
+        'verl\'s cannot). With engines of its own set kind = "external" and url',
     )
 
 

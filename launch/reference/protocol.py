@@ -32,6 +32,7 @@ from rolloutmq.schemas.wire import (
     requests,
     tasks,
     telemetry,
+    training,
 )
 from rolloutmq.schemas.wire.envelope import Message
 
@@ -44,6 +45,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     health,
     control,
     evaluation,
+    training,
     telemetry,
     distillation,
 )
@@ -94,6 +96,7 @@ CONSUMER_EXCHANGES: Final = (
     ),
     Exchange(requests.Commit, (replies.Ok,), "Nothing changes."),
     Exchange(requests.Release, (replies.Ok,), "Nothing changes: the consumer holds no lease."),
+    Exchange(requests.LogFigures, (replies.Ok,), "The figures are published again."),
     Exchange(requests.ConsumerBeat, (replies.Ok,), "`progress` is a total; only a larger one counts."),
     Exchange(requests.GetInfo, (replies.InfoReply,), "Reads only."),
 )
@@ -168,6 +171,15 @@ EVENTS: Final = (
     Published(control.Pressure, "`pressure`", "broker", "every `broker.pressure_interval_s`"),
     Published(control.StepDone, "`step`", "trainer", "after each optimizer step"),
     Published(control.StepSkipped, "`telemetry.skipped.RUN`", "trainer", "after each batch without a signal"),
+    Published(
+        training.BatchSettled,
+        "`telemetry.settled.RUN`",
+        "broker",
+        "after each training batch, whoever trains",
+    ),
+    Published(
+        training.StepFigures, "`telemetry.figures.RUN`", "broker", "after each `LogFigures` of a trainer"
+    ),
     Published(evaluation.EvaluationDone, "`telemetry.evaluation.RUN`", "who evaluates", "after each point"),
     Published(
         control.ScaleDecision,

@@ -1,6 +1,6 @@
 """`[trainer]`: the optimizer steps of a run, and `[weights]`: the way of their weights to the inference server."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     Field,
@@ -60,14 +60,19 @@ class NormalizationConfig(Section):
         return self
 
 
+OFF: Final = frozenset({"false", "off", "no", "n", "f", "0"})
+"""Values of a key that are false, as pydantic reads them."""
+
+
 class TrainerConfig(Section):
     """`[trainer]`: the optimizer steps of a run."""
 
     enabled: bool = True
     """Start the trainer with the run. Off: you run your own trainer, and the inference server waits for the weights
-    that it publishes with `rolloutmq.trainer.weights`. An external server has its own weights."""
-    steps: PositiveInt = 400
-    """Optimizer steps of the run."""
+    that it shares with `rolloutmq.share_weights`. An external server has its own weights."""
+    steps: NonNegativeInt = 400
+    """Optimizer steps of the run. With `enabled = false` there is no default: 0, or no value, is a run without an end.
+    With a number the loop over a consumer ends after that step, and the run ends once your trainer has left."""
     batch_sequences: NonNegativeInt = 256
     """Sequences of one step. 0 with `batch_tokens`."""
     batch_tokens: NonNegativeInt = 0
@@ -130,6 +135,20 @@ class TrainerConfig(Section):
     def _usual_loss(cls, given: Any) -> Any:
         """Apply keys without a `name` to the default loss."""
         return {"name": "dapo", **given} if isinstance(given, dict) else given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_end(cls, given: Any) -> Any:
+        """Leave the number of steps to a trainer of one's own, unless it is given."""
+        if isinstance(given, dict) and str(given.get("enabled", True)).lower() in OFF:
+            return {"steps": 0, **given}
+        return given
+
+    @model_validator(mode="after")
+    def _some_steps(self) -> Self:
+        if self.enabled and not self.steps:
+            raise ValueError("steps must be at least 1 with trainer.enabled = true (got 0)")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -23,6 +23,7 @@ from rolloutmq.schemas.wire.envelope import (
 )
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
 from rolloutmq.schemas.wire.tasks import TaskRequest
+from rolloutmq.schemas.wire.training import StepFigures
 
 RANKS_LIMIT = 4096
 """Most data-parallel ranks of one trainer; each of them adds to the time of sharding a step."""
@@ -30,6 +31,8 @@ WINDOW_LIMIT = 64
 """With `GROUPS_LIMIT`: most groups that one consumer holds. They are in the broker's memory, and in its snapshots."""
 GROUPS_LIMIT = 1024
 """Most groups of one lease of a window."""
+LOGGED_LIMIT = 64
+"""Most steps whose figures one request logs."""
 
 
 class RegisterProducer(Message, tag="register_producer", frozen=True, kw_only=True):
@@ -229,6 +232,16 @@ class Release(Message, tag="release", frozen=True, kw_only=True):
     consumer: Name
     reason: Annotated[str, Meta(max_length=512)] = ""
     generation: Count = 0
+    leaves: bool = False
+    """The consumer ends: it does not count as a trainer any more."""
+
+
+class LogFigures(Message, tag="log_figures", frozen=True, kw_only=True):
+    """Publish the figures that a consumer logged, oldest first, as `StepFigures`."""
+
+    consumer: Name
+    logged: Annotated[tuple[StepFigures, ...], Meta(max_length=LOGGED_LIMIT)]
+    """Figures of each step."""
 
 
 class ConsumerBeat(Message, tag="consumer_beat", frozen=True, kw_only=True):
@@ -257,6 +270,7 @@ Request = (
     | SettleGroups
     | Commit
     | Release
+    | LogFigures
     | ConsumerBeat
     | GetInfo
     | ControlRequest

@@ -7,6 +7,7 @@ from rolloutmq.schemas.wire.envelope import Count, Message, Seconds
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.hardware import GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 
 
 class HostSample(Message, tag="host_sample", frozen=True, kw_only=True):
@@ -152,6 +153,8 @@ Event = (
     Pressure
     | StepDone
     | StepSkipped
+    | BatchSettled
+    | StepFigures
     | ScaleDecision
     | EngineDecision
     | EvaluationDone

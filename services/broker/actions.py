@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from rolloutmq.schemas.files import DroppedGroup
+from rolloutmq.schemas.files import DroppedGroup, SettledBatch
 from rolloutmq.schemas.wire import replies
 from rolloutmq.schemas.wire.envelope import Message
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -41,6 +41,13 @@ class Dropped(msgspec.Struct, frozen=True):
     durable: bool = False
 
 
+class Recorded(msgspec.Struct, frozen=True):
+    """Write one line of `settled.jsonl`."""
+
+    record: SettledBatch
+    durable: bool = True
+
+
 class Expired(msgspec.Struct, frozen=True):
     """Warn that accepted groups of an environment were dropped as stale."""
 
@@ -66,7 +73,7 @@ class Unbury(msgspec.Struct, frozen=True):
     durable: bool = True
 
 
-Action = Reply | Publish | Dropped | Expired | Bury | Unbury
+Action = Reply | Publish | Dropped | Recorded | Expired | Bury | Unbury
 
 
 class Outbox:
@@ -90,6 +97,9 @@ class Outbox:
 
     def dropped(self, at: float, group_id: str, state: str, reason: str) -> None:
         self._actions.append(Dropped(DroppedGroup(at=at, group_id=group_id, state=state, reason=reason)))
+
+    def settled(self, record: SettledBatch) -> None:
+        self._actions.append(Recorded(record))
 
     def expired(self, env: str, groups: int, max_staleness: int) -> None:
         self._actions.append(Expired(env, groups, max_staleness))

@@ -45,6 +45,7 @@ from rolloutmq.schemas.wire.requests import (
     DeclareTables,
     GetInfo,
     Goodbye,
+    LogFigures,
     Pull,
     RegisterConsumer,
     RegisterProducer,
@@ -74,7 +75,7 @@ GRANT_S: Final = 0.05
 """How often credits are granted to waiting producers. Room freed by a settle is granted at once."""
 LOOKS_PER_S: Final = 4000
 """Producers examined for credit in a second. Beyond it credits are granted less often."""
-_STATELESS: Final = frozenset({GetInfo, WorkerBeat, GetStatus, ConsumerBeat, Shutdown})
+_STATELESS: Final = frozenset({GetInfo, WorkerBeat, GetStatus, ConsumerBeat, LogFigures, Shutdown})
 """Requests whose replies report no change."""
 SWEEP_S: Final = 1.0
 """How often silent peers are looked for."""
@@ -134,6 +135,7 @@ class BrokerCore:
             Commit: lambda r, now, _: consumers.commit(r, now),
             Release: consumers.release,
             ConsumerBeat: lambda r, now, _: consumers.beat(r, now),
+            LogFigures: lambda r, now, _: consumers.settlements.log(r, now),
             GetInfo: lambda *_: admin.info(),
             WorkerBeat: lambda r, now, _: admin.beat(r, now),
             Drain: lambda r, *_: admin.drain(r),

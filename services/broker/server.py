@@ -24,7 +24,6 @@ from typing import Final
 import zmq
 
 from rolloutmq.bus.encoding import topics
-from rolloutmq.bus.files import private_file
 from rolloutmq.bus.lifecycle import gc_paused
 from rolloutmq.bus.rundir import load_run, usable, write_json
 from rolloutmq.bus.shm.arena import MappedArena
@@ -41,10 +40,12 @@ from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.io.data_plane import (
     EVENT_LIMIT_BYTES,
     REQUEST_LIMIT_BYTES,
+    BrokerLogs,
     BrokerSockets,
     DataPlane,
     Waker,
 )
+from rolloutmq.services.broker.io.line_log import LineLog
 from rolloutmq.services.broker.io.memory_guard import MemoryAccounts, MemoryGuard
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
 from rolloutmq.services.broker.journal.format.events import Began
@@ -173,14 +174,15 @@ def _started(
         )
         stack.callback(core.close)
         journal = stack.enter_context(_persistent(core, config.broker, layout, ram, epoch, wake))
-    dropped = stack.enter_context(private_file(layout.dropped, "ab", buffering=0))
+    dropped, settled = (stack.enter_context(LineLog.open(path)) for path in (layout.dropped, layout.settled))
     dead = DeadLetterStore(
         layout.dead, config.broker.dead_bytes, sync=config.broker.durability is Durability.DISK
     )
     _reconcile(core, dead)
     accounts = MemoryAccounts(core, ram, journal)
     memory_guard = MemoryGuard(bound.all, config.broker.overhead_bytes, accounts) if alone else None
-    plane = DataPlane(core, bound, dropped, dead, config.broker.max_group_bytes, wake, journal, memory_guard)
+    logs = BrokerLogs(dropped, settled)
+    plane = DataPlane(core, bound, logs, dead, config.broker.max_group_bytes, wake, journal, memory_guard)
     broker = Broker(core, plane, endpoints, on_end)
     stack.callback(layout.endpoints.unlink, missing_ok=True)
     write_json(layout.endpoints, endpoints)

@@ -6,9 +6,12 @@ it is full. So an environment in every tenth batch is checked too, ten times as 
 begins, again each `window_steps` such batches while it lasts (events may be lost), and when it has ended. A finding
 about one window lasts until its figure is clearly within the limit (`RELEASE`), so that it does not begin and end again
 and again near it. A resumed trainer takes steps again: they replace the lost ones, and what came after these.
+
+The broker reports every settled batch, so a trainer that reports none by itself is checked too. From the first report
+of a trainer on only its own count.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from functools import partial, reduce
 from typing import Final, Generic, NamedTuple, Self, TypeVar
@@ -18,8 +21,9 @@ import msgspec
 from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.wire.control import StepDone, StepSkipped
 from rolloutmq.schemas.wire.health import HealthFinding, LaneScores
+from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.rewards import health
-from rolloutmq.services.rewards.health import Figures, Symptom
+from rolloutmq.services.rewards.health import Symptom
 
 T = TypeVar("T")
 
@@ -52,8 +56,37 @@ class RecordedSkip(msgspec.Struct, frozen=True, tag="step_skipped", tag_field="k
     scores: tuple[LaneScores, ...] = ()
 
 
-Batch = StepDone | StepSkipped | RecordedStep | RecordedSkip
-"""A report of a batch, as published or as recorded."""
+class RecordedBatch(msgspec.Struct, frozen=True, tag="batch_settled", tag_field="kind"):
+    """The same, of a batch that the broker reported; `step` is that of the policy after it."""
+
+    step: int
+    incarnation: int = 0
+    stepped: bool = False
+    trained: int = 0
+    filtered: int = 0
+    rejected: int = 0
+    staleness_max: int = 0
+    scores: tuple[LaneScores, ...] = ()
+
+
+class RecordedFigures(msgspec.Struct, frozen=True, tag="step_figures", tag_field="kind"):
+    """The same, of the figures that a trainer logged."""
+
+    step: int
+    incarnation: int = 0
+    figures: dict[str, float] = {}
+
+
+Told = StepDone | StepSkipped | RecordedStep | RecordedSkip
+"""A trainer's report of a batch, as published or as recorded."""
+Batch = Told | BatchSettled | RecordedBatch
+"""A report of a batch."""
+LOGGED_KEPT: Final = 64
+"""Steps whose logged figures wait for the broker's report of the batch."""
+
+
+Recorded = RecordedStep | RecordedSkip | RecordedBatch | RecordedFigures
+"""A line of `metrics.jsonl` that is checked."""
 
 
 class Place(NamedTuple):
@@ -84,6 +117,12 @@ class Windows(Generic[T]):
         """Add what was taken from a batch."""
         self._held.append((place, one))
 
+    def at(self, incarnation: int, step: int) -> T | None:
+        """Return what was taken last, if it is of this step."""
+        if self._held and self._held[-1][0][:2] == (incarnation, step):
+            return self._held[-1][1]
+        return None
+
     def rewind(self, place: Place) -> None:
         """Drop the batches that the trainer has lost, as the place of its next one shows."""
         while self._held and self._held[-1][0].lost_before(place):
@@ -111,10 +150,11 @@ class HealthMonitor:
 
     def __init__(self, config: HealthConfig) -> None:
         self._config = config
-        self._figures: Windows[Figures] = Windows(config.window_steps)
-        self._counts: Windows[tuple[int, float]] = Windows(config.window_steps)
-        """Groups of each batch, and the rejected ones among them."""
-        self._lanes: dict[str, Windows[LaneScores]] = {}
+        self._trainer_tells = False
+        """A trainer has reported a batch by itself."""
+        self._logged: OrderedDict[tuple[int, int], dict[str, float]] = OrderedDict()
+        """Logged figures of batches that the broker has not reported yet, by policy version."""
+        self._begin()
         self._seen: dict[str, int] = {}
         """Number of the latest batch of each environment."""
         self._batches = 0
@@ -122,9 +162,35 @@ class HealthMonitor:
         self._active: dict[tuple[str, str], int] = {}
         """Environment and name of each lasting finding, with the checks since it was told."""
 
+    def _begin(self) -> None:
+        """Begin with empty windows."""
+        self._figures: Windows[dict[str, float]] = Windows(self._config.window_steps)
+        self._counts: Windows[tuple[int, float]] = Windows(self._config.window_steps)
+        """Groups of each batch, and the rejected ones among them."""
+        self._lanes: dict[str, Windows[LaneScores]] = {}
+
+    def take_figures(self, event: StepFigures | RecordedFigures) -> None:
+        """Take the figures that a trainer logged for a step, before or after the broker's report of it."""
+        known = self._figures.at(event.incarnation, event.step)
+        if known is not None and not self._trainer_tells:
+            known |= event.figures
+            return
+        self._logged.setdefault((event.incarnation, event.step), {}).update(event.figures)
+        while len(self._logged) > LOGGED_KEPT:
+            self._logged.popitem(last=False)
+
     def feed(self, batch: Batch, now: float) -> list[HealthFinding]:
         """Take a batch, and return what began, lasts or ended with it."""
-        place = Place(batch.incarnation, batch.step, isinstance(batch, StepDone | RecordedStep))
+        if isinstance(batch, BatchSettled | RecordedBatch):
+            if self._trainer_tells:
+                return []
+            stepped = batch.stepped
+        else:
+            stepped = isinstance(batch, StepDone | RecordedStep)
+            if not self._trainer_tells:
+                self._trainer_tells = True
+                self._begin()  # the broker has reported the same batches
+        place = Place(batch.incarnation, batch.step, stepped)
         self._figures.rewind(place)
         self._counts.rewind(place)
         for lane in self._lanes.values():
@@ -140,19 +206,29 @@ class HealthMonitor:
         Lines that are no batches or do not decode are passed over.
         """
         for line in lines:
-            if b'"kind":"step_' in line:
+            if b'"kind":"step_' in line or b'"kind":"batch_settled"' in line:
                 try:
-                    self.feed(msgspec.json.decode(line, type=RecordedStep | RecordedSkip), 0.0)
+                    self._replay(msgspec.json.decode(line, type=Recorded))
                 except (msgspec.MsgspecError, ArithmeticError, UnicodeDecodeError):
                     continue
+
+    def _replay(self, line: "Recorded") -> None:
+        if isinstance(line, RecordedFigures):
+            self.take_figures(line)
+        else:
+            self.feed(line, 0.0)
 
     def _take(self, place: Place, batch: Batch) -> None:
         if isinstance(batch, StepDone | RecordedStep):
             self._figures.take(place, {**batch.extra, "staleness_max": float(batch.staleness_max)})
-            rejected = batch.extra.get("rejected", 0.0)
+            self._counts.take(place, (batch.groups, batch.extra.get("rejected", 0.0)))
+        elif isinstance(batch, BatchSettled | RecordedBatch):
+            if batch.stepped:
+                logged = self._logged.pop((batch.incarnation, batch.step), {})
+                self._figures.take(place, {**logged, "staleness_max": float(batch.staleness_max)})
+            self._counts.take(place, (batch.trained + batch.filtered + batch.rejected, batch.rejected))
         else:
-            rejected = batch.rejected
-        self._counts.take(place, (batch.groups, rejected))
+            self._counts.take(place, (batch.groups, batch.rejected))
         self._batches += 1
         for one in batch.scores:
             self._lanes.setdefault(one.env, Windows(self._config.window_steps)).take(place, one)

@@ -35,6 +35,7 @@ from rolloutmq.schemas.wire.telemetry import (
     ProcessSample,
     TelemetryEvent,
 )
+from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.services.rewards.health_monitor import HealthMonitor
 from rolloutmq.services.rewards.joining import FindingOutlet
@@ -46,8 +47,8 @@ from rolloutmq.services.telemetry.recorder import RECORDED, Recorder
 
 logger = logging.getLogger(__name__)
 
-SKIPPED: Final = topics.telemetry("skipped", "")
-"""Prefix of the topic of batches without a signal."""
+TRAINING: Final = tuple(topics.telemetry(what, "") for what in ("skipped", "settled", "figures"))
+"""Prefixes of the topics of batches, beside `step`."""
 FLUSH_S: Final = 1.0
 """Maximum time of events lost with a killed service."""
 LISTEN_S: Final = 0.2
@@ -203,11 +204,17 @@ class Telemetry:
 
 def _findings(health: HealthMonitor, topic: bytes, payload: bytes) -> list[HealthFinding]:
     """Return what an event says of the health of the rewards; the recorder counts one that does not decode."""
-    if topic != topics.STEP and not topic.startswith(SKIPPED):
+    if topic != topics.STEP and not topic.startswith(TRAINING):
         return []
     try:
-        batch = codec.decode_event(payload)
-        return health.feed(batch, time.time()) if isinstance(batch, StepDone | StepSkipped) else []
+        event = codec.decode_event(payload)
+        if isinstance(event, StepFigures):
+            health.take_figures(event)
+        return (
+            health.feed(event, time.time())
+            if isinstance(event, StepDone | StepSkipped | BatchSettled)
+            else []
+        )
     except WireError:
         return []
 

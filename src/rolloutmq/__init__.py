@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from rolloutmq.services.worker.policy import Policy
     from rolloutmq.services.worker.scripted import ScriptedPolicy, play
     from rolloutmq.services.worker.trajectory import Trajectory
+    from rolloutmq.trainer.policy.own import run_policy, share_weights
 
 __version__ = "0.1.0"
 
@@ -204,6 +205,8 @@ __all__ += ["ScriptedPolicy", "play"]
 _live_in("rolloutmq.services.worker.scripted")
 __all__ += ["Trajectory"]
 _live_in("rolloutmq.services.worker.trajectory")
+__all__ += ["run_policy", "share_weights"]
+_live_in("rolloutmq.trainer.policy.own")
 __all__ += ["Ensemble"]
 _live_in("rolloutmq.services.rewards.ensemble")
 __all__ += ["Rater", "Rating"]

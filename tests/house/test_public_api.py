@@ -117,6 +117,8 @@ PUBLIC = {
     "evaluate_async": "function",
     "play": "function",
     "register_rater": "function",
+    "run_policy": "function",
+    "share_weights": "function",
 }
 ERROR_MODULES = ("errors",)
 WIRE = {f"rolloutmq.schemas.wire{name}" for name in ("", ".distillation", ".envelope")}

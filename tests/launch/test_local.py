@@ -3,6 +3,7 @@
 The processes are stand-ins of a few lines that signal their launcher: this process.
 """
 
+import asyncio
 import os
 import signal
 import sys
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 from tests.bus.producer.test_spool_file import as_version as spool_as_version
 from tests.bus.producer.test_spool_file import filled
-from tests.services.broker.journal.handmade import Handmade, began
+from tests.services.broker.journal.handmade import Handmade, began, make_group
 from tests.services.broker.journal.other_versions import as_version, listing
 
+from rolloutmq import Consumer, Producer
 from rolloutmq.bus.producer.spool_file import SpoolFile
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch import local
@@ -23,6 +25,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.live.top import PlainView
 from rolloutmq.services.process import logbook
@@ -268,3 +271,43 @@ def test_spools_of_another_version_stop_a_resume_before_it_begins(run: Run) -> N
     with pytest.raises(RecordVersionError, match=r"env-0.*got version 1.*move the file away"):
         local.up(config, local.UpOptions(resume=True, plain=True))
     assert listing(run.layout.root) == before
+
+
+async def test_a_run_is_over_once_its_own_trainer_has_taken_the_steps_and_left(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    config = load(None, environ={}, assignments=["trainer.enabled=false", "trainer.steps=2"])
+    with running_broker(config, layout):
+        over = asyncio.create_task(local.trained(layout, 2))
+        async with (
+            Producer.open(run_dir, env="mine", producer="p", group_size=2, slots=4) as producer,
+            Consumer.open(run_dir, sequences=2) as consumer,
+        ):
+            for name in ("a", "b", "c"):
+                await producer.send(make_group(name))
+            async for batch in consumer:
+                assert not over.done()
+                await batch.ack()
+            assert consumer.version.step == 2
+            await asyncio.sleep(0)
+            assert not over.done(), "it may still write a checkpoint"
+        assert await asyncio.wait_for(over, 60.0) == local.DONE
+
+
+def test_only_a_trainer_of_ones_own_with_steps_ends_a_run(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path
+) -> None:
+    async def trained(_: RunLayout, steps: int) -> local.Ending:
+        return local.Ending(0, f"{steps} steps")
+
+    monkeypatch.setattr(local, "trained", trained)
+    for assignments, reasons in (
+        (["trainer.enabled=false", "trainer.steps=3"], ["3 steps"]),
+        (["trainer.enabled=false"], ["interrupted by SIGINT"]),
+    ):
+        run = Run(monkeypatch, run_dir)
+        stay = (
+            "signal.pause()\n" if "3" in reasons[0] else "os.kill(launcher, signal.SIGINT)\nsignal.pause()\n"
+        )
+        run.add(Role.BROKER, stay)
+        run.up(*assignments)
+        assert run.concluded == reasons

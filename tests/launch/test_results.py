@@ -302,3 +302,38 @@ def test_without_a_journal_the_broker_is_asked_and_its_saved_state_read(run_dir:
         assert counts in report(layout).stdout
     assert not layout.journal.exists()
     assert counts in report(layout).stdout
+
+
+def test_what_a_killed_broker_without_a_journal_had_settled_is_not_lost(run_dir: Path) -> None:
+    """Its ledger is gone, and the next life counts anew."""
+    layout = RunLayout(run_dir)
+    config = validate(
+        {
+            "broker": {"durability": "memory"},
+            "run": {"dir": str(run_dir)},
+            "trainer": {"enabled": False},
+        }
+    )
+    write_json(layout.config, config)
+    names = iter("abcdef")
+    for _ in range(2):
+        with running_broker(config, layout):
+            with Producer.blocking(str(run_dir), env="mine", producer="p", group_size=2) as producer:
+                for _ in range(3):
+                    producer.send(make_group(next(names)), timeout_s=30.0)
+            with Consumer.blocking(str(run_dir), sequences=4) as consumer:
+                next(iter(consumer)).ack()
+        layout.saved.unlink()  # as if it had been killed
+        counts = {name: count for name, count in acked_and_trained(layout).items() if count}
+        assert counts == {
+            "groups_accepted": counts["groups_trained"],
+            "groups_trained": counts["groups_trained"],
+        }
+    assert counts["groups_trained"] == 4
+
+
+def acked_and_trained(layout: RunLayout) -> dict[str, int]:
+    assert report(layout).returncode == 0
+    summary = json.loads(layout.summary.read_text())
+    assert summary["steps"] > 0
+    return {name: summary[name] for name in ("groups_accepted", "groups_trained", "groups_lost")}

@@ -400,3 +400,28 @@ def test_a_service_configures_no_directory_of_another_version(tmp_path: Path) ->
     with pytest.raises(RecordVersionError):
         prepare_service(layout.root, None, [])
     assert not layout.config.exists()
+
+
+def test_a_trainer_of_ones_own_has_as_many_steps_as_are_given(tmp_path: Path) -> None:
+    def steps(*assignments: str) -> int:
+        return load(None, environ={}, assignments=assignments).trainer.steps
+
+    assert steps() == 400
+    assert steps("trainer.enabled=false") == 0
+    assert steps("trainer.enabled=false", "trainer.steps=7") == 7
+    with pytest.raises(ConfigError, match=r"trainer\.steps.*at least 1"):
+        steps("trainer.steps=0")
+    # What is written says so, too.
+    prepare_service(tmp_path / "run", None, [])
+    assert (load_run(tmp_path / "run")[0].trainer.enabled, load_run(tmp_path / "run")[0].trainer.steps) == (
+        False,
+        0,
+    )
+
+
+def test_a_broker_alone_has_no_trainer_unless_it_is_asked_for(file: Path, tmp_path: Path) -> None:
+    for number, (given, assignments, enabled) in enumerate(
+        [(None, [], False), (None, ["trainer.enabled=true"], True), (file, [], True)]
+    ):
+        prepare_service(tmp_path / str(number), given, assignments)
+        assert load_run(tmp_path / str(number))[0].trainer.enabled is enabled

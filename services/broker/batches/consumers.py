@@ -42,6 +42,8 @@ class Consumer(msgspec.Struct, eq=False):
     """Since when its pulls name a step that the other ranks have settled."""
     served_at: float = -math.inf
     """When it last got a batch."""
+    has_left: bool = False
+    """It has ended in order."""
 
 
 class WaitingPull(msgspec.Struct, eq=False):
@@ -103,7 +105,12 @@ class Consumers:
 
     def trainers(self, moment: float) -> int:
         """Return how many consumers that train have shown life since `moment`."""
-        return sum(one.trains and one.heard_at > moment for one in self._consumers.values())
+        return sum(one.trains and not one.has_left and one.heard_at > moment for one in self)
+
+    def left(self, name: str) -> None:
+        """Note that a consumer has ended in order."""
+        if (consumer := self._consumers.get(name)) is not None:
+            consumer.has_left = True
 
     def full(self, name: str) -> bool:
         """Return whether the broker can remember no further consumer."""

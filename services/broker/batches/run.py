@@ -45,6 +45,7 @@ class RunState:
                 run=config.run.name,
                 tracking_project=config.run.tracking_project,
                 tracking_group=config.run.tracking_group,
+                total_steps=config.trainer.steps,
             )
         return RunInfo(
             run=config.run.name,
@@ -144,6 +145,8 @@ class RunState:
     def restore(self, item: RunSnapshot) -> None:
         """Restore the record that `item` returned."""
         self.info, self._owner, self._pulled, self.policy = item.info, item.owner, item.pulled, item.policy
+        if not self._config.trainer.enabled and (steps := self._config.trainer.steps):
+            self.info = replace(self.info, total_steps=steps)  # a resumed run may have more
         self.lineage.forks.update(item.forks)
         self.lineage.pending = item.pending
         self.batch_tokens = item.pulled_tokens

@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 import zmq
@@ -25,12 +25,22 @@ import zmq
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.transport.sockets import Socket
 from rolloutmq.schemas.errors import MalformedError, WireError
-from rolloutmq.schemas.files import DroppedGroup
+from rolloutmq.schemas.files import DroppedGroup, SettledBatch
 from rolloutmq.schemas.wire.control import Requeue
 from rolloutmq.schemas.wire.envelope import GroupHeader
 from rolloutmq.schemas.wire.replies import ErrorReply
 from rolloutmq.schemas.wire.replies import Reply as ReplyMessage
-from rolloutmq.services.broker.actions import Action, Bury, Dropped, Expired, Publish, Reply, Route, Unbury
+from rolloutmq.services.broker.actions import (
+    Action,
+    Bury,
+    Dropped,
+    Expired,
+    Publish,
+    Recorded,
+    Reply,
+    Route,
+    Unbury,
+)
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.io.admission import Admission
 from rolloutmq.services.broker.io.deferred_replies import DeferredReplies
@@ -120,9 +130,16 @@ class BrokerSockets:
 
 
 class LineSink(Protocol):
-    """A file that takes lines: `dropped.jsonl`."""
+    """A file that takes lines."""
 
     def write(self, data: bytes, /) -> int: ...
+
+
+class BrokerLogs(NamedTuple):
+    """The broker's logs for people: `dropped.jsonl` and `settled.jsonl`."""
+
+    dropped: LineSink
+    settled: LineSink
 
 
 class DataPlane:
@@ -132,7 +149,7 @@ class DataPlane:
         self,
         core: BrokerCore,
         sockets: BrokerSockets,
-        dropped: LineSink,
+        logs: BrokerLogs,
         dead: DeadLetterStore,
         max_group_bytes: int,
         wake: Waker,
@@ -154,7 +171,7 @@ class DataPlane:
         self._stale_log = StaleLog()
         self._fd_guard = FdGuard(sockets.all)
         self._memory_guard = memory_guard
-        self._dropped = dropped
+        self._logs = logs
         self._max_group_bytes = max_group_bytes
         self._admission = Admission(journal, max_group_bytes)
         self._wake = wake
@@ -406,7 +423,9 @@ class DataPlane:
             case Publish(topic, message):
                 self._sockets.events.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
             case Dropped(record):
-                self._note_dropped(record)
+                self._log("dropped.jsonl", self._logs.dropped, record)
+            case Recorded(batch):
+                self._log("settled.jsonl", self._logs.settled, batch)
             case Expired():
                 self._stale_log.note(action)
             case Bury(group, frames, reason):
@@ -414,12 +433,12 @@ class DataPlane:
             case Unbury(order):
                 self._dead.remove(order)
 
-    def _note_dropped(self, record: DroppedGroup) -> None:
-        """Write a line for people; a full disk only counts."""
+    def _log(self, name: str, log: LineSink, record: DroppedGroup | SettledBatch) -> None:
+        """Write a line; a full disk only counts."""
         try:
-            self._dropped.write(msgspec.json.encode(record) + b"\n")
+            log.write(msgspec.json.encode(record) + b"\n")
         except OSError as error:
-            self._count(self.unsent, f"dropped.jsonl: {error.strerror}")
+            self._count(self.unsent, f"{name}: {error.strerror}")
 
     def _send_reply(self, route: Route, message: ReplyMessage, frames: tuple[Any, ...] = ()) -> None:
         try:

@@ -39,6 +39,7 @@ from rolloutmq.services.broker.flow.arenas import ArenaSlot
 from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.requests import windows
+from rolloutmq.services.broker.requests.settlements import Settlements
 from rolloutmq.services.broker.requests.windows import WindowRequests
 
 MISMATCH_S: Final = 3.0
@@ -53,6 +54,7 @@ class ConsumerRequests:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self._windows = WindowRequests(state, self._end)
+        self.settlements = Settlements(state)
 
     def register(self, request: RegisterConsumer, now: float, wall: float) -> ConsumerRegistered | ErrorReply:
         """Register a new life of a consumer: the lease of its previous life is lost."""
@@ -84,6 +86,7 @@ class ConsumerRequests:
         if state.consumers.resumes(request, holds=holds) and request.resume is not None:
             state.transitions.rewind(request.group, request.resume, request.consumer, wall)
             state.run.resumed(request.resume)
+            self.settlements.resumed(request.resume, wall)
             state.consumers.settled(request.group, request.resume)
         self._release(request.consumer, wall, failed=True, why="registered again")
         self._void(request.consumer, wall)
@@ -489,15 +492,19 @@ class ConsumerRequests:
         if lease.split is Split.TRAIN:
             self._state.settled_busy_s = now - self._state.starved_s
         self.moved_on(lease)
+        self.settlements.ended(lease, self._policy_after(lease), wall)
         self._state.permits_due = True
         self.serve(now, wall)
+
+    def _policy_after(self, lease: Lease) -> PolicyVersion:
+        return max(part.settle.version for part in lease.parts if part.settle is not None)
 
     def moved_on(self, lease: Lease) -> None:
         """Note the policy after a settled lease."""
         state = self._state
         state.consumers.moved_on(lease.stream[0])
         if lease.split is Split.TRAIN:
-            policy = max(part.settle.version for part in lease.parts if part.settle is not None)
+            policy = self._policy_after(lease)
             state.run.policy = policy
             state.consumers.settled(lease.stream[0], policy)
             for part in lease.parts:
@@ -521,6 +528,8 @@ class ConsumerRequests:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
         self._dismiss(request.consumer, now)
         self._state.consumers.forget_poll(request.consumer)
+        if request.leaves:
+            self._state.consumers.left(request.consumer)
         self._release(request.consumer, wall, failed=False, why=f"given back: {request.reason}")
         self.serve(now, wall)
         return Ok()

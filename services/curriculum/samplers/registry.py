@@ -45,7 +45,7 @@ def space_of(config: RunConfig, env: str) -> TaskSpace:
     """Return the task space of an environment with a curriculum."""
     section, environment = config.curriculum[env], config.environment[env]
     seed = config.run.seed if section.seed is None else section.seed
-    steps = config.trainer.steps if config.trainer.enabled else 0
+    steps = config.trainer.steps
     return TaskSpace(
         count=environment.task_count,
         levels=section.levels or min(LEVELS, environment.task_count),

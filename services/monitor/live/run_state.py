@@ -29,8 +29,10 @@ from rolloutmq.schemas.wire.telemetry import (
     HostSample,
     ProcessSample,
 )
+from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.report.metrics import configured_bounds
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined
+from rolloutmq.services.monitor.text import figures
 
 RATE_WINDOW_S: Final = 10.0
 """Window of the step rate: short enough to show a stall, long enough not to jitter."""
@@ -61,7 +63,12 @@ class RunState:
         self.high = high
         self._bounds = dict(bounds)
         self.pressure: Pressure | None = None
-        self.step: StepDone | None = None
+        self.step: StepDone | BatchSettled | None = None
+        """The last step: as the trainer reported it, or else as the broker did."""
+        self.figures: dict[str, float] = {}
+        """Last value of each figure of learning."""
+        self.not_finite: tuple[str, ...] = ()
+        """Figures that were not finite when the trainer last logged some."""
         self.host: HostSample | None = None
         self.gpu_absence: GpuAbsence | None = None
         self.gpus: dict[str, GpuSample] = {}
@@ -101,7 +108,7 @@ class RunState:
         """Return the initial state of a configured run."""
         return cls(
             config.run.name,
-            config.trainer.steps if config.trainer.enabled else 0,
+            config.trainer.steps,
             config.orchestrator.scaling.setpoint_batches / 2.0,
             config.orchestrator.scaling.setpoint_batches * 2.0,
             configured_bounds(config),
@@ -116,8 +123,8 @@ class RunState:
                 self.pressure = event
                 self._pressure_at = now
                 self._bounds |= {x.env: x.max_staleness for x in event.lanes if x.split is Split.TRAIN}
-            case StepDone():
-                self._take_step(event, now)
+            case StepDone() | BatchSettled() | StepFigures():
+                self._take_training(event, now)
             case StepSkipped():
                 pass  # its findings are shown
             case EvaluationDone():
@@ -136,6 +143,18 @@ class RunState:
                 self.decided_at = now
             case _:
                 self._take_machine(event)
+
+    def _take_training(self, event: StepDone | BatchSettled | StepFigures, now: float) -> None:
+        match event:
+            case StepDone():
+                self._take_step(event, now)
+                self.figures |= figures.of_step(event.loss, event.extra)
+            case BatchSettled():
+                if event.stepped and not self._is_known(event):
+                    self._take_step(event, now)
+            case StepFigures():
+                self.figures |= event.figures
+                self.not_finite = event.not_finite
 
     def _take_machine(self, event: HostSample | ProcessSample | GpuSample | GpuStanding | GpuAbsence) -> None:
         match event:
@@ -163,7 +182,15 @@ class RunState:
         else:
             self._findings[found.env, found.finding] = found, now
 
-    def _take_step(self, step: StepDone, now: float) -> None:
+    def _is_known(self, step: StepDone | BatchSettled) -> bool:
+        last = self.step
+        return last is not None and (last.incarnation, last.step) == (step.incarnation, step.step)
+
+    def _take_step(self, step: StepDone | BatchSettled, now: float) -> None:
+        if self._is_known(step):  # the broker reported it before the trainer did
+            self.step = step
+            self._rewards[-1] = step.step, step.reward
+            return
         while self._rewards and self._rewards[-1][0] >= step.step:
             self._rewards.pop()  # A resumed trainer takes these steps again.
         if self._steps and self._steps[-1][1] >= step.step:

@@ -18,7 +18,7 @@ from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.status import curricula, gpus, waits
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, target_text, trouble_text
-from rolloutmq.services.monitor.text import format
+from rolloutmq.services.monitor.text import figures, format
 
 LABEL_WIDTH: Final = 9
 GAUGE_WIDTH: Final = 16
@@ -51,6 +51,7 @@ def frame(board: RunState, now: float, width: int, height: int) -> Group:
         header(board, now, width),
         *notice_lines(board),
         reward_line(board, width),
+        *figure_lines(board),
         *evaluation_lines(board),
     ]
     below: list[Text] = []
@@ -131,6 +132,14 @@ def health_lines(board: RunState, now: float) -> list[Text]:
     if more := len(found) - FINDINGS_SHOWN:
         rows += [_row("health", f"and {more} more: rolloutmq tail telemetry.health.")] if more > 0 else []
     return rows
+
+
+def figure_lines(board: RunState) -> list[Text]:
+    """Return the last figures of learning, if the trainer told any."""
+    if not board.figures and not board.not_finite:
+        return []
+    line = Text(figures.line(board.figures, board.not_finite), style="bold red" if board.not_finite else "")
+    return [_row("figures", line)]
 
 
 def evaluation_lines(board: RunState) -> list[Text]:

@@ -1,8 +1,8 @@
 """`report.png`: reward, pressure, staleness and workers of a run on one time axis.
 
-Four panels share the time axis, so that cause and effect line up: a killed worker (mark) lowers the workers, then the
-pressure, and the reward should not change. Drawing needs no display. matplotlib is imported on demand, and
-`write_report` raises `MissingError` if it is not installed.
+Panels share the time axis, so that cause and effect line up: a killed worker (mark) lowers the workers, then the
+pressure, and the reward should not change. A fifth panel has the figures of learning, if the trainer told any. Drawing
+needs no display. matplotlib is imported on demand, and `write_report` raises `MissingError` if it is not installed.
 """
 
 import math
@@ -15,12 +15,11 @@ from rolloutmq.bus.evaluation.log import in_force, recorded
 from rolloutmq.bus.files import private_file
 from rolloutmq.bus.rundir import read_lives
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import RunLayout, SettledBatch
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.lives import pauses
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.services.monitor.report.metrics import MarkKind, Metrics, bounds_in_force, read_metrics
-from rolloutmq.services.monitor.report.summary import TrainerLog, read_trainer_log
-from rolloutmq.services.monitor.text.jsonl import read_lines
+from rolloutmq.services.monitor.report.summary import TrainerLog, read_settled
 from rolloutmq.services.plotting import (
     AMBER,
     BLUE,
@@ -40,6 +39,8 @@ _Series = tuple[list[float], list[float]]
 WIDTH_PX: Final = 1200
 HEIGHT_PX: Final = 1000
 DPI: Final = 150
+COLOURS: Final = (BLUE, ORANGE, GREEN, VIOLET, BROWN, RED, AMBER, INK)
+"""Colours of the first figures of learning; more would not be told apart."""
 SMOOTHED_STEPS: Final = 20
 """Window of the reward curve: one step has only 16 groups, so it is noisy."""
 
@@ -48,7 +49,7 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
     """Draw an ended run and return the path of the picture.
 
     Args:
-        layout: Location of `metrics.jsonl`, `trained.jsonl` and the picture.
+        layout: Location of `metrics.jsonl`, the logs of batches and the picture.
         config: Source of setpoint and bound.
         summary: Key figures for the title, as returned by `summarise`.
 
@@ -58,9 +59,10 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
     """
     figure = blank(WIDTH_PX / DPI, HEIGHT_PX / DPI, DPI)
     metrics = read_metrics(layout.metrics)
-    log = read_trainer_log(read_lines(layout.trained, SettledBatch))
+    log = read_settled(layout)
+    heights = (3.2, 2.0, 1.4, 1.4, *([1.4] if metrics.figures else []))
     panels = figure.subplots(
-        4, 1, sharex=True, gridspec_kw={"height_ratios": (3.2, 2.0, 1.4, 1.4), "hspace": 0.16}
+        len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights, "hspace": 0.16}
     )
     figure.subplots_adjust(left=0.085, right=0.975, top=0.865, bottom=0.07)
     start = _start(metrics, log)
@@ -71,7 +73,9 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
     _pressure(panels[1], metrics, config, start, down)
     _staleness(panels[2], log, bounds_in_force(config, metrics.bounds), start)
     _workers(panels[3], metrics, start, down)
-    _marks(panels, metrics, log, start)
+    _marks(panels[:4], metrics, log, start)
+    if metrics.figures:
+        _learning(panels[4], metrics, start)
     for panel in panels:
         dress(panel)
         panel.yaxis.get_major_locator().set_params(nbins=4, integer=False)
@@ -199,6 +203,22 @@ def _workers(panel: Any, metrics: Metrics, start: float, down: Sequence[float]) 
     panel.plot(*ready, drawstyle="steps-post", color=GREEN, linewidth=1.6)
     panel.set_ylim(0, max([2, *total]) * 1.5)
     _label(panel, "workers", "green: ready, amber: with those that drain", GREEN)
+
+
+def _learning(panel: Any, metrics: Metrics, start: float) -> None:
+    """Draw each figure of learning over its own range: their scales differ by magnitudes."""
+    for colour, (name, series) in zip(COLOURS, metrics.figures.items(), strict=False):
+        values = smoothed([value for _, value in series], SMOOTHED_STEPS)
+        low, high = min(values), max(values)
+        scaled = [(value - low) / (high - low) if high > low else 0.5 for value in values]
+        label = f"{name} {values[0]:.3g} to {values[-1]:.3g}"
+        panel.plot([t - start for t, _ in series], scaled, color=colour, linewidth=1.1, label=label)
+    panel.set_ylim(-0.08, 1.08)
+    panel.tick_params(left=False, labelleft=False)
+    panel.legend(
+        loc="center left", bbox_to_anchor=(0.0, 0.5), fontsize=5.5, frameon=False, labelcolor="linecolor"
+    )
+    _label(panel, "learning", f"each over its own range, mean of {SMOOTHED_STEPS} steps", BLUE)
 
 
 def _marks(panels: Sequence[Any], metrics: Metrics, log: TrainerLog, start: float) -> None:

@@ -8,8 +8,9 @@ groups look lost.
 The states add up by construction: an accepted group belongs to the first of trained, filtered, dead, expired,
 discarded and in flight that names it, else it is lost.
 
-A trainer of one's own writes no log here, and its producers may write none. Then the broker's ledger counts instead
-(`LedgerFigures`), so that the figures are those of `rolloutmq ledger verify`.
+A trainer of one's own writes no log here, and its producers may write none. Then the broker's log of settled batches
+(`settled.jsonl`) has the steps, rewards and staleness, and its ledger the counts (`LedgerFigures`), so that they are
+those of `rolloutmq ledger verify`.
 """
 
 from bisect import bisect_left
@@ -18,6 +19,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from math import inf
+from pathlib import Path
 from sys import intern
 from typing import Any, Final
 
@@ -44,7 +46,7 @@ ReadIds = Callable[[RunLayout], Iterable[str]]
 
 @dataclass(frozen=True, slots=True)
 class TrainerLog:
-    """Valid lines of `trained.jsonl`: those no later `resumed` line voided.
+    """Valid lines of `trained.jsonl`, or else of `settled.jsonl`: those no later `resumed` line voided.
 
     Attributes:
         batches: Valid batches, in order.
@@ -104,6 +106,16 @@ class TrainerLog:
             taken = batch.version.step
             yield batch.at, pulled
             pulled = []
+
+
+Read = Callable[[Path, type[SettledBatch]], Iterable[SettledBatch]]
+"""Reads the lines of a log."""
+
+
+def read_settled(layout: RunLayout, read: Read = read_lines) -> TrainerLog:
+    """Return the log of the trainer; if it wrote none, that of the broker."""
+    own = read_trainer_log(read(layout.trained, SettledBatch))
+    return own if own.batches or own.resumed_at else read_trainer_log(read(layout.settled, SettledBatch))
 
 
 def read_trainer_log(lines: Iterable[SettledBatch]) -> TrainerLog:
@@ -279,7 +291,7 @@ def summarise(
         - groups_acked_twice: ids acked under two numbers. Must be 0.
         - batches, batches_without_signal: valid settled batches, and those of them without a step.
         - trainer_resumes: number of resumes from a checkpoint.
-        - staleness_max: largest staleness of a trained group, over the valid batches; None without a trainer's log.
+        - staleness_max: largest staleness of a trained group, over the valid batches; None without a log of batches.
         - staleness_bound: largest `max_staleness` of the environments in force at the end.
         - staleness_bound_max: largest bound ever in force: at least `staleness_max`, unless stale groups are
           delivered.
@@ -287,13 +299,15 @@ def summarise(
           `min_workers` were to its last step.
         - steps_per_s: steps over the time from the first to the last of them, without the time between lives.
         - tokens: tokens of the published steps; too few if an event was dropped.
+        - learning: each figure of learning that the trainer told, such as `loss`: its mean over the `first` and the
+          `last` 50 steps with it.
         - late_members: sequences missing from groups closed at their deadline.
         - curriculum: only with curricula: the last recorded progress of each, by environment.
         - findings: names of all findings about rewards, as `environment.finding`.
         - groups_evaluated: groups accepted for evaluation, named by an ack log. No other figure of groups has them.
         - evaluation: see `evaluation.figures`; None if there was none.
     """
-    log = read_trainer_log(read_lines(layout.trained, SettledBatch))
+    log = read_settled(layout)
     acks = read_acks(layout)
     dropped = [one for one in read_lines(layout.dropped, DroppedGroup) if one.group_id not in acks.evaluated]
     saved = [name for name in saved_ids(layout) if name not in acks.evaluated]
@@ -310,10 +324,11 @@ def summarise(
         **_groups(accounts, log, ledger, is_ours=config.trainer.enabled or bool(log.batches)),
         "groups_acked_twice": acks.repeated,
         **_staleness(log, bounds_in_force(config, seen.bounds)),
-        **({"staleness_max": None} if ledger is not None else {}),
+        **({"staleness_max": None} if ledger is not None and not log.batches else {}),
         "workers_min": min(ready, default=0),
         "workers_max": max(ready, default=0),
         "tokens": sum(step.tokens for step in seen.steps),
+        "learning": {name: _learned(series) for name, series in seen.figures.items()},
         "late_members": seen.late_members,
         **({"curriculum": seen.curricula} if seen.curricula else {}),
         "findings": sorted(seen.findings),
@@ -359,6 +374,12 @@ def _course(rewards: Sequence[float]) -> dict[str, float | None]:
         "reward_first": _mean(rewards[:WINDOW_STEPS]) if rewards else None,
         "reward_last": _mean(rewards[-WINDOW_STEPS:]) if rewards else None,
     }
+
+
+def _learned(series: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Return the mean of a figure over the first and over the last steps."""
+    values = [value for _, value in series]
+    return {"first": _mean(values[:WINDOW_STEPS]), "last": _mean(values[-WINDOW_STEPS:])}
 
 
 def _groups(

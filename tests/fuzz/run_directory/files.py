@@ -153,6 +153,7 @@ def _write_lines(layout: RunLayout) -> None:
         )
         log.write(line)
     log.close()
+    layout.settled.write_bytes(layout.trained.read_bytes())
     layout.acks.mkdir()
     acks = [
         files.AckedGroup(

@@ -42,9 +42,10 @@ from rolloutmq.launch.commands import explain, ledger
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.config.run import RunSection
 from rolloutmq.schemas.errors import RolloutMQError
-from rolloutmq.schemas.files import GatewayAddress, InferenceAddress, RunLayout, VllmAddress
+from rolloutmq.schemas.files import GatewayAddress, InferenceAddress, RunLayout, SettledBatch, VllmAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.broker.core import BrokerCore
+from rolloutmq.services.broker.io.line_log import LineLog
 from rolloutmq.services.broker.snapshots import memory_snapshot
 from rolloutmq.services.gateway import server as gateway_server
 from rolloutmq.services.gateway.atropos_wire import RegisterEnv
@@ -56,8 +57,9 @@ from rolloutmq.services.inference import server as inference_server
 from rolloutmq.services.monitor.liveness import fate_of
 from rolloutmq.services.monitor.report.bias_table import table
 from rolloutmq.services.monitor.report.metrics import read_metrics
-from rolloutmq.services.monitor.report.summary import summarise
+from rolloutmq.services.monitor.report.summary import read_trainer_log, summarise
 from rolloutmq.services.monitor.status import gpus, waits, worker_view
+from rolloutmq.services.monitor.text.jsonl import read_lines
 from rolloutmq.services.monitor.text.logs import Follower
 from rolloutmq.services.orchestrator.autoscaling import decision_log
 from rolloutmq.services.orchestrator.supervision.supervisor import identities_of
@@ -303,6 +305,11 @@ def _summary(layout: RunLayout) -> None:
     list(table(results.survey(layout, ()).bias))
 
 
+def _settled(layout: RunLayout) -> None:
+    with LineLog.open(layout.settled):
+        read_trainer_log(read_lines(layout.settled, SettledBatch))
+
+
 def _weights(layout: RunLayout) -> None:
     segment_file.read_address(layout.weights)
     address.read_disk(layout.weights)
@@ -339,6 +346,7 @@ TABLE: Final = (
     Readers("doubts.log", (), (_doubts,)),
     Readers("trained.jsonl", (), (_summary, lambda one: ledger.witness(one), _appended)),
     Readers("trained.jsonl", (), (lambda one: PolicyAncestry.read(one.trained, PolicyVersion(1, 2)),)),
+    Readers("settled.jsonl", (), (_settled,)),
     Readers("acks/*.jsonl", (), (_summary, lambda one: list(explain.notes(one, "g1")), _appended)),
     Readers("dropped.jsonl", (), (_summary, lambda one: list(explain.notes(one, "d")))),
     Readers("metrics.jsonl", (), (lambda one: read_metrics(one.metrics), _summary, _appended)),

@@ -1,12 +1,13 @@
 """`rolloutmq init`: what it writes works, and it overwrites nothing."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rolloutmq.launch.commands.init import FILES, class_name, write_project
+from rolloutmq.launch.commands.init import FILES, TRAINER_FILES, class_name, write_project
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.worker.loader import load_environment
@@ -40,11 +41,50 @@ def test_the_written_configuration_names_the_written_environment(tmp_path: Path)
     assert group.sequences == 16
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_nothing_is_overwritten(tmp_path: Path, file: str) -> None:
+def test_a_trainer_comes_with_its_test_and_a_configuration_that_leaves_the_training_to_it(
+    tmp_path: Path,
+) -> None:
+    paths = write_project(tmp_path / "mine", "my-task", trainer=True)
+    assert [path.name for path in paths] == [*FILES, *TRAINER_FILES]
+    config = load(paths[1], environ={})
+    assert (config.trainer.enabled, config.trainer.steps) == (False, 300)
+    for path in paths:
+        assert "$" not in path.read_text()
+    for name in TRAINER_FILES:
+        ast.parse((tmp_path / "mine" / name).read_text())
+    # Public names are enough for a whole learning loop.
+    imported = {
+        node.module
+        for node in ast.walk(ast.parse((tmp_path / "mine" / "trainer.py").read_text()))
+        if isinstance(node, ast.ImportFrom)
+    }
+    assert {name for name in imported if name and name.startswith("rolloutmq")} == {"rolloutmq"}
+
+
+@pytest.mark.extended
+def test_the_written_trainer_passes_its_test_outside_this_repository(tmp_path: Path) -> None:
+    write_project(tmp_path / "mine", "my-task", trainer=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", *WITHOUT, f"--basetemp={tmp_path / 'runs'}"],
+        cwd=tmp_path / "mine",
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
+@pytest.mark.parametrize("trainer", [False, True])
+@pytest.mark.parametrize("file", [*FILES, *TRAINER_FILES])
+def test_nothing_is_overwritten(tmp_path: Path, file: str, trainer: bool) -> None:
     (tmp_path / file).write_text("mine")
-    with pytest.raises(ConfigError, match="already exists"):
+    if not trainer and file in TRAINER_FILES:
         write_project(tmp_path, "task")
+        assert (tmp_path / file).read_text() == "mine"
+        return
+    with pytest.raises(ConfigError, match="already exists"):
+        write_project(tmp_path, "task", trainer=trainer)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(file, "mine")]
 
 

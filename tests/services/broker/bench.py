@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from rolloutmq.bus.encoding.codec import checksum
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import DroppedGroup
+from rolloutmq.schemas.files import DroppedGroup, SettledBatch
 from rolloutmq.schemas.wire.control import GetStatus, Pressure, StatusReply
 from rolloutmq.schemas.wire.envelope import (
     ColumnSpec,
@@ -41,7 +41,7 @@ from rolloutmq.schemas.wire.requests import (
     Settle,
     Sync,
 )
-from rolloutmq.services.broker.actions import Action, Dropped, Expired, Publish, Reply
+from rolloutmq.services.broker.actions import Action, Dropped, Expired, Publish, Recorded, Reply
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.journal.format.events import (
     Accepted,
@@ -229,6 +229,8 @@ class Bench:
         self.now = 100.0
         self.dropped: list[DroppedGroup] = []
         self.expired: list[Expired] = []
+        self.settled_lines: list[SettledBatch] = []
+        """Lines of `settled.jsonl`."""
         self.published: list[Publish] = []
         self.late: list[Reply] = []
         """Replies to pulls that had to wait."""
@@ -243,6 +245,8 @@ class Bench:
         for action in actions:
             if isinstance(action, Dropped):
                 self.dropped.append(action.record)
+            if isinstance(action, Recorded):
+                self.settled_lines.append(action.record)
             if isinstance(action, Expired):
                 self.expired.append(action)
             elif isinstance(action, Publish):

@@ -16,6 +16,7 @@ from rolloutmq.schemas.wire.control import (
     WorkerStatus,
 )
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.training import BatchSettled
 
 
 @pytest.fixture
@@ -99,5 +100,26 @@ def make_step() -> Callable[..., StepDone]:
             "step_s": 0.1,
         }
         return StepDone(step=step, reward=reward, **(usual | fields))
+
+    return make
+
+
+@pytest.fixture
+def make_settled() -> Callable[..., BatchSettled]:
+    def make(step: int, reward: float = 0.5, **fields: Any) -> BatchSettled:
+        usual: dict[str, Any] = {
+            "run": "run",
+            "incarnation": 0,
+            "at": 0.0,
+            "stepped": True,
+            "sequences": 16,
+            "tokens": 100,
+            "trained": 4,
+            "filtered": 0,
+            "rejected": 0,
+            "staleness_max": 2,
+            "staleness_mean": 1.0,
+        }
+        return BatchSettled(step=step, reward=reward, **(usual | fields))
 
     return make

@@ -12,6 +12,7 @@ from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.wire.control import StepDone, StepSkipped
 from rolloutmq.schemas.wire.health import HealthFinding, LaneScores
+from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.rewards.health_monitor import FORGOTTEN_WINDOWS, HealthMonitor
 from rolloutmq.services.telemetry.recorder import line_of
 
@@ -261,3 +262,74 @@ def test_extreme_sums_are_judged_without_an_error() -> None:
     for number in range(1, 30):
         for found in monitor.feed(step(number, (calm, wild)[number // 5 % 2]), 0.0):
             assert codec.decode_event(codec.encode(found)) == found
+
+
+def settled(number: int, *lanes: LaneScores, rejected: int = 0, stepped: bool = True) -> BatchSettled:
+    """Return the broker's report of a batch."""
+    return BatchSettled(
+        run="r",
+        incarnation=0,
+        step=number,
+        at=0.0,
+        stepped=stepped,
+        reward=0.0,
+        sequences=40,
+        tokens=100,
+        trained=10 - rejected,
+        filtered=0,
+        rejected=rejected,
+        staleness_max=0,
+        staleness_mean=0.0,
+        scores=lanes,
+    )
+
+
+def logged(number: int, **figures: float) -> StepFigures:
+    return StepFigures(run="r", incarnation=0, step=number, at=0.0, figures=figures)
+
+
+def test_a_trainer_that_reports_nothing_is_checked_by_what_the_broker_knows() -> None:
+    monitor = HealthMonitor(CONFIG)
+    found = [
+        one
+        for number in range(1, 1 + WINDOW)
+        for one in told(monitor.feed(settled(number, of("math", FLAT), rejected=9), 7.0))
+    ]
+    assert found == [("math", "collapse", False), ("trainer", "rejection", False)]
+
+
+def test_the_reports_of_a_trainer_replace_those_of_the_broker() -> None:
+    monitor = HealthMonitor(CONFIG)
+    found = []
+    for number in range(1, 2 * WINDOW):
+        found += told(monitor.feed(settled(number, of("math", FLAT)), 7.0))
+        found += told(monitor.feed(step(number, of("math", FLAT)), 7.0))
+    assert found == [("math", "collapse", False)], (
+        "a window is full after as many batches as without the broker"
+    )
+
+
+@pytest.mark.parametrize("first", ["figures", "batch"])
+def test_logged_figures_are_checked_in_either_order(first: str) -> None:
+    monitor = HealthMonitor(CONFIG)
+    found = []
+    for number in range(1, 2 + WINDOW):
+        if first == "figures":
+            monitor.take_figures(logged(number, clipped=1.0, ratio=2.0))
+        found += told(monitor.feed(settled(number, of("math", ALIVE)), 7.0))
+        if first == "batch":
+            monitor.take_figures(logged(number, clipped=1.0, ratio=2.0))
+    assert found == [("trainer", "clipping", False)]
+
+
+def test_a_record_of_the_broker_is_replayed() -> None:
+    before, again = HealthMonitor(CONFIG), HealthMonitor(CONFIG)
+    lines = []
+    for number in range(1, WINDOW):
+        lines.append(line_of(b"telemetry", logged(number, clipped=1.0), 0.0))
+        lines.append(line_of(b"telemetry", settled(number, of("math", FLAT)), 0.0))
+        before.take_figures(logged(number, clipped=1.0))
+        before.feed(settled(number, of("math", FLAT)), 0.0)
+    again.replay(lines)
+    next_one = settled(WINDOW, of("math", FLAT))
+    assert told(again.feed(next_one, 0.0)) == told(before.feed(next_one, 0.0)) != []

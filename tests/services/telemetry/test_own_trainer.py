@@ -1,69 +1,96 @@
-"""The step event of the guide for own trainers is heard, and the health of the rewards follows it."""
+"""The guide's trainer runs as it is printed, and what the bus tells of a trainer of one's own gives findings."""
 
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
-from rolloutmq.bus.consumer.client import Consumer
-from rolloutmq.bus.encoding import codec
-from rolloutmq.bus.producer.client import Producer
-from rolloutmq.bus.transport.event_feed import EventFeed
-from rolloutmq.launch.settings import load
+from rolloutmq import Consumer, Group, PolicyVersion, Producer
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.pubsub import BlockingSubscriber
+from rolloutmq.launch.settings import load, validate
 from rolloutmq.schemas.config.rewards import HealthConfig
-from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.wire.control import StepDone
+from rolloutmq.schemas.files import RunLayout, SettledBatch
+from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.broker.server import running_broker
+from rolloutmq.services.monitor.text.jsonl import read_lines
 from rolloutmq.services.rewards.health_monitor import HealthMonitor
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "own-trainer.md"
 WITHIN_S = 60.0
+SMALL = {"hidden_size": 16, "layers": 1, "mlp_size": 16}
 
 
-def snippet(run_dir: Path) -> dict[str, Any]:
-    """Run the block of the guide for a run directory, and return its names."""
-    (code,) = re.findall(r"<!-- test: events -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    names: dict[str, Any] = {"__name__": "guide"}
-    exec(compile(code.replace("runs/mine", str(run_dir)), "own-trainer.md", "exec"), names)
-    return names
+def groups(first: int, count: int) -> list[Group]:
+    """Return groups of 32 sequences, half of them right."""
+    rows = [[1, 5 + number % 2, 2] for number in range(32)]
+    scores = [float(number % 2) for number in range(32)]
+    mask = [[0, 1, 1]] * 32
+    return [
+        Group.build(f"g{first + number}", tokens=rows, mask=mask, scores=scores) for number in range(count)
+    ]
 
 
-async def test_the_event_of_a_trainer_of_ones_own_gives_findings(run_dir: Path) -> None:
-    with running_broker(load(None, environ={}), RunLayout(run_dir)):
-        names = snippet(run_dir)
-        try:
-            async with EventFeed(RunLayout(run_dir), [b"step"]) as feed:
-                found = await heard(run_dir, names, feed)
-        finally:
-            names["events"].close()
-    (lane,) = found.scores
-    assert (lane.env, lane.groups, lane.flat, lane.sequences) == ("mine", 1, 1, 2)
-    assert (found.step, found.staleness_max, found.extra) == (1, 3, {"clipped": 0.25})
+def test_the_loop_of_the_guide_runs_twice_by_public_names(run_dir: Path) -> None:
+    (code,) = re.findall(r"<!-- test: loop -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert not re.findall(r"(?:from|import) rolloutmq\.", code), "its names are public"
+    code = code.replace("runs/mine", str(run_dir)).replace("% 20", "% 2")
+    layout = RunLayout(run_dir)
+    for life, steps in enumerate((3, 5)):
+        own = {"enabled": False, "steps": steps}
+        config = validate({"run": {"dir": str(run_dir)}, "model": SMALL, "trainer": own})
+        write_json(layout.config, config)
+        with running_broker(config, layout):
+            with Producer.blocking(run_dir, env="mine", producer="p", group_size=32, slots=8) as producer:
+                for group in groups(10 * life, 6):
+                    producer.send(group, timeout_s=WITHIN_S)
+            subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=300, check=True)
+    lines = list(read_lines(layout.settled, SettledBatch))
+    # Step 3 came after the checkpoint of step 2: it is taken again, on the same groups.
+    assert [(line.version, line.resumed) for line in lines] == [
+        *((PolicyVersion(0, step), False) for step in (1, 2, 3)),
+        (PolicyVersion(1, 2), True),
+        *((PolicyVersion(1, step), False) for step in (3, 4, 5)),
+    ]
+    assert lines[2].trained == lines[4].trained
+    assert not layout.weights.exists(), "an orderly end removes the shared weights"
+
+
+def test_reports_of_the_broker_give_findings(run_dir: Path) -> None:
     monitor = HealthMonitor(HealthConfig(window_steps=2))
-    assert monitor.feed(found, 0.0) == []
-    (finding,) = monitor.feed(replace(found, step=2), 0.0)
-    assert (finding.env, finding.finding) == ("mine", "collapse")
+    found = []
+    with running_broker(load(None, environ={}), RunLayout(run_dir)) as broker:
+        wanted = [topics.PRESSURE, topics.TELEMETRY]
+        with BlockingSubscriber(broker.endpoints.events, wanted) as feed:
+            assert feed.poll(WITHIN_S) is not None  # the subscription is known
+            with (
+                Producer.blocking(run_dir, env="mine", producer="p", group_size=2, slots=4) as producer,
+                Consumer.blocking(run_dir, sequences=2) as consumer,
+            ):
+                flat = Group.build("g", tokens=[[1, 2], [1, 3]], mask=[[0, 1], [0, 1]], scores=[0.5, 0.5])
+                for number in range(2):
+                    producer.send(replaced(flat, f"g{number}"), timeout_s=WITHIN_S)
+                for _, batch in zip(range(2), consumer, strict=False):
+                    consumer.log(batch.step, clipped=1.0)
+                    batch.ack()
+            seen: list[object] = []
+            deadline = time.monotonic() + WITHIN_S
+            while len(seen) < 4 and time.monotonic() < deadline:
+                event = codec.decode_event(known[1]) if (known := feed.poll(1.0)) is not None else None
+                if isinstance(event, StepFigures):
+                    monitor.take_figures(event)
+                    seen.append(event)
+                elif isinstance(event, BatchSettled):
+                    found += monitor.feed(event, 0.0)
+                    seen.append(event)
+        last = next(event for event in reversed(seen) if isinstance(event, BatchSettled))
+        found += monitor.feed(replace(last, step=3), 0.0)
+    assert {(one.env, one.finding) for one in found} == {("mine", "collapse"), ("trainer", "clipping")}
 
 
-async def heard(run_dir: Path, names: dict[str, Any], feed: EventFeed) -> StepDone:
-    """Pull a batch and publish its step until it is heard: a socket that has just connected drops events."""
-    group = Group.build("g", tokens=[[1, 2], [1, 3]], mask=[[0, 1], [0, 1]], scores=[0.5, 0.5])
-    async with (
-        Producer.open(run_dir, env="mine", producer="p", group_size=2) as producer,
-        Consumer.open(run_dir, sequences=2) as consumer,
-    ):
-        await producer.send(group)
-        batch = await consumer.pull(1, consumer.version, WITHIN_S)
-        assert batch is not None
-        deadline = time.monotonic() + WITHIN_S
-        while time.monotonic() < deadline:
-            names["publish"](names["events"], batch, 1, [3], clipped=0.25)
-            if (event := await feed.next(0.2)) is not None:
-                done = codec.decode_event(event[1])
-                assert isinstance(done, StepDone)
-                await consumer.settle(batch)
-                return done
-    raise AssertionError("nothing was heard")
+def replaced(group: Group, name: str) -> Group:
+    return Group.build(name, tokens=group["tokens"], mask=group["mask"], scores=group.scores)

@@ -31,7 +31,13 @@ from rolloutmq.schemas.wire.replies import ErrorReply, NoBatch, Ok, Wait
 from rolloutmq.schemas.wire.requests import GetInfo, Request
 from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply, Route
 from rolloutmq.services.broker.core import BrokerCore
-from rolloutmq.services.broker.io.data_plane import BURST_MESSAGES, BrokerSockets, DataPlane, Waker
+from rolloutmq.services.broker.io.data_plane import (
+    BURST_MESSAGES,
+    BrokerLogs,
+    BrokerSockets,
+    DataPlane,
+    Waker,
+)
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
 
 LIMIT_S = 60.0
@@ -164,7 +170,9 @@ def running(script: Script, directory: Path) -> Iterator[Running]:
         wake = Waker()
         stack.callback(wake.close)
         dead = DeadLetterStore(directory / "dead", 1 << 20, sync=False)
-        plane = DataPlane(cast(BrokerCore, script), bound, lines, dead, MAX_GROUP_BYTES, wake)
+        plane = DataPlane(
+            cast(BrokerCore, script), bound, BrokerLogs(lines, lines), dead, MAX_GROUP_BYTES, wake
+        )
         thread = threading.Thread(target=plane.run)
         it = Running(script, plane, context, directory, stack, lines, thread)
         stack.callback(it.end)

@@ -17,9 +17,11 @@ from rolloutmq.schemas.wire.control import (
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import GpuAbsence, GpuSample
+from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.live.run_state import RunState
 
 MakeStep = Callable[..., StepDone]
+MakeSettled = Callable[..., BatchSettled]
 
 
 @pytest.fixture
@@ -141,3 +143,48 @@ def test_gpu_that_is_found_or_lost_replaces_what_was_known(board: RunState) -> N
     board.feed(absence, 3.0)
 
     assert (list(board.gpus), board.gpu_absence) == ([], absence)
+
+
+def test_steps_of_a_trainer_that_reports_none_come_from_the_broker(
+    board: RunState, make_settled: MakeSettled
+) -> None:
+    board.feed(make_settled(1, 0.25), 1.0)
+    board.feed(make_settled(1, 0.0, stepped=False), 1.5)  # a batch without a signal is no step
+    board.feed(make_settled(2, 0.75, staleness_max=3), 2.0)
+    assert board.rewards() == [0.25, 0.75]
+    assert (board.steps_done, board.steps_per_s(2.0)) == (2, 1.0)
+    assert board.step is not None
+    assert board.step.staleness_max == 3
+
+
+def test_a_step_that_broker_and_trainer_report_counts_once(
+    board: RunState, make_step: MakeStep, make_settled: MakeSettled
+) -> None:
+    for step in (1, 2, 3):
+        board.feed(make_settled(step, 0.5), float(step))
+        board.feed(make_step(step, 0.25), step + 0.1)
+    board.feed(make_settled(3, 0.5), 3.2)  # in the other order, too
+    assert board.rewards() == [0.25, 0.25, 0.25]
+    assert board.steps_per_s(3.2) == pytest.approx(2 / 2.2)
+    assert isinstance(board.step, StepDone)
+
+
+def test_a_resumed_trainer_takes_steps_again(board: RunState, make_settled: MakeSettled) -> None:
+    for step in (1, 2, 3):
+        board.feed(make_settled(step, 0.1 * step), float(step))
+    board.feed(make_settled(2, 0.9, incarnation=1), 4.0)
+    assert board.rewards() == [0.1, 0.9]
+    assert board.steps_done == 2
+
+
+def test_figures_of_learning_are_the_last_told(board: RunState, make_step: MakeStep) -> None:
+    def figures(step: int, *not_finite: str, **values: float) -> StepFigures:
+        return StepFigures(run="r", incarnation=0, step=step, at=0.0, figures=values, not_finite=not_finite)
+
+    board.feed(figures(1, loss=0.5, kl=0.1), 1.0)
+    board.feed(figures(2, "kl", loss=0.4), 2.0)
+    assert (board.figures, board.not_finite) == ({"loss": 0.4, "kl": 0.1}, ("kl",))
+    board.feed(figures(3, loss=0.3), 3.0)
+    assert board.not_finite == ()
+    board.feed(make_step(4, extra={"entropy": 1.5, "trained_tokens": 9.0}), 4.0)
+    assert set(board.figures) == {"loss", "kl", "entropy"}

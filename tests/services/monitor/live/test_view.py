@@ -33,6 +33,7 @@ from rolloutmq.schemas.wire.telemetry import (
     HostSample,
     ProcessSample,
 )
+from rolloutmq.schemas.wire.training import StepFigures
 from rolloutmq.services.monitor.live import view
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.process.identity import identify
@@ -390,3 +391,11 @@ def test_points_of_the_evaluation_that_were_left_out_are_shown(board: RunState) 
     assert view.evaluation_lines(board) == []
     board.left_out = "9 points of evaluation.every = 10 left out"
     assert [line.plain.split(None, 1) for line in view.evaluation_lines(board)] == [["eval", board.left_out]]
+
+
+def test_figures_of_learning_have_a_line_and_those_not_finite_come_first(board: RunState) -> None:
+    assert not any("figures" in line for line in drawn(board))
+    board.feed(StepFigures(run="r", incarnation=0, step=1, at=0.0, figures={"loss": 0.5, "kl": 0.01}), 1.0)
+    assert " figures  loss 0.5 · kl 0.01" in [line.rstrip() for line in drawn(board)]
+    board.feed(StepFigures(run="r", incarnation=0, step=2, at=0.0, not_finite=("loss",)), 2.0)
+    assert any(line.startswith(" figures  loss not finite") for line in drawn(board))

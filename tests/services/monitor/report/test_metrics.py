@@ -126,3 +126,35 @@ def test_the_last_progress_of_each_curriculum_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
     assert read_metrics(path).curricula == {"a": counts | {"outcomes": 9}, "b": counts | {"outcomes": 3}}
+
+
+def test_a_step_counts_once_whoever_reports_it(tmp_path: Path) -> None:
+    settled = {"kind": "batch_settled", "incarnation": 0, "stepped": True, "tokens": 5, "reward": 0.5}
+    told = {"kind": "step_done", "incarnation": 0, "tokens": 7, "reward": 0.25, "loss": None, "extra": {}}
+    lines = [
+        settled | {"t": 1.0, "step": 1},
+        told | {"t": 1.1, "step": 1},
+        settled | {"t": 2.0, "step": 2},
+        settled | {"t": 3.0, "step": 2, "stepped": False, "tokens": 100},
+        settled | {"t": 4.0, "step": 2, "tokens": 100},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    assert [(one.step, one.tokens, one.reward) for one in read_metrics(path).steps] == [
+        (1, 7, 0.25),
+        (2, 5, 0.5),
+    ]
+
+
+def test_figures_of_learning_are_series_by_name(tmp_path: Path) -> None:
+    lines = [
+        {"t": 1.0, "kind": "step_figures", "step": 1, "figures": {"loss": 0.5, "mine": 3.0}},
+        {"t": 2.0, "kind": "step_figures", "step": 2, "figures": {"loss": 0.25}, "not_finite": ["mine"]},
+        {"t": 3.0, "kind": "step_done", "step": 3, "loss": 0.125, "extra": {"kl": None, "ratio": 1.0}},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    assert read_metrics(path).figures == {
+        "loss": [(1.0, 0.5), (2.0, 0.25), (3.0, 0.125)],
+        "mine": [(1.0, 3.0)],
+    }

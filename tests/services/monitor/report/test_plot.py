@@ -140,3 +140,35 @@ def test_points_of_the_evaluation_are_drawn(run_dir: Path) -> None:
     log.record(layout.evaluations, point)
     write_report(layout, CONFIG, SUMMARY)
     assert layout.report.read_bytes() != without
+
+
+def test_figures_of_learning_have_a_panel(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    record(layout)
+    write_report(layout, CONFIG, SUMMARY)
+    without = layout.report.stat().st_size
+    figures = [
+        {
+            "t": 101.0 + step,
+            "kind": "step_figures",
+            "step": step,
+            "figures": {"loss": 1 / (1 + step), "flat": 2.0},
+        }
+        for step in range(10)
+    ]
+    with layout.metrics.open("ab") as file:
+        file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in figures))
+    write_report(layout, CONFIG, SUMMARY)
+    assert size_of(layout.report) == (WIDTH_PX, HEIGHT_PX)
+    assert layout.report.stat().st_size > without + 2000
+
+
+def test_the_log_of_the_broker_is_drawn_where_the_trainer_has_none(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    record(layout)
+    layout.trained.rename(layout.settled)
+    write_report(layout, CONFIG, SUMMARY)
+    drawn = layout.report.stat().st_size
+    layout.settled.unlink()
+    write_report(layout, CONFIG, SUMMARY)
+    assert drawn > layout.report.stat().st_size + 2000

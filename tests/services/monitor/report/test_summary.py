@@ -445,3 +445,37 @@ def test_the_ledger_speaks_for_a_trainer_without_a_log(run_dir: Path) -> None:
     outside = CONFIG.model_copy(update={"trainer": TrainerConfig(enabled=False)})
     summary = summarise(layout, outside, saved_ids=lambda _: ["b"], wall_s=1.0, ledger=trimmed)
     assert (summary["groups_accepted"], summary["groups_lost"], summary["groups_settled"]) == (6, None, 4)
+
+
+def test_without_a_log_of_the_trainer_that_of_the_broker_tells_the_steps(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    acks(layout, "sort3-0", "a", "b", "c", "d")
+    lines = [
+        batch(1, "a", rewards=(0.25,), staleness=(2,)),
+        batch(2, "b", rewards=(0.5,)),
+        resumed(1),
+        batch(2, "b", incarnation=1, rewards=(0.75,), rewound=True),
+        batch(2, incarnation=1, filtered=("c",), rewards=(0.0,), staleness=()),
+    ]
+    write(layout.settled, lines)
+    own = CONFIG.model_copy(update={"trainer": TrainerConfig(enabled=False)})
+    summary = summarise(layout, own, saved_ids=lambda _: ["d"], wall_s=1.0)
+    assert (summary["steps"], summary["batches"], summary["batches_without_signal"]) == (2, 3, 1)
+    assert (summary["reward_first"], summary["trainer_resumes"], summary["staleness_max"]) == (0.5, 1, 2)
+    assert groups(summary) == {"accepted": 4, "trained": 2, "filtered": 1, "in_flight": 1, "rewound": 1}
+    counts = {"trained": 2, "filtered": 1, "expired": 0, "dead": 0, "discarded": 0, "in_flight": 1}
+    ledger = LedgerFigures(4, counts, 1, {}, is_whole=False)
+    summary = summarise(layout, own, saved_ids=lambda _: ["d"], wall_s=1.0, ledger=ledger)
+    assert (summary["steps"], summary["staleness_max"], summary["groups_trained"]) == (2, 2, 2)
+    write(layout.trained, [batch(1, "a", rewards=(1.0,))])
+    assert join(layout, "d")["steps"] == 1, "what a trainer logs by itself comes first"
+
+
+def test_figures_of_learning_have_their_first_and_last_means(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    lines = [
+        {"t": float(step), "kind": "step_figures", "step": step, "figures": {"loss": float(step)}}
+        for step in range(1, 121)
+    ]
+    write(layout.metrics, lines)
+    assert join(layout)["learning"] == {"loss": {"first": 25.5, "last": 95.5}}

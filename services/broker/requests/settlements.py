@@ -1,0 +1,206 @@
+"""Reports of training: settled batches, and the figures that a trainer logs.
+
+A batch has an event for the views, and a line of `settled.jsonl` for the report.
+
+Both come from the headers of the groups, so a run shows its rewards, steps and staleness whoever trains. The line waits
+until the settlement is durable: it names no group that a restarted broker would deliver again. A broker killed in
+between leaves a settlement without a line; the ledger decides on counts.
+"""
+
+from collections.abc import Iterable
+from math import inf, isfinite
+
+import msgspec
+from msgspec.structs import replace
+
+from rolloutmq.bus.encoding import topics
+from rolloutmq.schemas.files import SettledBatch
+from rolloutmq.schemas.wire.envelope import ErrorCode, GroupHeader, PolicyVersion, RewardSummary, Split
+from rolloutmq.schemas.wire.health import LaneScores, bounded
+from rolloutmq.schemas.wire.replies import ErrorReply, Ok
+from rolloutmq.schemas.wire.requests import LogFigures
+from rolloutmq.schemas.wire.training import BatchSettled
+from rolloutmq.services.broker.batches.leases import Lease
+from rolloutmq.services.broker.batches.transitions import outcomes
+from rolloutmq.services.broker.broker_state import BrokerState, refuse
+from rolloutmq.services.broker.journal.format.events import GroupState
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
+
+ENDS_TOLERANCE = 1e-6
+"""Relative distance from the largest possible variance up to which all scores of a group count as at its ends."""
+
+
+class _Ended(msgspec.Struct):
+    """Groups of a lease by outcome."""
+
+    trained: list[StoredGroup]
+    filtered: list[StoredGroup]
+    rejected: list[StoredGroup]
+
+    @classmethod
+    def of(cls, lease: Lease) -> "_Ended":
+        found = cls([], [], [])
+        places = {GroupState.TRAINED: found.trained, GroupState.FILTERED: found.filtered}
+        for part in lease.parts:
+            states = outcomes(part, part.settle) if part.settle is not None else None
+            for group, (state, _) in zip(part.groups, states or (), strict=True):
+                places.get(state, found.rejected).append(group)
+        return found
+
+
+class Settlements:
+    """Tells of settled batches, of resumed trainers and of figures."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+
+    def ended(self, lease: Lease, policy: PolicyVersion, wall: float) -> None:
+        """Report a training batch that all ranks have settled; `policy` is the one after it."""
+        if lease.split is not Split.TRAIN:
+            return
+        ended = _Ended.of(lease)
+        pulled = _pulled_at(lease, policy)
+        staleness = [self._state.staleness.staleness(group, pulled) for group in ended.trained]
+        used = [*ended.trained, *ended.filtered]
+        self._state.outbox.settled(
+            SettledBatch(
+                at=wall,
+                version=policy,
+                trained=_ids(ended.trained),
+                filtered=_ids(ended.filtered),
+                rejected=_ids(ended.rejected),
+                staleness=tuple(staleness),
+                rewards=tuple(bounded(group.header.rewards.mean) for group in used),
+                rewound=lease.rewound,
+            )
+        )
+        sequences = sum(group.header.sequences for group in used)
+        scored = sum(group.header.rewards.mean * group.header.sequences for group in used)
+        run = self._state.run.name
+        event = BatchSettled(
+            run=run,
+            incarnation=policy.incarnation,
+            step=policy.step,
+            at=wall,
+            stepped=bool(ended.trained),
+            reward=bounded(scored / sequences) if sequences else 0.0,
+            sequences=sequences,
+            tokens=sum(group.header.tokens for group in used),
+            trained=len(ended.trained),
+            filtered=len(ended.filtered),
+            rejected=len(ended.rejected),
+            staleness_max=max(staleness, default=0),
+            staleness_mean=sum(staleness) / len(staleness) if staleness else 0.0,
+            scores=lane_scores(used),
+        )
+        self._state.outbox.publish(topics.telemetry("settled", run), event)
+
+    def resumed(self, version: PolicyVersion, wall: float) -> None:
+        """Report that a trainer resumed at a checkpoint: the lines of later steps are void."""
+        self._state.outbox.settled(SettledBatch(at=wall, version=version, resumed=True))
+
+    def log(self, request: LogFigures, now: float) -> Ok | ErrorReply:
+        """Publish the figures that a trainer logged."""
+        if self._state.consumers.heard(request.consumer, now) is None:
+            return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
+        for one in request.logged:
+            for name, value in one.figures.items():
+                if not isfinite(value):
+                    return refuse(ErrorCode.INVALID, f"logged.figures.{name}: must be finite (got {value})")
+        run = self._state.run.name
+        for one in request.logged:
+            self._state.outbox.publish(topics.telemetry("figures", run), replace(one, run=run))
+        return Ok()
+
+
+def _ids(groups: Iterable[StoredGroup]) -> tuple[str, ...]:
+    return tuple(group.header.group_id for group in groups)
+
+
+def _pulled_at(lease: Lease, policy: PolicyVersion) -> PolicyVersion:
+    """Return the policy from which staleness counts; for groups of a window, the one before their step."""
+    return replace(policy, step=max(0, policy.step - 1)) if lease.window else lease.version
+
+
+def lane_scores(groups: Iterable[StoredGroup]) -> tuple[LaneScores, ...]:
+    """Return the scores of each environment, by name, as far as headers tell them; see `BatchSettled.scores`."""
+    found: dict[str, _Tally] = {}
+    for group in groups:
+        if _is_sound(group.header.rewards):
+            if (tally := found.get(group.env)) is None:
+                tally = found[group.env] = _Tally()
+            tally.add(group.header)
+    return tuple(found[env].scores(env) for env in sorted(found))
+
+
+def _is_sound(rewards: RewardSummary) -> bool:
+    """Return whether a summary, which a peer sent, does not contradict itself; no comparison holds for NaN."""
+    return (
+        rewards.low <= rewards.mean <= rewards.high
+        and rewards.m2 >= 0
+        and isfinite(rewards.high - rewards.low)
+    )
+
+
+class _Tally:
+    """Sums over the groups of one environment; a broker adds thousands of groups a second."""
+
+    __slots__ = ("at_high", "at_low", "flat", "groups", "high", "low", "m2", "mean", "sequences", "tokens")
+
+    def __init__(self) -> None:
+        self.groups = self.flat = self.sequences = self.tokens = self.at_low = self.at_high = 0
+        self.mean = self.m2 = 0.0
+        self.low, self.high = inf, -inf
+
+    def add(self, header: GroupHeader) -> None:
+        """Add the scores of one group; the merge is that of `LaneScores.merged`."""
+        rewards, count = header.rewards, header.sequences
+        self.groups += 1
+        self.tokens += header.tokens
+        self.sequences += count
+        share, apart = count / self.sequences, rewards.mean - self.mean
+        self.m2 += rewards.m2 + apart * apart * (self.sequences - count) * share
+        self.mean += apart * share
+        if rewards.low == rewards.high:
+            self.flat += 1
+            at_low = at_high = count
+        else:
+            at_low, at_high = _at_ends(rewards, count)
+        if rewards.low < self.low:
+            self.low, self.at_low = rewards.low, 0
+        if rewards.high > self.high:
+            self.high, self.at_high = rewards.high, 0
+        self.at_low += at_low * (rewards.low == self.low)
+        self.at_high += at_high * (rewards.high == self.high)
+
+    def scores(self, env: str) -> LaneScores:
+        """Return the sums of an environment."""
+        return LaneScores(
+            env=env,
+            groups=self.groups,
+            flat=self.flat,
+            sequences=self.sequences,
+            mean=bounded(self.mean),
+            m2=bounded(self.m2),
+            low=self.low,
+            high=self.high,
+            at_low=self.at_low,
+            at_high=self.at_high,
+            tokens=self.tokens,
+            sxx=0.0,
+            syy=0.0,
+            sxy=0.0,
+        )
+
+
+def _at_ends(rewards: RewardSummary, sequences: int) -> tuple[int, int]:
+    """Return how many scores are the lowest and the highest, if all are one of both; else one each.
+
+    No scores of a mean vary more than those at the ends (Bhatia and Davis 2000): only there is the variance the product
+    of the distances of the mean from both.
+    """
+    widest = (rewards.high - rewards.mean) * (rewards.mean - rewards.low)
+    if not 0 < widest < inf or abs(rewards.m2 / sequences - widest) > ENDS_TOLERANCE * widest:
+        return 1, 1
+    at_high = round(sequences * (rewards.mean - rewards.low) / (rewards.high - rewards.low))
+    return sequences - at_high, at_high
