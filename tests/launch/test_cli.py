@@ -60,6 +60,20 @@ def test_version() -> None:
     assert rolloutmq("--version").stdout.startswith("rolloutmq 0.")
 
 
+ENVIRONMENT = """
+from rolloutmq import SingleTurn
+
+
+class E(SingleTurn):
+    def task(self, rng):
+        return 1
+
+    def prompt(self, task):
+        return "1="
+
+    def score(self, task, completion):
+        return 0.0
+"""
 ON_A_GPU = ["up", "run.toml", "--set", "trainer.device=cuda", "--set", "weights.backend=disk"]
 
 
@@ -106,7 +120,7 @@ def test_bad_input_is_one_line_and_a_code(
     tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     (tmp_path / "run.toml").write_text('[environment.e]\nentry = "e.py:E"\n')
-    (tmp_path / "e.py").write_text("class E:\n    async def rollout(self, policy, size, rng): ...\n")
+    (tmp_path / "e.py").write_text(ENVIRONMENT)
     told = rolloutmq(*arguments, cwd=tmp_path)
     assert told.returncode == code, told.stderr
     assert words in told.stderr
@@ -136,7 +150,7 @@ def test_an_output_that_is_closed_or_full_is_no_traceback(tmp_path: Path, argume
 def test_a_directory_that_somebody_has_is_a_code_of_its_own(tmp_path: Path) -> None:
     """A script can tell it from a failure: whoever is there goes on."""
     (tmp_path / "run.toml").write_text('[environment.e]\nentry = "e.py:E"\n')
-    (tmp_path / "e.py").write_text("class E:\n    async def rollout(self, policy, size, rng): ...\n")
+    (tmp_path / "e.py").write_text(ENVIRONMENT)
     with claimed(tmp_path / "here", "token", resume=False):
         told = rolloutmq("up", "run.toml", "--run-dir", "here", cwd=tmp_path)
     assert told.returncode == 4, told.stderr
