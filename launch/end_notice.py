@@ -28,6 +28,12 @@ DOES: Final[Mapping[Role, str]] = {
     Role.BROKER: "saves the queued groups",
     Role.TELEMETRY: "records the end",
 }
+_PASSED_ON: Final = re.compile(
+    r"(?:orchestrator|curriculum): exit code \d+: error: (environment\..*)", re.DOTALL
+)
+"""Reason of a process that ended because an environment failed."""
+_OWN: Final = re.compile(r"environment\.[^:]+: (?!all workers failed;).*", re.DOTALL)
+"""Reason of the environment itself, inside it."""
 
 
 def end_notice(
@@ -77,8 +83,11 @@ def cause_of(reason: str) -> str:
     Args:
         reason: Reason of the process that ended the run, with those of others inside.
     """
-    _, _, last = reason.rpartition(": error: ")
-    return last if last.startswith("environment.") else reason
+    passed_on = _PASSED_ON.match(reason)
+    if passed_on is None:
+        return reason
+    own = _OWN.search(passed_on[1])
+    return own[0] if own is not None else passed_on[1]
 
 
 def failure_report(layout: RunLayout, reason: str, since: float) -> str:

@@ -171,7 +171,7 @@ class Examination:
 
     def _survived(self, what: str) -> Verdict:
         """Return the first failure that the script did not cause, as one that a run may survive."""
-        theirs = [one for error, one in self._failed if _is_theirs(error)]
+        theirs = [one for error, one in self._failed if self._is_theirs(error)]
         if not theirs:
             why = self._failed[0][1].headline
             return Verdict(env=self._name, advice=(f"environment.{self._name}: no scripted rollout: {why}",))
@@ -183,10 +183,22 @@ class Examination:
         """Return whether a run would meet the error, too."""
         first = first_error(error)
         if isinstance(first, RolloutMQError):
-            return _is_theirs(error) or (isinstance(first, PolicyRefusedError) and is_built(self._config))
+            return self._is_theirs(error) or (
+                isinstance(first, PolicyRefusedError) and is_built(self._config)
+            )
         if isinstance(first, TimeoutError | asyncio.CancelledError | OSError):
             return False
         return is_built(self._config) or isinstance(first, CERTAIN) or _is_of_the_worker(first)
+
+    def _is_theirs(self, error: BaseException) -> bool:
+        """Return whether the environment raised, or returned what cannot be sent; else the script may be the cause.
+
+        With the token ids of a built model also the tokens of its turns are as they would be.
+        """
+        first = first_error(error)
+        if isinstance(first, InvalidGroupError):
+            return is_built(self._config) or first.column in {"*", "scores"}
+        return not isinstance(first, RolloutMQError)
 
     @contextmanager
     def _no_breakpoints(self) -> Iterator[None]:
@@ -233,14 +245,6 @@ class Examination:
             yield
         finally:
             timer.cancel()
-
-
-def _is_theirs(error: BaseException) -> bool:
-    """Return whether the environment raised, or returned what cannot be sent; else the script may be the cause."""
-    first = first_error(error)
-    if isinstance(first, InvalidGroupError):
-        return first.column in {"*", "scores"}
-    return not isinstance(first, RolloutMQError)
 
 
 def _is_of_the_worker(error: BaseException) -> bool:

@@ -179,6 +179,13 @@ class Waiting(Good):
         await asyncio.Event().wait()
 
 
+class Retokenized(Good):
+    async def rollout(self, policy, size, rng):
+        (first,) = await policy.complete("1=", max_tokens=30)
+        (second,) = await policy.complete(f"1={first.text}=", max_tokens=3)
+        return [Trajectory.of(first).then(second)] * size
+
+
 class Unentered(Good):
     async def __aenter__(self):
         raise OSError("no sandbox")

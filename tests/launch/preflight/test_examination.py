@@ -205,6 +205,14 @@ def test_what_a_script_may_have_caused_refuses_nothing(base_dir: Path) -> None:
     assert "NameError: name 'answr' is not defined" in refused(config(base_dir, "Unnamed", **external))
 
 
+def test_turns_that_do_not_continue_are_certain_with_the_token_ids_of_a_built_model(base_dir: Path) -> None:
+    found = refused(config(base_dir, "Retokenized"))
+    assert "the turn's prompt does not begin with the turns before it: token " in found
+    external = {"kind": "external", "url": "http://127.0.0.1:9/v1"}
+    other = examined(config(base_dir, "Retokenized", inference=external, trainer={"enabled": False}))
+    assert (other.problems, other.failures) == ((), ()), "a chat template may keep the end of a turn"
+
+
 def test_an_environment_with_a_client_of_its_own_is_loaded_and_no_more(base_dir: Path) -> None:
     found = examined(config(base_dir, "Client"))
     assert (found.problems, found.failures) == ((), ())
