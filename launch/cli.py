@@ -86,8 +86,9 @@ def try_rollouts(
     env: Annotated[str, typer.Argument(help="Environment. Default: the only one.")] = "",
     count: Annotated[int, typer.Option("--count", "-n", help="Number of rollouts.", min=1)] = 1,
     size: Annotated[
-        int, typer.Option(help="Sequences of a rollout.  [default: the environment's group_size]", min=0)
-    ] = 0,
+        int | None,
+        typer.Option(help="Sequences of a rollout.  [default: the environment's group_size]", min=1),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Override run.seed.")] = None,
     task: Annotated[
         list[str] | None,
@@ -106,7 +107,7 @@ def try_rollouts(
     from rolloutmq.launch.preflight import try_rollouts as trying
 
     payloads = [trying.payload_of(text) for text in task or []]
-    options = trying.TryOptions(count=count, size=size, payloads=payloads, as_json=as_json)
+    options = trying.TryOptions(count=count, size=size or 0, payloads=payloads, as_json=as_json)
     raise typer.Exit(trying.try_rollouts(resolved, env, options))
 
 

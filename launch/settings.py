@@ -75,9 +75,10 @@ def load_part(
 
 def _remove(tree: dict[str, Any], location: Sequence[str]) -> None:
     """Remove a wrong key; of an environment, its whole section, which may not work without the key."""
-    if location[:1] == ["environment"]:
+    if location[:1] == ["environment"] and len(location) > 1:
         for section in ("environment", "curriculum"):
-            tree.get(section, {}).pop("".join(location[1:2]), None)
+            if isinstance(named := tree.get(section), dict):
+                named.pop(location[1], None)
         return
     for part in location:
         if not isinstance(tree.get(part), dict) or part == location[-1]:

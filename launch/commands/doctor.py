@@ -220,12 +220,7 @@ def check(file: Path, *, assignments: Iterable[str], timeout_s: float, as_json: 
     Returns 0 if all is fine, 2 if `up` would refuse it, else 1: code of an environment raised or took too long, or this
     machine lacks something.
     """
-
-    def tell(text: str) -> None:
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-
-    findings = configuration(file, assignments=assignments, timeout_s=timeout_s, tell=tell)
+    findings = configuration(file, assignments=assignments, timeout_s=timeout_s, tell=_tell)
     return print_findings(findings, as_json=as_json)
 
 
@@ -239,7 +234,7 @@ def report(*, as_json: bool, file: Path | None = None) -> int:
 
     Otherwise 2 for a wrong configuration, else 1.
     """
-    more = [] if file is None else configuration(file)
+    more = [] if file is None else configuration(file, tell=_tell)
     return print_findings([*examine(), *more], as_json=as_json)
 
 
@@ -251,6 +246,11 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> int:
         text = "\n".join(_lines(finding) for finding in findings)
     sys.stdout.write(text + "\n")
     return max((finding.code for finding in findings if finding.needed and not finding.fine), default=0)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _lines(finding: Finding) -> str:

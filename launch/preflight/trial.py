@@ -110,11 +110,11 @@ class _Trial:
         """Wait for the end of the process, then end what is left of it; return how it ended."""
         poll = select.poll()
         poll.register(process, select.POLLIN)
-        at, since, told, how = "", time.monotonic(), False, ""
+        at, since, told, how = self._names[0], time.monotonic(), False, ""
         deadline = since + START_S + self._timeout_s
         try:
             while not poll.poll(POLL_S * 1000) and not how:
-                now, current = time.monotonic(), _current(result)
+                now, current = time.monotonic(), _current(result) or self._names[0]
                 if current != at:
                     at, since, told = current, now, False
                     deadline = now + self._timeout_s
@@ -122,7 +122,7 @@ class _Trial:
                     deadline, told = min(deadline, now + GRACE_S), True
                 if not told and now >= since + TOLD_S:
                     told = True
-                    self._tell(f"checks environment {at or self._names[0]} (timeout {self._timeout_s:g} s)")
+                    self._tell(f"checks environment {at} (timeout {self._timeout_s:g} s)")
                 if now >= deadline:
                     how = f"it took longer than {self._timeout_s:g} s"
         finally:

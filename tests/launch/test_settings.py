@@ -128,7 +128,9 @@ def test_what_is_valid_of_a_configuration_is_left_without_the_rest(file: Path) -
     assert list(config.environment) == ["sort3"]
     assert (config.curriculum, config.trainer.steps, config.broker.high_bytes) == ({}, 7, 1_000_000)
     assert len(problems) == 2
-    assert load_part(file, environ={}, assignments=["environment.wrong=1", "run=2"])[1]
+    for wrong in ("environment.wrong=1", "run=2", "environment=3", "curriculum=4"):
+        _, problems = load_part(file, environ={}, assignments=[wrong])
+        assert wrong.partition("=")[0] in {getattr(problem, "path", "") for problem in problems}
     file.write_text(FILE)
     whole, problems = load_part(file, environ={})
     assert (whole, problems) == (load(file, environ={}), ())

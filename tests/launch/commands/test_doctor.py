@@ -183,16 +183,19 @@ def test_every_error_of_a_file_is_reported_at_once(
 def test_code_that_raises_now_and_then_fails_a_check_and_shows_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    raising = "if completion.finish_reason == 'length':\n            raise KeyError(task)\n        return 0"
+    raising = (
+        "self.scored = getattr(self, 'scored', 0) + 1\n"
+        "        if self.scored == 3:\n            raise KeyError(task)\n        return 0"
+    )
     (tmp_path / "env.py").write_text(ENVIRONMENT.replace("return 0", raising))
     file = tmp_path / "run.toml"
     file.write_text('[environment.e]\nentry = "env.py:Env"\n')
     assert doctor.check(file, assignments=[], timeout_s=60.0, as_json=False) == 1
     fine, failed, _, frame, source, error, *_ = capsys.readouterr().out.splitlines()
     assert fine == f"ok      configuration: {file}"
-    assert failed == "FAILED  environment.e.entry: a scripted rollout failed: KeyError: 1 (env.py:14)"
+    assert failed == "FAILED  environment.e.entry: a scripted rollout failed: KeyError: 1 (env.py:15)"
     assert [line.strip() for line in (frame, source, error)] == [
-        "env.py:14: in score",
+        "env.py:15: in score",
         "raise KeyError(task)",
         "E   KeyError: 1",
     ]

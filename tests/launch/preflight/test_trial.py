@@ -66,7 +66,7 @@ def test_what_takes_long_is_told(base_dir: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(trial, "TOLD_S", 0.0)
     told: list[str] = []
     try_environments(config(base_dir, "Good"), tell=told.append)
-    assert told[0] == "checks environment e (timeout 60 s)"
+    assert told == ["checks environment e (timeout 60 s)"]
 
 
 def test_programs_gpus_and_workers_of_others_are_not_tried(base_dir: Path) -> None:
