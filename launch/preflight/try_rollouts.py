@@ -36,7 +36,7 @@ from rolloutmq.launch.preflight.standalone import Plan, roll_out
 from rolloutmq.launch.preflight.verdicts import Problem
 from rolloutmq.launch.preflight.watch import Watch, frames_now
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, PolicyUnavailableError
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.printable import printable
@@ -254,6 +254,10 @@ class _InterruptedError(Exception):
     """The user has interrupted a rollout or left the debugger; the cause has the place."""
 
 
+class _AwayError(Exception):
+    """No server answers, so no other rollout can succeed."""
+
+
 class _Session:
     """The rollouts of one call, and what is printed of them."""
 
@@ -293,6 +297,8 @@ class _Session:
                 ).disabled = True  # it would tell of the tasks that are cancelled now
                 self._interrupted(error.__cause__ or error, self._watch.loop)
                 return EXIT_INTERRUPTED
+            except _AwayError:
+                pass
             except (Exception, SystemExit) as error:  # noqa: BLE001 - entering, leaving and tasks are user code
                 self._print_failure(failure_of(error, self._files))
             finally:
@@ -347,6 +353,8 @@ class _Session:
         if isinstance(first_error(error), KeyboardInterrupt | BdbQuit):
             raise _InterruptedError from error
         self._print_failure(failure_of(error, self._files))
+        if isinstance(first_error(error), PolicyUnavailableError):
+            raise _AwayError
         self._begin()
 
     def _print_failure(self, failure: UserFailure) -> None:
@@ -387,7 +395,8 @@ class _Session:
     def _summary(self, taken_s: float) -> str:
         scores = [[float(score) for score in group.scores] for group in self._groups]
         every = [score for group in scores for score in group]
-        text = f"{self._options.count} rollouts of {self._name}: {len(every)} sequences, {taken_s:.1f} s"
+        done = len(scores) + self._failed
+        text = f"{done} rollouts of {self._name}: {len(every)} sequences, {taken_s:.1f} s"
         if every:
             text += f", scores {min(every):g} to {max(every):g}, mean {fmean(every):.3f}"
         if self._failed:

@@ -39,6 +39,8 @@ VALUE_CHARS: Final = 300
 """Longest value in a report."""
 CHAIN: Final = 5
 """Most causes of an error that are searched for frames of the user's code."""
+INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, also of another Python environment that this one sees."""
 OURS: Final = Path(__file__).parents[3]
 """Directory of this package."""
 CALLERS: Final = frozenset(
@@ -101,6 +103,7 @@ class UserFiles:
     def _is_of_a_library(self, file: Path) -> bool:
         """Return whether a file belongs to Python or to an installed package that is not the user's."""
         folders = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
+        folders |= {one for one in file.parents if one.name in INSTALLED}
         inner = max(
             (one for one in folders if one in file.parents), key=lambda one: len(one.parts), default=None
         )

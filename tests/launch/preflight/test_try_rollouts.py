@@ -20,6 +20,7 @@ import pytest
 from tests.launch.preflight.support import CLASSES, config
 
 from rolloutmq.launch.endings import UserCodeError
+from rolloutmq.launch.preflight import try_rollouts as trying
 from rolloutmq.launch.preflight.try_rollouts import TryOptions, payload_of, try_rollouts
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
@@ -161,6 +162,17 @@ def test_a_server_elsewhere_is_asked_and_names_its_tokens(
     given, sampled = found.splitlines()[2:4]
     assert re.fullmatch(r"     mask 0  \[1( \d+)+\]", given), "it names sampled tokens alone"
     assert re.fullmatch(r"     mask 1  '.*'  \[.*\]", sampled)
+
+
+def test_a_server_that_is_away_ends_the_rollouts(
+    base_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trying, "PATIENCE_S", 0.2)
+    external = {"kind": "external", "url": "http://127.0.0.1:9/v1"}
+    made = config(base_dir, "Good", inference=external, trainer={"enabled": False})
+    first, *_, last = tried(made, capsys, code=1, count=50).splitlines()
+    assert "policy: no answer from http://127.0.0.1:9 within 0.2 s" in first
+    assert last.startswith("1 rollouts of e: 0 sequences, ")
 
 
 def test_an_exception_is_shown_once_with_its_frame_task_and_completion(

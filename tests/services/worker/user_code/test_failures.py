@@ -150,6 +150,13 @@ def test_a_library_is_no_place_of_the_users_code(tmp_path: Path) -> None:
     )
 
 
+def test_a_package_of_another_environment_is_a_library(tmp_path: Path) -> None:
+    files = UserFiles(tmp_path, {"mine"})
+    assert not files.has("/opt/other/lib/python3/dist-packages/theirs/code.py")
+    assert files.has("/opt/other/lib/python3/dist-packages/mine/code.py")
+    assert files.has("/home/me/code.py")
+
+
 def test_of_a_group_the_first_error_is_told_and_of_a_chain_the_frames(code: Any, tmp_path: Path) -> None:
     error = raised(code.Chained())
     found = failure_of(error, UserFiles(tmp_path))

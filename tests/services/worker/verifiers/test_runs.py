@@ -45,7 +45,7 @@ def config(base_dir: Path, section: dict[str, Any], **sections: Any) -> RunConfi
             {"verifiers": "mishaps", "options": {"fail": True, "key": "x"}},
             {},
             "environment.mine.verifiers",
-            r"raised ValueError: refused: x \(mishaps.py, line",
+            r"raised ValueError: refused: x \(mishaps\.py:",
         ),
         (
             {"verifiers": "mishaps", "sampling": {"extra": {"top_k": 5}}},
