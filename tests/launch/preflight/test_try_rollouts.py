@@ -5,13 +5,11 @@ import logging
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -252,27 +250,26 @@ def test_a_breakpoint_has_the_terminal(base_dir: Path) -> None:
 
 def typed(argv: list[str], lines: list[str]) -> tuple[int, str]:
     """Run a command on a terminal, type a line at each prompt of the debugger, and return its code and output."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(argv[0], argv)
-    said, until, left = b"", time.monotonic() + LIMIT_S, list(lines)
-    try:
-        while time.monotonic() < until:
-            if not select.select([terminal], [], [], 1.0)[0]:
-                continue
-            try:
-                found = os.read(terminal, 1 << 12)
-            except OSError:  # the command has ended
-                break
-            said += found
-            if left and said.count(b"(Pdb) ") > len(lines) - len(left):
-                os.write(terminal, left.pop(0).encode() + b"\n")
-        else:
-            os.kill(pid, signal.SIGKILL)
-    finally:
-        os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), said.decode()
+    terminal, theirs = pty.openpty()
+    with subprocess.Popen(
+        argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as process:
+        os.close(theirs)
+        timer = _killing(process)
+        said, left = b"", list(lines)
+        try:
+            while True:
+                try:
+                    found = os.read(terminal, 1 << 12)
+                except OSError:  # the command has ended
+                    break
+                said += found
+                if left and said.count(b"(Pdb) ") > len(lines) - len(left):
+                    os.write(terminal, left.pop(0).encode() + b"\n")
+            return process.wait(timeout=LIMIT_S), said.decode()
+        finally:
+            timer.cancel()
+            os.close(terminal)
 
 
 @pytest.mark.parametrize("kind", ["Spinning", "Waiting"])
@@ -296,7 +293,7 @@ def test_an_interrupt_says_where_the_code_was(kind: str, base_dir: Path) -> None
     assert "Traceback" not in told
 
 
-def _killing(process: "subprocess.Popen[str]") -> threading.Timer:
+def _killing(process: "subprocess.Popen[Any]") -> threading.Timer:
     timer = threading.Timer(LIMIT_S, process.kill)
     timer.daemon = True
     timer.start()
