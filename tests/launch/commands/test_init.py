@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rolloutmq.launch.commands.doctor import check
 from rolloutmq.launch.commands.init import FILES, class_name, write_project
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.errors import ConfigError
@@ -38,6 +39,13 @@ def test_the_written_configuration_names_the_written_environment(tmp_path: Path)
     assert type(environment).__name__ == "MyTask"
     group = play(environment, ScriptedPolicy("321"), size=config.environment["my-task"].group_size)
     assert group.sequences == 16
+
+
+def test_the_written_project_passes_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_project(tmp_path, "mine")
+    code = check(tmp_path / "config.toml", assignments=[], timeout_s=60.0, as_json=False)
+    assert code == 0, capsys.readouterr()
+    assert "environment mine: 8 tasks drawn, 4 scripted rollouts\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file", FILES)
