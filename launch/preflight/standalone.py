@@ -73,8 +73,9 @@ async def roll_out(
     tasks = _tasks(name, config, plan)
     section = _section(config.environment[name], plan, submitted=tasks is not None)
     async with AsyncExitStack() as stack:
-        if isinstance(environment, AbstractAsyncContextManager):
-            await stack.enter_async_context(environment)
+        entered: Any = environment
+        if isinstance(entered, AbstractAsyncContextManager):
+            await stack.enter_async_context(entered)
         await Rollouts(
             f"{name}-0",
             section,
