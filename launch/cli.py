@@ -62,14 +62,14 @@ def up(
     ] = False,
 ) -> None:
     """Start a run and watch it until it ends."""
-    from rolloutmq.launch.settings import load
+    from rolloutmq.launch import local
+    from rolloutmq.launch.preflight.checks import loaded
 
     extra = list(assignments or [])
     extra += [f"run.seed={seed}"] if seed is not None else []
     extra += [f'run.dir="{run_dir}"'] if run_dir is not None else []
     extra += ["broker.replay=true"] if replay else []
-    resolved = load(config, environ=os.environ, assignments=extra)
-    from rolloutmq.launch import local
+    resolved = loaded(config, environ=os.environ, assignments=extra, tell=local.tell)
     from rolloutmq.launch.commands import steer
     from rolloutmq.launch.rundir import require_run
 
@@ -78,6 +78,53 @@ def up(
     if detach:
         raise typer.Exit(steer.detach(resolved, sys.argv[1:]))
     raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain)))
+
+
+@app.command("try", rich_help_panel=RUN)
+def try_rollouts(
+    config: ConfigFile,
+    env: Annotated[str, typer.Argument(help="Environment. Default: the only one.")] = "",
+    count: Annotated[int, typer.Option("--count", "-n", help="Number of rollouts.", min=1)] = 1,
+    size: Annotated[
+        int | None,
+        typer.Option(help="Sequences of a rollout.  [default: the environment's group_size]", min=1),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Override run.seed.")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--task", metavar="JSON", help="Submitted task to answer, in place of the environment's own."
+        ),
+    ] = None,
+    assignments: Assignments = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each rollout.")] = False,
+) -> None:
+    """Roll out an environment in this process and print tokens, mask, score and time; `breakpoint()` works."""
+    from rolloutmq.launch.preflight.checks import loaded
+
+    extra = [*(assignments or []), *([f"run.seed={seed}"] if seed is not None else [])]
+    resolved = loaded(config, environ=os.environ, assignments=extra)
+    from rolloutmq.launch.preflight import try_rollouts as trying
+
+    payloads = [trying.payload_of(text) for text in task or []]
+    options = trying.TryOptions(count=count, size=size or 0, payloads=payloads, as_json=as_json)
+    raise typer.Exit(trying.try_rollouts(resolved, env, options))
+
+
+@app.command(rich_help_panel=RUN)
+def check(
+    config: ConfigFile,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", help="Time-out of each environment.", min=1.0)
+    ] = 60.0,
+    assignments: Assignments = None,
+    as_json: Json = False,
+) -> None:
+    """Check a configuration as `up` does, and report every error; environments make a few scripted rollouts."""
+    from rolloutmq.launch.commands import doctor
+
+    code = doctor.check(config, assignments=assignments or [], timeout_s=timeout, as_json=as_json)
+    raise typer.Exit(code)
 
 
 @app.command(rich_help_panel=RUN)

@@ -1,15 +1,23 @@
-"""What the end of a run waits for, as one line for its view. Pure.
+"""The end of a run, as its user sees it: what it waits for, and the exception in his code that ended it.
 
 The processes end group by group. Those of the present group are named with what they still do, and with the time after
 which they are killed.
 """
 
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from textwrap import indent
 from typing import Final
 
+import msgspec
+
+from rolloutmq.bus.rundir import read_json
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
+from rolloutmq.services.worker.user_code.failures import UserFailure
 
 DOES: Final[Mapping[Role, str]] = {
     Role.TRAINER: "settles its step and writes a checkpoint",
@@ -20,6 +28,12 @@ DOES: Final[Mapping[Role, str]] = {
     Role.BROKER: "saves the queued groups",
     Role.TELEMETRY: "records the end",
 }
+_PASSED_ON: Final = re.compile(
+    r"(?:orchestrator|curriculum): exit code \d+: error: (environment\..*)", re.DOTALL
+)
+"""Reason of a process that ended because an environment failed."""
+_OWN: Final = re.compile(r"environment\.[^:]+: (?!all workers failed;).*", re.DOTALL)
+"""Reason of the environment itself, inside it."""
 
 
 def end_notice(
@@ -61,3 +75,35 @@ def _orchestrator(view: ProcessView, workers: Iterable[WorkerStatus], drain_s: f
 
 def _left_s(view: ProcessView, seconds: float, now: float) -> float:
     return max(0.0, view.since + seconds - now)
+
+
+def cause_of(reason: str) -> str:
+    """Return why a run failed: of an environment its own reason alone, without the processes that passed it on.
+
+    Args:
+        reason: Reason of the process that ended the run, with those of others inside.
+    """
+    passed_on = _PASSED_ON.match(reason)
+    if passed_on is None:
+        return reason
+    own = _OWN.search(passed_on[1])
+    return own[0] if own is not None else passed_on[1]
+
+
+def failure_report(layout: RunLayout, reason: str, since: float) -> str:
+    """Return the last exception of the environment that ended a run, with its frames; empty if there is none.
+
+    Args:
+        layout: Files of the run.
+        reason: Why the run ended.
+        since: Beginning of this life of the run, wall-clock seconds.
+    """
+    found = re.match(r"environment\.([^.:]+)", reason)
+    if found is None:
+        return ""
+    env, path, failure = found[1], layout.failure(found[1]), None
+    with suppress(OSError, msgspec.DecodeError):
+        failure = read_json(path, UserFailure) if path.stat().st_mtime >= since else None
+    if failure is None:
+        return ""
+    return f"last error of environment {env}: {failure.headline}\n\n{indent(failure.report, '    ')}\n"

@@ -1,10 +1,14 @@
 """End of a command: a RolloutMQ error is reported as one line and an exit code, without a traceback.
 
+Several problems of a configuration are reported at once, one line each. Of an exception in the user's code, the report
+follows: the frames of his files, the task and the completion.
+
 Exit codes: 0 done, 1 failed, 2 invalid configuration or command line, 4 the run directory is in use.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from textwrap import indent
 from typing import Final, NoReturn
 
 from rolloutmq.bus.lifecycle import IN_USE
@@ -18,6 +22,50 @@ from rolloutmq.schemas.errors import (
 
 EXIT_FAILED: Final = 1
 EXIT_CONFIG: Final = 2
+
+
+class UserCodeError(ConfigError):
+    """An environment's code raised; `report` has the frames of the user's files, the task and the completion."""
+
+    def __init__(self, path: str, problem: str, report: str = "") -> None:
+        super().__init__(path, problem)
+        self.report = report
+
+    def __str__(self) -> str:
+        line = super().__str__()
+        return f"{line}\n\n{indent(self.report, '    ')}\n" if self.report else line
+
+
+class ProblemsError(ConfigError):
+    """Several things are wrong with a configuration. `path` and `problem` are those of the first."""
+
+    def __init__(self, problems: Sequence[RolloutMQError]) -> None:
+        first = problems[0]
+        if isinstance(first, ConfigError):
+            super().__init__(first.path, first.problem)
+        else:
+            super().__init__("configuration", str(first))
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        return "\n".join([f"the configuration has {len(self.problems)} errors", *map(str, self.problems)])
+
+
+def raise_all(problems: Sequence[RolloutMQError]) -> None:
+    """Raise the problem, or all of them as one error; return if there is none.
+
+    Raises:
+        ProblemsError: There are several.
+    """
+    if len(problems) > 1:
+        raise ProblemsError(problems)
+    if problems:
+        raise problems[0]
+
+
+def problems_of(error: RolloutMQError) -> tuple[RolloutMQError, ...]:
+    """Return each problem that an error tells."""
+    return error.problems if isinstance(error, ProblemsError) else (error,)
 
 
 def guarded(run: Callable[[], int | str | None]) -> NoReturn:

@@ -32,7 +32,7 @@ from rolloutmq.bus.files import private_fd
 from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.event_feed import EventFeed
-from rolloutmq.launch.end_notice import end_notice
+from rolloutmq.launch.end_notice import cause_of, end_notice, failure_report
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight.checks import check
 from rolloutmq.launch.results import conclude
@@ -112,12 +112,14 @@ def up(config: RunConfig, options: UpOptions) -> int:
         UnusablePathError: The run directory cannot be read or written.
         RecordVersionError: Another version wrote the run directory; nothing was started.
     """
-    advice = check(config)
+    found = check(config, tell=tell)
+    for failure in found.failures:
+        tell(f"warning: {failure}")
     token = secrets.token_hex(8)
     with claimed(config.run.dir, token, resume=options.resume) as layout:
         os.close(private_fd(layout.log("up"), os.O_WRONLY | os.O_CREAT))
         set_up_logging(layout.log("up"))
-        for each in advice:
+        for each in (*found.failures, *found.advice):
             logger.warning("configuration advice=%s", each)
         write_json(layout.config, config)
         with _listener(config, layout) as listener:
@@ -125,6 +127,13 @@ def up(config: RunConfig, options: UpOptions) -> int:
             launcher = Launcher(config, layout, token, view, listener, options)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(launcher.run()).code
+
+
+def tell(text: str) -> None:
+    """Tell the user something while nothing is shown yet."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -176,7 +185,7 @@ class Launcher:
 
     async def run(self) -> Ending:
         """Start, watch and end the run, and report its result; the second signal kills everything at once."""
-        stop = Stop()
+        stop, began = Stop(), time.time()
         with _signals(stop, self._kill):
             with living(self._layout):
                 ending = await self._live(stop)
@@ -184,6 +193,8 @@ class Launcher:
             clear(self._config, self._layout)
             trim_journal(self._layout)
             conclude(self._config, self._layout, ending.reason, picture=self._options.picture)
+            if report := failure_report(self._layout, ending.reason, began):
+                sys.stdout.write(f"\n{report}")
         return ending
 
     async def _live(self, stop: Stop) -> Ending:
@@ -290,7 +301,7 @@ def _verdict(views: Mapping[str, ProcessView]) -> Ending | None:
     """Return how the run ended, or None while it is running."""
     for view in views.values():
         if view.phase is Phase.FATAL:
-            return Ending(EXIT_FAILED, f"{view.name}: {view.reason}")
+            return Ending(EXIT_FAILED, cause_of(f"{view.name}: {view.reason}"))
     trainers = [view for view in views.values() if view.role is Role.TRAINER]
     if trainers and all(view.phase in OVER for view in trainers):
         return DONE

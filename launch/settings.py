@@ -2,13 +2,14 @@
 
 `broker.high_bytes` is `[broker] high_bytes = ...` in the file, `ROLLOUTMQ_BROKER__HIGH_BYTES=...` in the environment
 and `--set broker.high_bytes=...` on the command line. Values of the last two are TOML; what is not TOML is plain text.
-The first problem becomes a `ConfigError` with the dotted path and the allowed values.
+Each problem becomes a `ConfigError` with the dotted path and the allowed values; several are raised as one error.
 """
 
 import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin
 
@@ -17,9 +18,10 @@ from pydantic_core import ErrorDetails
 
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, require_private
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.launch.endings import raise_all
 from rolloutmq.schemas.config.base import Text, location_of, problem_of
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, RolloutMQError
 from rolloutmq.schemas.files import RunLayout
 
 ENV_PREFIX: Final = "ROLLOUTMQ_"
@@ -39,6 +41,54 @@ def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable
     Raises:
         ConfigError: The file is unreadable, a key is unknown, a value is invalid, or two values contradict each other.
     """
+    return validate(_tree(file, environ, assignments))
+
+
+def load_part(
+    file: Path, *, environ: Mapping[str, str], assignments: Iterable[str] = ()
+) -> tuple[RunConfig | None, Sequence[RolloutMQError]]:
+    """Resolve what is valid of a configuration: without the keys and environments that are wrong.
+
+    Args:
+        file: TOML file.
+        environ: As for `load`.
+        assignments: As for `load`.
+
+    Returns:
+        The configuration, None if the rest is not valid either, and every problem.
+
+    Raises:
+        ConfigError: The file is unreadable.
+    """
+    tree = _tree(file, environ, assignments)
+    try:
+        return RunConfig.model_validate(tree), ()
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        for one in found:
+            _remove(tree, [str(part) for part in one["loc"]])
+        part = None
+        with suppress(ValidationError):
+            part = RunConfig.model_validate(tree)
+        return part, [_explained(one, RunConfig) for one in found]
+
+
+def _remove(tree: dict[str, Any], location: Sequence[str]) -> None:
+    """Remove a wrong key; of an environment, its whole section, which may not work without the key."""
+    if location[:1] == ["environment"] and len(location) > 1:
+        for section in ("environment", "curriculum"):
+            if isinstance(named := tree.get(section), dict):
+                named.pop(location[1], None)
+        return
+    for part in location:
+        if not isinstance(tree.get(part), dict) or part == location[-1]:
+            tree.pop(part, None)
+            return
+        tree = tree[part]
+
+
+def _tree(file: Path | None, environ: Mapping[str, str], assignments: Iterable[str]) -> dict[str, Any]:
+    """Return the values of all sources, not yet validated."""
     tree = read_toml(file) if file is not None else {}
     for name, text in environ.items():
         if name.startswith(ENV_PREFIX) and ENV_NESTING in name:
@@ -47,7 +97,7 @@ def load(file: Path | None, *, environ: Mapping[str, str], assignments: Iterable
     assign(tree, assignments)
     if file is not None:
         tree["base_dir"] = str(file.resolve().parent)
-    return validate(tree)
+    return tree
 
 
 def overridden(config: RunConfig, assignments: Iterable[str]) -> RunConfig:
@@ -85,16 +135,18 @@ def assigned(assignment: str) -> tuple[str, Any]:
 
 
 def validate(tree: Mapping[str, Any]) -> RunConfig:
-    """Validate nested values; ConfigError with the first problem."""
+    """Validate nested values; ConfigError with every problem."""
     return validated(RunConfig, tree)
 
 
 def validated(kind: type[_Model], tree: Mapping[str, Any]) -> _Model:
-    """Validate nested values as a model of sections; ConfigError with the first problem."""
+    """Validate nested values as a model of sections; ConfigError with every problem."""
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise _explained(error.errors(include_url=False)[0], kind) from None
+        problems = [_explained(one, kind) for one in error.errors(include_url=False)]
+    raise_all(problems)
+    raise AssertionError  # pydantic names at least one
 
 
 def read_toml(file: Path) -> dict[str, Any]:

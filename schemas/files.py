@@ -35,6 +35,7 @@ metrics.jsonl        every published event                              telemetr
 curriculum.json      progress of each curriculum                        curriculum
 curriculum/          state and events of each curriculum                curriculum
 decisions.jsonl      autoscaling decisions, with their inputs           orchestrator
+failures/<environment>.json   last exception of the environment's code, with its frames    each worker
 logs/<name>.log      output of each process; rotated to .log.1, .log.2, ..., newest first
 sockets/             ipc endpoints, mode 0700
 spools/              unacked groups of ended producers                  each producer
@@ -96,6 +97,7 @@ class RunLayout:
         self.curriculum = root / "curriculum.json"
         self.curricula = root / "curriculum"
         self.decisions = root / "decisions.jsonl"
+        self.failures = root / "failures"
         self.logs = root / "logs"
         self.sockets = root / "sockets"
         self.spools = root / "spools"
@@ -109,6 +111,10 @@ class RunLayout:
     def engine(self, name: str) -> Path:
         """Return the address file of an engine; the first is called `inference`."""
         return self.root / f"{name}.json"
+
+    def failure(self, env: str) -> Path:
+        """Return the file with the last exception of an environment's code."""
+        return self.failures / f"{env}.json"
 
     def log(self, process: str) -> Path:
         """Return the log of a process."""

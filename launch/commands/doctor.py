@@ -1,4 +1,4 @@
-"""`rolloutmq doctor`: check the dependencies and limits of this machine, with a remedy for each finding.
+"""`rolloutmq doctor` and `rolloutmq check`: check this machine, or a configuration, with a remedy for each finding.
 
 Each check is a function that returns a `Finding` and changes nothing. A finding with `needed=False` is advice: a run
 works without it. With a configuration also its environments are tried, in a process of their own.
@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Final
 
-from rolloutmq.launch.endings import EXIT_CONFIG, EXIT_FAILED
+from rolloutmq.launch.endings import EXIT_CONFIG, EXIT_FAILED, UserCodeError, problems_of
 from rolloutmq.schemas.errors import ConfigError, MissingError, RolloutMQError, install_remedy
 from rolloutmq.schemas.printable import printable
 
@@ -46,6 +47,7 @@ class Finding:
         needed: Whether a run requires it.
         verdict: First word of its line; by default `ok`, `MISSING` or `advice`.
         code: Exit code if it failed and is required.
+        report: Lines about an exception in the user's code.
     """
 
     what: str
@@ -55,6 +57,7 @@ class Finding:
     needed: bool = True
     verdict: str = ""
     code: int = EXIT_FAILED
+    report: str = ""
 
     @property
     def word(self) -> str:
@@ -157,23 +160,68 @@ CHECKS: Final[Iterable[Callable[[], Finding]]] = (
 )
 
 
-def configuration(file: Path) -> list[Finding]:
+def configuration(
+    file: Path,
+    *,
+    assignments: Iterable[str] = (),
+    timeout_s: float | None = None,
+    tell: Callable[[str], None] = lambda _text: None,
+) -> list[Finding]:
     """Check a configuration with all checks of `rolloutmq up FILE`: keys, environments, addresses, teacher.
 
-    Its advice is one finding each.
+    Each error, failure and piece of advice is one finding.
+
+    Args:
+        file: The configuration.
+        assignments: Texts `key=value` that override it.
+        timeout_s: Time-out of the trial of each environment, in seconds; None for that of `up`.
+        tell: Told what takes long, in one line.
     """
     from rolloutmq.launch.preflight import checks
-    from rolloutmq.launch.settings import load
+    from rolloutmq.launch.preflight.trial import TIMEOUT_S
 
-    wrong = partial(Finding, "configuration", fine=False, found=str(file))
     try:
-        advice = checks.check(load(file, environ=os.environ))
-    except ConfigError as error:
-        return [wrong(remedy=str(error), verdict="WRONG", code=EXIT_CONFIG)]
+        config = checks.loaded(file, environ=os.environ, assignments=assignments, tell=tell)
+        found = checks.examine(config, timeout_s=timeout_s or TIMEOUT_S, tell=tell)
     except RolloutMQError as error:
-        return [wrong(remedy=str(error), verdict="" if isinstance(error, MissingError) else "FAILED")]
-    fine = Finding("configuration", fine=True, found=str(file))
-    return [fine, *(wrong(remedy=each, needed=False) for each in advice)]
+        found = checks.Examined(problems_of(error))
+    advice = partial(Finding, "configuration", fine=False, found=str(file), needed=False)
+    fine = [] if found.problems else [Finding("configuration", fine=True, found=str(file))]
+    return [
+        *fine,
+        *(_wrong(file, problem) for problem in found.problems),
+        *(_failed(failure) for failure in found.failures),
+        *(
+            Finding(f"environment {name}", fine=True, found=what or "loaded")
+            for name, what in found.tried.items()
+        ),
+        *(advice(remedy=each) for each in found.advice),
+    ]
+
+
+def _wrong(file: Path, problem: RolloutMQError) -> Finding:
+    if isinstance(problem, ConfigError):
+        report = problem.report if isinstance(problem, UserCodeError) else ""
+        what, found = problem.path, problem.problem
+        return Finding(what, fine=False, found=found, verdict="WRONG", code=EXIT_CONFIG, report=report)
+    verdict = "" if isinstance(problem, MissingError) else "FAILED"
+    return Finding("configuration", fine=False, found=str(file), remedy=str(problem), verdict=verdict)
+
+
+def _failed(failure: UserCodeError) -> Finding:
+    return Finding(
+        failure.path, fine=False, found=failure.problem, verdict="FAILED", needed=True, report=failure.report
+    )
+
+
+def check(file: Path, *, assignments: Iterable[str], timeout_s: float, as_json: bool) -> int:
+    """Check a configuration as `up` does, and print the findings.
+
+    Returns 0 if all is fine, 2 if `up` would refuse it, else 1: code of an environment raised or took too long, or this
+    machine lacks something.
+    """
+    findings = configuration(file, assignments=assignments, timeout_s=timeout_s, tell=_tell)
+    return print_findings(findings, as_json=as_json)
 
 
 def examine(checks: Iterable[Callable[[], Finding]] = CHECKS) -> list[Finding]:
@@ -186,7 +234,7 @@ def report(*, as_json: bool, file: Path | None = None) -> int:
 
     Otherwise 2 for a wrong configuration, else 1.
     """
-    more = [] if file is None else configuration(file)
+    more = [] if file is None else configuration(file, tell=_tell)
     return print_findings([*examine(), *more], as_json=as_json)
 
 
@@ -195,14 +243,22 @@ def print_findings(findings: Sequence[Finding], *, as_json: bool) -> int:
     if as_json:
         text = json.dumps([asdict(finding) | {"verdict": finding.word} for finding in findings], indent=2)
     else:
-        text = "\n".join(printable(_line(finding)) for finding in findings)
+        text = "\n".join(_lines(finding) for finding in findings)
     sys.stdout.write(text + "\n")
     return max((finding.code for finding in findings if finding.needed and not finding.fine), default=0)
 
 
-def _line(finding: Finding) -> str:
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def _lines(finding: Finding) -> str:
     text = f"{finding.word:<7} {finding.what}: {finding.found}"
-    return text if finding.fine else f"{text}; {finding.remedy}"
+    if not finding.fine and finding.remedy:
+        text = f"{text}; {finding.remedy}"
+    report = f"\n\n{indent(finding.report, ' ' * 8)}\n" if finding.report else ""
+    return printable(text) + report
 
 
 def _size(count: int) -> str:

@@ -57,10 +57,12 @@ from rolloutmq.services.monitor.text.exit_codes import FAILED, INTERRUPTED, comp
 from rolloutmq.services.orchestrator.supervision.core import Phase
 from rolloutmq.services.process.child import end_strays
 from rolloutmq.services.process.identity import alive
-from rolloutmq.services.process.logbook import last_line
+from rolloutmq.services.process.logbook import last_lines
 
 ANSWER_S: Final = 5.0
 """Longest wait for the broker's reply to a command."""
+LAST_LINES: Final = 200
+"""Most lines of a detached command that are searched for its error."""
 START_S: Final = 120.0
 """Longest wait for the broker of a detached run. The trial of its environments may take half of it."""
 LOOK_S: Final = 0.05
@@ -174,7 +176,7 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
     layout = RunLayout(root)
     while time.monotonic() < until:
         if child.poll() is not None:
-            _say(last_line(output) or f"the run ended at once; output in {output}")
+            _say(_last_words(output) or f"the run ended at once; output in {output}")
             return child.returncode or 0
         launcher = owner(layout)
         if launcher is not None and launcher.pid == child.pid and layout.endpoints.exists():
@@ -184,6 +186,13 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
         time.sleep(LOOK_S)
     _say(f"not ready after {START_S:.0f} s; output in {output}")
     return 1
+
+
+def _last_words(output: Path) -> str:
+    """Return the error that a command ended with, which may have several lines; else its last line."""
+    lines = last_lines(output, LAST_LINES)
+    begins = [at for at, line in enumerate(lines) if line.startswith("rolloutmq: ")]
+    return "\n".join(lines[begins[-1] if begins else -1 :])
 
 
 def drain(run_dir: Path, worker: str) -> int:

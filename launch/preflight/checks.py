@@ -1,4 +1,4 @@
-"""Preflight checks: errors found before any process of the run starts, reported in one line each.
+"""Preflight checks: every error that can be found before any process of the run starts, all of them at once.
 
 Environments are tried last, in a process of its own (`trial`): their code does not run here.
 """
@@ -8,7 +8,8 @@ import importlib.util
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,9 @@ import psutil
 
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
 from rolloutmq.bus.transport.bindings import bind_host
-from rolloutmq.launch.preflight.trial import try_environments
+from rolloutmq.launch.endings import ProblemsError, UserCodeError, raise_all
+from rolloutmq.launch.preflight.trial import TIMEOUT_S, Tell, tried, try_environments
+from rolloutmq.launch.settings import load_part
 from rolloutmq.schemas.config.command import problem_of_secrets
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.inference import InferenceConfig
@@ -25,6 +28,7 @@ from rolloutmq.schemas.errors import (
     AddressInUseError,
     ConfigError,
     MissingError,
+    RolloutMQError,
     TokenizerMismatchError,
     VocabularyMismatchError,
     install_remedy,
@@ -38,33 +42,149 @@ from rolloutmq.services.worker.loader import check_entry
 TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
 
 
-def check(config: RunConfig) -> tuple[str, ...]:
-    """Raise the first error that would make the run fail; return advice on what could not be checked, a line each.
+def _silent(_text: str) -> None:
+    """Tell nobody."""
 
-    Blocks for as long as the modules of the environments need to load.
+
+@dataclass(frozen=True)
+class Examined:
+    """What the checks found.
+
+    Attributes:
+        problems: Why the run is refused.
+        failures: Exceptions and time-outs of the environments' code that the run may survive.
+        advice: What could not be checked, and what a reader may want to know, a line each.
+        tried: What was done with each environment that was tried, by name.
+    """
+
+    problems: tuple[RolloutMQError, ...] = ()
+    failures: tuple[UserCodeError, ...] = ()
+    advice: tuple[str, ...] = ()
+    tried: Mapping[str, str] = field(default_factory=dict)
+
+
+def loaded(
+    file: Path, *, environ: Mapping[str, str], assignments: Iterable[str] = (), tell: Tell = _silent
+) -> RunConfig:
+    """Resolve a configuration. If keys are wrong, also load the environments whose sections are valid.
 
     Raises:
-        ConfigError: The entry or the program of an environment does not exist, its class or rewards cannot work, a
-            secret is not set, a sampler does not exist, has a wrong option or draws no task, an address cannot be
-            bound, the token file has no token or is not private, no combination of whole groups fills a batch, the
-            normalization of scores changes nothing, or the teacher does not fit the student.
+        ConfigError: Something is wrong; of several errors, all.
+    """
+    config, problems = load_part(file, environ=environ, assignments=assignments)
+    if config is not None and not problems:
+        return config
+    more = _of_environments(config) if config is not None else []
+    if config is not None:
+        names = [name for name in tried(config) if not _entry_problems(config, name)]
+        more += [
+            problem.error
+            for verdict in try_environments(config, names, rolled=False, tell=tell)
+            for problem in verdict.problems
+        ]
+    raise ProblemsError([*problems, *more]) if len(problems) + len(more) > 1 else problems[0]
+
+
+def check(config: RunConfig, *, tell: Tell = _silent) -> Examined:
+    """Examine a configuration and raise what would make the run fail: of several errors, all.
+
+    Args:
+        config: The configuration.
+        tell: Told what takes long, in one line.
+
+    Raises:
+        ConfigError: There is no environment, or one cannot work; a secret is not set, a sampler does not exist, has a
+            wrong option or draws no task, an address cannot be bound, the token file has no token or is not private, no
+            combination of whole groups fills a batch, the normalization of scores changes nothing, or the teacher does
+            not fit the student.
         MissingError: A required package is not installed.
         AddressInUseError: Another process listens on the port of the inference server.
     """
-    for name, environment in config.environment.items():
-        if environment.command:
-            check_command(name, environment.command, config.base_dir)
-        else:
-            check_entry(name, environment, config.base_dir)
-        _check_secrets(name, environment)
-    check_samplers(config)
-    _check_batch(config)
-    _check_normalization(config)
-    http_token(config)
-    if config.broker.transport == "tcp":
-        bind_host(config.broker)
-    if config.inference.kind == "vllm":
-        require_vllm(config.inference.vllm.python)
+    found = examine(config, tell=tell)
+    raise_all(found.problems)
+    return found
+
+
+def examine(config: RunConfig, *, timeout_s: float = TIMEOUT_S, tell: Tell = _silent) -> Examined:
+    """Run every check on a configuration.
+
+    Blocks for as long as the modules of the environments need to load, and their scripted rollouts take.
+
+    Args:
+        config: The configuration.
+        timeout_s: Time-out of the trial of each environment, in seconds.
+        tell: Told what takes long, in one line.
+    """
+    problems = [*_of_environments(config), *_of_the_run(config)]
+    names = [name for name in tried(config) if not _entry_problems(config, name)]
+    verdicts = try_environments(config, names, timeout_s=timeout_s, tell=tell)
+    return Examined(
+        problems=(*problems, *(one.error for verdict in verdicts for one in verdict.problems)),
+        failures=tuple(one.error for verdict in verdicts for one in verdict.failures),
+        advice=(
+            *_advise_weights(config),
+            *_short_drains(config),
+            *(line for verdict in verdicts for line in verdict.advice),
+        ),
+        tried={one.env: one.tried for one in verdicts if not one.problems and not one.failures},
+    )
+
+
+def _of_environments(config: RunConfig) -> list[RolloutMQError]:
+    """Return what is wrong with the environments, without running their code."""
+    return [problem for name in config.environment for problem in _entry_problems(config, name)]
+
+
+def _entry_problems(config: RunConfig, name: str) -> list[RolloutMQError]:
+    section, base_dir = config.environment[name], config.base_dir
+    if section.command:
+        return _raised(
+            lambda: check_command(name, section.command, base_dir), lambda: _check_secrets(name, section)
+        )
+    return _raised(lambda: check_entry(name, section, base_dir), lambda: _check_secrets(name, section))
+
+
+def _of_the_run(config: RunConfig) -> list[RolloutMQError]:
+    """Return what is wrong with everything else."""
+    return _raised(
+        lambda: _check_producers(config),
+        lambda: check_samplers(config),
+        lambda: _check_batch(config),
+        lambda: _check_normalization(config),
+        lambda: http_token(config),
+        lambda: bind_host(config.broker) if config.broker.transport == "tcp" else None,
+        lambda: require_vllm(config.inference.vllm.python) if config.inference.kind == "vllm" else None,
+        lambda: _check_packages(config),
+        lambda: _check_port(config.inference),
+        lambda: _check_teacher(config),
+    )
+
+
+def _raised(*checks: Callable[[], object]) -> list[RolloutMQError]:
+    """Run checks that are independent of each other, and return what they raise."""
+    found = []
+    for one in checks:
+        try:
+            one()
+        except RolloutMQError as error:
+            found.append(error)
+    return found
+
+
+def _check_producers(config: RunConfig) -> None:
+    """Reject a run whose trainer would wait for ever: nothing in it produces groups."""
+    if config.environment or config.gateway.enabled or not config.trainer.enabled:
+        return
+    if config.orchestrator.enabled and config.inference.max_engines == 1:
+        raise ConfigError(
+            "environment",
+            "there is none, so the trainer would wait for groups for ever; add a section [environment.NAME] with "
+            "`entry`, or set orchestrator.enabled = false if producers of your own send the groups",
+        )
+
+
+def _check_packages(config: RunConfig) -> None:
+    """Require the packages of the trainer, and its device."""
     if config.trainer.enabled or config.inference.kind in {"tiny", "vllm"}:
         for package in TRAINER_NEEDS:
             if importlib.util.find_spec(package) is None:
@@ -72,9 +192,6 @@ def check(config: RunConfig) -> tuple[str, ...]:
     if config.trainer.enabled and config.trainer.lora and importlib.util.find_spec("peft") is None:
         raise MissingError("the package peft", f"`[trainer.lora]` needs it; {install_remedy('lora')}")
     _check_device(config)
-    _check_port(config.inference)
-    _check_teacher(config)
-    return (*_advise_weights(config), *_short_drains(config), *try_environments(config))
 
 
 def _advise_weights(config: RunConfig) -> tuple[str, ...]:

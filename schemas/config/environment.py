@@ -130,6 +130,14 @@ class EnvironmentConfig(Section):
     """Least score of an answer that passes in the evaluation. None: `evaluation.pass_score`."""
     rewards: RewardsConfig = RewardsConfig.default()
 
+    @property
+    def module(self) -> str:
+        """Module of the class or of the package of `verifiers`; empty for a file and for a program."""
+        source = self.entry.partition(":")[0]
+        if source:
+            return "" if source.endswith(".py") else source
+        return self.verifiers.rpartition("/")[2].replace("-", "_")
+
     @model_validator(mode="before")
     @classmethod
     def _without_versions(cls, given: Any) -> Any:

@@ -135,7 +135,7 @@ class RunConfig(Section):
         """Refuse packages of several owners that are installed as one module: only one can be there."""
         named: dict[str, str] = {}
         for name, section in self.environment.items():
-            module = section.verifiers.rpartition("/")[2].replace("-", "_")
+            module = section.module if section.verifiers else ""
             first = named.setdefault(module, section.verifiers)
             if "/" in first and "/" in section.verifiers and first != section.verifiers:
                 raise ValueError(

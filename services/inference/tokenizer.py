@@ -73,6 +73,11 @@ class TextTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
+    def shown(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
     def token(self, token: int) -> str:
         """Return the text of one token in the vocabulary; empty for an embedding row without a token."""
         found = self._tokens.get(token)

@@ -31,9 +31,10 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from inspect import isawaitable
+from math import isfinite
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
-from rolloutmq.schemas.errors import UsageError
+from rolloutmq.schemas.errors import InvalidGroupError, UsageError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
@@ -267,7 +268,19 @@ class SingleTurn(GroupPerTask[Task]):
 
     async def _scored(self, task: Task, completion: Completion, messages: list[Any] | None) -> Trajectory:
         score = self.score(task, completion)
-        return _trajectory(completion, await score if isawaitable(score) else score, messages)
+        if isawaitable(score):
+            score = await score
+        if not _is_finite(score):
+            problem = f"`{type(self).__name__}.score` must return a finite number (got {score!r:.80})"
+            raise InvalidGroupError("scores", problem)
+        return _trajectory(completion, score, messages)
+
+
+def _is_finite(score: Any) -> bool:
+    try:
+        return isfinite(float(score))
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _trajectory(completion: Completion, reward: float, messages: list[Any] | None) -> Trajectory:

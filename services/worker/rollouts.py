@@ -26,7 +26,6 @@ from inspect import isawaitable
 from itertools import count
 from typing import Any, Final, Protocol
 
-from rolloutmq.bus.lifecycle import without_secrets
 from rolloutmq.bus.producer.credit import Permit
 from rolloutmq.bus.tasks.taker import LeasedTask
 from rolloutmq.schemas.config.environment import EnvironmentConfig
@@ -45,13 +44,12 @@ from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.group_members import GroupMembers, drawn
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
 from rolloutmq.services.worker.trajectory import group_of
+from rolloutmq.services.worker.user_code.failures import one_line
 
 logger = logging.getLogger(__name__)
 
 TRACEBACK_EVERY_S: Final = 5.0
 """Seconds between two logged tracebacks: a broken environment may fail a thousand times a second."""
-ERROR_CHARS: Final = 500
-"""Longest one-line error in a report, in characters."""
 CANCEL_S: Final = 5.0
 """Seconds after which the log says that a rollout ignores its cancellation."""
 
@@ -108,6 +106,10 @@ class Teacher(Protocol):
         ...
 
 
+OnFailure = Callable[[BaseException, str], None]
+"""Called with the error of a rollout, while its traceback has the frames, and with what to say of it."""
+
+
 class Rollouts:
     """Runs the rollouts of one worker in one event loop.
 
@@ -134,8 +136,13 @@ class Rollouts:
         draining: asyncio.Event | None = None,
         teacher: Teacher | None = None,
         evaluation_seed: int | None = None,
+        on_failure: OnFailure | None = None,
     ) -> None:
-        """Prepare the slots; `evaluation_seed` makes them answer the tasks of an evaluation, seeded with it."""
+        """Prepare the slots.
+
+        `evaluation_seed` makes them answer the tasks of an evaluation, seeded with it. `on_failure` is called for each
+        failed rollout.
+        """
         self.worker = worker
         self.env = worker.rpartition("-")[0] or worker
         self.config = config
@@ -145,6 +152,7 @@ class Rollouts:
         self._tasks = tasks
         self._draining = draining
         self._teacher = teacher
+        self._on_failure = on_failure
         self._evaluates = evaluation_seed is not None
         self._seed = f"evaluation {evaluation_seed}" if self._evaluates else str(seed)
         self._clock = clock
@@ -184,7 +192,7 @@ class Rollouts:
             for other in others:
                 if not isinstance(other, RolloutMQError):
                     logger.error("another slot failed", exc_info=other)
-            raise first from None
+            raise first from first.__cause__
 
     async def _slot(self) -> None:
         EVALUATING.set(self._evaluates)  # in the context of this slot alone
@@ -238,7 +246,7 @@ class Rollouts:
         if attempt.error and task is not None and self._tasks is not None:
             await self._tasks.hand_back(task.id, attempt.error)
         if self._failures >= self.config.failure_limit:
-            raise EnvironmentFailedError(self.env, self._failures, self.error)
+            raise EnvironmentFailedError(self.env, self._failures, self.error) from attempt.raised
 
     async def _group(self, attempt: "Attempt") -> Group | None:
         """Run the user's code once; None if it failed. All errors of user code end here."""
@@ -354,6 +362,9 @@ class Rollouts:
     def _failed(self, attempt: "Attempt", error: BaseException, why: str) -> None:
         self._failures += attempt.task is None
         self.error = attempt.error = why
+        attempt.raised = error
+        if self._on_failure is not None:
+            self._on_failure(error, why)
         suppressed = self._tracebacks.due(time.monotonic())
         if suppressed is not None:
             logger.error(
@@ -380,6 +391,7 @@ class Attempt:
     number: int
     task: LeasedTask | None = None
     error: str = ""
+    raised: BaseException | None = None
     ended: str = ""
     """Why nobody waits for its answer any more."""
     members: GroupMembers | None = None
@@ -439,14 +451,3 @@ class RateLimitedLog:
         suppressed, self._suppressed = self._suppressed, 0
         self._next = now + self._every_s
         return suppressed
-
-
-def one_line(error: BaseException) -> str:
-    """Describe an error in one short line of valid UTF-8, without secrets; of an exception group, the first error."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    text = " ".join(str(error).split()).encode(errors="replace").decode()
-    kind = type(error).__name__
-    if not isinstance(error, RolloutMQError):
-        text = f"{kind}: {text}" if text else kind
-    return without_secrets(text)[:ERROR_CHARS]

@@ -30,9 +30,10 @@ from typing import Any, Final
 
 from rolloutmq.bus.engine_registry import FIRST, engines_of
 from rolloutmq.bus.evaluation.plan import answering_producer
+from rolloutmq.bus.files import PRIVATE_DIRECTORY
 from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.producer.client import Producer
-from rolloutmq.bus.rundir import FILE_POLL_S, load_run
+from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
 from rolloutmq.bus.tasks.taker import TaskTaker
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, SessionFencedError
@@ -44,14 +45,15 @@ from rolloutmq.services.http_access import http_token
 from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.services.rewards.joining import joined
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.exits import contain_exits
 from rolloutmq.services.worker.heartbeat import Heartbeat
 from rolloutmq.services.worker.loader import check_abilities, load_environment
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.policy import NoPolicy, Policy
-from rolloutmq.services.worker.rollouts import Rollouts, one_line
+from rolloutmq.services.worker.rollouts import TRACEBACK_EVERY_S, RateLimitedLog, Rollouts
 from rolloutmq.services.worker.teacher_client import TeacherClient
+from rolloutmq.services.worker.user_code.exits import contain_exits
+from rolloutmq.services.worker.user_code.failures import UserFailure, UserFiles, failure_of, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +115,8 @@ class Worker:
         self._answers: Rollouts | None = None
         """Those that answer the evaluation beside the training; no heartbeat tells of them."""
         self._teacher: TeacherClient | None = None
+        self._files = UserFiles.of(self.config.base_dir, [self.section])
+        self._failures = RateLimitedLog(TRACEBACK_EVERY_S)
         self._heartbeat = Heartbeat(self.layout, worker, self.beat, self.start_draining)
 
     def start_draining(self, reason: str = "SIGUSR1") -> None:
@@ -166,6 +170,8 @@ class Worker:
         except (ConfigError, EnvironmentFailedError) as error:
             self.error = one_line(error)
             self.state = WorkerState.FAILED
+            if error.__cause__ is not None:
+                self._keep(failure_of(error.__cause__, self._files))
             await self._heartbeat.last()
             raise
         self.state = WorkerState.GONE
@@ -196,6 +202,19 @@ class Worker:
         for task in (living, *beside):
             if not task.cancelled():
                 task.result()
+
+    def _failed(self, error: BaseException, why: str) -> None:
+        """Keep the report of a failed rollout, one in a while: a broken environment fails a thousand times a second."""
+        if self._failures.due(time.monotonic()) is not None:
+            self._keep(failure_of(error, self._files, why))
+
+    def _keep(self, failure: UserFailure) -> None:
+        """Leave a report for the end of the run."""
+        try:
+            self.layout.failures.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+            write_json(self.layout.failure(self.env), failure)
+        except OSError as error:
+            logger.warning("report not written path=%s error=%s", self.layout.failure(self.env), error)
 
     async def _drain_at(self, stop: Stop) -> None:
         self.start_draining(await stop.wait())
@@ -246,6 +265,7 @@ class Worker:
             draining=self._draining,
             teacher=self._teacher,
             evaluation_seed=self._evaluation_seed if self.section.split == "eval" else None,
+            on_failure=self._failed,
         )
         return [producer, *evaluating]
 
@@ -267,6 +287,7 @@ class Worker:
             tasks=await self._taker(stack, name, producer),
             draining=self._draining,
             evaluation_seed=self._evaluation_seed,
+            on_failure=self._failed,
         )
         return [producer]
 
@@ -389,7 +410,8 @@ async def _together(all_: Sequence[Rollouts]) -> None:
             for one in all_:
                 tasks.create_task(one.run(), name=one.worker)
     except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+        first = failed.exceptions[0]
+        raise first from first.__cause__
 
 
 async def _ended(task: asyncio.Task[Any], event: asyncio.Event, timeout_s: float | None = None) -> bool:

@@ -242,9 +242,11 @@ def proven(layout: RunLayout) -> list[dict[str, Any]]:
 @pytest.mark.extended
 def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
+        "import sys\n"
         "from rolloutmq import SingleTurn\n"
         "class Broken(SingleTurn):\n"
-        "    def task(self, rng): raise RuntimeError('no such dataset')\n"
+        "    def task(self, rng):\n"
+        "        if 'examination' not in sys.argv[0]: raise RuntimeError('no such dataset')\n"  # not in the trial
         "    def prompt(self, task): return ''\n"
         "    def score(self, task, completion): return 0.0\n"
     )
@@ -252,7 +254,9 @@ def test_an_environment_that_always_raises_ends_the_run(tmp_path: Path) -> None:
     config.write_text('[environment.broken]\nentry = "broken.py:Broken"\nmax_workers = 2\n')
     code, summary = scenario.run(tmp_path / "run", config=config, deadline_s=ENDED_WITHIN_S)
     assert code == 1
-    assert "no such dataset" in summary["ended"]
+    assert summary["ended"] == (
+        "environment.broken: 20 rollouts in a row failed, the last with: RuntimeError: no such dataset"
+    )
     assert "Traceback" in RunLayout(tmp_path / "run").log("broken-0").read_text()
 
 

@@ -60,6 +60,20 @@ def test_version() -> None:
     assert rolloutmq("--version").stdout.startswith("rolloutmq 0.")
 
 
+ENVIRONMENT = """
+from rolloutmq import SingleTurn
+
+
+class E(SingleTurn):
+    def task(self, rng):
+        return 1
+
+    def prompt(self, task):
+        return "1="
+
+    def score(self, task, completion):
+        return 0.0
+"""
 ON_A_GPU = ["up", "run.toml", "--set", "trainer.device=cuda", "--set", "weights.backend=disk"]
 
 
@@ -106,12 +120,52 @@ def test_bad_input_is_one_line_and_a_code(
     tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     (tmp_path / "run.toml").write_text('[environment.e]\nentry = "e.py:E"\n')
-    (tmp_path / "e.py").write_text("class E:\n    async def rollout(self, policy, size, rng): ...\n")
+    (tmp_path / "e.py").write_text(ENVIRONMENT)
     told = rolloutmq(*arguments, cwd=tmp_path)
     assert told.returncode == code, told.stderr
     assert words in told.stderr
     assert "Traceback" not in told.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_every_error_is_told_at_once_with_the_frames_of_the_users_code(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[trainer]\nstepz = 4\n[environment.e]\nentry = "e.py:E"\n[environment.f]\nentry = "e.py:G"\n'
+    )
+    (tmp_path / "e.py").write_text("raise OSError('no data')\n")
+    told = rolloutmq("up", "run.toml", cwd=tmp_path)
+    assert told.returncode == 2
+    lines = told.stderr.splitlines()
+    start = lines.index("rolloutmq: the configuration has 3 errors")
+    assert lines[start + 1].startswith("trainer.stepz: unknown key; did you mean `steps`?")
+    raised = "environment.e.entry: importing e.py raised OSError: no data (e.py:1)"
+    assert [line.strip() for line in lines[start + 2 : start + 7]] == [
+        raised,
+        "",
+        "e.py:1: in <module>",
+        "raise OSError('no data')",
+        "E   OSError: no data",
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_detached_run_that_is_refused_says_why(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[environment.e]\nentry = "e.py:E"\n')
+    (tmp_path / "e.py").write_text(ENVIRONMENT.replace("return 0.0", "return 1 / (task - 1)"))
+    told = rolloutmq("up", "run.toml", "--detach", cwd=tmp_path)
+    assert told.returncode == 2
+    assert told.stdout.startswith(
+        "rolloutmq: environment.e.entry: every scripted rollout failed: ZeroDivisionError"
+    )
+    assert "    e.py:13: in score\n" in told.stdout
+
+
+def test_a_run_without_an_environment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[run]\ndir = "runs/mine"\n')
+    for command in ("up", "check", "try"):
+        told = rolloutmq(command, "run.toml", cwd=tmp_path)
+        assert told.returncode == 2
+        assert "environment: there is none" in told.stdout + told.stderr
 
 
 @pytest.mark.parametrize("arguments", ["--help", "--version", "doctor", "ledger verify"])
@@ -136,7 +190,7 @@ def test_an_output_that_is_closed_or_full_is_no_traceback(tmp_path: Path, argume
 def test_a_directory_that_somebody_has_is_a_code_of_its_own(tmp_path: Path) -> None:
     """A script can tell it from a failure: whoever is there goes on."""
     (tmp_path / "run.toml").write_text('[environment.e]\nentry = "e.py:E"\n')
-    (tmp_path / "e.py").write_text("class E:\n    async def rollout(self, policy, size, rng): ...\n")
+    (tmp_path / "e.py").write_text(ENVIRONMENT)
     with claimed(tmp_path / "here", "token", resume=False):
         told = rolloutmq("up", "run.toml", "--run-dir", "here", cwd=tmp_path)
     assert told.returncode == 4, told.stderr

@@ -30,6 +30,7 @@ from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.live.top import PlainView
 from rolloutmq.services.process import logbook
 
+ALONE = ["orchestrator.enabled=false"]  # the run has no environment
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -66,7 +67,7 @@ class Run:
         self.concluded.append(reason)
 
     def up(self, *assignments: str) -> int:
-        config = load(None, environ={}, assignments=[f'run.dir="{self.layout.root}"', *assignments])
+        config = load(None, environ={}, assignments=[f'run.dir="{self.layout.root}"', *ALONE, *assignments])
         return local.up(config, local.UpOptions(plain=True))
 
 
@@ -253,7 +254,7 @@ def test_a_run_of_another_version_is_not_gone_on_with(run: Run) -> None:
     (run.layout.root / "run.lock").touch()
     before = listing(run.layout.root)
     run.add(Role.TRAINER, "(run_dir / 'started').touch()")
-    config = load(None, environ={}, assignments=[f'run.dir="{run.layout.root}"'])
+    config = load(None, environ={}, assignments=[f'run.dir="{run.layout.root}"', *ALONE])
     with pytest.raises(RecordVersionError, match="got version 2"):
         local.up(config, local.UpOptions(resume=True, plain=True))
     assert listing(run.layout.root) == before
@@ -267,7 +268,7 @@ def test_spools_of_another_version_stop_a_resume_before_it_begins(run: Run) -> N
     spool_as_version(path, 1)
     (run.layout.root / "run.lock").touch()
     before = listing(run.layout.root)
-    config = load(None, environ={}, assignments=[f'run.dir="{run.layout.root}"'])
+    config = load(None, environ={}, assignments=[f'run.dir="{run.layout.root}"', *ALONE])
     with pytest.raises(RecordVersionError, match=r"env-0.*got version 1.*move the file away"):
         local.up(config, local.UpOptions(resume=True, plain=True))
     assert listing(run.layout.root) == before
@@ -311,3 +312,22 @@ def test_only_a_trainer_of_ones_own_with_steps_ends_a_run(
         run.add(Role.BROKER, stay)
         run.up(*assignments)
         assert run.concluded == reasons
+
+
+def test_an_environment_that_ends_the_run_shows_the_exception_of_its_code(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = "environment.bad: 20 rollouts in a row failed, the last with: ZeroDivisionError: division by zero"
+    run.add(
+        Role.ORCHESTRATOR,
+        "(run_dir / 'failures').mkdir()\n"
+        "(run_dir / 'failures' / 'bad.json').write_text('{\"error\": \"ZeroDivisionError: division by zero\", '\n"
+        '    \'"where": "bad.py:16", "report": "bad.py:16: in score"}\')\n'
+        f"print('error: environment.bad: all workers failed; bad-0: exit code 3: error: {last}', flush=True)\n"
+        "sys.exit(3)\n",
+    )
+    assert run.up() == 1
+    assert run.concluded == [last]
+    assert capsys.readouterr().out.endswith(
+        "\nlast error of environment bad: ZeroDivisionError: division by zero (bad.py:16)\n\n    bad.py:16: in score\n"
+    )

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.launch.settings import load, overridden, prepare_service, validate
+from rolloutmq.launch.endings import ProblemsError, problems_of
+from rolloutmq.launch.settings import load, load_part, overridden, prepare_service, validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, RecordVersionError
 from rolloutmq.schemas.files import RunLayout
@@ -148,6 +149,34 @@ def test_one_line_names_the_path_and_what_is_allowed(
     assert "\n" not in text
     for word in words:
         assert word in text
+
+
+def test_every_problem_is_told_at_once(file: Path) -> None:
+    with pytest.raises(ProblemsError) as caught:
+        load(file, environ={}, assignments=["run.sead=1", "trainer.steps=many", "environment.sort3.entri=1"])
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the configuration has 3 errors"
+    assert {line.partition(":")[0] for line in lines[1:]} == {
+        "run.sead",
+        "trainer.steps",
+        "environment.sort3.entri",
+    }
+    assert [str(problem) for problem in problems_of(caught.value)] == lines[1:]
+
+
+def test_what_is_valid_of_a_configuration_is_left_without_the_rest(file: Path) -> None:
+    file.write_text(f"{FILE}[environment.wrong]\nentri = 1\n[curriculum.wrong]\n")
+    config, problems = load_part(file, environ={}, assignments=["broker.high_byte=1", "trainer.steps=7"])
+    assert config is not None
+    assert list(config.environment) == ["sort3"]
+    assert (config.curriculum, config.trainer.steps, config.broker.high_bytes) == ({}, 7, 1_000_000)
+    assert len(problems) == 2
+    for wrong in ("environment.wrong=1", "run=2", "environment=3", "curriculum=4"):
+        _, problems = load_part(file, environ={}, assignments=[wrong])
+        assert wrong.partition("=")[0] in {getattr(problem, "path", "") for problem in problems}
+    file.write_text(FILE)
+    whole, problems = load_part(file, environ={})
+    assert (whole, problems) == (load(file, environ={}), ())
 
 
 def test_a_budget_of_tokens_takes_the_place_of_the_number_of_sequences(file: Path) -> None:

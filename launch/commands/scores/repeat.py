@@ -34,9 +34,9 @@ from rolloutmq.schemas.errors import ConfigError, RatersMissingError
 from rolloutmq.services.rewards.determinism import Difference, ScoredGroup, differences
 from rolloutmq.services.rewards.joining import ensembles_of
 from rolloutmq.services.worker.loader import load_environment
-from rolloutmq.services.worker.rollouts import one_line
 from rolloutmq.services.worker.scripted import ScriptedPolicy
 from rolloutmq.services.worker.trajectory import group_of
+from rolloutmq.services.worker.user_code.failures import one_line
 
 GROUPS: Final = 8
 """Groups of a scoring, each of another task."""

@@ -9,7 +9,7 @@ weights under their old version.
 import logging
 import time
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
@@ -25,11 +25,22 @@ from rolloutmq.services.inference.tiny.generate import Generator
 from rolloutmq.services.inference.tokenizer import TextTokenizer
 from rolloutmq.trainer.weights import address
 from rolloutmq.trainer.weights.backends import attach_as
-from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
-from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 logger = logging.getLogger(__name__)
+
+
+class Share(Protocol):
+    """The weights of a served policy; see `WeightShare`."""
+
+    @property
+    def version(self) -> PolicyVersion: ...
+
+    def is_torn(self) -> bool: ...
+
+    def is_replaced(self) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 class ServedPolicy:
@@ -38,7 +49,7 @@ class ServedPolicy:
     def __init__(
         self,
         policy: Any,
-        share: WeightShare | DiskShare,
+        share: Share,
         text: TextTokenizer,
         limits: Limits,
         generator: Generator,

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from rolloutmq.schemas.group import RATERS, RATINGS
-from rolloutmq.services.worker.exits import EXITS
+from rolloutmq.services.worker.user_code.exits import EXITS
 
 METRIC: Final = "metric_"
 NAME_CHARS: Final = 48

@@ -13,7 +13,22 @@ from tests.nvml.driver import Driver, gpu
 
 from rolloutmq.launch.commands import doctor
 from rolloutmq.launch.preflight import checks
-from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError
+from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError, RolloutMQError
+
+ENVIRONMENT = """
+from rolloutmq import SingleTurn
+
+
+class Env(SingleTurn):
+    def task(self, rng):
+        return 1
+
+    def prompt(self, task):
+        return "1="
+
+    def score(self, task, completion):
+        return 0
+"""
 
 
 def test_an_old_python_is_missing_something() -> None:
@@ -132,13 +147,58 @@ def test_a_configuration_is_looked_at_as_up_would(
     file = tmp_path / "run.toml"
     file.write_text('[environment.e]\nentry = "env.py:Env"\n')
     assert doctor.report(as_json=False, file=file) == 2
-    assert f"WRONG   configuration: {file}; environment.e.entry: there is no file" in capsys.readouterr().out
+    assert "WRONG   environment.e.entry: there is no file" in capsys.readouterr().out
     (tmp_path / "env.py").touch()
     assert doctor.report(as_json=False, file=file) == 2
     assert "environment.e.entry: env.py has no class `Env`" in capsys.readouterr().out
-    (tmp_path / "env.py").write_text("class Env:\n    async def rollout(self, policy, size, rng): ...\n")
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
     assert doctor.report(as_json=False, file=file) == 0
-    assert capsys.readouterr().out == f"ok      configuration: {file}\n"
+    assert capsys.readouterr().out == (
+        f"ok      configuration: {file}\nok      environment e: 8 tasks drawn, 4 scripted rollouts\n"
+    )
+
+
+def test_every_error_of_a_file_is_reported_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[trainer]\nstepz = 4\nsteps = "many"\n[environment.a]\nentry = "env.py:Enw"\n'
+        '[environment.b]\nentry = "none.py:Env"\n[environment.c]\nentri = "env.py:Env"\n'
+    )
+    assert doctor.check(file, assignments=["run.sead=1"], timeout_s=60.0, as_json=True) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert {one["verdict"] for one in found} == {"WRONG"}
+    assert {one["what"] for one in found} == {
+        "trainer.stepz",
+        "trainer.steps",
+        "environment.a.entry",
+        "environment.b.entry",
+        "environment.c.entri",
+        "run.sead",
+    }
+
+
+def test_code_that_raises_now_and_then_fails_a_check_and_shows_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raising = (
+        "self.scored = getattr(self, 'scored', 0) + 1\n"
+        "        if self.scored == 3:\n            raise KeyError(task)\n        return 0"
+    )
+    (tmp_path / "env.py").write_text(ENVIRONMENT.replace("return 0", raising))
+    file = tmp_path / "run.toml"
+    file.write_text('[environment.e]\nentry = "env.py:Env"\n')
+    assert doctor.check(file, assignments=[], timeout_s=60.0, as_json=False) == 1
+    fine, failed, _, frame, source, error, *_ = capsys.readouterr().out.splitlines()
+    assert fine == f"ok      configuration: {file}"
+    assert failed == "FAILED  environment.e.entry: a scripted rollout failed: KeyError: 1 (env.py:15)"
+    assert [line.strip() for line in (frame, source, error)] == [
+        "env.py:15: in score",
+        "raise KeyError(task)",
+        "E   KeyError: 1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,28 +207,27 @@ def test_a_configuration_is_looked_at_as_up_would(
         (AddressInUseError("127.0.0.1:1", "process 7"), 1, "FAILED"),
         (MissingError("the package torch", "install it"), 1, "MISSING"),
         (ConfigError("trainer.steps", "is wrong"), 2, "WRONG"),
-        (("the environments could not be tried",), 0, "ok"),
+        (None, 0, "ok"),
     ],
 )
 def test_only_a_wrong_configuration_is_wrong_and_advice_fails_nothing(
-    found: Exception | tuple[str, ...],
+    found: RolloutMQError | None,
     code: int,
     word: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def check(_config: object) -> tuple[str, ...]:
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def examined(_config: object, **_how: object) -> checks.Examined:
+        return checks.Examined(problems=(found,)) if found else checks.Examined(advice=("mind it",))
 
     monkeypatch.setattr(doctor, "examine", list)
-    monkeypatch.setattr(checks, "check", check)
+    monkeypatch.setattr(checks, "examine", examined)
     file = tmp_path / "run.toml"
     file.touch()
     assert doctor.report(as_json=False, file=file) == code
-    assert capsys.readouterr().out.startswith(f"{word:<7} configuration: {file}")
+    what = "trainer.steps: is wrong" if word == "WRONG" else f"configuration: {file}"
+    assert capsys.readouterr().out.startswith(f"{word:<7} {what}")
     assert doctor.report(as_json=True, file=file) == code
     first, *more = json.loads(capsys.readouterr().out)
     assert first["verdict"] == word

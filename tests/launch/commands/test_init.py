@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rolloutmq.launch.commands.doctor import check
 from rolloutmq.launch.commands.init import FILES, TRAINER_FILES, class_name, write_project
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.errors import ConfigError
@@ -73,6 +74,13 @@ def test_the_written_trainer_passes_its_test_outside_this_repository(tmp_path: P
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 passed" in done.stdout
+
+
+def test_the_written_project_passes_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_project(tmp_path, "mine")
+    code = check(tmp_path / "config.toml", assignments=[], timeout_s=60.0, as_json=False)
+    assert code == 0, capsys.readouterr()
+    assert "environment mine: 8 tasks drawn, 4 scripted rollouts\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("trainer", [False, True])

@@ -14,6 +14,7 @@ import pytest
 
 from rolloutmq.launch.preflight import checks
 from rolloutmq.launch.preflight.checks import check
+from rolloutmq.launch.preflight.verdicts import Verdict
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import (
@@ -30,7 +31,8 @@ ENV = "class Env:\n    async def rollout(self, policy, size, rng): ...\n"
 @pytest.fixture(autouse=True)
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the trial of the environments to its own tests: it starts a process."""
-    monkeypatch.setattr(checks, "try_environments", lambda _config: ("not tried",))
+    untried = [Verdict(env="e", advice=("not tried",))]
+    monkeypatch.setattr(checks, "try_environments", lambda _config, _names, **_how: untried)
 
 
 def config(tmp_path: Path, **sections: Any) -> RunConfig:
@@ -40,12 +42,12 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def test_a_good_configuration_passes_with_the_advice_of_the_trial(tmp_path: Path) -> None:
-    assert check(config(tmp_path)) == ("not tried",)
+    assert check(config(tmp_path)).advice == ("not tried",)
 
 
 def test_engines_without_a_trainer_of_the_run_are_told_whose_weights_they_wait_for(tmp_path: Path) -> None:
     def advice(**inference: str) -> tuple[str, ...]:
-        return check(config(tmp_path, trainer={"enabled": False}, inference=inference))
+        return check(config(tmp_path, trainer={"enabled": False}, inference=inference)).advice
 
     (told, _) = advice(kind="tiny")
     assert told.startswith('inference.kind: "tiny" samples from the weights of a trainer')
@@ -55,7 +57,7 @@ def test_engines_without_a_trainer_of_the_run_are_told_whose_weights_they_wait_f
 
 
 def test_a_drain_shorter_than_a_rollout_is_advised_against_with_the_numbers(tmp_path: Path) -> None:
-    short, _ = check(config(tmp_path, orchestrator={"drain_deadline_s": 30.0}))
+    short, _ = check(config(tmp_path, orchestrator={"drain_deadline_s": 30.0})).advice
     assert short.startswith(
         "orchestrator.drain_deadline_s: 30 s is shorter than environment.e.rollout_timeout_s (600 s), so each drain "
     )
@@ -64,7 +66,7 @@ def test_a_drain_shorter_than_a_rollout_is_advised_against_with_the_numbers(tmp_
         {"drain_deadline_s": 30.0, "enabled": False},
         {"end_deadline_s": 1.0},
     ):
-        assert check(config(tmp_path, orchestrator=quiet)) == ("not tried",)
+        assert check(config(tmp_path, orchestrator=quiet)).advice == ("not tried",)
 
 
 def test_a_normalization_that_cancels_is_refused(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.group import Group
 from rolloutmq.services.worker.policy import Policy
-from rolloutmq.services.worker.rollouts import ERROR_CHARS, RateLimitedLog, Rollouts, one_line
+from rolloutmq.services.worker.rollouts import RateLimitedLog, Rollouts
 from rolloutmq.services.worker.scripted import ScriptedPolicy
 from rolloutmq.services.worker.trajectory import Trajectory
+from rolloutmq.services.worker.user_code.failures import ERROR_CHARS, one_line
 
 Play = Callable[[int, random.Random], Awaitable[Any]]
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from rolloutmq.bus.evaluation.client import evaluate_async
-from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.tasks.client import Task, TaskClient
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.config.environment import EnvironmentConfig
@@ -32,6 +32,7 @@ from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.worker.runtime import Worker, work
+from rolloutmq.services.worker.user_code.failures import UserFailure
 
 if TYPE_CHECKING:
     from tests.services.worker.conftest import FakeServer
@@ -334,6 +335,11 @@ async def test_an_environment_that_always_raises_fails_for_good(staged: Staged) 
         assert "ValueError: never any good" in status.error
         assert status.produced == 0
         assert status.abandoned >= 7
+        failure = read_json(stage.layout.failure("echo"), UserFailure)
+        assert failure is not None
+        assert failure.headline.startswith("ValueError: never any good (envs.py:")
+        assert 'raise ValueError("never any good")\nE   ValueError: never any good\n' in failure.report
+        assert "task        '473'\nprompt      '473='\ncompletion  'answer' (2 tokens, " in failure.report
 
 
 async def test_an_exit_in_a_task_of_the_environment_is_a_failed_rollout(staged: Staged) -> None:

@@ -16,8 +16,8 @@ from tests.services.worker.verifiers.support import DEADLINE_S, SUMS, load, miss
 from rolloutmq import Group, InvalidGroupError, PolicyVersion
 from rolloutmq.launch.settings import load as load_config
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.services.worker.exits import contain_exits
 from rolloutmq.services.worker.policy import GreedyPolicy
+from rolloutmq.services.worker.user_code.exits import contain_exits
 from rolloutmq.services.worker.verifiers.trajectories import RolloutFailedError
 
 pytestmark = [

@@ -8,10 +8,10 @@ import pytest
 from tests.services.worker.verifiers.support import PACKAGES, SUMS, missing
 from tests.services.worker.verifiers.whole_runs import check_evaluated_run, check_killed_run
 
-from rolloutmq.launch.preflight.trial import try_environments, verdict_on
+from rolloutmq.launch.preflight.examination import Examination
+from rolloutmq.launch.preflight.trial import try_environments
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError
 
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -45,7 +45,7 @@ def config(base_dir: Path, section: dict[str, Any], **sections: Any) -> RunConfi
             {"verifiers": "mishaps", "options": {"fail": True, "key": "x"}},
             {},
             "environment.mine.verifiers",
-            r"raised ValueError: refused: x \(mishaps.py, line",
+            r"raised ValueError: refused: x \(mishaps\.py:",
         ),
         (
             {"verifiers": "mishaps", "sampling": {"extra": {"top_k": 5}}},
@@ -83,12 +83,16 @@ def config(base_dir: Path, section: dict[str, Any], **sections: Any) -> RunConfi
 def test_a_mistake_is_refused_by_its_key_before_the_run(
     section: dict[str, Any], sections: dict[str, Any], key: str, problem: str
 ) -> None:
-    verdict = verdict_on(config(PACKAGES, section, **sections))
-    assert verdict.path == key
-    assert re.search(problem, verdict.problem), verdict.problem
+    resolved = config(PACKAGES, section, **sections)
+    (name,) = resolved.environment
+    found, *_ = Examination(resolved, name).verdict().problems
+    assert found.path == key
+    assert re.search(problem, found.problem), found.problem
 
 
 def test_a_package_is_tried_in_a_process_of_its_own() -> None:
-    assert try_environments(config(PACKAGES, {"verifiers": "mishaps", "task_count": 7})) == ()
-    with pytest.raises(ConfigError, match="refused: x"):
-        try_environments(config(PACKAGES, {"verifiers": "mishaps", "options": {"fail": True, "key": "x"}}))
+    (found,) = try_environments(config(PACKAGES, {"verifiers": "mishaps", "task_count": 7}))
+    assert (found.problems, found.failures) == ((), ())
+    options = {"fail": True, "key": "x"}
+    (found,) = try_environments(config(PACKAGES, {"verifiers": "mishaps", "options": options}))
+    assert "refused: x" in found.problems[0].problem

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.services.worker.verifiers.support import ADDITIONS, PACKAGES, TASKSETS, load, missing_tasksets
 
-from rolloutmq.launch.preflight.trial import verdict_on
+from rolloutmq.launch.preflight.examination import Examination
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError, UsageError
@@ -161,7 +161,8 @@ def test_every_mistake_names_its_key(package: str, section: dict[str, Any], key:
 
 def test_a_trial_names_no_place_inside_a_library() -> None:
     section = {"verifiers": "mishaps4", "options": {"agent": HERE, "judge": HERE, "taskset": {"rows": 1}}}
-    found = verdict_on(validate({"environment": {"m": section}, "base_dir": str(TASKSETS)}))
+    config = validate({"environment": {"m": section}, "base_dir": str(TASKSETS)})
+    (found,) = Examination(config, "m").verdict().problems
     assert found.path == "environment.m.options.taskset.rows"
     assert found.problem == "Extra inputs are not permitted (got 1)"
 

@@ -26,8 +26,8 @@ from rolloutmq import Group, InvalidGroupError, PolicyVersion
 from rolloutmq.launch.settings import load as load_config
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
-from rolloutmq.services.worker.exits import contain_exits
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
+from rolloutmq.services.worker.user_code.exits import contain_exits
 from rolloutmq.services.worker.verifiers.trajectories import RolloutFailedError
 
 if TYPE_CHECKING:

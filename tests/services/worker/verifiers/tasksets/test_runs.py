@@ -7,7 +7,8 @@ import pytest
 from tests.services.worker.verifiers.support import ADDITIONS, missing_tasksets
 from tests.services.worker.verifiers.whole_runs import check_evaluated_run, check_killed_run
 
-from rolloutmq.launch.preflight.trial import try_environments, verdict_on
+from rolloutmq.launch.preflight.examination import Examination
+from rolloutmq.launch.preflight.trial import try_environments
 from rolloutmq.launch.settings import load as load_config
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
@@ -71,10 +72,13 @@ OPTIONS = {"agent": {"runtime": {"type": "subprocess"}}}
 def test_a_mistake_is_refused_by_its_key_before_the_run(
     section: dict[str, Any], sections: dict[str, Any], key: str, problem: str
 ) -> None:
-    verdict = verdict_on(config(section, **sections))
-    assert verdict.path == key
-    assert problem in verdict.problem
+    resolved = config(section, **sections)
+    (name,) = resolved.environment
+    found, *_ = Examination(resolved, name).verdict().problems
+    assert found.path == key
+    assert problem in found.problem
 
 
 def test_a_package_is_tried_in_a_process_of_its_own() -> None:
-    assert try_environments(load_config(ADDITIONS, environ={})) == ()
+    (found,) = try_environments(load_config(ADDITIONS, environ={}))
+    assert (found.problems, found.failures) == ((), ())

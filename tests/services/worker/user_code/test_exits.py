@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from rolloutmq.services.worker.exits import contain_exits
+from rolloutmq.services.worker.user_code.exits import contain_exits
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
 

@@ -1,0 +1,107 @@
+"""Answers for the rollouts of a trial, which has no model.
+
+A built model samples from the characters of its alphabet, so random ones of these are as good as its own, with its own
+token ids. What another model would answer is not known: it gets a few texts of different forms.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import PolicyRefusedError
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.scripted import END, ScriptedPolicy
+
+TEXTS: Final = (
+    "42",
+    "",
+    "The answer is 42.",
+    "<think>\nTwo and two.\n</think>\n<answer>4</answer>",
+    '{"answer": 4}',
+    "\\boxed{4}",
+)
+"""Answers of a model whose vocabulary is not known here."""
+SPECIAL: Final = ("<pad>", "<bos>", "<eos>")
+"""Texts that a built model reads as one token each; their ids are 0, 1 and 2."""
+ANSWERS: Final = 64
+
+
+def is_built(config: RunConfig) -> bool:
+    """Return whether the policy of a run has the characters of `model.alphabet`."""
+    return not config.model.path and config.inference.kind in {"tiny", "vllm"}
+
+
+def scripted_policy(config: RunConfig) -> ScriptedPolicy:
+    """Return a policy that answers as that of a run might."""
+    return CharacterPolicy(config.model.alphabet) if is_built(config) else ScriptedPolicy(TEXTS)
+
+
+def texts_of(prompt: Any) -> Iterator[str]:
+    """Yield the texts of a prompt: none of token ids."""
+    if isinstance(prompt, str):
+        yield prompt
+        return
+    for message in prompt:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts: list[Any] = content if isinstance(content, list) else [{"text": content}]
+        texts = (part.get("text") for part in parts if isinstance(part, dict))
+        yield from (text for text in texts if isinstance(text, str))
+
+
+class CharacterPolicy(ScriptedPolicy):
+    """Random answers of the characters of an alphabet, with the token ids of a built model."""
+
+    def __init__(self, alphabet: str) -> None:
+        rng = random.Random("answers")
+        lengths = range(3 * MAX_TOKENS // 2)  # some end by themselves, others by the limit
+        super().__init__(["".join(rng.choices(alphabet, k=rng.choice(lengths))) for _ in range(ANSWERS)])
+        self._texts = tuple(dict.fromkeys((*SPECIAL, *alphabet)))
+        self._ids = {text: number for number, text in enumerate(self._texts)}
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `ScriptedPolicy.complete`. Raises PolicyRefusedError for a prompt that the model cannot read."""
+        ids = self._encoded(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids or min(ids) < 0 or max(ids) >= len(self._texts):
+            raise PolicyRefusedError(400, f"prompt: token ids must be from 0 to {len(self._texts) - 1}")
+        text = "".join(self._texts[one] for one in ids)
+        found = await super().complete(text, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
+        return [self._in_ids(one, ids) for one in found]
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `ScriptedPolicy.chat`. The template of a built model joins the contents."""
+        text = "".join(texts_of(messages))
+        return await self.complete(text, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
+
+    def _encoded(self, prompt: str) -> list[int]:
+        left, ids = prompt, [self._ids["<bos>"]]
+        while left:
+            token = next((one for one in SPECIAL if left.startswith(one)), left[0])
+            if token not in self._ids:
+                why = "add the characters of the prompt to model.alphabet, all that a built-in model knows"
+                raise PolicyRefusedError(400, f"prompt: not in the vocabulary ({token!r}); {why}")
+            ids.append(self._ids[token])
+            left = left[len(token) :]
+        return ids
+
+    def _in_ids(self, completion: Completion, prompt: list[int]) -> Completion:
+        sampled = [self._ids["<eos>" if one == END else chr(one)] for one in completion.token_ids]
+        tokens = [self._texts[one] for one in sampled]
+        return replace(completion, prompt_token_ids=list(prompt), token_ids=sampled, tokens=tokens)

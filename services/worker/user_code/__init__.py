@@ -1,0 +1,1 @@
+"""The user's code in the event loop of a worker: its exits and its failures."""

@@ -1,0 +1,276 @@
+"""Report of an exception in the user's code, as a test runner shows it.
+
+    sums.py:14: in score
+        return 1 / (int(completion.text) - 3)
+    E   ZeroDivisionError: division by zero
+
+    task        (3, 4)
+    prompt      '3+4='
+    completion  '3' (2 tokens, stop)
+
+The frames are those of the user's files: below the directory of the configuration, or else in no library. Task, prompt
+and completion are the values of that moment, from the frames of the user's code and of the classes that call it.
+Secrets that were hidden before are in no report.
+"""
+
+import asyncio
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.bus.lifecycle import without_secrets
+from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.errors import RolloutMQError
+from rolloutmq.schemas.printable import printable, printable_lines
+from rolloutmq.services.worker.completion import Completion
+
+ERROR_CHARS: Final = 500
+"""Longest one-line error, in characters."""
+FRAMES: Final = 4
+"""Most frames of the user's code in a report, the innermost ones."""
+VALUE_CHARS: Final = 300
+"""Longest value in a report."""
+CHAIN: Final = 5
+"""Most causes of an error that are searched for frames of the user's code."""
+INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, also of another Python environment that this one sees."""
+OURS: Final = Path(__file__).parents[3]
+"""Directory of this package."""
+CALLERS: Final = frozenset(
+    f"rolloutmq.services.worker.{name}"
+    for name in ("environment", "group_members", "verifiers.environment", "verifiers.tasksets.environment")
+)
+"""Modules of this package whose frames have the task of the user's code."""
+
+
+class UserFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """An exception in the user's code.
+
+    Attributes:
+        error: Its type and message, in one line.
+        where: File and line of the user's code, `sums.py:14`; empty if there is none.
+        report: Frames, task, prompt and completion, in lines.
+    """
+
+    error: str
+    where: str = ""
+    report: str = ""
+
+    @property
+    def headline(self) -> str:
+        """The error and its place, in one line."""
+        return f"{self.error} ({self.where})" if self.where else self.error
+
+
+@dataclass(frozen=True)
+class UserFiles:
+    """Files of the user: those below `base_dir`, and others that belong to no library but his own.
+
+    Attributes:
+        base_dir: Directory of the configuration.
+        modules: Installed modules, or packages of modules, that are the user's.
+    """
+
+    base_dir: Path
+    modules: Collection[str] = ()
+
+    @classmethod
+    def of(cls, base_dir: Path, sections: Iterable[EnvironmentConfig]) -> "UserFiles":
+        """Return the files of the user who wrote these environments."""
+        modules = {one.module.partition(".")[0] for one in sections} - {""}
+        return cls(base_dir.resolve(), frozenset(modules))
+
+    def has(self, path: str) -> bool:
+        """Return whether a file is the user's."""
+        file = Path(path)
+        return file.is_absolute() and OURS not in file.parents and not self._is_of_a_library(file)
+
+    def is_near(self, path: str) -> bool:
+        """Return whether a file is below the directory of the configuration."""
+        return self.base_dir in Path(path).parents
+
+    def name(self, path: str) -> str:
+        """Return the path of a file as a report shows it."""
+        return str(Path(path).relative_to(self.base_dir)) if self.is_near(path) else path
+
+    def _is_of_a_library(self, file: Path) -> bool:
+        """Return whether a file belongs to Python or to an installed package that is not the user's."""
+        folders = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
+        folders |= {one for one in file.parents if one.name in INSTALLED}
+        inner = max(
+            (one for one in folders if one in file.parents), key=lambda one: len(one.parts), default=None
+        )
+        return inner is not None and Path(file.relative_to(inner).parts[0]).stem not in self.modules
+
+
+@dataclass(frozen=True)
+class _At:
+    """A frame, and the line that it is at."""
+
+    frame: FrameType
+    line: int
+
+    @property
+    def code(self) -> CodeType:
+        return self.frame.f_code
+
+    def told(self, files: UserFiles) -> Iterator[str]:
+        """Yield the place and the line of the source."""
+        yield f"{self.place(files)}: in {self.code.co_name}"
+        if source := linecache.getline(self.code.co_filename, self.line).strip():
+            yield f"    {source}"
+
+    def place(self, files: UserFiles) -> str:
+        return f"{files.name(self.code.co_filename)}:{self.line}"
+
+
+def failure_of(error: BaseException, files: UserFiles, why: str = "") -> UserFailure:
+    """Return the report of an exception, while its traceback has the frames.
+
+    Args:
+        error: Raised by the user's code, or about what it returned.
+        files: Tell the user's frames.
+        why: What to say in place of the error itself, in one line.
+    """
+    first = first_error(error)
+    for one in _chain(first):
+        stack = [_At(frame, line) for frame, line in traceback.walk_tb(one.__traceback__)]
+        if _users(stack, files):
+            break
+    else:
+        stack = [_At(frame, line) for frame, line in traceback.walk_tb(first.__traceback__)]
+    return _failure(
+        stack, files, why or one_line(first), [why] if why else _ending(first), _of_syntax(first, files)
+    )
+
+
+def failure_at(frames: Sequence[FrameType], files: UserFiles, why: str) -> UserFailure:
+    """Return the report of code that is still running: its frames, outermost first, and why that is a failure."""
+    stack = [_At(frame, frame.f_lineno) for frame in frames]
+    return _failure(stack, files, why, [why])
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the error, or of an exception group its first one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def one_line(error: BaseException) -> str:
+    """Describe an error in one short line of valid UTF-8, without secrets; of an exception group, the first error."""
+    error = first_error(error)
+    text = " ".join(str(error).split()).encode(errors="replace").decode()
+    kind = type(error).__name__
+    if not isinstance(error, RolloutMQError):
+        text = f"{kind}: {text}" if text else kind
+    return without_secrets(text)[:ERROR_CHARS]
+
+
+def frames_of(frame: FrameType | None) -> list[FrameType]:
+    """Return a running frame and those that called it, outermost first."""
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def waiting_frames(task: "asyncio.Task[Any]") -> list[FrameType]:
+    """Return the frames of a task that waits, outermost first: what awaits what."""
+    found: list[FrameType] = []
+    awaited: Any = task.get_coro()
+    while awaited is not None:
+        for kind in ("cr", "gi", "ag"):
+            if (frame := getattr(awaited, f"{kind}_frame", None)) is not None:
+                found.append(frame)
+                awaited = getattr(awaited, f"{kind}_await", None) or getattr(
+                    awaited, f"{kind}_yieldfrom", None
+                )
+                break
+        else:
+            return found
+    return found
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes."""
+    found: BaseException | None = error
+    for _ in range(CHAIN):
+        if found is None:
+            return
+        yield found
+        shown = None if found.__suppress_context__ else found.__context__
+        found = found.__cause__ or shown
+
+
+def _users(stack: Sequence[_At], files: UserFiles) -> list[_At]:
+    """Return the frames of the user's files: near ones, or else any."""
+    found = [one for one in stack if files.has(one.code.co_filename)]
+    return [one for one in found if files.is_near(one.code.co_filename)] or found
+
+
+def _failure(
+    stack: Sequence[_At], files: UserFiles, error: str, ending: Sequence[str], where: str = ""
+) -> UserFailure:
+    shown = _users(stack, files)[-FRAMES:]
+    lines = [line for one in shown for line in one.told(files)]
+    if shown and stack[-1] is not shown[-1] and OURS not in Path(stack[-1].code.co_filename).parents:
+        lines += stack[-1].told(files)  # the library that raised
+    lines += [f"E   {line}" for text in ending for line in text.splitlines()]
+    values = [f"{name:<11} {value}" for name, value in _values(stack, files)]
+    report = "\n".join([*lines, *(["", *values] if values else [])])
+    place = where or (shown[-1].place(files) if shown else "")
+    return UserFailure(error=error, where=place, report=printable_lines(without_secrets(report)))
+
+
+def _ending(error: BaseException) -> list[str]:
+    if isinstance(error, RolloutMQError):
+        return [str(error)]
+    return ["".join(traceback.format_exception_only(error)).rstrip()]
+
+
+def _of_syntax(error: BaseException, files: UserFiles) -> str:
+    """Return the place of a file that is no Python: no frame has it."""
+    if not isinstance(error, SyntaxError) or not error.filename:
+        return ""
+    return f"{files.name(error.filename)}:{error.lineno}"
+
+
+def _values(stack: Sequence[_At], files: UserFiles) -> Iterator[tuple[str, str]]:
+    """Yield task, prompt and completion of the innermost frames that have them."""
+    told: dict[str, str] = {}
+    for one in reversed(stack):
+        is_caller = one.frame.f_globals.get("__name__") in CALLERS
+        if not is_caller and not files.has(one.code.co_filename):
+            continue
+        values = one.frame.f_locals
+        for name in ("task", "prompt") if is_caller else ("task",):
+            if values.get(name) is not None:
+                told.setdefault(name, _shown(values[name]))
+        for value in values.values():
+            if isinstance(value, Completion):
+                told.setdefault("completion", _completion(value))
+    for name in ("task", "prompt", "completion"):
+        if name in told:
+            yield name, told[name]
+
+
+def _completion(completion: Completion) -> str:
+    return f"{_shown(completion.text)} ({len(completion.token_ids)} tokens, {completion.finish_reason})"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - user code may raise anything
+        text = f"<{type(value).__name__} without a repr>"
+    text = printable(text)
+    return text if len(text) <= VALUE_CHARS else f"{text[:VALUE_CHARS]}…"

@@ -1,0 +1,204 @@
+"""Environments with every mistake that a preflight check finds, and configurations of them."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.config.run import RunConfig
+
+CLASSES: Final = """
+import asyncio
+import os
+
+from rolloutmq import Ensemble, SingleTurn, Trajectory
+
+
+class Good(SingleTurn):
+    def task(self, rng):
+        return rng.randrange(50), rng.randrange(50)
+
+    def prompt(self, task):
+        return f"{task[0]}={task[1]}"
+
+    def score(self, task, completion):
+        return 0.0
+
+
+class Unscored(SingleTurn):
+    task, prompt = Good.task, Good.prompt
+
+
+class Weightless(Unscored):
+    def __init__(self, **options):
+        self.rewards = Ensemble({"a": "exact"}, **options)
+
+
+class Own(Unscored):
+    rewards = Ensemble({"a": "exact", "b": "number"})
+
+
+class Plus(Good):
+    def prompt(self, task):
+        return f"<bos>{task[0]}+{task[1]}="
+
+
+class Chat(Good):
+    def prompt(self, task):
+        return [{"role": "user", "content": [{"type": "text", "text": "1+1"}]}]
+
+
+class Ids(Good):
+    def prompt(self, task):
+        return [1, 2, 3]
+
+
+class Turns(Plus):
+    async def rollout(self, policy, size, rng):
+        return [Trajectory.of(one, 1.0) for one in await policy.complete("1=", n=size)]
+
+
+class Rows(Good):
+    ROWS = [("1", "1"), ("2", "2"), ("3", "3")]
+
+    def task_at(self, index, rng):
+        return self.ROWS[index]
+
+
+class HeldOut(Rows):
+    def eval_task_at(self, index, rng):
+        return self.ROWS[index % 2]
+
+
+class Looked:
+    async def rollout(self, policy, size, rng):
+        return []
+
+    async def rollout_at(self, policy, index, size, rng):
+        return []
+
+
+class Promptless(Good):
+    def prompt(self, task):
+        return None
+
+
+class Unlucky(Good):
+    def task(self, rng):
+        raise KeyError("no such dataset")
+
+
+class Managed(Unlucky):
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+
+class Leaving(Good):
+    def __init__(self):
+        os._exit(7)
+
+
+class Hanging(Good):
+    def __init__(self):
+        while True:
+            pass
+
+
+class Broken(Good):
+    def __init__(self):
+        raise ValueError("no key")
+
+
+class Brokenly(Broken):
+    rollout = None
+
+
+class Raises(Good):
+    def score(self, task, completion):
+        return 1 / (len(task) - 2)
+
+
+class Third(Good):
+    scored = 0
+
+    def score(self, task, completion):
+        self.scored += 1
+        if self.scored == 5:
+            raise KeyError("third")
+        return 0.0
+
+
+class Unnumbered(Good):
+    def score(self, task, completion):
+        return None if len(completion.text) < 99 else 1.0
+
+
+class Misnamed(Good):
+    def score(self, task, completion):
+        return float(completion.txet == "1")
+
+
+class Unnamed(Good):
+    def score(self, task, completion):
+        return float(completion.text == answr)
+
+
+class Synchronous(Good):
+    def rollout(self, policy, size, rng):
+        return []
+
+
+class Client(Good):
+    async def rollout(self, policy, size, rng):
+        async with policy.endpoint():
+            return []
+
+
+class Debugged(Good):
+    def score(self, task, completion):
+        breakpoint()
+        return 0.0
+
+
+class Printing(Good):
+    def score(self, task, completion):
+        print("scored")
+        return 0.0
+
+
+class Spinning(Good):
+    def score(self, task, completion):
+        while True:
+            pass
+
+
+class Waiting(Good):
+    async def score(self, task, completion):
+        await asyncio.Event().wait()
+
+
+class Retokenized(Good):
+    async def rollout(self, policy, size, rng):
+        (first,) = await policy.complete("1=", max_tokens=30)
+        (second,) = await policy.complete(f"1={first.text}=", max_tokens=3)
+        return [Trajectory.of(first).then(second)] * size
+
+
+class Unentered(Good):
+    async def __aenter__(self):
+        raise OSError("no sandbox")
+
+    async def __aexit__(self, *_):
+        pass
+"""
+
+
+def config(
+    base_dir: Path, kind: str, environment: dict[str, Any] | None = None, **sections: Any
+) -> RunConfig:
+    """Return the configuration of a run with the environment `e` of that class."""
+    entry = kind if ":" in kind else f"tried.py:{kind}"
+    about = {"e": {"entry": entry, **(environment or {})}}
+    return validate({"environment": about, "base_dir": str(base_dir), **sections})

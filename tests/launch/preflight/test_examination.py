@@ -1,0 +1,242 @@
+"""Every method of an environment is tried before a run: what can never work is refused by its key."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch.preflight.support import config
+
+from rolloutmq.launch.preflight.examination import Examination
+from rolloutmq.launch.preflight.verdicts import Verdict
+from rolloutmq.schemas.config.run import RunConfig
+
+
+def examined(config: RunConfig, timeout_s: float = 60.0) -> Verdict:
+    return Examination(config, "e", timeout_s=timeout_s).verdict()
+
+
+def passes(config: RunConfig) -> bool:
+    found = examined(config)
+    return not found.problems and not found.failures and not found.advice
+
+
+def refused(config: RunConfig) -> str:
+    first, *_ = examined(config).problems
+    return f"{first.path}: {first.problem}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment", "problem"),
+    [
+        (
+            "typo.py:Typo",
+            {},
+            "environment.e.entry: importing typo.py raised ConfigError: rewards.weights.b: no rater has this name; "
+            "raters: a (typo.py:5)",
+        ),
+        ("Good", {"options": {"x": 1}}, "environment.e.options: got an unexpected keyword argument 'x'"),
+        ("Goood", {}, "environment.e.entry: tried.py has no class `Goood`; did you mean `Good`?"),
+        ("Unscored", {}, "environment.e.entry: Unscored does not implement `score`"),
+        ("Broken", {}, "environment.e.entry: Broken() raised ValueError: no key (tried.py:"),
+        (
+            "Weightless",
+            {"options": {"weights": {"a": 0.0}}},
+            "environment.e.entry: Weightless() raised ConfigError: rewards.raters: must have weights that add up to "
+            "more than 0 (got 0); give one a weight (tried.py:",
+        ),
+        (
+            "Own",
+            {"rewards": {"raters": {"c": {"rater": "exact"}}}},
+            "environment.e.rewards.raters: Own has its own `rewards`; remove them",
+        ),
+        (
+            "Good",
+            {"rewards": {"raters": {"c": {"rater": "exact"}}}},
+            "environment.e.rewards.raters: Good has its own `score`, which they would replace; remove one",
+        ),
+        ("Looked", {"group_deadline_s": 1.0}, "environment.e.group_deadline_s: Looked has no method `task`"),
+    ],
+)
+def test_a_class_that_cannot_work_is_refused_by_its_key(
+    kind: str, environment: dict[str, Any], problem: str, base_dir: Path
+) -> None:
+    found = refused(config(base_dir, kind, environment))
+    assert found.startswith(problem)
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("kind", ["Plus", "Chat"])
+def test_characters_that_the_model_does_not_know_are_named(kind: str, base_dir: Path) -> None:
+    found = refused(config(base_dir, kind))
+    assert re.match(
+        r"model\.alphabet: lacks '\+' of the prompt '.*' of environment e \(got '0123456789= '\); add", found
+    )
+    assert passes(config(base_dir, kind, model={"alphabet": "0123456789=+"}))
+
+
+def test_characters_are_known_of_a_built_model_alone(base_dir: Path) -> None:
+    assert passes(config(base_dir, "Ids"))
+    assert passes(config(base_dir, "Turns")), "its rollout has prompts of its own"
+    external = {"kind": "external", "url": "http://127.0.0.1:9/v1"}
+    assert passes(config(base_dir, "Plus", inference=external))
+
+
+EVALUATION = {"enabled": True, "tasks": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment", "sections", "problem"),
+    [
+        (
+            "Rows",
+            {"task_count": 3},
+            {"evaluation": EVALUATION},
+            "evaluation.tasks: must not exceed environment.e.task_count 3, because Rows has no `eval_task_at`",
+        ),
+        (
+            "Looked",
+            {"task_count": 3},
+            {"evaluation": EVALUATION},
+            "evaluation.tasks: must not exceed environment.e.task_count 3, because Looked has no `rollout_eval`",
+        ),
+        (
+            "Rows",
+            {},
+            {"evaluation": EVALUATION},
+            "evaluation.tasks: Rows.eval_task_at of environment e has no task 3, it raised IndexError: list index out "
+            "of range (got 4); lower it",
+        ),
+        (
+            "Rows",
+            {"task_count": 9},
+            {"curriculum": {"e": {}}},
+            "environment.e.task_count: Rows.task_at of environment e has no task 8",
+        ),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(
+    kind: str, environment: dict[str, Any], sections: dict[str, Any], problem: str, base_dir: Path
+) -> None:
+    assert refused(config(base_dir, kind, environment, **sections)).startswith(problem)
+
+
+def test_rows_that_are_there_pass(base_dir: Path) -> None:
+    held_out = config(base_dir, "HeldOut", {"task_count": 3}, evaluation=EVALUATION, curriculum={"e": {}})
+    assert passes(held_out)
+    drawn = config(base_dir, "Good", {"task_count": 3}, evaluation=EVALUATION)
+    assert passes(drawn)
+    assert passes(config(base_dir, "Rows", {"task_count": 3}, evaluation={**EVALUATION, "tasks": 3}))
+
+
+@pytest.mark.parametrize("kind", ["Unlucky", "Promptless"])
+def test_an_environment_that_draws_no_task_is_refused(kind: str, base_dir: Path) -> None:
+    found = refused(config(base_dir, kind))
+    assert found.startswith("environment.e.entry: drawing a task by `task` raised ")
+    assert found.endswith("in 8 of 8 draws")
+
+
+def test_a_task_that_cannot_always_be_drawn_is_told(base_dir: Path) -> None:
+    (base_dir / "tried.py").write_text(
+        "from rolloutmq import SingleTurn\n\n\nclass Seldom(SingleTurn):\n    drawn = 0\n\n"
+        "    def task(self, rng):\n        self.drawn += 1\n        return 1 // (self.drawn - 3)\n\n"
+        "    def prompt(self, task):\n        return '1='\n\n"
+        "    def score(self, task, completion):\n        return 0.0\n"
+    )
+    found = examined(config(base_dir, "Seldom"))
+    assert not found.problems
+    (told,) = found.failures
+    assert (
+        "raised ZeroDivisionError: integer division or modulo by zero (tried.py:9) in 1 of 8 draws"
+        in told.problem
+    )
+
+
+def test_an_environment_is_entered_before_its_rollouts(base_dir: Path) -> None:
+    assert refused(config(base_dir, "Managed")).startswith(
+        "environment.e.entry: every scripted rollout failed: KeyError: 'no such dataset' (tried.py:"
+    )
+    (told,) = examined(config(base_dir, "Unentered")).failures
+    assert told.problem.startswith("entering or leaving it raised OSError: no sandbox (tried.py:")
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("Raises", "ZeroDivisionError: division by zero (tried.py:"),
+        ("Unnumbered", "column scores: `Unnumbered.score` must return a finite number (got None)"),
+        ("Misnamed", "AttributeError: 'Completion' object has no attribute 'txet'"),
+        ("Synchronous", "TypeError: `rollout` must be `async def` (it returned list)"),
+    ],
+)
+def test_an_error_of_every_rollout_is_refused(kind: str, problem: str, base_dir: Path) -> None:
+    assert refused(config(base_dir, kind)).startswith(
+        f"environment.e.entry: every scripted rollout failed: {problem}"
+    )
+
+
+def test_the_report_has_the_frame_the_task_and_the_completion(base_dir: Path) -> None:
+    (problem,) = examined(config(base_dir, "Raises")).problems
+    frame, source, error, _, task, prompt, completion = problem.report.splitlines()
+    assert re.fullmatch(r"tried\.py:\d+: in score", frame)
+    assert source == "    return 1 / (len(task) - 2)"
+    assert error == "E   ZeroDivisionError: division by zero"
+    assert re.fullmatch(r"task        \(\d+, \d+\)", task)
+    assert re.fullmatch(r"prompt      '\d+=\d+'", prompt)
+    assert re.fullmatch(r"completion  '.*' \(\d+ tokens, (stop|length)\)", completion)
+
+
+def test_an_error_now_and_then_refuses_nothing(base_dir: Path) -> None:
+    found = examined(config(base_dir, "Third"))
+    assert not found.problems
+    (told,) = found.failures
+    assert told.problem.startswith("a scripted rollout failed: KeyError: 'third' (tried.py:")
+
+
+def test_what_a_script_may_have_caused_refuses_nothing(base_dir: Path) -> None:
+    """Another model than a built one answers differently; only what no answer causes is certain."""
+    external: dict[str, Any] = {
+        "inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"},
+        "trainer": {"enabled": False},
+    }
+    found = examined(config(base_dir, "Raises", **external))
+    assert not found.problems
+    assert "ZeroDivisionError" in found.failures[0].problem
+    assert "NameError: name 'answr' is not defined" in refused(config(base_dir, "Unnamed", **external))
+
+
+def test_turns_that_do_not_continue_are_certain_with_the_token_ids_of_a_built_model(base_dir: Path) -> None:
+    found = refused(config(base_dir, "Retokenized"))
+    assert "the turn's prompt does not begin with the turns before it: token " in found
+    external = {"kind": "external", "url": "http://127.0.0.1:9/v1"}
+    other = examined(config(base_dir, "Retokenized", inference=external, trainer={"enabled": False}))
+    assert (other.problems, other.failures) == ((), ()), "a chat template may keep the end of a turn"
+
+
+def test_an_environment_with_a_client_of_its_own_is_loaded_and_no_more(base_dir: Path) -> None:
+    found = examined(config(base_dir, "Client"))
+    assert (found.problems, found.failures) == ((), ())
+    assert found.advice[0].startswith(
+        "environment.e: no scripted rollout: endpoint: a scripted policy has no server"
+    )
+    own = config(base_dir, "Raises", inference={"kind": "none"}, trainer={"enabled": False})
+    assert examined(own).problems == (), "it samples by itself"
+
+
+def test_a_breakpoint_is_refused_with_its_place(base_dir: Path) -> None:
+    found = refused(config(base_dir, "Debugged"))
+    assert re.match(
+        r"environment\.e\.entry: has a breakpoint\(\) at tried\.py:\d+; remove it, or debug with `roll", found
+    )
+
+
+def test_code_that_waits_is_told_with_its_place(base_dir: Path) -> None:
+    (told,) = examined(config(base_dir, "Waiting"), timeout_s=3.5).failures
+    assert re.match(
+        r"its scripted rollouts took longer than .* s, at tried\.py:\d+; raise --timeout", told.problem
+    )
+    assert "await asyncio.Event().wait()" in told.report
+
+
+def test_rollouts_of_wrong_sections_are_left_out(base_dir: Path) -> None:
+    assert Examination(config(base_dir, "Raises"), "e", rolled=False).verdict() == Verdict(env="e")
