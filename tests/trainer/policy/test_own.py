@@ -10,6 +10,8 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.inference.tiny.policy import ServedPolicy
+from rolloutmq.trainer.weights.disk import DiskShare
+from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 SMALL = {"hidden_size": 16, "layers": 1, "mlp_size": 16}
 
@@ -33,6 +35,7 @@ def test_an_engine_serves_what_a_trainer_shares(layout: RunLayout) -> None:
         before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
         with weights.writing(PolicyVersion(1, 6)):
             optimizer.step()
+        assert isinstance(served._share, WeightShare | DiskShare)
         with served._share.reading() as version:
             assert version == PolicyVersion(1, 6)
             for name, tensor in served._policy.state_dict().items():
