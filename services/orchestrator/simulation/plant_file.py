@@ -50,30 +50,28 @@ def _pair(form: str) -> BeforeValidator:
 
 Curve = object
 """A number, points `[[seconds, value], ...]`, or a table with `points` or `csv`; see `curves`."""
-Seconds = Annotated[float, Field(strict=True, ge=0.0, le=LONGEST_S)]
+Seconds = Annotated[float, Field(ge=0.0, le=LONGEST_S)]
 Span = Annotated[tuple[Seconds, Seconds], _pair("[from, to]")]
 Spans = Annotated[tuple[Span, ...], Field(max_length=1000)]
-Workers = Annotated[int, Field(strict=True, ge=0, le=MOST_WORKERS)]
+Workers = Annotated[int, Field(ge=0, le=MOST_WORKERS)]
 Loss = Annotated[tuple[Seconds, Workers], _pair("[time, number]")]
-Jump = Annotated[
-    tuple[Seconds, Annotated[float, Field(strict=True, ge=-1e6, le=1e6)]], _pair("[time, seconds]")
-]
-Part = Annotated[float, Field(strict=True, ge=0.0, le=0.95)]
+Jump = Annotated[tuple[Seconds, Annotated[float, Field(ge=-1e6, le=1e6)]], _pair("[time, seconds]")]
+Part = Annotated[float, Field(ge=0.0, le=0.95)]
 
 
 class ScenarioPlant(Section):
     """`[scenario]`: duration, changes and limits."""
 
-    lasts_s: Annotated[float, Field(strict=True, ge=10.0, le=LONGEST_S)] = 1800.0
+    lasts_s: Annotated[float, Field(ge=10.0, le=LONGEST_S)] = 1800.0
     """Simulated seconds, times the environments at most 43200."""
     changes: Annotated[tuple[Seconds, ...], Field(max_length=1000)] = ()
     """Times of lasting changes of the need. Figures count from the first one; the settling time is measured after
     each."""
     since_s: Seconds = 0.0
     """Time from which figures count if there are no `changes`."""
-    fresh: Annotated[bool, Field(strict=True)] = False
+    fresh: bool = False
     """The start itself is simulated: the trainer's starvation has no bound."""
-    max_processes: Annotated[int, Field(strict=True, ge=0, le=MOST_NAMES * MOST_WORKERS)] = 0
+    max_processes: Annotated[int, Field(ge=0, le=MOST_NAMES * MOST_WORKERS)] = 0
     """Most workers of all environments; 0 without a limit."""
 
 
@@ -84,9 +82,9 @@ class TrainerPlant(Section):
     """Sequences per second consumed without waits, over time. 0: a pause, as for an evaluation."""
     batch: Curve = 64
     """Sequences of a batch, over time; a training step takes `batch / demand` seconds."""
-    queue: Annotated[int, Field(strict=True, ge=1, le=10_000_000)] = 1000
+    queue: Annotated[int, Field(ge=1, le=10_000_000)] = 1000
     """Most sequences queued or under way, divided among the environments by weight. Beyond it, workers wait."""
-    queued: Annotated[float, Field(strict=True, ge=0.0, le=1e7)] = 0.0
+    queued: Annotated[float, Field(ge=0.0, le=1e7)] = 0.0
     """Sequences queued at the start."""
     away: Spans = ()
     """Times `[from, to]` without a connected trainer; its batch returns to the queue."""
@@ -99,18 +97,18 @@ class EnvironmentPlant(Section):
     """Sequences per second of one worker alone, over time."""
     start_s: Curve = 20.0
     """Mean time from the start of a worker to its first rollout, over time."""
-    rollout_s: Annotated[float, Field(strict=True, ge=0.0, le=3600.0)] = 0.0
+    rollout_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
     """Time from the start of a rollout to its arrival; longer on a full server."""
-    weight: Annotated[float, Field(strict=True, ge=1e-3, le=1e3)] = 1.0
+    weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Share of a batch, relative to the other environments."""
-    noise: Annotated[float, Field(strict=True, ge=0.0, le=10.0)] = 0.25
+    noise: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
     """Standard deviation of a worker's output in one second, relative to the mean, which it does not change."""
-    group_sequences: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] | None = None
+    group_sequences: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Sequences of a group: groups are whole and begin at random times (Poisson), in addition to `noise`. Without it,
     sequences come evenly, and controllers take 8 of them for a group."""
     failing_starts: Part = 0.0
     """Part of the starts to fail near their end; each is repeated."""
-    life_s: Annotated[float, Field(strict=True, ge=10.0, le=1e9)] | None = None
+    life_s: Annotated[float, Field(ge=10.0, le=1e9)] | None = None
     """Mean time until a ready worker crashes and starts again. Without it, none crashes."""
     lost: Annotated[tuple[Loss, ...], Field(max_length=1000)] = ()
     """A list of `[time, number]`: ready workers lost for good."""
@@ -120,7 +118,7 @@ class EnvironmentPlant(Section):
     """Inference server, shared by its workers."""
     min_workers: Workers = 1
     """Fewest workers."""
-    max_workers: Annotated[int, Field(strict=True, ge=1, le=MOST_WORKERS)] = 200
+    max_workers: Annotated[int, Field(ge=1, le=MOST_WORKERS)] = 200
     """Most workers."""
     ready: Workers = 0
     """Ready workers at the start."""
@@ -131,9 +129,9 @@ class ServerPlant(Section):
 
     capacity: Curve
     """Sequences per second of one engine, over time."""
-    max_engines: Annotated[int, Field(strict=True, ge=1, le=64)] = 1
+    max_engines: Annotated[int, Field(ge=1, le=64)] = 1
     """Most engines; one runs from the start."""
-    start_s: Annotated[float, Field(strict=True, ge=0.0, le=LONGEST_START_S)] = 60.0
+    start_s: Annotated[float, Field(ge=0.0, le=LONGEST_START_S)] = 60.0
     """Time until another engine serves."""
 
 

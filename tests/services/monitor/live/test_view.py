@@ -396,6 +396,6 @@ def test_points_of_the_evaluation_that_were_left_out_are_shown(board: RunState) 
 def test_figures_of_learning_have_a_line_and_those_not_finite_come_first(board: RunState) -> None:
     assert not any("figures" in line for line in drawn(board))
     board.feed(StepFigures(run="r", incarnation=0, step=1, at=0.0, figures={"loss": 0.5, "kl": 0.01}), 1.0)
-    assert " figures  loss 0.5 · kl 0.01" in [line.rstrip() for line in drawn(board)]
+    assert " figures loss 0.5 · kl 0.01" in [line.rstrip() for line in drawn(board)]
     board.feed(StepFigures(run="r", incarnation=0, step=2, at=0.0, not_finite=("loss",)), 2.0)
-    assert any(line.startswith(" figures  loss not finite") for line in drawn(board))
+    assert any(line.startswith(" figures loss not finite") for line in drawn(board))

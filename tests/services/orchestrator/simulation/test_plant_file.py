@@ -138,7 +138,7 @@ def test_a_line_may_end_after_the_simulation_and_a_step_with_it() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "trainer: is required"),
+        ("", "the configuration has 2 errors\ntrainer: is required\nenvironment: is required"),
         ("[trainer]\n[environment.a]", "trainer.demand: is required"),
         ("[trainer]\ndemand = 1", "environment: is required"),
         ("[trainer]\ndemand = 1\n[environment]", "environment: "),
@@ -174,7 +174,7 @@ def test_a_line_may_end_after_the_simulation_and_a_step_with_it() -> None:
         (LEAST + "life_s = 0", "environment.math.life_s: must be "),
         (LEAST + "life_s = inf", "environment.math.life_s: must be "),
         (LEAST + "lost = [[1]]", "environment.math.lost.0: must be [time, number] (got [1])"),
-        (LEAST + "lost = [5, 1]", "environment.math.lost.0: must be [time, number] (got 5)"),
+        (LEAST + "lost = [5]", "environment.math.lost.0: must be [time, number] (got 5)"),
         (
             LEAST + "lost = [[9, 1], [5, 1]]",
             "environment.math.lost: times must increase (got 5 after 9)",
@@ -187,7 +187,7 @@ def test_a_line_may_end_after_the_simulation_and_a_step_with_it() -> None:
         (LEAST + 'start_s = "20"', "environment.math.start_s: must be a number, points"),
         (LEAST + 'life_s = "20"', "environment.math.life_s: must be a valid number (got '20')"),
         (LEAST + "ready = true", "environment.math.ready: must be a valid integer (got True)"),
-        (LEAST + "[scenario]\nfresh = 1", "scenario.fresh: must be a valid boolean (got 1)"),
+        (LEAST + '[scenario]\nfresh = "yes"', "scenario.fresh: must be a valid boolean (got 'yes')"),
         (
             LEAST + "per_worker = [[0, 1], [1801, 2]]",
             "environment.math.per_worker: must end with the simulation, 1800 s (got a point at 1801)",

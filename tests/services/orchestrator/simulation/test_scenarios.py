@@ -13,6 +13,11 @@ NORMAL_S: Final = 20.0
 SEEDS: Final = 3
 BROKEN: Final = {
     ("dark 60 s", 2.0): "starved: the queue is empty once telemetry is back",
+    ("rates", 2.0): "settle: 43 s of at most 42",
+    ("shared by two", 2.0): "throughput: 0.967 of the reference's, 0.97 at least",
+    ("long steps", 60.0): "settle: one worker too many for ten minutes after a step up",
+    ("bursts", 120.0): "waste: 0.957 of the need, at most 0.918",
+    ("available 0.5", 120.0): "starved: 85 s of at most 80",
 }
 """Scenarios and starts at which the law does not keep a bound."""
 
