@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, LiteralString
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -37,7 +37,7 @@ MOST_BATCH: Final = 1e6
 """Sequences."""
 
 
-def _pair(form: str) -> BeforeValidator:
+def _pair(form: LiteralString) -> BeforeValidator:
     """Return a validator that names the form of a pair: pydantic would ask for its second item."""
 
     def checked(given: object) -> object:
