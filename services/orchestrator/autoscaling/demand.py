@@ -260,9 +260,7 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             blocked_s=self.blocked_s * kept + begun_blocked_s,
             vain_s=0.0 if made else self.vain_s * kept + elapsed * workers - begun_blocked_s,
         )
-        if (
-            made
-        ):  # while nothing arrives the throughput stays: it may be an outage, and more workers would not help
+        if made:  # else the throughput stays: it may be an outage, in which more workers would not help
             new = new._changed(max(1, seen.group_sequences))._paced()
         if new.per_worker:
             new = replace(new, group_s=max(1, seen.group_sequences) / (new.per_worker * workers))

@@ -15,9 +15,10 @@ Longer rollouts look the same: the fleet grows, and its throughput stays. A flee
 not full. Once rollouts seem to have become `LONGER` times longer, the next growth is tested with fewer workers. Another
 engine is expected to feed as many as each of the others.
 
-A pace that changes while the fleet stays is a change of the rollouts, and the baseline follows it. After a hold time,
-which doubles, one more worker is tried at the capacity; if that helps two more, then four: the server may have become
-faster. A worker that crashed and starts again counts as a worker.
+A pace that changes while the fleet stays is a change of the rollouts, and the baseline follows it. At the capacity,
+slower workers are first tried with fewer of them, and faster ones with some more. After a hold time, which doubles, one
+more worker is tried at the capacity; if that helps two more, then four: the server may have become faster. A worker
+that crashed and starts again counts as a worker.
 """
 
 import math
@@ -369,9 +370,8 @@ class SaturationDetector:
                 return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
             # They make what is demanded: it seems that rollouts became longer.
             return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
-        if (
-            self.longer >= LONGER and seen.size > MORE * self.proven
-        ):  # if fewer make less, they did become longer
+        if self.longer >= LONGER and seen.size > MORE * self.proven:
+            # If fewer make less, rollouts did become longer.
             based = replace(seen, size=seen.total)
             return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
         return new._followed(seen, now - self.since)
@@ -388,7 +388,9 @@ class SaturationDetector:
             return new._followed(seen, now - self.since)
         change = seen.total / min(seen.size, self.capacity / ROOM)
         if not SLOWER <= change <= 1.0 / SLOWER:
-            return new._changed(seen, now) if self.doubted else replace(new, doubted=True)
+            if not self.doubted:
+                return replace(new, doubted=True)
+            return new._slowed(seen) if change < 1.0 else new._sped_up(seen, now)
         new = replace(new, doubted=False)
         if now < self.until:
             return new
@@ -399,18 +401,19 @@ class SaturationDetector:
         new = replace(new, capacity=more, known=self.capacity, unit=unit, until=now + self.hold_s)
         return replace(new, usual=seen.total, above=seen.size)
 
-    def _changed(self, seen: _Measured, now: float) -> "SaturationDetector":
-        """Measure the capacity anew, since as many workers as before became clearly slower or faster.
+    def _slowed(self, seen: _Measured) -> "SaturationDetector":
+        """Try fewer workers, since those at the capacity became clearly slower.
 
-        Slower workers have longer rollouts, or the server became slower: neither makes more workers useful if the
-        server is full, so fewer are tried. Faster ones are joined by some more.
+        Their rollouts are longer, or the server became slower: neither makes more workers useful if the server is full.
         """
-        new = replace(self._based(seen), known=0.0, hold_s=FIRST_HOLD_S)
-        if seen.total < self.capacity:
-            return replace(
-                new, capacity=TESTED * seen.total, made=seen.total, above=seen.total, tests_fewer=True
-            )
-        return replace(new, capacity=seen.total, until=now, step=self._some(seen))
+        new = replace(self._based(seen), hold_s=FIRST_HOLD_S)
+        return replace(new, capacity=TESTED * seen.total, made=seen.total, above=seen.total, tests_fewer=True)
+
+    def _sped_up(self, seen: _Measured, now: float) -> "SaturationDetector":
+        """Let some more workers join those at the capacity, which became clearly faster."""
+        as_many = self.capacity * seen.total / seen.size
+        new = replace(self._based(seen), capacity=as_many, hold_s=FIRST_HOLD_S)
+        return replace(new, until=now, step=self._some(seen))
 
     def _some(self, seen: _Measured) -> int:
         """Return the workers of a large probe."""
@@ -419,9 +422,8 @@ class SaturationDetector:
     def _fewer(self, new: "SaturationDetector", seen: _Measured, now: float) -> "SaturationDetector":
         """Judge a test with fewer workers: as long as they make as much, even fewer are tried."""
         based = replace(new._based(seen), tests_fewer=False, made=0.0, until=now)
-        if (
-            seen.total < self.made * (1.0 + seen.size / self.above) / 2.0
-        ):  # they were needed; some more may be, too
+        dropped = seen.total < self.made * (1.0 + seen.size / self.above) / 2.0
+        if dropped:  # they were needed, and some more may be, too
             return replace(
                 based,
                 capacity=min(ROOM * self.made, seen.total * self.above / seen.size),

@@ -262,6 +262,13 @@ def test_a_slower_server_is_left_with_the_workers_that_fill_it(shared: float, en
     assert enough <= number <= 1.25 * enough + 1
 
 
+def test_faster_workers_somewhat_below_the_capacity_are_not_taken_for_slower() -> None:
+    site = Site(shared=40.0)
+    found = at_capacity(site)
+    site.paces["a"], site.shared = 2.42, 100.0
+    assert min(site.run(SURE, a=17)["a"].most for _ in range(4)) >= found
+
+
 def test_a_server_that_lets_the_present_workers_go_faster_gets_more_at_once() -> None:
     site = Site(shared=40.0)
     number = found = at_capacity(site)
