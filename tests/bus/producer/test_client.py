@@ -291,11 +291,12 @@ async def test_a_broker_in_another_life_gets_what_is_unacked(
         p = await opened.__aenter__()
         await p.send(group("g-0"))
         assert await p.flush(5)
-        fake.lose = {2, 3}
+        fake.lose, fake.syncs = {2, 3}, False
         await p.send(group("g-1"))
         await p.send(group("g-2"))
         await fake.until(lambda: fake.arrived == [1, 2, 3])
         held = await p.acquire()
+    fake.syncs = True
     fake.new_life()
     async with fake.running("b"):
         assert await p.flush(15)
@@ -378,13 +379,14 @@ async def test_unacked_groups_are_saved_and_resent_under_the_same_session(
     spool, log = tmp_path / "spools" / "p.spool", tmp_path / "p.jsonl"
     options = {"env": "e", "producer": "p", "save_to": spool, "ack_log": log, "drain_s": 0.05}
     async with fake.running():
-        fake.lose = {2, 3}
+        fake.lose, fake.syncs = {2, 3}, False
         async with Producer.open(fake.layout.root, **options) as p:  # type: ignore[arg-type]
             for index in range(3):
                 await p.send(group(f"g-{index}"))
             await fake.until(lambda: fake.arrived == [1, 2, 3])
         assert spool.exists()
         assert fake.asked_for(Goodbye)[-1].produced == 3
+        fake.syncs = True
         async with Producer.open(fake.layout.root, **options) as p:  # type: ignore[arg-type]
             assert not spool.exists()
             assert fake.arrived == [1, 2, 3, 2, 3]
@@ -565,12 +567,12 @@ async def test_a_broker_that_remembers_goes_on_with_the_session(
         fake.publishes = False
         p.abandon(await p.acquire())
         permits = [await p.acquire() for _ in range(2)]
-        fake.lose = {2}
+        fake.lose, fake.syncs = {2}, False
         for index in range(3):
             await p.send(group(f"g-{index}"))
         await fake.until(lambda: fake.arrived == [1, 2, 3])
     fake.restart()
-    fake.publishes = True
+    fake.publishes = fake.syncs = True
     fake.start_limit, fake.byte_limit = 4, p._session.spool.position
     async with fake.running("b"):
         assert await p.flush(15)
@@ -637,10 +639,11 @@ async def test_new_sockets_to_the_same_broker_send_only_what_is_missing(
     async with fake.running("a"):
         opened = Producer.open(fake.layout.root, env="e", producer="p")
         p = await opened.__aenter__()
-        fake.lose = {3}
+        fake.lose, fake.syncs = {3}, False
         for index in range(5):
             await p.send(group(f"g-{index}"))
         await fake.until(lambda: len(fake.arrived) == 5)
+    fake.syncs = True
     async with fake.running("b"):
         assert await p.flush(15)
         await opened.__aexit__(None, None, None)
@@ -655,9 +658,10 @@ async def test_a_producer_that_was_fenced_while_the_broker_was_away_does_not_fen
     async with fake.running("a"):
         opened = Producer.open(fake.layout.root, env="e", producer="p", save_to=spool)
         p = await opened.__aenter__()
-        fake.lose = {1}
+        fake.lose, fake.syncs = {1}, False
         await p.send(group("g"))
         await fake.until(lambda: fake.arrived == [1])
+    fake.syncs = True
     fake.restart()
     fake._open(0)
     async with fake.running("b"):
@@ -676,7 +680,7 @@ async def test_a_spool_saved_at_the_drain_deadline_is_resent_after_the_broker_re
     spool, log = tmp_path / "p.spool", tmp_path / "p.jsonl"
     options = {"env": "e", "producer": "p", "save_to": spool, "ack_log": log, "drain_s": 0.05}
     async with fake.running("a"):
-        fake.lose = {2, 3}
+        fake.lose, fake.syncs = {2, 3}, False
         async with Producer.open(fake.layout.root, **options) as p:  # type: ignore[arg-type]
             await p.acquire()
             for index in range(3):
@@ -686,6 +690,7 @@ async def test_a_spool_saved_at_the_drain_deadline_is_resent_after_the_broker_re
                 while p.accepted < 1:  # noqa: ASYNC110 - only the count tells
                     await asyncio.sleep(0.001)
     assert f"unacked groups saved producer=p groups=2 file={spool}" in caplog.text
+    fake.syncs = True
     if remembers:
         fake.restart()
     else:

@@ -131,7 +131,7 @@ def test_an_interrupt_while_a_block_is_leaving_tells_the_unacked_groups(
 async def test_a_cancelled_block_is_cancelled_and_tells(
     fake: "FakeBroker", group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake.lose = {1}
+    fake.lose, fake.syncs = {1}, False
 
     async def block() -> None:
         async with Producer.open(fake.layout.root, env="e", producer="p", drain_s=0.0) as p:

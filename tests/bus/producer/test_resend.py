@@ -21,13 +21,14 @@ MakeGroup = Callable[..., Group]
 
 async def leave(fake: "FakeBroker", group: MakeGroup, spool: Path, name: str, count: int) -> None:
     """Live as producer `p`, and leave `count` groups that did not arrive."""
-    fake.lose = set(range(1, count + 1))
+    fake.lose, fake.syncs = set(range(1, count + 1)), False
     async with Producer.open(
         fake.layout.root, env="e", producer="p", save_to=spool, drain_s=0.0, weight=3.0, group_size=2
     ) as p:
         for index in range(count):
             await p.send(group(f"{name}-{index}"))
         await fake.until(lambda: not fake.lose)
+    fake.syncs = True
 
 
 async def test_every_spool_of_a_directory_is_sent_and_removed(

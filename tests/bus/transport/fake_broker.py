@@ -85,6 +85,8 @@ class FakeBroker:
         """Whether acks are published."""
         self.lose: set[int] = set()
         """Numbers of groups that vanish once."""
+        self.syncs = True
+        """Whether Sync is answered; without an answer, no producer learns what was lost, however slow the machine."""
         self.accepted: dict[int, GroupHeader] = {}
         self.frames: dict[str, list[bytes]] = {}
         self.messages: list[int] = []
@@ -209,6 +211,9 @@ class FakeBroker:
             *route, asked = await channel.receive()
             request = codec.decode_request(asked)
             self.asked.append(request)
+            if isinstance(request, Sync) and not self.syncs:
+                await self._notify()
+                continue
             answer = self.answers.get(type(request), self._answer)(request)
             if answer is not None:
                 reply, frames = answer if isinstance(answer, tuple) else (answer, [])
