@@ -273,7 +273,6 @@ class EnginePool:
     def _let_go(self, number: int, seen: Mapping[str, EngineSighting], reason: str) -> None:
         """End this many engines: given-up ones first, then those not ready, then the youngest."""
         views = dict(self._supervisor.views())
-        number -= sum(view.failing and view.phase is Phase.STOPPING for view in views.values())
         candidates = [view for view in views.values() if view.phase not in {Phase.STOPPING, Phase.ENDED}]
         candidates.sort(
             key=lambda view: (

@@ -222,6 +222,15 @@ async def test_a_stubborn_engine_is_ended_at_the_deadline(run_dir: Path) -> None
         await table.until(lambda: not living(table.layout), wanted=1)
 
 
+async def test_an_engine_that_is_not_ready_goes_before_the_youngest(run_dir: Path) -> None:
+    settings = config()
+    quick = settings.orchestrator.model_copy(update={"drain_deadline_s": 0.05, "term_grace_s": 0.05})
+    only_the_second = f"import sys\nif sys.argv[1] == 'inference-1':\n    {PATIENT}\n{ENGINE}"
+    async with pool(run_dir, settings.model_copy(update={"orchestrator": quick}), only_the_second) as table:
+        await table.until(lambda: table.pool.ready == 2 and len(living(table.layout)) == 2, wanted=3)
+        await table.until(lambda: list(living(table.layout)) == ["inference-2"], wanted=2)
+
+
 async def test_engines_of_another_run_are_ended_and_their_addresses_removed(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     with engine_of(layout, "other") as stray:
