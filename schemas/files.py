@@ -303,7 +303,10 @@ class RunHolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The orchestrator's state of one worker. Times are of CLOCK_MONOTONIC, which all processes of a boot share."""
+    """The orchestrator's state of one worker, or of one engine beyond the first, whose `env` is `inference`.
+
+    Times are of CLOCK_MONOTONIC, which all processes of a boot share.
+    """
 
     worker: str
     env: str
@@ -385,6 +388,8 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[Target, ...] = ()
     engines: Target | None = None
     """Target number of inference servers, if it may change."""
+    engine_lives: tuple[WorkerRecord, ...] = ()
+    """The inference servers beyond the first, except those that ended in order."""
     workers: tuple[WorkerRecord, ...] = ()
     environments: tuple[EnvironmentRecord, ...] = ()
     """What is known of the workers of each environment."""

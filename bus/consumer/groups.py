@@ -227,19 +227,7 @@ class GroupConsumer:
         self._link.progress += 1
 
     def log(self, step: int, /, **figures: Figure) -> None:
-        """Log figures of learning, such as `loss` or `kl`, for `top`, `metrics.jsonl` and the report. Never waits.
-
-        They leave in the background; without a broker the newest 1,024 steps are kept. Rewards, tokens, staleness and
-        settlements need no log: the broker reports them. Of several ranks, those of rank 0 count.
-
-        Args:
-            step: Optimizer step, for example `batch.step`.
-            figures: At most 64 numbers by name. One that is infinite or not a number is left out, and its name is
-                reported.
-
-        Raises:
-            UsageError: A name is invalid, or a value is no number.
-        """
+        """Log figures of learning; see `Consumer.log`. Never waits."""
         self._figures.put(self._figures.checked(self.version, step, figures))
 
     @overload

@@ -9,11 +9,9 @@ process. Not tried are programs, environments with GPUs, which only a worker is 
 does not start.
 """
 
-import secrets
 import select
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.launch.preflight.trial_directory import trial_directory
 from rolloutmq.launch.preflight.verdicts import Problem, Progress, Verdict
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.process import ProcessSpec, Role
@@ -93,14 +92,14 @@ class _Trial:
 
     def verdicts(self) -> list[Verdict]:
         """Return a verdict on each of the first environments, at least on one."""
-        with tempfile.TemporaryDirectory(prefix="rolloutmq-trial-") as directory:
-            file, result, log = (Path(directory) / name for name in ("config.json", "result.jsonl", "log"))
+        with trial_directory() as directory:
+            file, result, log = (directory / name for name in ("config.json", "result.jsonl", "log"))
             write_json(file, self._config)
             how = ("all" if self._rolled else "loading", *self._names)
             module = "rolloutmq.launch.preflight.examination"
             command = (sys.executable, "-m", module, str(file), str(result), str(self._timeout_s), *how)
             spec = ProcessSpec(name="trial", role=Role.WORKER, argv=command, log=str(log))
-            ended = self._ended(spawn(spec, secrets.token_hex(8)), result)
+            ended = self._ended(spawn(spec, directory.name), result)
             found = _verdicts(result)
             if len(found) < len(self._names) and not _ends_with_verdict(result):
                 found.append(self._lost(self._names[len(found)], ended, last_line(log)))

@@ -169,8 +169,9 @@ class InferenceConfig(Section):
     max_engines: Annotated[int, Field(gt=0, le=PROCESSES_LIMIT)] = 1
     """Most engines. Each uses a core, so it is 1 unless you raise it."""
     engine_confirm_s: PositiveFloat = 120.0
-    """The orchestrator starts another engine after this time of saturation: more workers added no throughput. It
-    exceeds the two checks of 45 s each that detect saturation, so the effect of the last engine is known."""
+    """The orchestrator starts another engine after workers were short of engines for this long: more workers added no
+    throughput. Make it longer than a worker takes to start, so that the last engine has its workers before the next
+    one starts."""
     engine_idle_s: PositiveFloat = 600.0
     """The orchestrator ends an engine when the others could have done its work for this long. It is much longer than a
     restart takes."""

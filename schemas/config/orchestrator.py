@@ -64,7 +64,8 @@ class OrchestratorConfig(Section):
     scaling: ScalingConfig = ScalingConfig.default()
     """Parameters of the autoscaler."""
     max_processes: Annotated[int, Field(ge=0, le=PROCESSES_LIMIT)] = 0
-    """Most worker processes of all environments, divided by their weights. 0: only the limits of each environment."""
+    """Most worker processes of all environments, divided so that their deliveries keep their weights. 0: only the
+    limits of each environment."""
     backoff_s: PositiveFloat = 0.5
     """Pause before the first restart of a crashed process. It doubles with each crash, with jitter."""
     backoff_max_s: PositiveFloat = 30.0

@@ -12,7 +12,6 @@ of its earlier life, and ends those of another run.
 
 import asyncio
 import logging
-import math
 import secrets
 import sys
 import time
@@ -30,7 +29,7 @@ from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
-from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision, WorkerRecord
+from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler, ScaleTarget
@@ -43,12 +42,10 @@ from rolloutmq.services.orchestrator.engines.scaling import EngineBound
 from rolloutmq.services.orchestrator.gpus.manager import GpuManager
 from rolloutmq.services.orchestrator.live_bounds import LiveBounds
 from rolloutmq.services.orchestrator.restarts import Restarts
-from rolloutmq.services.orchestrator.state_file import StateFile
+from rolloutmq.services.orchestrator.state_file import StateFile, earlier_lives
 from rolloutmq.services.orchestrator.supervision.core import (
     OVER,
     Backoff,
-    EarlierLife,
-    EarlierStop,
     Ladder,
     Phase,
     ProcessView,
@@ -128,7 +125,9 @@ class Orchestrator:
             on_change=self._changed,
             seed=config.run.seed,
         )
-        self._engines = EnginePool(config, layout, token, self._client.publish, engine_command)
+        self._engines = EnginePool(
+            config, layout, token, self._client.publish, engine_command, lambda _: self._write_soon()
+        )
         self._drain_ladders = {
             name: _ladder(limits, limits.drain_s(env.rollout_timeout_s))
             for name, env in config.environment.items()
@@ -147,6 +146,7 @@ class Orchestrator:
         self._tables: dict[str, WorkerTable] = {}
         self._replacements = {env: Replacement(limits.stable_s) for env in config.environment}
         self._waiting_said = time.monotonic() - WAITING_SAID_S + WAITING_FIRST_S
+        self._has_taken_over = False
         self._scaling: Autoscaler
 
     def kill(self) -> None:
@@ -165,7 +165,9 @@ class Orchestrator:
         with only_one(self._layout.root / "orchestrator.lock", "orchestrator"):
             previous, earlier = identities_of(self._layout.workers), self._earlier()
             async with self._engines, self._workers:  # workers end first: they use the engines
+                await self._engines.take_over(earlier)
                 await self._take_over(previous, earlier)
+                self._has_taken_over = True
                 async with asyncio.TaskGroup() as tasks:
                     listening = tasks.create_task(self._client.listen(), name="bus client")
                     beside = [
@@ -208,7 +210,8 @@ class Orchestrator:
         for env, record in known.items():
             if record.proven:
                 self._workers.prove(env)
-        lives = _lives(earlier, {identity.name: identity.pid for identity, _ in ours})
+        records = earlier.workers if earlier is not None else ()
+        lives = earlier_lives(records, {identity.name: identity.pid for identity, _ in ours})
         adopted = self._workers.adopt(ours, lives)
         self._keep_given_up(earlier)
         for identity, spec in ours:
@@ -241,7 +244,7 @@ class Orchestrator:
         """Keep the workers that an earlier life gave up, and the pauses before they are replaced."""
         if earlier is None:
             return
-        lives = _lives(earlier)
+        lives = earlier_lives(earlier.workers)
         for one in earlier.workers:
             if one.phase == Phase.FATAL and one.env in self._replacements:
                 log = str(self._layout.log(one.worker))
@@ -466,7 +469,7 @@ class Orchestrator:
         said = {scale.env: scale.decision for scale in self._scaling.scales} if is_news else {}
         bounds = {env: EngineBound(one.bound == INFERENCE_BOUND, one.short) for env, one in said.items()}
         self._engines.look(bounds, now, self._wanted(FIRST))
-        self._state.engines_decided(self._engines.target)
+        self._state.engines_decided(self._engines.target, self._engines.processes)
 
     def _wanted(self, name: str) -> int | None:
         """Return the number that an operator pinned of an environment's workers, or of the engines."""
@@ -474,43 +477,21 @@ class Orchestrator:
 
     def _changed(self, view: ProcessView) -> None:
         """Write the change to the file, and hold a GPU worker about to restart until its GPUs are free."""
-        self._state.soon(self._workers)
+        self._write_soon()
         if view.phase is Phase.WAITING and self._gpus.has(view.name):
             self._workers.hold(view.name, True)
             asyncio.get_running_loop().call_soon(self._gpus.hold_back, self._workers)
+
+    def _write_soon(self) -> None:
+        """Write the state, once it holds all that the earlier orchestrator left: a kill must not lose that."""
+        if self._has_taken_over:
+            self._state.soon(self._workers)
 
     def _spec(self, name: str) -> ProcessSpec:
         if self._bounds.config.environment[env_of(name)].command:
             return self._programs.spec(name, env_of(name), number_of(name))
         log = str(self._layout.log(name))
         return ProcessSpec(name=name, role=Role.WORKER, argv=self._command(name), log=log, kind=env_of(name))
-
-
-def _lives(earlier: Supervision | None, pids: Mapping[str, int] = {}) -> dict[str, EarlierLife]:
-    """Return what an earlier orchestrator knew of each worker.
-
-    Args:
-        earlier: Its last report.
-        pids: Process of each worker; a report of how another process of it was ended says nothing about this one.
-    """
-    workers = earlier.workers if earlier is not None else ()
-    return {
-        one.worker: EarlierLife(
-            one.ready,
-            one.was_ready,
-            one.crashes,
-            math.inf if one.born is None else one.born,
-            _stop_of(one) if pids.get(one.worker) == one.pid else None,
-        )
-        for one in workers
-    }
-
-
-def _stop_of(record: WorkerRecord) -> EarlierStop | None:
-    """Return how an earlier orchestrator was ending a worker; None if it was not."""
-    if record.phase != Phase.STOPPING:
-        return None
-    return EarlierStop(record.since, record.reason, record.rungs, record.failing, record.returns)
 
 
 def _ladder(limits: OrchestratorConfig, deadline_s: float) -> Ladder:

@@ -1,4 +1,4 @@
-"""`supervision.json`: the orchestrator's view of its workers, for all readers.
+"""`supervision.json`: the orchestrator's view of its workers and engines, for all readers and for its successor.
 
 The broker forgets a silent worker and never hears from one that cannot start; the orchestrator knows both. The file is
 replaced at each change, so that a killed orchestrator leaves its last state, and at least once a second: it is the
@@ -7,9 +7,11 @@ heartbeat of the orchestrator. The reason for an unchanged target may change wit
 
 import asyncio
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +28,12 @@ from rolloutmq.schemas.files import (
 )
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.schemas.wire.control import ScaleDecision, Setting
-from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
+from rolloutmq.services.orchestrator.supervision.core import (
+    EarlierLife,
+    EarlierStop,
+    Phase,
+    ProcessView,
+)
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor
 from rolloutmq.services.orchestrator.supervision.worker_table import env_of, number_of
 from rolloutmq.services.process.identity import identify, started_at
@@ -56,6 +63,7 @@ class StateFile:
         self._written: Supervision | None = None
         self._due: asyncio.Handle | None = None
         self._engines: Target | None = None
+        self._engine_processes: Supervisor | None = None
         self._settings: dict[str, Setting] = {}
         self._restarts: dict[str, RestartOutcome] = {}
         self._written_at = self._reason_at = float("-inf")
@@ -96,9 +104,9 @@ class StateFile:
         """Record what is known of the environments, and when given-up workers are replaced, for the next `write`."""
         self._environments, self._replaced = environments, replaced
 
-    def engines_decided(self, target: Target | None) -> None:
-        """Record the target number of engines; the next `write` includes it."""
-        self._engines = target
+    def engines_decided(self, target: Target | None, engines: Supervisor) -> None:
+        """Record the target number of engines, and who supervises them; the next `write` includes both."""
+        self._engines, self._engine_processes = target, engines
 
     def bounded(self, settings: Mapping[str, Setting]) -> None:
         """Record the live settings in force; the next `write` includes them."""
@@ -119,12 +127,17 @@ class StateFile:
         if self._due is not None:
             self._due.cancel()
             self._due = None
+        fleets = [workers] if self._engine_processes is None else [workers, self._engine_processes]
+        records = [self._records(one) for one in fleets]
+        present = {one.worker for one in chain(*records)}
+        self._ends = {name: ends for name, ends in self._ends.items() if name in present}
         found = Supervision(
             orchestrator=self._me,
             over=over,
             targets=tuple(self._targets.values()),
             engines=self._engines,
-            workers=self._workers(workers),
+            engine_lives=tuple(chain(*records[1:])),
+            workers=records[0],
             environments=self._environments,
             settings=self._settings,
             restarts=self._restarts,
@@ -146,15 +159,14 @@ class StateFile:
         self._failed = ""
         self._written, self._written_at = found, now
 
-    def _workers(self, workers: Supervisor) -> tuple[WorkerRecord, ...]:
+    def _records(self, processes: Supervisor) -> tuple[WorkerRecord, ...]:
         views: Mapping[str, ProcessView] = {
-            name: view for name, view in workers.views().items() if view.phase is not Phase.ENDED
+            name: view for name, view in processes.views().items() if view.phase is not Phase.ENDED
         }
-        self._ends = {name: ends for name, ends in self._ends.items() if name in views}
         ordered = sorted(views, key=lambda name: (env_of(name), number_of(name)))
-        return tuple(self._worker(views[name], workers.identity(name)) for name in ordered)
+        return tuple(self._record(views[name], processes.identity(name)) for name in ordered)
 
-    def _worker(self, view: ProcessView, identity: ProcessIdentity | None) -> WorkerRecord:
+    def _record(self, view: ProcessView, identity: ProcessIdentity | None) -> WorkerRecord:
         return WorkerRecord(
             worker=view.name,
             env=env_of(view.name),
@@ -193,6 +205,32 @@ class StateFile:
         if known is None or known[0] != view.since:
             known = self._ends[view.name] = view.since, _shown(self._layout.log(view.name))
         return known[1]
+
+
+def earlier_lives(records: Iterable[WorkerRecord], pids: Mapping[str, int] = {}) -> dict[str, EarlierLife]:
+    """Return what an earlier orchestrator knew of each worker, or of each engine.
+
+    Args:
+        records: Of its last report.
+        pids: Process of each; a report of how another process of it was ended says nothing about this one.
+    """
+    return {
+        one.worker: EarlierLife(
+            one.ready,
+            one.was_ready,
+            one.crashes,
+            math.inf if one.born is None else one.born,
+            _stop_of(one) if pids.get(one.worker) == one.pid else None,
+        )
+        for one in records
+    }
+
+
+def _stop_of(record: WorkerRecord) -> EarlierStop | None:
+    """Return how an earlier orchestrator was ending a process; None if it was not."""
+    if record.phase != Phase.STOPPING:
+        return None
+    return EarlierStop(record.since, record.reason, record.rungs, record.failing, record.returns)
 
 
 def _shown(log: Path) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ A line is due after 25 steps, after 2 seconds with a change, and after 30 second
 flood a log, and a stuck run still prints.
 """
 
-from collections import Counter
 from typing import Final
 
 from rolloutmq.schemas.wire.control import WorkerState
@@ -66,7 +65,7 @@ def describe(board: RunState, now: float) -> str:
 
 
 def _workers(board: RunState, now: float) -> str:
-    counts = Counter(worker.counts_as for worker in board.crew(now))
+    counts = board.counts(now)
     ready = counts.pop(WorkerState.READY, 0)
     return " ".join([str(ready), *(f"+{count} {state}" for state, count in counts.items())])
 

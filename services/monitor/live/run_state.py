@@ -1,6 +1,6 @@
 """The state of a run for its live view: events in, state out. Pure; the caller passes times of one steady clock."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final
 
@@ -262,7 +262,12 @@ class RunState:
 
     def crew(self, now: float) -> list[WorkerRow]:
         """Return the workers, orchestrator and broker views joined; `now` is CLOCK_MONOTONIC."""
-        return joined(self.supervision, self.workers(), now)
+        heard = self.pressure.workers if self.pressure is not None else ()
+        return joined(self.supervision, heard, now)
+
+    def counts(self, now: float) -> Counter[str]:
+        """Return the number of workers in each state but `gone`; `now` is CLOCK_MONOTONIC."""
+        return Counter(one.counts_as for one in self.crew(now) if one.counts_as != WorkerState.GONE)
 
     def targets(self) -> list[Target]:
         """Return the target worker count of each environment: as last published, else as last written to file."""

@@ -4,7 +4,6 @@ Each line is independent, is cut rather than wrapped, and starts with its most i
 terminal shows less and nothing jumps. The worker table takes the remaining height, workers in trouble first.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
@@ -218,7 +217,7 @@ def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
 
 
 def _activity(board: RunState, now: float) -> Text:
-    counts = Counter(worker.counts_as for worker in board.crew(now))
+    counts = board.counts(now)
     if counts[WorkerState.READY]:
         return Text("rolling out", style="green")
     return Text(", ".join(f"{count} {state}" for state, count in counts.items()) or "none", style=QUIET)

@@ -278,7 +278,8 @@ class PressureController:
         if per_worker is None or sample.crew.starting or sample.crew.draining:
             return state
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
-        if (lack > 0.0 and want >= self._limit(sample)[0]) or (lack < 0.0 and want <= self.min_workers):
+        held = sample.server.slow or want >= min(self._limit(sample)[0], sample.server.reach)
+        if (lack > 0.0 and held) or (lack < 0.0 and want <= self.min_workers):
             return state
         bound = max(1.0, self.scaling.trim_part * want)
         trim = min(max(state.trim + lack * elapsed / self.scaling.integral_s, -bound), bound)

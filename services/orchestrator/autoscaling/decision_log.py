@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.files import open_regular, private_file
+from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.autoscaling.control_law import ControllerState, PressureController
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample, ServerLimit
@@ -82,6 +84,7 @@ class DecisionLog:
         self._limit_bytes = limit_bytes
         self._nbytes: int | None = None
         self._left = 0
+        self._failures = LogThrottle()
 
     @property
     def begins(self) -> bool:
@@ -95,7 +98,7 @@ class DecisionLog:
                 self._path.replace(previous_file(self._path))
             self._nbytes = self._path.stat().st_size if self._path.exists() else 0
         except OSError as error:
-            logger.error("decisions not logged path=%s error=%s", self._path, error)
+            self._report(error)
             return
         self._left = HEADERS_EVERY * len(beginnings)
         # The last line may be torn. The newline ends it, and a reader resumes at the headers.
@@ -116,10 +119,15 @@ class DecisionLog:
             with private_file(self._path, "ab", buffering=0) as file:
                 written = file.write(data)
         except OSError as error:
-            logger.error("decisions not logged path=%s error=%s", self._path, error)
+            self._report(error)
             written = 0
         whole = self._nbytes is not None and written == len(data)
         self._nbytes = (self._nbytes or 0) + len(data) if whole else None
+
+    def _report(self, error: OSError) -> None:
+        """Log a failure, the same one at intervals: a decision follows every second."""
+        if self._failures.is_due(str(error), time.monotonic()):
+            logger.error("decisions not logged path=%s error=%s", self._path, error)
 
 
 def previous_file(path: Path) -> Path:

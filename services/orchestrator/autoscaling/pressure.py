@@ -56,6 +56,9 @@ class ServerLimit:
         best: Sequences per second of one worker of this environment alone; 0 while unknown.
         capacity: Sequences per second that the servers can feed all environments; 0 while unknown.
         proven: Sequences per second of all environments that were tried without a slower worker.
+        made: Throughput before the present test of the capacity; 0 without one.
+        above: Size that made it.
+        tests_fewer: That test is one of fewer workers.
     """
 
     most: int = 0
@@ -65,6 +68,9 @@ class ServerLimit:
     best: float = 0.0
     capacity: float = 0.0
     proven: float = 0.0
+    made: float = 0.0
+    above: float = 0.0
+    tests_fewer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

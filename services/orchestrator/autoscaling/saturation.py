@@ -252,6 +252,9 @@ class SaturationDetector:
             best=best,
             capacity=self.capacity,
             proven=self.proven,
+            made=self.made,
+            above=self.above if self.made else 0.0,
+            tests_fewer=self.tests_fewer,
         )
 
     def _ready(self, use: ServerUse) -> float:
@@ -268,6 +271,9 @@ class SaturationDetector:
             capacity=limit.capacity,
             proven=limit.proven,
             top=limit.proven,
+            made=limit.made,
+            above=limit.above,
+            tests_fewer=limit.tests_fewer,
             bests={**self.bests, env: limit.best},
             engines=engines,
         )

@@ -1,9 +1,9 @@
 """The engine pool: starts, adopts, drains and cleans up the engines beyond the first, as `scaling` decides.
 
-The launcher runs the first engine; the pool only counts it. A supervisor of its own runs the others like workers: it
-adopts them after a restart of the orchestrator, and ends them after the workers. SIGUSR1 drains an engine: it finishes
-its running requests, and clients send new ones to another engine. An engine that crashes repeatedly is given up. It
-keeps its place and the reason, until an operator scales down.
+The launcher runs the first engine; the pool only counts it. A supervisor of its own runs the others like workers, and
+ends them after the workers. After a restart of the orchestrator it adopts them: their number, their drains and the
+given-up ones stay. SIGUSR1 drains an engine: it finishes its running requests, and clients send new ones to another
+engine. An engine that crashes repeatedly is given up. It keeps its place and the reason, until an operator scales down.
 
 An engine is ready while its address file has its own pid and keeps changing.
 """
@@ -28,11 +28,12 @@ from rolloutmq.bus.engine_registry import (
 )
 from rolloutmq.schemas.config.orchestrator import END_S
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import RunLayout, Target
-from rolloutmq.schemas.process import ProcessSpec, Role, Step
+from rolloutmq.schemas.files import RunLayout, Supervision, Target
+from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role, Step
 from rolloutmq.schemas.wire.telemetry import EngineDecision
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound, EngineScalingRule, PoolSample
+from rolloutmq.services.orchestrator.state_file import earlier_lives
 from rolloutmq.services.orchestrator.supervision.core import (
     OVER,
     Backoff,
@@ -42,8 +43,9 @@ from rolloutmq.services.orchestrator.supervision.core import (
     Rung,
     term_ladder,
 )
-from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
-from rolloutmq.services.process.child import end_strays
+from rolloutmq.services.orchestrator.supervision.supervisor import Change, Supervisor, identities_of
+from rolloutmq.services.process.child import end_marked, end_strays
+from rolloutmq.services.process.identity import find_names, marker_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ def engine_command(run_dir: Path) -> Command:
 
 
 class EnginePool:
-    """The engines of one run. An async context manager; call `look` once a tick.
+    """The engines of one run. An async context manager; call `take_over` first, and then `look` once a tick.
 
     Args:
         config: Configuration. With at most one engine, or an external server, the pool does nothing.
@@ -69,6 +71,7 @@ class EnginePool:
         token: Run token.
         publish: Publishes decisions.
         command: Start command of an engine.
+        on_change: Called with each engine whose phase or reason changed; must not block or raise.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class EnginePool:
         token: str,
         publish: Callable[[EngineDecision], None],
         command: Command | None = None,
+        on_change: Change | None = None,
     ) -> None:
         limits = config.orchestrator
         self._layout = layout
@@ -89,6 +93,7 @@ class EnginePool:
             token,
             Backoff(limits.backoff_s, limits.backoff_max_s, limits.crash_limit, limits.stable_s),
             identities=layout.engines,
+            on_change=on_change,
             seed=config.run.seed,
         )
         longest_s = max((env.rollout_timeout_s for env in config.environment.values()), default=END_S)
@@ -127,21 +132,46 @@ class EnginePool:
         return self._serving
 
     async def __aenter__(self) -> Self:
-        previous = identities_of(self._layout.engines)
-        addresses = engines_of(self._layout)
         await self._supervisor.__aenter__()
-        mine = f"{self._token}/"
-        ours = [
-            (one, self._spec(one.name)) for one in previous if one.marker.startswith(mine) and self._may_grow
-        ]
-        adopted = self._supervisor.adopt(ours)
+        return self
+
+    async def take_over(self, earlier: Supervision | None) -> None:
+        """Continue with the engines of an earlier orchestrator of this run, and end all others.
+
+        Args:
+            earlier: Its last report; None without one.
+        """
+        previous, addresses = identities_of(self._layout.engines), engines_of(self._layout)
+        adopted = self._adopt(previous, earlier) if self._may_grow else []
         if others := [one for one in previous if one.name not in adopted]:
             await asyncio.to_thread(end_strays, others, self._grace_s)
+        await asyncio.to_thread(self._end_unknown, set(adopted))
         for address in addresses:
             if address.name not in adopted:
                 self._put_away(address.name)
-        self._state = self._rule.initial(1 + len(adopted))
-        return self
+        views = self._supervisor.views()
+        lives = [name for name, view in views.items() if view.phase is not Phase.STOPPING]
+        known = earlier.engines if earlier is not None else None
+        self._state = self._rule.initial(known.target if known is not None else 1 + len(lives))
+        seen = {one.address.name: one for one in self._watch.look(addresses, time.monotonic())}
+        self._serving = 1 + sum(self._is_ready(name, views, seen) for name in lives)
+
+    def _adopt(self, previous: list[ProcessIdentity], earlier: Supervision | None) -> list[str]:
+        """Adopt the engines of an earlier life with their drains, and keep those that it gave up."""
+        records = earlier.engine_lives if earlier is not None else ()
+        mine = [one for one in previous if one.marker.startswith(f"{self._token}/")]
+        lives = earlier_lives(records, {one.name: one.pid for one in mine})
+        adopted = self._supervisor.adopt([(one, self._spec(one.name)) for one in mine], lives)
+        for one in records:
+            if one.phase == Phase.FATAL and one.worker not in adopted:
+                self._supervisor.keep_fatal(self._spec(one.worker), one.since, one.reason, lives[one.worker])
+        return adopted
+
+    def _end_unknown(self, known: set[str]) -> None:
+        """End engines of this run without an identity on file: their orchestrator was killed before it wrote one."""
+        for name in find_names(self._token) - known:
+            if engine_number(name) > 0:
+                end_marked(marker_of(self._token, name))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -171,6 +201,7 @@ class EnginePool:
             return
         self._forget_ended()
         seen = {one.address.name: one for one in self._watch.look(engines_of(self._layout), now)}
+        self._follow_drains(seen)
         views = self._supervisor.views()
         crew = self._crew(views, seen)
         self._ready = crew.ready
@@ -202,6 +233,17 @@ class EnginePool:
                 )
             )
 
+    def _follow_drains(self, seen: Mapping[str, EngineSighting]) -> None:
+        """Give a deadline to the engines that somebody else drains, such as an orchestrator killed meanwhile."""
+        for name, view in list(self._supervisor.views().items()):
+            if view.phase is Phase.RUNNING and self._is_own(name, seen) and seen[name].address.draining:
+                self._supervisor.retire(name, self._ladder, "drained by somebody else")
+
+    def _is_own(self, name: str, seen: Mapping[str, EngineSighting]) -> bool:
+        """Return whether an address is that of the present process of an engine."""
+        identity = self._supervisor.identity(name)
+        return name in seen and identity is not None and identity.pid == seen[name].address.pid
+
     def _crew(self, views: Mapping[str, ProcessView], seen: Mapping[str, EngineSighting]) -> WorkerCounts:
         """Count the engines; the launcher runs or restarts the first."""
         first = self._is_ready(FIRST, views, seen)
@@ -225,15 +267,12 @@ class EnginePool:
             return False
         if name == FIRST:
             return True
-        identity = self._supervisor.identity(name)
         view = views.get(name)
-        is_running = view is not None and view.phase is Phase.RUNNING
-        return is_running and identity is not None and identity.pid == found.address.pid
+        return view is not None and view.phase is Phase.RUNNING and self._is_own(name, seen)
 
     def _let_go(self, number: int, seen: Mapping[str, EngineSighting], reason: str) -> None:
         """End this many engines: given-up ones first, then those not ready, then the youngest."""
         views = dict(self._supervisor.views())
-        number -= sum(view.failing and view.phase is Phase.STOPPING for view in views.values())
         candidates = [view for view in views.values() if view.phase not in {Phase.STOPPING, Phase.ENDED}]
         candidates.sort(
             key=lambda view: (

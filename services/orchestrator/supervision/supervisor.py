@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Step
 from rolloutmq.services.orchestrator.supervision.core import (
@@ -89,6 +90,7 @@ class Supervisor:
         self._specs: dict[str, ProcessSpec] = {}
         self._seen: dict[str, ProcessView] = {}
         self._written: list[ProcessIdentity] | None = None
+        self._failures = LogThrottle()
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -310,7 +312,8 @@ class Supervisor:
             write_json(self._identities, identities)
         except OSError as error:
             # Supervision continues; only an adoption after our own death would miss the change.
-            logger.error("identities not written path=%s error=%s", self._identities, error)
+            if self._failures.is_due(str(error), time.monotonic()):
+                logger.error("identities not written path=%s error=%s", self._identities, error)
             return
         self._written = identities
 

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.services.orchestrator.children import DRAINABLE, argv, wait_up
+from tests.services.orchestrator.children import DRAINABLE, STUBBORN, argv, wait_up
 from tests.services.orchestrator.fake_broker import TOKEN, broker, config, living, orchestrator, until
 
 from rolloutmq.bus.rundir import read_json, write_json
@@ -206,6 +206,36 @@ async def test_the_next_orchestrator_knows_who_was_ready_and_what_has_worked(run
     other = Orchestrator(config(), layout, "the token of another run")
     assert other._earlier() is None
     process.close()
+
+
+async def test_an_orchestrator_that_still_ends_strays_keeps_the_report_of_the_earlier_one(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed meanwhile, it must leave all that its own successor needs."""
+    layout = RunLayout(run_dir)
+    log = str(layout.log("env-0"))
+    mine = spawn(ProcessSpec(name="env-0", role=Role.WORKER, argv=argv(DRAINABLE), log=log), TOKEN)
+    log = str(layout.log("env-1"))
+    stray = spawn(ProcessSpec(name="env-1", role=Role.WORKER, argv=argv(STUBBORN), log=log), "another run")
+    try:
+        for name in ("env-0", "env-1"):
+            await asyncio.to_thread(wait_up, layout.log(name))
+        write_json(layout.workers, [mine.identity, stray.identity])
+        me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), f"{TOKEN}/orchestrator")
+        report = Supervision(orchestrator=me, environments=(EnvironmentRecord(env="env", proven=True),))
+        write_json(layout.supervision, report)
+        async with orchestrator(layout, config(term_grace_s=600.0)):
+            try:
+                await until(lambda: "ending remaining process name=env-1" in caplog.text)
+                assert known(layout) == report
+            finally:
+                stray.send_group(signal.SIGKILL)
+            await until(lambda: known(layout).targets != ())
+            assert proven(layout)
+    finally:
+        for process in (mine, stray):
+            process.send_group(signal.SIGKILL)
+            process.close()
 
 
 HUB = """

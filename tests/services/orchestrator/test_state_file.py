@@ -76,6 +76,15 @@ async def test_one_that_was_given_up_stays_with_the_end_of_its_log(run_dir: Path
     assert one.last_lines[-3:] == ("one", " [2Jtwo ", "error: no such environment")
 
 
+async def test_the_end_of_the_log_is_that_of_the_last_life(run_dir: Path) -> None:
+    stage = Stage(run_dir)
+    async with stage.supervisor:
+        stage.start("env-0", "import os; print('life', os.getpid()); raise SystemExit(1)")
+        await stage.until("env-0", Phase.FATAL)
+        lines = stage.worker("env-0").last_lines
+    assert len({line for line in lines if line.startswith("life ")}) == 2
+
+
 async def test_one_that_waits_says_when_and_why(run_dir: Path) -> None:
     stage = Stage(run_dir, Backoff(first_s=60.0, crash_limit=9))
     async with stage.supervisor:

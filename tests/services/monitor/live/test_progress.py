@@ -1,15 +1,19 @@
 """Plain lines come neither too often nor too rarely."""
 
+import os
 from collections.abc import Callable
 
 import pytest
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import Supervision, WorkerRecord
+from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import LaneStatus, Pressure, StepDone, WorkerState, WorkerStatus
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.monitor.live.progress import Progress, describe
 from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.process.identity import identify
 
 MakePressure = Callable[..., Pressure]
 MakeStep = Callable[..., StepDone]
@@ -88,6 +92,18 @@ def test_line_counts_silent_workers_apart(
     workers = (make_worker("a"), make_worker("b", silent_s=14.0), make_worker("c", silent_s=14.0))
     board.feed(make_pressure(workers=workers), 1.0)
     assert "workers 1 +2 silent" in describe(board, 1.0)
+
+
+def test_line_counts_no_worker_that_signed_off(
+    board: RunState, make_pressure: MakePressure, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    """The last report of its orchestrator has it running."""
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+    record = WorkerRecord(worker="a", env="sort3", phase="running", since=0.0, pid=os.getpid())
+    board.supervision = Supervision(orchestrator=me, workers=(record,))
+    leaves = make_worker("a", pid=os.getpid(), state=WorkerState.GONE)
+    board.feed(make_pressure(workers=(leaves,)), 1.0)
+    assert describe(board, 1.0).endswith("  workers 0")
 
 
 def test_line_says_that_workers_wait_for_weights(

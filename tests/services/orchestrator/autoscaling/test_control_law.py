@@ -208,6 +208,10 @@ def test_what_workers_cannot_do_anything_about_is_not_added_up() -> None:
     at_the_limit = Loop(PressureController(1, 10, ScalingConfig()))
     at_the_limit.tick(120, eats=80.0, pressure=0.5)
     assert at_the_limit.state.trim == 0.0
+    for server in (ServerLimit(reach=10), ServerLimit(slow=True)):
+        unmeasured = Loop()
+        unmeasured.tick(1200, eats=80.0, pressure=0.5, server=server)
+        assert (unmeasured.last.bound, unmeasured.state.trim) == ("unmeasured", 0.0)
     on_the_way = Loop()
     on_the_way.tick(60, crew=WorkerCounts(ready=10, starting=1), pressure=0.5)
     on_the_way.tick(60, crew=WorkerCounts(ready=10, draining=1), pressure=0.5)

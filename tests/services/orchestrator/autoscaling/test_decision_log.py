@@ -158,6 +158,7 @@ def test_a_disk_that_takes_nothing_costs_lines_and_no_decision(
     with caplog.at_level(logging.ERROR):
         Life(tmp_path / "gone" / "decisions.jsonl").live(3)
     assert "decisions not logged" in caplog.text
+    assert len(caplog.records) == 1, "told at intervals, although a decision follows every second"
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"[" * 5000])

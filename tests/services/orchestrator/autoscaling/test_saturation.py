@@ -280,6 +280,38 @@ def test_a_server_that_lets_the_present_workers_go_faster_gets_more_at_once() ->
     assert number > 2 * found
 
 
+@pytest.mark.parametrize(("shared", "pace"), [(1000.0, 1.0), (20.0, 2.0)], ids=["elsewhere", "slow server"])
+def test_a_test_with_fewer_workers_goes_on_under_the_next_orchestrator(shared: float, pace: float) -> None:
+    """Otherwise the smaller number would stay until the next probe."""
+    found: list[list[int]] = []
+    for is_killed in (False, True):
+        site = Site(shared=40.0)
+        number = at_capacity(site)
+        site.shared, site.paces["a"] = shared, pace
+        while not site.detector.tests_fewer:
+            number = site.run(5, a=number)["a"].most
+        limit = site.run(5, a=number)["a"]
+        if is_killed:
+            site.detector = SaturationDetector().resumed("a", limit, site.engines)
+        numbers = []
+        for _ in range(8):
+            number = site.run(SURE, a=number)["a"].most
+            numbers.append(number)
+        found.append(numbers)
+    assert found[0] == found[1]
+
+
+def test_a_capacity_under_test_is_tested_on_by_the_next_orchestrator() -> None:
+    """Its throughput drops: there was no saturation."""
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    limit = site.run(SHOWN_S, a=28)["a"]
+    assert (limit.most, limit.made) == (21, 40.0)
+    site.detector = SaturationDetector().resumed("a", limit, site.engines)
+    site.shared = 30.0
+    assert not site.run(SHOWN_S, a=21)["a"].most
+
+
 def test_fewer_engines_are_measured_anew() -> None:
     site = Site(shared=80.0)
     site.engines = 2

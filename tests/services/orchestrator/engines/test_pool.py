@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from tests.services.orchestrator.children import DRAINABLE, STUBBORN, argv, wait_for, wait_up
+from tests.services.orchestrator.children import DRAINABLE, PATIENT, STUBBORN, argv, wait_for, wait_up
 
 from rolloutmq.bus import engine_registry
 from rolloutmq.bus.encoding import codec, topics
@@ -21,7 +22,7 @@ from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.transport.pubsub import Subscriber
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.files import InferenceAddress, RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.schemas.wire.control import SetWorkers
 from rolloutmq.schemas.wire.telemetry import EngineDecision
@@ -33,8 +34,8 @@ from rolloutmq.services.orchestrator.engines import pool as pooling
 from rolloutmq.services.orchestrator.engines.pool import EnginePool
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound
 from rolloutmq.services.orchestrator.server import Orchestrator
-from rolloutmq.services.process.child import Exit, spawn
-from rolloutmq.services.process.identity import MARKER, alive
+from rolloutmq.services.process.child import Exit, Process, spawn
+from rolloutmq.services.process.identity import MARKER, alive, identify
 from rolloutmq.services.process.runner import Stop
 
 TOKEN = f"pool-{os.getpid()}"
@@ -55,6 +56,10 @@ while not going:
     time.sleep(0.02)
 """
 """Says where it is until SIGUSR1, and leaves its address behind."""
+BUSY = ENGINE.replace("while not going:", "while True:").replace(
+    "'number'", "'draining': bool(going), 'number'"
+)
+"""Says that it drains from SIGUSR1 on, and ends only at SIGTERM."""
 FAILS = "import sys; sys.exit('error: no such weights')"
 HELD = {"env": EngineBound(inference_bound=True, short=1.0)}
 
@@ -109,13 +114,14 @@ class Table:
 
 @asynccontextmanager
 async def pool(
-    run_dir: Path, settings: RunConfig | None = None, code: str = ENGINE, token: str = TOKEN
+    run_dir: Path, settings: RunConfig | None = None, code: str = ENGINE, earlier: Supervision | None = None
 ) -> AsyncIterator[Table]:
     layout = RunLayout(run_dir)
     write_json(layout.inference, InferenceAddress(url="http://first", pid=1, busy=0.45))
     decisions: list[EngineDecision] = []
-    made = EnginePool(settings or config(), layout, token, decisions.append, command(layout, code))
+    made = EnginePool(settings or config(), layout, TOKEN, decisions.append, command(layout, code))
     async with made:
+        await made.take_over(earlier)
         yield Table(layout, made, decisions)
 
 
@@ -216,22 +222,89 @@ async def test_a_stubborn_engine_is_ended_at_the_deadline(run_dir: Path) -> None
         await table.until(lambda: not living(table.layout), wanted=1)
 
 
+async def test_an_engine_that_is_not_ready_goes_before_the_youngest(run_dir: Path) -> None:
+    settings = config()
+    quick = settings.orchestrator.model_copy(update={"drain_deadline_s": 0.05, "term_grace_s": 0.05})
+    only_the_second = f"import sys\nif sys.argv[1] == 'inference-1':\n    {PATIENT}\n{ENGINE}"
+    async with pool(run_dir, settings.model_copy(update={"orchestrator": quick}), only_the_second) as table:
+        await table.until(lambda: table.pool.ready == 2 and len(living(table.layout)) == 2, wanted=3)
+        await table.until(lambda: list(living(table.layout)) == ["inference-2"], wanted=2)
+
+
 async def test_engines_of_another_run_are_ended_and_their_addresses_removed(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
-    name = "inference-1"
-    log = str(layout.log(name))
-    stray = spawn(
-        ProcessSpec(name=name, role=Role.INFERENCE, argv=command(layout, ENGINE)(name), log=log), "other"
-    )
-    try:
-        await until(layout.engine(name).exists)
+    with engine_of(layout, "other") as stray:
+        await until(layout.engine("inference-1").exists)
         write_json(layout.engines, [stray.identity])
         async with pool(run_dir):
             assert stray.poll() == Exit(-signal.SIGTERM)
-            assert not layout.engine(name).exists()
+            assert not layout.engine("inference-1").exists()
+
+
+async def test_an_engine_of_this_run_that_is_in_no_file_is_ended(run_dir: Path) -> None:
+    """Its orchestrator was killed before it wrote the file."""
+    layout = RunLayout(run_dir)
+    with engine_of(layout, TOKEN) as stray:
+        await until(layout.engine("inference-1").exists)
+        async with pool(run_dir):
+            await until(lambda: stray.poll() == Exit(-signal.SIGKILL))
+            assert not layout.engine("inference-1").exists()
+
+
+async def test_an_engine_that_starts_is_adopted_as_one_that_starts(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    with engine_of(layout, TOKEN, PATIENT) as starting:
+        await asyncio.to_thread(wait_up, layout.log("inference-1"))
+        write_json(layout.engines, [starting.identity])
+        async with pool(run_dir, earlier=known(2)) as table:
+            assert (table.pool.serving, table.pool.ready) == (1, 1)
+            await table.until(lambda: len(table.decisions) > 3, {"env": EngineBound()})
+            assert table.decisions[-1].reason == "hold: 1 starting, 0 draining"
+            assert living(layout) == {"inference-1": starting.identity.pid}
+
+
+async def test_the_earlier_number_of_engines_is_restored(run_dir: Path) -> None:
+    """An engine that crashed and waited for its restart at the kill has no process to adopt."""
+    layout = RunLayout(run_dir)
+    with engine_of(layout, TOKEN) as engine:
+        await until(layout.engine("inference-1").exists)
+        write_json(layout.engines, [engine.identity])
+        async with pool(run_dir, earlier=known(3)) as table:
+            assert table.pool.serving == 2, "the saturation detector would drop the capacity it knows"
+            await table.until(lambda: table.pool.ready == 3)
+            assert living(layout)["inference-1"] == engine.identity.pid
+
+
+async def test_an_engine_that_was_given_up_stays_so_for_the_next_orchestrator(run_dir: Path) -> None:
+    gone = WorkerRecord(
+        worker="inference-1", env="inference", phase="fatal", since=5.0, reason="no such weights", crashes=3
+    )
+    async with pool(run_dir, earlier=known(2, gone)) as table:
+        await table.until(lambda: len(table.decisions) > 3, HELD)
+        assert table.decisions[-1].reason == "hold: an engine was given up: no such weights"
+        assert living(table.layout) == {}
+        await table.until(lambda: table.decisions[-1].current == 1, wanted=1)
+
+
+@contextmanager
+def engine_of(layout: RunLayout, token: str, code: str = ENGINE) -> Iterator[Process]:
+    """Run the first further engine as an earlier orchestrator of a run would."""
+    name = "inference-1"
+    log = str(layout.log(name))
+    spec = ProcessSpec(name=name, role=Role.INFERENCE, argv=command(layout, code)(name), log=log)
+    engine = spawn(spec, token)
+    try:
+        yield engine
     finally:
-        stray.send_group(signal.SIGKILL)
-        stray.close()
+        engine.send_group(signal.SIGKILL)
+        engine.close()
+
+
+def known(target: int, *lives: WorkerRecord) -> Supervision:
+    """Return what an earlier orchestrator reported of the engines."""
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), f"{TOKEN}/orchestrator")
+    engines = Target(env="inference", target=target, current=target, reason="so it was")
+    return Supervision(orchestrator=me, engines=engines, engine_lives=lives)
 
 
 async def test_a_pool_of_one_does_nothing(run_dir: Path) -> None:
@@ -326,9 +399,9 @@ sys.exit(server.main(run_dir))
 
 
 @contextmanager
-def running(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+def running(run_dir: Path, engine: str = ENGINE) -> Iterator[subprocess.Popen[str]]:
     """Run the orchestrator as its own process."""
-    started = [sys.executable, "-c", MAIN, str(run_dir), DRAINABLE, ENGINE]
+    started = [sys.executable, "-c", MAIN, str(run_dir), DRAINABLE, engine]
     environment = {**os.environ, MARKER: f"{TOKEN}/orchestrator"}
     process = subprocess.Popen(started, env=environment, stderr=subprocess.PIPE, text=True)
     try:
@@ -356,6 +429,74 @@ def test_the_engines_of_a_killed_orchestrator_are_adopted(run_dir: Path) -> None
         assert second.wait(timeout=10) == 0
     assert living(layout) == {}
     assert not layout.engine("inference-1").exists()
+
+
+def engine_lives(layout: RunLayout, pid: int) -> list[tuple[str, str]]:
+    """Return name and phase of the engines that this orchestrator reports."""
+    found = read_json(layout.supervision, Supervision)
+    return (
+        [(one.worker, one.phase) for one in found.engine_lives]
+        if found and found.orchestrator.pid == pid
+        else []
+    )
+
+
+@pytest.mark.parametrize("reported", [True, False], ids=["reported", "killed before its report"])
+async def test_the_drain_of_an_engine_goes_on_under_the_next_orchestrator(
+    run_dir: Path, reported: bool
+) -> None:
+    layout, settings = RunLayout(run_dir), config()
+    patient = settings.orchestrator.model_copy(update={"drain_deadline_s": 600.0})
+    settings = settings.model_copy(update={"orchestrator": patient})
+    write_json(layout.config, settings)
+    write_json(layout.inference, InferenceAddress(url="http://first", pid=1, busy=0.45))
+    drains = [("inference-1", "running"), ("inference-2", "stopping")]
+    with running_broker(settings, layout) as broker:
+        async with BrokerClient(broker.endpoints.serve) as client:
+            with running(run_dir, BUSY) as first:
+                await client.request(SetWorkers(env="inference", count=3))
+                await until(
+                    lambda: layout.engine("inference-1").exists() and layout.engine("inference-2").exists()
+                )
+                await client.request(SetWorkers(env="inference", count=2))
+                await until(lambda: engine_lives(layout, first.pid) == drains)
+                await until(lambda: is_draining(layout, "inference-2"))
+                engines = living(layout)
+                await client.request(SetWorkers(env="inference", count=None))
+                await until(lambda: (target := engine_target(layout)) is not None and target.wanted is None)
+                first.kill()
+            before = read_json(layout.supervision, Supervision)
+            assert before is not None
+            if not reported:
+                write_json(layout.supervision, msgspec.structs.replace(before, engine_lives=()))
+            with running(run_dir, BUSY) as second:
+                await until(lambda: engine_lives(layout, second.pid) == drains)
+                assert living(layout) == engines
+                target = engine_target(layout)
+                assert target is not None
+                assert (target.target, target.current) == (2, 2)
+                if reported:
+                    after = read_json(layout.supervision, Supervision)
+                    assert after is not None
+                    assert [(one.since, one.ends, one.reason) for one in after.engine_lives[1:]] == [
+                        (one.since, one.ends, one.reason) for one in before.engine_lives[1:]
+                    ]
+                os.kill(engines["inference-2"], signal.SIGTERM)
+                await until(lambda: engine_lives(layout, second.pid) == drains[:1])
+                assert living(layout) == {"inference-1": engines["inference-1"]}
+                second.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(second.wait, 30) == 0
+        broker.stop()
+
+
+def is_draining(layout: RunLayout, name: str) -> bool:
+    address = read_json(layout.engine(name), InferenceAddress)
+    return address is not None and address.draining
+
+
+def engine_target(layout: RunLayout) -> Target | None:
+    found = read_json(layout.supervision, Supervision)
+    return None if found is None else found.engines
 
 
 def test_a_second_signal_kills_the_engines_too(run_dir: Path) -> None:

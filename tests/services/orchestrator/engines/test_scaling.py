@@ -113,6 +113,10 @@ def test_one_engine_ends_when_the_others_would_do_for_long() -> None:
     assert driver.tick(FREE, 100, busy=0.0) == 1
 
 
+def test_engines_that_report_no_number_are_kept() -> None:
+    assert Driver(3).tick(FREE, 100, busy=math.nan) == 3
+
+
 def test_one_busy_moment_begins_the_idle_time_anew() -> None:
     driver = Driver(2)
     driver.tick(FREE, 19, busy=0.1)

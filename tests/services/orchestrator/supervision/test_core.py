@@ -539,6 +539,17 @@ def test_a_process_that_hangs_after_good_work_starts_its_count_again(core: Super
     assert core.views()["w"].crashes == 0
 
 
+def test_a_late_report_of_an_earlier_heartbeat_shortens_no_uptime(core: SupervisorCore) -> None:
+    running(core, kind="e")
+    core.ready("w", 1.0)
+    core.ready("w", 12.0)
+    core.ready("w", 12.5, silent_s=8.0)
+    core.hang("w", KILL_LADDER, "hangs: silent", 20.0)
+    core.tick(20.0)
+    core.exited("w", -9, "killed by SIGKILL", 20.0)
+    assert core.views()["w"].crashes == 0
+
+
 def test_silence_that_ends_was_uptime(core: SupervisorCore) -> None:
     """An environment may block the loop of its worker for a while."""
     running(core, kind="e")

@@ -142,6 +142,12 @@ def test_the_next_orchestrator_continues_the_pause(replacement: Replacement) -> 
     assert resumed.look(crew, 121.0 + STABLE_S, proven=True) == []
     assert resumed.due == {"e-2": 140.0}
     assert resumed.look(crew, 140.0, proven=True) == ["e-2"]
+    older = Replacement(STABLE_S)
+    older.resume(120.0, 2 * FIRST_S)
+    assert older.look([adopted, fatal(1, 100.0)], 121.0, proven=True) == []
+    assert older.due == {"e-1": 140.0}, (
+        "the pause counts from the last failure, also of one that was replaced"
+    )
     new = Replacement(STABLE_S)
     new.resume(None, 0.0)
     assert (new.failed_at, new.pause_s) == (None, 0.0)
@@ -159,6 +165,14 @@ def test_an_ordered_restart_ends_the_pause_without_a_ready_worker(replacement: R
     again = [fatal(2, 103.0, born=102.0)]
     assert replacement.look(again, 103.0, proven=True) == []
     assert replacement.due == {"e-2": 103.0 + 2 * FIRST_S}
+
+
+def test_an_ordered_restart_ends_also_a_pause_that_has_grown(replacement: Replacement) -> None:
+    replacement.look([fatal(0, 100.0)], 100.0, proven=True)
+    replacement.look([fatal(1, 115.0, born=110.0)], 115.0, proven=True)
+    assert replacement.pauses(115.0 + FIRST_S)
+    replacement.retry(116.0)
+    assert not replacement.pauses(116.0)
 
 
 def test_an_ordered_restart_beside_ready_workers_leaves_the_others_their_pause(

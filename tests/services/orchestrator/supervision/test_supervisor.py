@@ -32,6 +32,13 @@ from rolloutmq.services.process.identity import alive
 
 TOKEN = f"keeper-{os.getpid()}"
 QUICK = Backoff(first_s=0.01, max_s=0.05, crash_limit=3, stable_s=10.0)
+ORDERLY = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print('up', flush=True)
+while True: signal.pause()
+"""
+"""Ends with 0 at SIGTERM."""
 FAILS = "import sys; sys.stderr.write('error: no such environment\\n'); sys.exit(1)"
 
 
@@ -117,15 +124,16 @@ async def test_the_ladder_is_gone_down_until_the_process_ends(
 
 
 async def test_a_stopped_process_still_ends_in_order(tmp_path: Path) -> None:
+    """The kernel ends a stopped process at SIGTERM by itself, unless it has a handler."""
     async with Supervisor(TOKEN, QUICK) as supervisor:
-        supervisor.start(spec("w", PATIENT, tmp_path))
+        supervisor.start(spec("w", ORDERLY, tmp_path))
         await up(tmp_path / "w.log")
         identity = supervisor.identity("w")
         assert identity is not None
         os.kill(identity.pid, 19)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await supervisor.stop(["w"], term_ladder(60.0), "enough")
-        assert supervisor.views()["w"].reason == "killed by SIGTERM"
+        assert supervisor.views()["w"].reason == "exit code 0"
 
 
 async def test_the_file_lists_who_lives(tmp_path: Path) -> None:
@@ -141,6 +149,18 @@ async def test_the_file_lists_who_lives(tmp_path: Path) -> None:
         await supervisor.stop(["a"], KILL_LADDER, "enough")
         assert listed() == ["b"]
     assert read_json(file, list[ProcessIdentity]) == []
+
+
+async def test_a_file_that_cannot_be_written_is_told_at_intervals(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Supervisor(TOKEN, QUICK, identities=tmp_path / "nowhere" / "workers.json") as supervisor:
+        for name in ("a", "b"):
+            supervisor.start(spec(name, PATIENT, tmp_path))
+        for _ in range(5):
+            supervisor.hold("a", held=False)
+        assert supervisor.identity("a") is not None
+    assert len([line for line in caplog.messages if line.startswith("identities not written")]) == 1
 
 
 async def test_the_living_are_adopted_and_none_is_started_twice(tmp_path: Path) -> None:
