@@ -231,7 +231,7 @@ def test_groups_go_from_a_blocking_producer_to_a_blocking_consumer(broker: Path,
     ):
         for index in range(6):
             p.send(group(f"g-{index}"))
-        assert p.flush(5)
+        assert p.flush(30)
         assert p.accepted == 6
         assert p.session
         trained = []

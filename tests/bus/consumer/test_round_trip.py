@@ -164,7 +164,7 @@ async def test_a_broker_that_comes_back_with_its_journal_is_only_a_pause(
         with running_broker(settings, layout):
             await batch.ack()
             await p.send(group("g-4"))
-            assert await p.flush(15)
+            assert await p.flush(30)
             assert (p.session, p.durability) == (session, Durability.OS)
             assert c.epoch > epoch
             async with saving() as q:
@@ -180,7 +180,7 @@ async def test_what_is_pulled_ahead_is_trained_once_or_given_back(
         async with Producer.open(run_dir, env="e", producer="p", group_size=2) as p:
             for index in range(20):
                 await p.send(group(f"g-{index}"))
-            assert await p.flush(10)
+            assert await p.flush(30)
         seen: list[str] = []
         async with Consumer.open(run_dir, sequences=8, ahead=True) as c:
             async for batch in c:
@@ -193,7 +193,7 @@ async def test_what_is_pulled_ahead_is_trained_once_or_given_back(
             seen += [each.group_id for each in batch.groups]
             assert {each.deliveries for each in batch.deliveries} == {2}
             await batch.ack()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 batch = await c.pull(5, c.version)
             seen += [each.group_id for each in batch.groups]
             await batch.ack()
@@ -403,13 +403,13 @@ async def test_a_second_producer_of_the_name_fences_the_first(run_dir: Path, gro
         with pytest.raises(UnackedError, match="is fenced by a newer session") as lost:  # noqa: PT012 - leaving raises
             async with Producer.open(run_dir, env="e", producer="p", group_size=2) as first:
                 await first.send(group("g-0"))
-                assert await first.flush(5)
+                assert await first.flush(30)
                 async with Producer.open(run_dir, env="e", producer="p", group_size=2) as second:
                     assert second.session > first.session
                     with pytest.raises(SessionFencedError):
                         await asyncio.wait_for(_send_until_fenced(first, group), 10)
                     await second.send(group("g-1"))
-                    assert await second.flush(5)
+                    assert await second.flush(30)
         assert lost.value.group_ids == ("late",)
 
 

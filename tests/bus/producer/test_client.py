@@ -61,7 +61,7 @@ async def test_groups_arrive_once_and_are_logged(
     ):
         for index in range(20):
             await p.send(group(f"g-{index}"), await p.acquire())
-        assert await p.flush(5)
+        assert await p.flush(30)
         assert p.accepted == 20
         assert p.info.total_steps == 7
         assert logged(log) == [f"g-{index}" for index in range(20)]
@@ -88,7 +88,7 @@ async def test_every_table_is_declared_before_its_first_group(fake: "FakeBroker"
             await p.send(
                 Group.build(f"g-{index}", tokens=rows, mask=rows, scores=[0.0, 1.0], advantages=extra)
             )
-        assert await p.flush(5)
+        assert await p.flush(30)
     assert len(declared_at) == 2
     assert declared_at[1] <= 1
 
@@ -118,7 +118,7 @@ async def test_permits_are_bounded_by_the_start_limit_and_come_in_order(
         p.abandon(second)
         assert p.abandoned == 4
         assert p.waits_s > 0
-        assert await p.flush(5)
+        assert await p.flush(30)
     assert fake.asked_for(Goodbye)[-1].abandoned == 4
 
 
@@ -178,7 +178,7 @@ async def test_send_waits_for_bytes_and_a_cancelled_one_leaves_the_permit(
         fake.publish()
         await third
         await p.send(group("g-1"), permits[1])
-        assert await p.flush(5)
+        assert await p.flush(30)
         assert p._session.credit.begun == 3
     assert [header.group_id for header in fake.accepted.values()] == ["g-0", "g-2", "g-1"]
 
@@ -209,11 +209,11 @@ async def test_messages_are_full_however_long_others_keep_the_loop(
     fake.arena_bytes = 1 << 20
     async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
         await p.send(group("g-0"))
-        assert await p.flush(5)
+        assert await p.flush(30)
         async with busy_loop(monkeypatch):
             for index in range(3 * PACK_GROUPS):
                 await p.send(group(f"g-{index + 1}"))
-            assert await p.flush(5)
+            assert await p.flush(30)
     assert fake.messages == [1, PACK_GROUPS, PACK_GROUPS, PACK_GROUPS]
 
 
@@ -230,14 +230,14 @@ async def test_what_gets_room_at_once_leaves_in_one_message(
 
     async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
         await p.send(group("g-0"))
-        assert await p.flush(5)
+        assert await p.flush(30)
         sending = asyncio.create_task(send(4))
         await asyncio.sleep(0)
         async with busy_loop(monkeypatch):
             fake.byte_limit = 5 * nbytes
             fake.publish()
             await sending
-            assert await p.flush(5)
+            assert await p.flush(30)
     assert fake.messages == [1, 4]
 
 
@@ -267,7 +267,7 @@ async def test_lost_groups_are_sent_again_and_only_they(fake: "FakeBroker", grou
     async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
         for index in range(8):
             await p.send(group(f"g-{index}"))
-        assert await p.flush(8)
+        assert await p.flush(30)
     assert sorted(fake.arrived) == [1, 2, 3, 3, 4, 5, 6, 6, 7, 8]
     assert len(fake.accepted) == 8
 
@@ -276,7 +276,7 @@ async def test_lost_acks_are_asked_for(fake: "FakeBroker", group: MakeGroup) -> 
     fake.publishes = False
     async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
         await p.send(group("g"))
-        assert await p.flush(8)
+        assert await p.flush(30)
     assert fake.arrived == [1]
     assert fake.asked_for(Sync)
 
@@ -290,7 +290,7 @@ async def test_a_broker_in_another_life_gets_what_is_unacked(
         opened = Producer.open(fake.layout.root, env="e", producer="p", ack_log=log)
         p = await opened.__aenter__()
         await p.send(group("g-0"))
-        assert await p.flush(5)
+        assert await p.flush(30)
         fake.lose, fake.syncs = {2, 3}, False
         await p.send(group("g-1"))
         await p.send(group("g-2"))
@@ -299,12 +299,12 @@ async def test_a_broker_in_another_life_gets_what_is_unacked(
     fake.syncs = True
     fake.new_life()
     async with fake.running("b"):
-        assert await p.flush(15)
+        assert await p.flush(30)
         assert [h.group_id for h in fake.accepted.values()] == ["g-1", "g-2"]
         assert fake.accepted[2].position == sum(h.nbytes for h in fake.accepted.values())
         assert p._session.credit.begun == 3
         await p.send(group("g-3"), held)
-        assert await p.flush(5)
+        assert await p.flush(30)
         await opened.__aexit__(None, None, None)
     assert logged(log) == ["g-0", "g-1", "g-2", "g-3"]
     assert fake.asked_for(RegisterProducer)[-1].resume_session == 1
@@ -314,10 +314,10 @@ async def test_a_broker_in_another_life_gets_what_is_unacked(
 async def test_a_forgotten_session_is_opened_anew(fake: "FakeBroker", group: MakeGroup) -> None:
     async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
         await p.send(group("g-0"))
-        assert await p.flush(5)
+        assert await p.flush(30)
         fake.session = 0
         await p.send(group("g-1"))
-        assert await p.flush(10)
+        assert await p.flush(30)
         assert p.session == 2
     assert fake.accepted[1].group_id == "g-1"
 
@@ -369,7 +369,7 @@ async def test_draining_ends_waiting_and_lets_what_is_in_hand_through(
         with pytest.raises(DrainingError):
             await p.acquire()
         await p.send(group("g"), permit)
-        assert await p.flush(5)
+        assert await p.flush(30)
     assert fake.accepted
 
 
@@ -392,7 +392,7 @@ async def test_unacked_groups_are_saved_and_resent_under_the_same_session(
             assert fake.arrived == [1, 2, 3, 2, 3]
             assert p.session == 2
             await p.send(group("g-3"))
-            assert await p.flush(5)
+            assert await p.flush(30)
     assert fake.asked_for(RegisterProducer)[1].resume_session == 1
     assert [r.resume_session for r in fake.asked_for(RegisterProducer)] == [0, 1, 0]
     assert logged(log) == ["g-0", "g-1", "g-2", "g-3"]
@@ -470,12 +470,12 @@ async def test_leaving_in_the_moment_in_which_the_broker_is_lost_ends(
 
     monkeypatch.setattr(connection.ProducerConnection, "_keep", keep)
     async with (
-        asyncio.timeout(5),
+        asyncio.timeout(30),
         fake.running(),
         Producer.open(fake.layout.root, env="e", producer="p") as p,
     ):
         await p.send(group("g-0"))
-        assert await p.flush(5)
+        assert await p.flush(30)
         lost.set()
     assert len(fake.asked_for(RegisterProducer)) == 1
 
@@ -486,7 +486,7 @@ async def test_large_frames_and_many_tasks(fake: "FakeBroker", group: MakeGroup)
         async with asyncio.TaskGroup() as tasks:
             for index in range(200):
                 tasks.create_task(p.send(group(f"g-{index}", length=20_000)))
-        assert await p.flush(10)
+        assert await p.flush(30)
     assert len(fake.accepted) == 200
     assert fake.arrived == list(range(1, 201))
 
@@ -499,7 +499,7 @@ async def test_the_broker_may_know_the_session_but_not_its_groups(
         opened = Producer.open(fake.layout.root, env="e", producer="p")
         p = await opened.__aenter__()
         await p.send(group("g-0"))
-        assert await p.flush(5)
+        assert await p.flush(30)
     fake.epoch += 1
     fake.accepted.clear()
 
@@ -511,7 +511,7 @@ async def test_the_broker_may_know_the_session_but_not_its_groups(
     fake.answers[RegisterProducer] = register
     async with fake.running("b"):
         await p.send(group("g-1"))
-        assert await p.flush(15)
+        assert await p.flush(30)
         assert p.session == 9
         await opened.__aexit__(None, None, None)
     assert fake.accepted[1].group_id == "g-1"
@@ -548,10 +548,10 @@ async def test_a_group_carries_the_whole_version_that_was_known_when_it_began(
         permit = await p.acquire()
         fake.policy = PolicyVersion(4, 20)
         await p.send(group("g-0"))
-        assert await p.flush(5)
+        assert await p.flush(30)
         assert (p.policy, p.step, p.durability) == (PolicyVersion(4, 20), 20, Durability.OS)
         await p.send(group("g-1"), permit)
-        assert await p.flush(5)
+        assert await p.flush(30)
     assert [header.newest for header in fake.accepted.values()] == [PolicyVersion(3, 40)] * 2
     assert permit.step == 40
 
@@ -575,7 +575,7 @@ async def test_a_broker_that_remembers_goes_on_with_the_session(
     fake.publishes = fake.syncs = True
     fake.start_limit, fake.byte_limit = 4, p._session.spool.position
     async with fake.running("b"):
-        assert await p.flush(15)
+        assert await p.flush(30)
         assert (p.session, p.accepted) == (1, 3)
         held = [asyncio.create_task(p.send(group(f"h-{index}"), permits[index])) for index in range(2)]
         beginning = asyncio.create_task(p.acquire())
@@ -588,7 +588,7 @@ async def test_a_broker_that_remembers_goes_on_with_the_session(
         fake.start_limit = 7
         fake.publish()
         p.abandon(await beginning)
-        assert await p.flush(5)
+        assert await p.flush(30)
         await opened.__aexit__(None, None, None)
     assert fake.arrived == [1, 2, 3, 2, 4, 5]
     assert set(fake.taken.values()) == {1}
@@ -612,7 +612,7 @@ async def test_a_broker_that_is_slow_is_waited_for_on_the_same_sockets(
         assert fake.arrived == list(range(1, 21))
         assert p._connection._sockets is sockets
         del fake.answers[Sync]
-        assert await p.flush(5)
+        assert await p.flush(30)
     assert fake.arrived == list(range(1, 21))
     assert len(fake.asked_for(RegisterProducer)) == 1
     assert "broker lost" not in caplog.text
@@ -629,7 +629,7 @@ async def test_a_slow_registration_does_not_fence_itself(fake: "FakeBroker", gro
     async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
         assert p.session == 3
         await p.send(group("g"))
-        assert await p.flush(5)
+        assert await p.flush(30)
 
 
 async def test_new_sockets_to_the_same_broker_send_only_what_is_missing(
@@ -645,7 +645,7 @@ async def test_new_sockets_to_the_same_broker_send_only_what_is_missing(
         await fake.until(lambda: len(fake.arrived) == 5)
     fake.syncs = True
     async with fake.running("b"):
-        assert await p.flush(15)
+        assert await p.flush(30)
         await opened.__aexit__(None, None, None)
     assert fake.arrived == [1, 2, 3, 4, 5, 3]
     assert len(fake.asked_for(RegisterProducer)) == 1
@@ -686,7 +686,7 @@ async def test_a_spool_saved_at_the_drain_deadline_is_resent_after_the_broker_re
             for index in range(3):
                 await p.send(group(f"g-{index}"))
             await fake.until(lambda: fake.arrived == [1, 2, 3])
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(30):
                 while p.accepted < 1:  # noqa: ASYNC110 - only the count tells
                     await asyncio.sleep(0.001)
     assert f"unacked groups saved producer=p groups=2 file={spool}" in caplog.text

@@ -167,7 +167,7 @@ class FakeBroker:
         """Begin another life that remembers the one before, as a broker with a journal does."""
         self.epoch += 1
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 8.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         """Wait until something that arrives makes the condition true."""
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(condition)

@@ -38,7 +38,7 @@ async def test_it_says_how_it_is_again_and_again(tmp_path: Path, monkeypatch: py
     one = EngineHeartbeat(path, "inference-1", "http://x", lambda: 0.0, lambda: in_hand[0], lambda: "torn")
     task = asyncio.create_task(one.run())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (told := read_json(path, InferenceAddress)) is None or told.number < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         assert (told.url, told.name, told.pid, told.in_hand) == ("http://x", "inference-1", os.getpid(), 3)

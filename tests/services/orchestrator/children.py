@@ -49,7 +49,7 @@ def spec(
     )
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for something that another process does; AssertionError if it does not in time."""
     until = time.monotonic() + timeout_s
     while not condition():

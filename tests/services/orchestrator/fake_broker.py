@@ -185,7 +185,7 @@ async def orchestrator(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         # What is waited for is a file or a process: there is no event.
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

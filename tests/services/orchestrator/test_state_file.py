@@ -41,7 +41,7 @@ class Stage:
         return next(one for one in self.told().workers if one.worker == name)
 
     async def until(self, name: str, phase: Phase) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self.supervisor.until(lambda views: views[name].phase is phase)
         await asyncio.sleep(0)
 
@@ -89,7 +89,7 @@ async def test_one_that_waits_says_when_and_why(run_dir: Path) -> None:
     stage = Stage(run_dir, Backoff(first_s=60.0, crash_limit=9))
     async with stage.supervisor:
         stage.start("env-0", FAILS)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await stage.supervisor.until(lambda views: views["env-0"].crashes == 1)
         await asyncio.sleep(0)
         one = stage.worker("env-0")
@@ -146,7 +146,7 @@ async def test_the_file_is_a_heartbeat_until_the_orderly_end(
     stage = Stage(run_dir)
     async with stage.supervisor as supervisor:
         beating = asyncio.create_task(stage.record.beat(supervisor))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not stage.layout.supervision.exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             first = stage.told().at
@@ -186,7 +186,7 @@ async def test_one_that_starts_again_still_says_how_its_last_process_ended(run_d
     code = f"import os\nif not os.path.exists({str(once)!r}): open({str(once)!r}, 'w'); {FAILS}\n{PATIENT}"
     async with stage.supervisor:
         stage.start("env-0", code)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await stage.supervisor.until(
                 lambda views: views["env-0"].restarts == 1 and views["env-0"].phase is Phase.RUNNING
             )

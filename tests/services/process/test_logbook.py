@@ -180,7 +180,7 @@ async def test_the_rotation_looks_again_and_again(log: Path, monkeypatch: pytest
     task = asyncio.create_task(Rotation(LIMITS, lambda: [missing, log]).run())
     for part in range(2):
         fill(log, range(10_000))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not archive(log, part + 1).exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
     task.cancel()

@@ -324,6 +324,6 @@ def test_an_error_fits_in_one_line_that_can_travel(error: BaseException, text: s
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - what is waited for lies in other objects
             await asyncio.sleep(0.001)

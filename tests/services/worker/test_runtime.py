@@ -123,7 +123,7 @@ class Stage:
 
     async def heard(self, condition: Callable[[WorkerStatus], bool], worker: str = "echo-0") -> WorkerStatus:
         """Wait until the broker has heard that of the worker."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (status := await self.status(worker)) is None or not condition(status):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return status
@@ -179,7 +179,7 @@ async def living(worker: Worker, stop: Stop) -> AsyncIterator["asyncio.Task[None
     task = asyncio.create_task(worker.run(stop))
     try:
         yield task
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await task
     finally:
         task.cancel()
@@ -376,7 +376,7 @@ async def test_the_newer_of_two_with_one_name_stays(staged: Staged) -> None:
         async with living(old, Stop()) as ended:
             await stage.heard(lambda status: status.produced > 0)
             async with living(new, stop):
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(30):
                     await ended
                 await until(lambda: new.beat().produced > 0)
                 stop.request("SIGTERM")
@@ -511,7 +511,7 @@ async def test_a_worker_without_a_task_is_idle(staged: Staged) -> None:
     async with staged(**submitted) as stage:
         worker = stage.worker()
         async with living(worker, stage.stop):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while await stage.wait() != Wait.NO_TASKS:  # noqa: ASYNC110 - the broker looks once a second
                     await asyncio.sleep(0.01)
             before = (

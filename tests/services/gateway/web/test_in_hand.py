@@ -44,7 +44,7 @@ async def test_unfinished_bodies_that_fill_the_memory_end_one_after_the_other() 
         in_hand.release(held)
         ended.append(number)
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         for number in range(4):
             tasks.create_task(go_on(number))
     assert sorted(ended) == [0, 1, 2, 3]

@@ -213,7 +213,7 @@ async def test_a_dead_run_that_still_speaks_is_shown_with_a_notice(
     board = RunState.of(CONFIG)
     board.feed(make_pressure(), time.monotonic())
     watching = asyncio.create_task(top._until_over(plain, PlainView(board, said.append)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not any("is dead" in line for line in said):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert not watching.done()
@@ -258,7 +258,7 @@ async def test_what_the_orchestrator_knows_is_shown(plain: RunLayout) -> None:
     until = asyncio.Event()
     with LiveView(RunState.of(CONFIG), console) as live:
         watching = asyncio.create_task(watch(plain, live, until))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while "no such dataset" not in out.getvalue():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         until.set()
@@ -277,7 +277,7 @@ async def test_an_orchestrator_that_is_heard_is_at_work_though_its_report_is_old
             board.feed(decision, time.monotonic() + 3600.0)
         until.clear()
         watching = asyncio.create_task(watch(plain, PlainView(board, lambda _: None), until))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while board.orchestrator.startswith("at work") != heard or not board.orchestrator:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         until.set()
@@ -294,7 +294,7 @@ async def test_a_trainer_whose_weights_nobody_takes_is_shown(
     board.feed(make_pressure(), time.monotonic())
     with LiveView(board, console) as live, PlainView(board, said.append) as lines:
         watching = asyncio.create_task(watch(plain, live, until))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while "waits: weights_unsent, no vLLM is there" not in out.getvalue():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         lines.refresh()

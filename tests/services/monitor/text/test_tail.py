@@ -60,7 +60,7 @@ async def test_events_are_printed_as_they_come(run_dir: Path, make_step: Callabl
     socket.bind(address)
     lines: list[str] = []
     task = asyncio.create_task(command.print_events(layout, wanted("step"), 2, lines.append))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not task.done():
             socket.send_multipart([b"stepless", b"?"])
             socket.send_multipart([b"step", codec.encode(make_step(8))])

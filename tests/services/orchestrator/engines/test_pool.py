@@ -138,9 +138,12 @@ async def test_engines_come_and_go_as_an_operator_asks(
         await table.until(lambda: table.pool.ready == 1 and not living(table.layout), wanted=1)
         last = table.decisions[-1]
         assert (last.target, last.reason) == (1, "pinned to 1")
-        ends = [line for line in caplog.messages if line.startswith("ended name=inference-")]
-        assert len(ends) == 2
-        assert all(line.endswith("how=exit code 0") for line in ends)
+
+        def ends() -> list[str]:
+            return [line for line in caplog.messages if line.startswith("ended name=inference-")]
+
+        await table.until(lambda: len(ends()) == 2, wanted=1)
+        assert all(line.endswith("how=exit code 0") for line in ends())
     assert table.layout.inference.exists()
 
 

@@ -47,7 +47,7 @@ async def up(log: Path) -> None:
 
 
 async def until(supervisor: Supervisor, name: str, phase: Phase) -> ProcessView:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await supervisor.until(lambda views: views[name].phase is phase)
     return supervisor.views()[name]
 
@@ -58,7 +58,7 @@ async def kill_one(tmp_path: Path) -> None:
         first = supervisor.identity("w")
         assert first is not None
         os.kill(first.pid, 9)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await supervisor.until(lambda views: views["w"].restarts == 1)
         second = supervisor.identity("w")
         assert second is not None
@@ -112,7 +112,7 @@ async def test_the_ladder_is_gone_down_until_the_process_ends(
         supervisor.start(spec("d", DRAINABLE, tmp_path))
         await up(tmp_path / "s.log")
         await up(tmp_path / "d.log")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await supervisor.stop(["s"], drain_ladder(0.05, 0.1, 0.05), "enough")
             await supervisor.stop(["d"], drain_ladder(0.05, 60.0, 0.05), "enough")
         views = supervisor.views()
@@ -201,7 +201,7 @@ async def test_kill_waits_for_nothing_and_reaches_everybody(tmp_path: Path) -> N
         for name in ("a", "b"):
             supervisor.start(spec(name, STUBBORN, tmp_path, Restart.NEVER))
         supervisor.kill()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await supervisor.until(dead)
         assert {view.reason for view in supervisor.views().values()} == {"killed by SIGKILL"}
 

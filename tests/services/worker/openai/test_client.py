@@ -158,7 +158,7 @@ async def test_a_cancelled_call_leaves_the_client_usable(server: "FakeServer") -
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - what is waited for lies in other objects
             await asyncio.sleep(0.005)
 
