@@ -241,6 +241,18 @@ class NotingPolicy:
         """See `Policy.chat`."""
         return self._noted(await self._policy.chat(messages, **sampling))
 
+    async def tokenize(self, text: str) -> list[int]:
+        """See `Policy.tokenize`."""
+        return await self._policy.tokenize(text)
+
+    async def detokenize(self, tokens: Sequence[int]) -> str:
+        """See `Policy.detokenize`."""
+        return await self._policy.detokenize(tokens)
+
+    async def render(self, messages: Sequence[ChatMessage], **how: Any) -> list[int]:
+        """See `Policy.render`."""
+        return await self._policy.render(messages, **how)
+
     def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
         """See `Policy.endpoint`."""
         return self._policy.endpoint()
