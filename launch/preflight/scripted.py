@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.scripted import END, ScriptedPolicy
 from rolloutmq.services.worker.trajectory import Trajectory
 
@@ -92,7 +92,7 @@ class CharacterPolicy(ScriptedPolicy):
             left = left[len(token) :]
         return ids
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
+    async def detokenize(self, tokens: TokenIds) -> str:
         """See `Policy.detokenize`. Raises PolicyRefusedError for tokens that the model lacks."""
         if not len(tokens) or min(tokens) < 0 or max(tokens) >= len(self._texts):
             raise PolicyRefusedError(400, f"prompt: token ids must be from 0 to {len(self._texts) - 1}")

@@ -41,7 +41,7 @@ from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.printable import printable
 from rolloutmq.services.worker import loader, rollouts
-from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.openai.wire import Endpoint
@@ -245,7 +245,7 @@ class NotingPolicy:
         """See `Policy.tokenize`."""
         return await self._policy.tokenize(text)
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
+    async def detokenize(self, tokens: TokenIds) -> str:
         """See `Policy.detokenize`."""
         return await self._policy.detokenize(tokens)
 

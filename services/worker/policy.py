@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Policy(Protocol):
         """
         ...
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
+    async def detokenize(self, tokens: TokenIds) -> str:
         """Return the text of token ids, special tokens included. Raises the errors of `tokenize`."""
         ...
 
@@ -170,7 +170,7 @@ class GreedyPolicy:
         """See `Policy.tokenize`."""
         return await self._policy.tokenize(text)
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
+    async def detokenize(self, tokens: TokenIds) -> str:
         """See `Policy.detokenize`."""
         return await self._policy.detokenize(tokens)
 

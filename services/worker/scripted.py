@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.trajectory import Trajectory, group_of
 
@@ -79,7 +79,7 @@ class ScriptedPolicy:
         """Return the code points of the characters; see `Policy.tokenize`."""
         return list(map(ord, text))
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
+    async def detokenize(self, tokens: TokenIds) -> str:
         """Return the characters, without `END`; see `Policy.detokenize`."""
         return "".join(chr(token) for token in tokens if token != END)
 

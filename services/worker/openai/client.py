@@ -23,7 +23,7 @@ import aiohttp
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_access import authorization, with_token
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
 from rolloutmq.services.worker.openai.stitching import Stitcher
@@ -120,7 +120,10 @@ class OpenAIPolicy:
         """See `Policy.complete`."""
         given = prompt
         if after is not None:
-            given = [*after.token_ids, *(await self.tokenize(prompt) if isinstance(prompt, str) else prompt)]
+            given = [
+                *map(int, after.token_ids),
+                *(await self.tokenize(prompt) if isinstance(prompt, str) else prompt),
+            ]
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
         body = await self._ask(wire.COMPLETIONS, lambda model: wire.text_request(model, given, **sampling))
@@ -149,7 +152,7 @@ class OpenAIPolicy:
         """See `Policy.tokenize`."""
         return await self._tokenized(lambda model: wire.tokenize_request(model, text)) if text else []
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
+    async def detokenize(self, tokens: TokenIds) -> str:
         """See `Policy.detokenize`."""
         if not len(tokens):
             return ""

@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import Any, Final, Protocol
 
 from rolloutmq.schemas.errors import PolicyRefusedError
-from rolloutmq.services.worker.completion import ChatMessage
+from rolloutmq.services.worker.completion import ChatMessage, TokenIds
 
 STAND_INS: Final = "xy01abAB"
 """Characters to try as stand-ins. A small vocabulary may lack some."""
@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
         """See `Policy.tokenize`."""
         ...
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
+    async def detokenize(self, tokens: TokenIds) -> str:
         """See `Policy.detokenize`."""
         ...
 

@@ -20,7 +20,7 @@ import msgspec
 
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai import wire
 
 BASE: Final = "/v1"
@@ -178,9 +178,9 @@ def render_request(
     return _encode(asked | {"tools": list(tools)} if tools else asked)
 
 
-def detokenize_request(model: str, tokens: Sequence[int]) -> bytes:
+def detokenize_request(model: str, tokens: TokenIds) -> bytes:
     """Encode the body of `/detokenize`."""
-    return _encode({"model": model, "tokens": list(tokens)})
+    return _encode({"model": model, "tokens": list(map(int, tokens))})
 
 
 def tokens_of(body: bytes) -> list[int]:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
@@ -262,12 +263,13 @@ async def test_short_texts_are_tokenized_once(server: "FakeServer", monkeypatch:
             found = await policy.tokenize(text)
             assert found == [ord(text)]
             found.clear()
-        assert [one["prompt"] for one in server.tokenized] == ["a", "b", "c", "a"]
+        assert [one.get("prompt") for one in server.tokenized] == ["a", "b", "c", "a"]
         assert await policy.tokenize("") == []
         assert await policy.detokenize([]) == ""
+        assert await policy.detokenize(np.array([104, 105])) == "hi"
         long = "x" * client.KEPT_BYTES
         assert await policy.tokenize(long) == await policy.tokenize(long)
-    assert [one["prompt"] for one in server.tokenized[4:]] == [long, long]
+    assert [one["prompt"] for one in server.tokenized[-2:]] == [long, long]
 
 
 async def test_a_server_without_a_tokenizer_is_named(server: "FakeServer") -> None:

@@ -12,6 +12,7 @@ from rolloutmq.schemas.config.run import ModelConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.inference.openai.requests import ApiError
 from rolloutmq.services.inference.tokenizer import TextTokenizer
+from rolloutmq.services.worker.completion import TokenIds
 from rolloutmq.services.worker.openai.stitching import Stitcher, overlap_of
 from rolloutmq.trainer.policy.tokenizer import write_tokenizer
 
@@ -80,8 +81,8 @@ class Local:
     async def tokenize(self, text: str) -> list[int]:
         return self._tried(lambda: self.text.encode(text, special=False))
 
-    async def detokenize(self, tokens: Sequence[int]) -> str:
-        return self.text.shown(tokens)
+    async def detokenize(self, tokens: TokenIds) -> str:
+        return self.text.shown(list(tokens))
 
     async def rendered(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
