@@ -27,6 +27,8 @@ TEXTS: Final = (
 SPECIAL: Final = ("<pad>", "<bos>", "<eos>")
 """Texts that a built model reads as one token each; their ids are 0, 1 and 2."""
 ANSWERS: Final = 64
+PROMPT_SHOWN: Final = 60
+"""Longest part of a prompt that an error shows, in characters."""
 
 
 def is_built(config: RunConfig) -> bool:
@@ -87,7 +89,8 @@ class CharacterPolicy(ScriptedPolicy):
             token = next((one for one in SPECIAL if left.startswith(one)), left[0])
             if token not in self._ids:
                 why = "add the characters of the prompt to model.alphabet, all that a built-in model knows"
-                raise PolicyRefusedError(400, f"prompt: not in the vocabulary ({token!r}); {why}")
+                shown = text if len(text) <= PROMPT_SHOWN else f"{text[:PROMPT_SHOWN]}…"
+                raise PolicyRefusedError(400, f"prompt {shown!r}: not in the vocabulary ({token!r}); {why}")
             ids.append(self._ids[token])
             left = left[len(token) :]
         return ids

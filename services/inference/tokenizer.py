@@ -13,6 +13,8 @@ from rolloutmq.services.inference.openai.requests import ApiError
 
 UNKNOWN_SHOWN: Final = 10
 """Most unknown characters that an error names."""
+PROMPT_SHOWN: Final = 60
+"""Longest part of a prompt that an error shows, in characters."""
 
 
 class TextTokenizer:
@@ -40,8 +42,9 @@ class TextTokenizer:
         except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
             unknown = [each for each in dict.fromkeys(text) if self._tokenizer.token_to_id(each) is None]
             named = ", ".join(map(repr, unknown[:UNKNOWN_SHOWN])) or str(error)
+            shown = text if len(text) <= PROMPT_SHOWN else f"{text[:PROMPT_SHOWN]}…"
             why = "add the characters of the prompt to model.alphabet, all that a built-in model knows"
-            raise ApiError(400, f"prompt: not in the vocabulary ({named}); {why}") from None
+            raise ApiError(400, f"prompt {shown!r}: not in the vocabulary ({named}); {why}") from None
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

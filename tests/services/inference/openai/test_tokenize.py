@@ -71,8 +71,8 @@ def test_messages_are_rendered_by_the_template(codec: TextTokenizer) -> None:
         ({"messages": []}, "messages"),
         ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens: must be false"),
         (
-            {"prompt": "2"},
-            r"not in the vocabulary \('2'\); add the characters of the prompt to model.alphabet",
+            {"prompt": "02"},
+            r"prompt '02': not in the vocabulary \('2'\); add the characters of the prompt to model.alphabet",
         ),
         ({"prompt": "0", "truncate": 3}, "truncate"),
         ({"prompt": 3}, "invalid request"),

@@ -138,7 +138,10 @@ async def test_the_paths_for_text_name_what_they_refuse(trainer: Trainer) -> Non
     trainer.start()
     async with serving(trainer) as client:
         status, answer = await client.post("/tokenize", {"prompt": "a"})
-        assert (status, answer["error"]["message"][:28]) == (400, "prompt: not in the vocabulary"[:28])
+        assert (status, answer["error"]["message"][:34]) == (
+            400,
+            "prompt 'a': not in the vocabulary ('a'); "[:34],
+        )
         status, answer = await client.post("/detokenize", {"tokens": [1, 99]})
         assert (status, answer["error"]["message"]) == (400, "tokens: must be from 0 to 31")
         assert (await client.get("/tokenize"))[0] == 405
