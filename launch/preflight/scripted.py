@@ -12,6 +12,7 @@ from typing import Any, Final
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
+from rolloutmq.services.worker.policy import check_new
 from rolloutmq.services.worker.scripted import END, ScriptedPolicy
 from rolloutmq.services.worker.trajectory import Trajectory
 
@@ -109,6 +110,8 @@ class CharacterPolicy(ScriptedPolicy):
         after: Trajectory | None = None,
     ) -> list[int]:
         """See `Policy.render`. The template of a built model joins the contents."""
+        if after is not None:
+            check_new(messages)
         before = [self._ids["<bos>"]] if after is None else list(map(int, after.token_ids))
         return before + await self.tokenize("".join(texts_of(messages)))
 

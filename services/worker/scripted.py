@@ -19,6 +19,7 @@ from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
+from rolloutmq.services.worker.policy import check_new
 from rolloutmq.services.worker.trajectory import Trajectory, group_of
 
 END: Final = 0
@@ -94,6 +95,7 @@ class ScriptedPolicy:
         contents = [str(message["content"]) for message in messages]
         if after is None:
             return await self.tokenize("\n".join(contents))
+        check_new(messages)
         return [*map(int, after.token_ids), *await self.tokenize("".join(f"\n{one}" for one in contents))]
 
     def endpoint(self) -> NoReturn:

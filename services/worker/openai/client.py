@@ -28,6 +28,7 @@ from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
 from rolloutmq.services.worker.openai.stitching import Stitcher
 from rolloutmq.services.worker.openai.wire import Endpoint
+from rolloutmq.services.worker.policy import check_new
 from rolloutmq.services.worker.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,7 @@ class OpenAIPolicy:
         """See `Policy.render`."""
         if after is None:
             return await self.rendered(messages, tools)
+        check_new(messages)
         tokens = list(map(int, after.token_ids))
         return tokens + await self._stitcher.following(tokens, messages, tools)
 

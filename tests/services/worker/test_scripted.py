@@ -55,6 +55,15 @@ async def test_a_turn_continues_the_tokens_of_those_before() -> None:
     assert sequence.then(second).then(third).finish_reason == "stop"
 
 
+async def test_the_turns_so_far_are_not_said_again() -> None:
+    policy: Policy = ScriptedPolicy("ab")
+    sequence = Trajectory.of((await policy.complete("q"))[0])
+    said = [{"role": "assistant", "content": "ab"}, {"role": "tool", "content": "7"}]
+    with pytest.raises(UsageError, match="must be only those since its last answer"):
+        await policy.chat(said, after=sequence)
+    assert await policy.chat(said)
+
+
 async def test_the_tokenizer_of_a_script_knows_every_character() -> None:
     policy: Policy = ScriptedPolicy("a")
     assert await policy.detokenize(await policy.tokenize("q é")) == "q é"

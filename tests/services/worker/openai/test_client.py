@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
+from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError, UsageError
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.worker.openai import client
@@ -239,6 +239,8 @@ async def test_a_turn_begins_with_the_tokens_of_those_before(server: "FakeServer
         greedy = await GreedyPolicy(policy).chat(
             [{"role": "tool", "content": "7"}], after=Trajectory.of(first)
         )
+        with pytest.raises(UsageError, match="must be only those since its last answer"):
+            await policy.chat([{"role": "assistant", "content": "ab"}], after=sequence)
     assert second.prompt_token_ids == [*map(ord, "[user]q;[assistant]ab;[tool]7;[assistant]")]
     assert third.prompt_token_ids == [*second.prompt_token_ids, *map(ord, "ab;and?")]
     assert fourth.prompt_token_ids == [*third.prompt_token_ids, *map(ord, "ab;"), 3, 4]
