@@ -12,9 +12,8 @@ from typing import Any, Final
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
-from rolloutmq.services.worker.policy import check_new
 from rolloutmq.services.worker.scripted import END, ScriptedPolicy
-from rolloutmq.services.worker.trajectory import Trajectory
+from rolloutmq.services.worker.trajectory import Trajectory, check_new
 
 TEXTS: Final = (
     "42",

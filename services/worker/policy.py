@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rolloutmq.schemas.errors import ConfigError, UsageError
+from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.trajectory import Trajectory
 
@@ -130,19 +130,6 @@ class Policy(Protocol):
             PolicyUnavailableError: No server answered within 0.9 of `rollout_timeout_s`.
         """
         ...
-
-
-def check_new(messages: Sequence[ChatMessage]) -> None:
-    """Check messages that follow a trajectory: a conversation with its answers would be said twice.
-
-    Raises:
-        UsageError: One of them is an answer.
-    """
-    if any(message.get("role") == "assistant" for message in messages):
-        raise UsageError(
-            "messages: with `after`, must be only those since its last answer (got one of role assistant); leave out "
-            "the turns that `after` has"
-        )
 
 
 class GreedyPolicy:

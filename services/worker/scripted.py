@@ -19,8 +19,7 @@ from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.policy import check_new
-from rolloutmq.services.worker.trajectory import Trajectory, group_of
+from rolloutmq.services.worker.trajectory import Trajectory, check_new, group_of
 
 END: Final = 0
 """Token that ends an answer."""

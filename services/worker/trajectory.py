@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.schemas.errors import InvalidGroupError
+from rolloutmq.schemas.errors import InvalidGroupError, UsageError
 from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, Column, Group, numpy_dtype
 from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
@@ -143,6 +143,19 @@ class Trajectory:
             score=score,
             messages=self.messages if messages is None else messages,
             finish_reason=finish_reason or self.finish_reason,
+        )
+
+
+def check_new(messages: Sequence[ChatMessage]) -> None:
+    """Check messages that follow a trajectory: a conversation with its answers would be said twice.
+
+    Raises:
+        UsageError: One of them is an answer.
+    """
+    if any(message.get("role") == "assistant" for message in messages):
+        raise UsageError(
+            "messages: with `after`, must be only those since its last answer (got one of role assistant); leave out "
+            "the turns that `after` has"
         )
 
 

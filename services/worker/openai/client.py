@@ -28,8 +28,7 @@ from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
 from rolloutmq.services.worker.openai.stitching import Stitcher
 from rolloutmq.services.worker.openai.wire import Endpoint
-from rolloutmq.services.worker.policy import check_new
-from rolloutmq.services.worker.trajectory import Trajectory
+from rolloutmq.services.worker.trajectory import Trajectory, check_new
 
 logger = logging.getLogger(__name__)
 

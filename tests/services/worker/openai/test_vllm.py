@@ -13,7 +13,7 @@ from tests.services.worker.openai.test_stitching import CHATML, byte_pairs
 from transformers import LlamaConfig
 
 from rolloutmq.schemas.files import InferenceAddress
-from rolloutmq.services.inference.vllm.command import VARIABLES
+from rolloutmq.services.inference.vllm.command import EXECUTOR, VARIABLES
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.trajectory import Trajectory
@@ -50,6 +50,7 @@ def served(tmp_path: Path) -> Iterator[str]:
                 *("--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)),
                 *("--load-format", "dummy", "--dtype", "float32", "--enforce-eager"),
                 *("--kv-cache-memory-bytes", str(1 << 27), "--generation-config", "vllm"),
+                *("--distributed-executor-backend", EXECUTOR),
             ],
             env={**os.environ, **VARIABLES, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
             stdout=output,
